@@ -109,7 +109,10 @@ def _nvme(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> d
     path = arguments.values.get("folder") or arguments.loaded.cfg.zero.offload_optimizer.nvme_path
     if not path or not Path(path).is_dir():
         raise ConfigError(
-            tr("folder = {path} is not a folder here. Give one on the disk to be measured: folder=/nvme", path=path)
+            tr(
+                "directory = {path} is not a directory here. Give one on the disk to be measured: directory=/nvme",
+                path=path,
+            )
         )
     num_bytes = pieces(arguments.values.get("gib", "1"))
     found = measure(Path(path), num_bytes, positive_int(arguments.values, "repeats") or 3, say)

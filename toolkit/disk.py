@@ -115,8 +115,8 @@ def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[s
             found = path.lstat()
             if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.getuid()):
                 sentence = tr(
-                    "{path} is a symbolic link that belongs to {owner}, and writing through it would change {target}. "
-                    "Remove it, or choose another folder.",
+                    "{path} is a symbolic link that belongs to {owner}, and writing through it would "
+                    "change {target}. Remove it, or choose another directory.",
                     path=path,
                     owner=user_name(found.st_uid),
                     target=path.resolve(),

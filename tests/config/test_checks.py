@@ -122,8 +122,8 @@ REFUSED = {
         "run no code of a model's own. Set it to 0."
     ),
     f"{TRUSTED} model.path=me/own model.revision=main": (
-        "model.trust_remote_code = true and model.path = me/own, which is no folder here but a name on Hugging Face, "
-        "needs the commit that you have read: model.revision=COMMIT, all 40 digits."
+        "model.trust_remote_code = true and model.path = me/own, which is not a directory here but a name on Hugging "
+        "Face, needs the commit that you have read: model.revision=COMMIT, all 40 digits."
     ),
     "checkpoint.keep_weights=-2": "checkpoint.keep_weights = -2 must be at least -1.",
     "zero=stage2 zero.offload_optimizer.device=nvme": (
@@ -197,7 +197,7 @@ REFUSED = {
         "optim=adamw_8bit."
     ),
     "optim=adagrad": (
-        "optim.name = adagrad and zero.stage = 1 do not go together: DeepSpeed builds it anew, and the schedule and "
+        "optim.name = adagrad and zero.stage = 1 do not go together: DeepSpeed builds it again, and the schedule and "
         "parameter groups are lost. Use zero=stage0, or optim=adamw."
     ),
     "optim=muon train.gradient_clipping=1": (
@@ -288,7 +288,7 @@ REFUSED = {
     ),
     "tuning=lora tuning.dropout=1": "tuning.dropout = 1.0 must be from 0 to below 1.",
     "tuning=lora tuning.alpha=nan": "tuning.alpha = nan must be above 0.",
-    "tuning=lora tuning.adapter=/nowhere": "tuning.adapter = /nowhere is not a folder here.",
+    "tuning=lora tuning.adapter=/nowhere": "tuning.adapter = /nowhere is not a directory here.",
     "tuning=freeze tuning.last_layers=0": (
         "tuning.method = freeze trains nothing: set tuning.last_layers or tuning.patterns."
     ),
@@ -297,11 +297,11 @@ REFUSED = {
         "model.shape: hidden_size 128 must be a multiple of num_heads 3, and that of num_kv_heads 2."
     ),
     "model=hf model.path=/nosuch": (
-        "model.path = /nosuch is not a folder here. It must be the folder that holds config.json and the weights, or "
-        "owner/name on Hugging Face."
+        "model.path = /nosuch is not a directory here. It must be the directory that holds config.json and the "
+        "weights, or owner/name on Hugging Face."
     ),
     f"model=hf model.path={Path(__file__).parent} model.revision=main": (
-        'model.revision = main has no effect: model.path is a folder. Remove it, or set model.revision="".'
+        'model.revision = main has no effect: model.path is a directory. Remove it, or set model.revision="".'
     ),
     "model=hf model.shape.num_layers=9": "model.shape.num_layers = 9 has no effect: model.init is pretrained. "
     "Remove it, or set model.shape.num_layers=2.",
@@ -313,14 +313,14 @@ REFUSED = {
         "zero.offload_optimizer.buffer_count = 3 must be at least 4."
     ),
     "language=de": "language = de must be en, zh or empty.",
-    "run.name=a/b": "run.name = a/b must be a plain folder name; the folder around it is run.dir.",
-    "run.name=-a": "run.name = -a must be a plain folder name; the folder around it is run.dir.",
+    "run.name=a/b": "run.name = a/b must be a plain directory name; the directory around it is run.dir.",
+    "run.name=-a": "run.name = -a must be a plain directory name; the directory around it is run.dir.",
     "data.sources=[]": ("data.sources is empty: add 'data.sources=[{path: FILE.jsonl}]', or data=examples to try."),
     "data.sources=[{path:''}]": (
-        "data.sources[0] needs one of path (a file, folder or pattern) and hub (a name on Hugging Face)."
+        "data.sources[0] needs one of path (a file, directory or pattern) and hub (a name on Hugging Face)."
     ),
     "data.sources=[{path:x,hub:y/z}]": (
-        "data.sources[0] needs one of path (a file, folder or pattern) and hub (a name on Hugging Face)."
+        "data.sources[0] needs one of path (a file, directory or pattern) and hub (a name on Hugging Face)."
     ),
     "data.sources=[{path:.,subset:zh}]": "data.sources[0].subset has an effect with hub only. Remove it.",
     "data.sources=[{path:.,weight:0}]": "data.sources[0].weight = 0.0 must be above 0; remove the source instead.",
@@ -328,8 +328,8 @@ REFUSED = {
         "data.sources[0].columns: no format reads 'promt'. Did you mean 'prompt'?"
     ),
     "data.sources=[{path:.,format:text,columns:{prompt:q}}]": "data.sources[0].columns: no format reads 'prompt'.",
-    "prepare.shard=4/3": "prepare.shard = 4/3 must be i/n, such as 1/4 to 4/4 for four machines.",
-    "prepare.shard=1": "prepare.shard = 1 must be i/n, such as 1/4 to 4/4 for four machines.",
+    "prepare.shard=4/3": "prepare.shard = 4/3 must be i/n, such as 1/4 to 4/4 for four nodes.",
+    "prepare.shard=1": "prepare.shard = 1 must be i/n, such as 1/4 to 4/4 for four nodes.",
     "data.max_bad_fraction=0.5": (
         "data.max_bad_fraction = 0.5 has no effect: data.on_bad_row is error, not skip. Remove it, or set "
         "data.max_bad_fraction=0.01."
@@ -376,13 +376,14 @@ REFUSED = {
         "zero.offload_optimizer.device = nvme needs zero.offload_optimizer.nvme_path=FOLDER on the NVMe disk."
     ),
     "zero=stage3_nvme zero.offload_optimizer.nvme_path=/nosuch": (
-        "zero.offload_optimizer.nvme_path = /nosuch is not a folder that can be written to: No such file or directory."
+        "zero.offload_optimizer.nvme_path = /nosuch is not a directory that can be written to: No such file or "
+        "directory."
     ),
 }
 
 
 def test_a_run_name_is_printable() -> None:
-    with pytest.raises(ConfigError, match="must be a plain folder name"):
+    with pytest.raises(ConfigError, match="must be a plain directory name"):
         check_rules(load(["recipe=zero1", "model=glm_tiny", "run.name='a\nb'"]))
 
 

@@ -247,7 +247,7 @@ def test_auto_everywhere(tmp_path: Path) -> None:
         ({"gradient_cliping": 1.0}, "Did you mean 'gradient_clipping'?"),
         (
             {"stage3_gather_16bit_weights_on_model_save": True},
-            "ds.json:2: 'stage3_gather_16bit_weights_on_model_save' stands in the wrong place. "
+            "ds.json:2: 'stage3_gather_16bit_weights_on_model_save' is in the wrong section. "
             "It belongs to 'zero_optimization.stage3_gather_16bit_weights_on_model_save'.",
         ),
         (
@@ -271,7 +271,7 @@ def test_auto_everywhere(tmp_path: Path) -> None:
         ({"gradient_accumulation_steps": 0}, "must be a whole number of at least 1."),
         ({"zero": {"stage": 3}}, "DeepSpeed has no key 'zero'"),
         ({"fp_16": {"enabled": True}}, "Did you mean 'fp16'?"),
-        ({"lr": 1}, "stands in the wrong place"),
+        ({"lr": 1}, "is in the wrong section"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "warmup_max_lr = 0.001, but the optimizer's lr"),
     ],
 )
@@ -358,7 +358,7 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine", "last_batch_iteration": -1}}},
         "DeepSpeed has no warmup_type 'cosine' and takes log.",
     ),
-    ({"communication_data_type": "auto"}, 'no setting of the recipe can replace "auto": left out.'),
+    ({"communication_data_type": "auto"}, 'no setting of the recipe can replace "auto": omitted.'),
     ({"gradient_accumulation_steps": 3}, "says nothing without the number of ranks: give world_size=N."),
 ]
 

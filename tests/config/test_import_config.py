@@ -428,7 +428,7 @@ def test_what_is_not_here_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.data.sources == []
     put("data/dataset_info.json", INFO)
     _, said = imported(capsys, put("p.yaml", FACTORY_YAML.replace("adgen,", "pictures,")), "world_size=4")
-    assert "the data set pictures is left out: it holds images" in said
+    assert "the dataset pictures is skipped: it holds images" in said
 
 
 BAD: dict[str, tuple[str, Any, str]] = {
@@ -499,7 +499,7 @@ def test_contradiction_within(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a.sh:5 (warmup_steps): schedule.warmup_steps = 50 is more than train.max_steps = 30" in message
     put("data/dataset_info.json", INFO)
     wrong = FACTORY_YAML.replace("identity,", "identty,").replace("deepspeed:", "# deepspeed:")
-    assert "has no data set 'identty'. Did you mean 'identity'?" in refused(put("b.yaml", wrong), "world_size=4")
+    assert "has no dataset 'identty'. Did you mean 'identity'?" in refused(put("b.yaml", wrong), "world_size=4")
 
 
 def test_nothing_is_overwritten() -> None:

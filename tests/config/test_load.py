@@ -332,7 +332,7 @@ def test_own_groups(tmp_path: Path) -> None:
     (tmp_path / "optim" / "mine.yaml").write_text("name: adam\nlr: 0.25\n")
     loaded = load(["recipe=quickstart", "optim=mine", "optim.torch=true"], config_dir=str(tmp_path))
     assert loaded.where["optim.name"].endswith("optim/mine.yaml:1")
-    assert message_with_dir(str(tmp_path / "nosuch")) == f"--config-dir {tmp_path}/nosuch is not a folder."
+    assert message_with_dir(str(tmp_path / "nosuch")) == f"--config-dir {tmp_path}/nosuch is not a directory."
 
 
 def test_own_groups_of_any_name_in_any_folder(tmp_path: Path) -> None:

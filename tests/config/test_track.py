@@ -107,10 +107,10 @@ def test_deepspeeds_monitors_become_trackers(tmp_path: Path) -> None:
     assert (track.wandb.project, track.wandb.group, track.wandb.entity) == ("p", "g", "t")
     text = "\n".join(notes)
     assert text.count("DeepSpeed's monitor stays off: track.") == 3
-    assert "csv_monitor.output_path has no effect: metrics.csv is written into the run folder." in text
+    assert "csv_monitor.output_path has no effect: metrics.csv is written into the run directory." in text
     made = build_ds_config(loaded.cfg, 2, 100)
     assert not {"tensorboard", "csv_monitor", "wandb"} & set(made.values)
-    assert "The trackers (tensorboard, csv, wandb) are left out" in "\n".join(made.missing)
+    assert "The trackers (tensorboard, csv, wandb) are omitted" in "\n".join(made.missing)
 
 
 def test_monitors_that_are_off_or_left_open_change_nothing(tmp_path: Path) -> None:

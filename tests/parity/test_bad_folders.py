@@ -126,7 +126,9 @@ def test_a_pickle_that_wants_to_run_code_is_refused(legacy: bool, tmp_path: Path
     weights = random_weights(json.loads((folder / "config.json").read_text()))
     trap = {**weights, "trap": Hostile(tmp_path / "executed")}
     torch.save(trap, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
-    message = r"is a pickle that wants to run code, which is refused: Unsupported global: GLOBAL \w+ was not an allowed"
+    message = (
+        r"is a pickle that wants to run code, which is rejected: Unsupported global: GLOBAL \w+ was not an allowed"
+    )
     with pytest.raises(ModelError, match=message):
         load_model(folder)
     assert not (tmp_path / "executed").exists()

@@ -1,4 +1,4 @@
-"""Official folder to model to official folder, bit for bit; and to a folder that plain transformers loads."""
+"""Official folder to model to official folder, bit for bit; and to a directory that plain transformers loads."""
 
 import json
 import subprocess

@@ -469,7 +469,7 @@ def test_v1_of_the_first_months_has_image_tokens(tmp_path: Path) -> None:
 def test_a_tokenizer_of_another_revision_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", "v1", tokenizer=True, bos_token_id=20704)  # tokenizer_config says 0 image tokens
     with pytest.raises(
-        ModelError, match=r"is of another revision than the model beside it: <sop> is 704 there, and 20704"
+        ModelError, match=r"is of another revision than the model next to it: <sop> is 704 there, and 20704"
     ):
         load_tokenizer(folder)
 

@@ -285,7 +285,7 @@ def test_one_adapter_is_asked_and_its_base_is_found(tmp_path: Path) -> None:
             load_any(str(path), adapter=str(other))
     with pytest.raises(ModelError, match=f"{tmp_path} holds no adapter: there is no adapter_config.json"):
         load_any("", adapter=str(tmp_path))
-    with pytest.raises(ModelError, match="there is no folder nowhere"):
+    with pytest.raises(ModelError, match="there is no directory nowhere"):
         load_any("nowhere")
     (adapter / "base.json").unlink()  # as peft writes it
     assert base_of_adapter(adapter) == GOLDEN / "v2"

@@ -89,7 +89,7 @@ def _environment() -> dict[str, str]:
 
 
 def up(folder: Path, hosts: int) -> tuple[Cluster | None, str]:
-    """Return machines, or why there can be none here."""
+    """Return nodes, or why there can be none here."""
     done = subprocess.run(
         [str(FAKE), "up", str(folder), str(hosts)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,6 +1,6 @@
 """Run on every rank: what the engine does with a model folder under ZeRO-3, and with activation checkpointing.
 
-Arguments: a model folder. Each finding is asserted here, on every rank; a failing assertion fails the launch.
+Arguments: a model directory. Each finding is asserted here, on every rank; a failing assertion fails the launch.
 """
 
 import math

@@ -164,7 +164,7 @@ def check_refusals() -> None:
     """What cannot be compiled is refused by name."""
     with pytest.raises(ConfigError, match=r"compile\.backend = indctor is not installed\. There are: .*inductor"):
         build(1, "fp32", CompileConfig(enabled=True, backend="indctor"))
-    with pytest.raises(ConfigError, match=r"DeepSpeed refuses this configuration: .*turbo"):
+    with pytest.raises(ConfigError, match=r"DeepSpeed rejects this configuration: .*turbo"):
         build(1, "fp32", CompileConfig(enabled=True, mode="turbo"))
     with pytest.raises(ConfigError, match=r"compile\.deepcompile = true needs NVIDIA GPUs"):
         build(1, "fp32", CompileConfig(enabled=True, deepcompile=True))

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "nvme path missing": (words("zero=stage3_nvme"), r"needs zero\.offload_optimizer\.nvme_path=FOLDER"),
     "nvme path wrong": (
         words("zero=stage3_nvme", "zero.offload_optimizer.nvme_path={folder}/nosuch"),
-        r"nosuch is not a folder that can be written to",
+        r"nosuch is not a directory that can be written to",
     ),
     "stage 3 key under stage 1": (
         words("zero=stage1", "zero.stage3_max_live_parameters=5"),
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "hub name": (
         words("model=hf", "model.path=zai-org/chatglm3-6b"),
-        r"zai-org/chatglm3-6b is no folder here, and it is not in the cache of Hugging Face",
+        r"zai-org/chatglm3-6b is not a directory here, and it is not in the cache of Hugging Face",
     ),
     "unknown ChatGLM": (model_folder(official), r"has model_type chatglm, but the keys of no known ChatGLM"),
     "family without official tokenizer": (
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "half a download": (model_folder(half_downloaded), r"bytes where its header says \d+: download it again|cut short"),
     "tokenizer missing": (model_folder(lambda folder: None), r"tokenizer"),
     "nothing fits": (words("data.max_length=8"), r"longer than data\.max_length"),
-    "nodes": (words("launch.num_nodes=2"), r"launch\.num_nodes = 2, but 1 machines were started"),
+    "nodes": (words("launch.num_nodes=2"), r"launch\.num_nodes = 2, but 1 nodes were started"),
     "old habit": (words("--deepspeed", "--deepspeed_config", "ds.json"), r"deepspeed_json=ds\.json"),
     "interface": (words("distributed.interface=nosuch0"), r"no such network interface"),
 }

@@ -78,7 +78,7 @@ def test_refused_with_the_files_that_would_run(
     command = ["check", *words(rows_file, folder, "refused")]
     assert main(command) == 2
     found = capsys.readouterr().err
-    assert "names Python code to run (auto_map), which is refused; there are ['own_code.py']" in found
+    assert "names Python code to run (auto_map), which is rejected; there are ['own_code.py']" in found
     assert "train with model.trust_remote_code=true" in found
     assert not any("own_code" in name for name in sys.modules)
 

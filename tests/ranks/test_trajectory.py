@@ -115,7 +115,7 @@ def test_fp32_follows_the_plain_loop(name: str, runs: Path, reference: tuple[lis
 
 
 def test_profiles_of_deepspeed(runs: Path) -> None:
-    """The flops profiler writes into the run folder, and the collectives of the steps are counted for the report."""
+    """The flops profiler writes into the run directory, and the collectives of the steps are counted for the report."""
     [name] = HPZ_CELLS
     profile = (runs / name / "flops.txt").read_text()
     assert "GlmForCausalLM" in profile and "fwd flops per GPU" in profile

@@ -1,4 +1,4 @@
-"""Runs over several machines, each a namespace of its own, through DeepSpeed's launcher and a real pdsh."""
+"""Runs over several nodes, each a namespace of its own, through DeepSpeed's launcher and a real pdsh."""
 
 import json
 import sys
@@ -36,14 +36,14 @@ def pair(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture
 def typed(tmp_path: Path) -> Path:
-    """A folder with a hostfile of two machines, two ranks each."""
+    """A folder with a hostfile of two nodes, two ranks each."""
     (tmp_path / "hostfile").write_text("node1 slots=2\nnode2 slots=2\n")
     return tmp_path
 
 
 @pytest.mark.ranks
 def test_the_headline(cluster: Cluster, typed: Path, rows_file: Path, four: list[float]) -> None:
-    """`deepspeed --hostfile` on two machines is one with as many ranks; each prepares in a folder of its own."""
+    """`deepspeed --hostfile` on two machines is one with as many ranks; each prepares in a directory of its own."""
     (typed / "cache").mkdir()
     cluster.do("node2", f"mount -t tmpfs tmpfs {typed}/cache")
     command = [str(BIN / "deepspeed"), "--hostfile", "hostfile", str(REPOSITORY / "run.py")]

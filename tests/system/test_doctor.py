@@ -57,7 +57,7 @@ def place(cluster: Cluster, rows_file: Path, tmp_path_factory: pytest.TempPathFa
 def test_a_healthy_cluster_has_nothing(place: Place) -> None:
     found = place.doctor()
     assert found.code == 0, found.output
-    assert "3 machines, 0 errors, 0 warnings in " in found.output
+    assert "3 nodes, 0 errors, 0 warnings in " in found.output
     lines = {line.split()[0]: line for line in found.output.splitlines() if line}
     for check in ("ssh", "clocks", "code", "recipe", "versions", "files", "disks", "limits", "environment", "network"):
         assert lines[check].split()[1] == "ok", found.output
@@ -69,7 +69,7 @@ def test_a_healthy_cluster_has_nothing(place: Place) -> None:
 def test_this_machine_alone(tmp_path: Path, cluster: Cluster) -> None:
     found = cluster.toolkit("doctor", cwd=tmp_path)
     assert found.code == 0, found.output
-    assert "1 machines, 0 errors, 0 warnings in " in found.output
+    assert "1 nodes, 0 errors, 0 warnings in " in found.output
     assert "ssh" not in found.output
 
 
@@ -179,7 +179,7 @@ PLANTS: dict[str, tuple[Callable[[Place], object], bool, list[str]]] = {
     "missing path": (
         lambda p: mounted(p, "node3", "tmpfs", p.folder.parent, "-t tmpfs"),
         True,
-        ["ssh: node3: there is no folder ", "typed here"],
+        ["ssh: node3: there is no directory ", "typed here"],
     ),
     "different data file": (
         lambda p: mounted(p, "node3", changed(p, p.folder / "rows.jsonl", "apple", "lemon"), p.folder / "rows.jsonl"),
@@ -238,7 +238,7 @@ PLANTS: dict[str, tuple[Callable[[Place], object], bool, list[str]]] = {
     "blackhole route": (
         lambda p: done(p, "node2", "ip route add blackhole 10.77.0.3/32", "ip route del blackhole 10.77.0.3/32"),
         False,
-        ["network: machines do not reach each other", "    node2 -> node3: "],
+        ["network: nodes do not reach each other", "    node2 -> node3: "],
     ),
 }
 

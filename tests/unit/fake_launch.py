@@ -1,6 +1,6 @@
 """Stands in for `toolkit launch`: a run folder, metrics, a checkpoint that it goes on from, DONE.
 
-A file NAME.do beside the sweep's folder says what the run NAME does instead: an exit code, or `wait` for a signal.
+A file NAME.do beside the sweep's directory says what the run NAME does instead: an exit code, or `wait` for a signal.
 """
 
 import json

@@ -59,7 +59,7 @@ def test_malformed_hostfile(tmp_path: Path, started: Start) -> None:
 def test_fewer_machines_than_the_hostfile(tmp_path: Path, started: Start) -> None:
     (tmp_path / "work" / "hosts").write_text(TWO_HOSTS)
     started("deepspeed --hostfile hosts run.py", 1)
-    assert refused() == "the hostfile hosts names 2 machines (a, b), but 1 were started."
+    assert refused() == "the hostfile hosts names 2 nodes (a, b), but 1 were started."
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_cores_without_binding(started: Start) -> None:
 
 def test_num_nodes(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     started("deepspeed run.py", 1)
-    assert refused(num_nodes=4).startswith("launch.num_nodes = 4, but 1 machines were started.")
+    assert refused(num_nodes=4).startswith("launch.num_nodes = 4, but 1 nodes were started.")
     make_processes(monkeypatch, ["python", "run.py"])
     check_launcher(2, Ranks(0, 0, 8, 4, "torchrun"))
     with pytest.raises(LaunchError):

@@ -133,7 +133,7 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         build_once(tmp_path / "file" / "store", quick_build, is_complete)
     assert str(error.value) == (
-        f"Cannot write below '{tmp_path}/file': File exists. Choose another folder with prepare.dir=FOLDER."
+        f"Cannot write below '{tmp_path}/file': File exists. Choose another directory with prepare.dir=FOLDER."
     )
 
 
@@ -146,5 +146,6 @@ def test_full_disk(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         build_once(tmp_path / "store", build, is_complete)
     assert str(error.value) == (
-        f"No space left while writing below '{tmp_path}'. Free some, or choose another folder with prepare.dir=FOLDER."
+        f"No space left while writing below '{tmp_path}'. Free some, or choose another directory with "
+        "prepare.dir=FOLDER."
     )

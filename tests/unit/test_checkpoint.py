@@ -431,7 +431,7 @@ def test_pickles_with_code_are_refused(tmp_path: Path, wrap: Any) -> None:
     path, canary = tmp_path / "zero_pp_rank_0.pt", tmp_path / "canary"
     torch.save(wrap(Evil(canary)), path)
     with pytest.raises(
-        CheckpointError, match=r"a pickle that wants to run code, which is refused: .*Nothing was executed"
+        CheckpointError, match=r"a pickle that wants to run code, which is rejected: .*Nothing was executed"
     ):
         engine_files.EngineFiles().load(str(path))
     path.write_bytes(pickle.dumps(wrap(Evil(canary))))

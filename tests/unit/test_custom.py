@@ -83,11 +83,11 @@ def test_settings_that_can_be() -> None:
 @pytest.mark.parametrize(
     ("dataset", "words", "more", "message"),
     [
-        (3, [], {}, "int is no data set: it needs __len__ and __getitem__, or __iter__"),
-        ([], [], {}, "the data set is empty"),
+        (3, [], {}, "int is no dataset: it needs __len__ and __getitem__, or __iter__"),
+        ([], [], {}, "the dataset is empty"),
         ([1], [], {"shards_itself": True}, "shards_itself= is for iterable data sets"),
-        (DataLoader([1]), [], {}, "give the data set, not a DataLoader"),
-        ([1], [], {"validation": DataLoader([1])}, "give the data set, not a DataLoader"),
+        (DataLoader([1]), [], {}, "give the dataset, not a DataLoader"),
+        ([1], [], {"validation": DataLoader([1])}, "give the dataset, not a DataLoader"),
         (
             iter([1]),
             [],
@@ -95,7 +95,7 @@ def test_settings_that_can_be() -> None:
             "validation= must give every rank all samples",
         ),
         (iter([1]), ["train.max_steps=0"], {}, "has no length: say how long to train"),
-        (iter([1]), ["data.num_workers=1"], {}, "data.num_workers = 1: an iterable data set is read by the training"),
+        (iter([1]), ["data.num_workers=1"], {}, "data.num_workers = 1: an iterable dataset is read by the training"),
         (iter([]), [], {}, "list_iterator gives no sample"),
         (iter([1, 2]), [], {}, r"list_iterator ends for good: iter\(\) of it must begin anew"),
     ],

@@ -128,7 +128,7 @@ def test_text_of_the_end_token_in_an_answer_ends_nothing(tokenizer: Any, templat
 
 def test_template_may_refuse_a_row(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(RowError, match=r"^the chat template refuses the conversation: roles must alternate$"):
+    with pytest.raises(RowError, match=r"^the chat template rejects the conversation: roles must alternate$"):
         TemplateChatEncoder(tokenizer).encode(chat("a", "b"))
 
 
@@ -194,7 +194,7 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
             load_tokenizer(str(tmp_path))
         assert "model.tokenizer" in str(error.value)
 
-    with pytest.raises(ModelError, match=r"There is no tokenizer folder 'nowhere'.*model.tokenizer"):
+    with pytest.raises(ModelError, match=r"There is no tokenizer directory 'nowhere'.*model.tokenizer"):
         load_tokenizer("nowhere")
     refused("holds no tokenizer")
     config = tmp_path / "tokenizer_config.json"
@@ -205,7 +205,7 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
     refused("Cannot read")
     (tmp_path / "tokenizer.json").unlink()
     config.write_text('{"auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", null]}}')
-    refused(r"needs Python code from that folder \(auto_map\), which is never executed")
+    refused(r"needs Python code from that directory \(auto_map\), which is never executed")
 
 
 MARKED = (
@@ -401,7 +401,7 @@ def test_a_template_that_fails_is_the_rows_trouble(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", "{{ m['content'] + (m['extra'] or '') }}")
     encoder = TemplateChatEncoder(tokenizer)
     broken: list[dict[str, Any]] = [{"role": "user", "content": "a", "extra": 3}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(RowError, match="the chat template refuses the conversation: "):
+    with pytest.raises(RowError, match="the chat template rejects the conversation: "):
         encoder.encode(broken)
     # One conversation that is written otherwise says nothing against the template.
     tokenizer.chat_template = CHATML.replace(

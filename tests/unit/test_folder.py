@@ -59,7 +59,7 @@ WRONG = {
     "hidden remote code": (config('{"_attn_implementation_internal": "sdpa"}'), "names Python code to run"),
     "code of another folder": (
         config('{"auto_map": {"AutoConfig": "sub/evil.M", "AutoModel": ["you/other--own.M", null], "X": "own.M"}}'),
-        "names code outside of its Python files (sub/evil.M, you/other--own.M, own.M): refused, trusted or not.",
+        "names code outside of its Python files (sub/evil.M, you/other--own.M, own.M): rejected, trusted or not.",
     ),
     "a kernel": (config('{"attn_implementation": {"": "x/y"}}'), "outside of its Python files (x/y): refused"),
     "a kernel of a part": (config('{"a": [{"_attn_implementation": "paged|x/y:z"}]}'), "files (paged|x/y:z): refused"),
@@ -111,7 +111,7 @@ def test_trust_is_in_all_files(tmp_path: Path) -> None:
     assert not is_trusted(tmp_path)
     config(OWN.replace("own.M", "sub/part.M"))(tmp_path)
     trust_code(str(tmp_path))
-    with pytest.raises(ModelError, match=r"\(sub/part.M\): refused, trusted or not"):
+    with pytest.raises(ModelError, match=r"\(sub/part.M\): rejected, trusted or not"):
         read_config(str(tmp_path))
 
 

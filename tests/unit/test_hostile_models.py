@@ -201,7 +201,7 @@ def test_panics_of_a_library_are_messages(tmp_path: Path) -> None:
 )
 def test_templates_that_fail(template: str, tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(template, encoding="utf-8")
-    with pytest.raises(RowError, match="the chat template refuses the conversation: "):
+    with pytest.raises(RowError, match="the chat template rejects the conversation: "):
         TemplateChatEncoder(load_tokenizer(tokenizer_folder, chat_template=str(tmp_path / "t.jinja"))).encode(MESSAGES)
 
 
@@ -233,7 +233,7 @@ def test_templates_that_fill_the_memory(name: str, tokenizer_folder: Path, tmp_p
     (tmp_path / "t.jinja").write_text(GROWING[name], encoding="utf-8")
     with PeakMemory(torch.device("cpu"), only_new=True) as memory:
         with pytest.raises(
-            RowError, match=r"the chat template refuses the conversation: it makes a text.* are the most"
+            RowError, match=r"the chat template rejects the conversation: it makes a text.* are the most"
         ):
             TemplateChatEncoder(load_tokenizer(tokenizer_folder, chat_template=str(tmp_path / "t.jinja"))).encode(
                 MESSAGES

@@ -148,7 +148,7 @@ def test_the_cache_alone_without_a_network(tmp_path: Path) -> None:
     assert whole == pinned == [str(folder), "", "me/model", []]
     assert config_only == [str(config), "", "me/config", []]
     assert none.startswith(
-        "command line: model.path = me/none is no folder here, and it is not in the cache of Hugging"
+        "command line: model.path = me/none is not a directory here, and it is not in the cache of Hugging"
     )
     assert "hf download me/none" in none
 
@@ -186,11 +186,11 @@ def test_what_cannot_be_had(tmp_path: Path, hub: ThreadingHTTPServer) -> None:
     asked = [("me/gated", "", False), ("me/nothing", "", True), ("me/model", "nowhere", False)]
     gated, nothing, revision = ask(home, *asked, **variables(hub))
     assert "me/gated: its authors give it to whom they have agreed with only. Accept the terms at https" in gated
-    assert "model.path = me/nothing is neither a folder here nor a model on Hugging Face" in nothing
+    assert "model.path = me/nothing is neither a directory here nor a model on Hugging Face" in nothing
     assert "model.revision = nowhere: me/model has no such commit, branch or tag." in revision
     hub.server_close()
     [away] = ask(home, ("me/model", "", False), **variables(hub))
-    assert "model.path = me/model is no folder here, and it is not in the cache of Hugging Face" in away
+    assert "model.path = me/model is not a directory here, and it is not in the cache of Hugging Face" in away
 
 
 def test_other_models_are_left_alone() -> None:

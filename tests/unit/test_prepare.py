@@ -244,7 +244,7 @@ def test_rows_the_encoder_refuses(tmp_path: Path) -> None:
         cfg.data.max_samples = 3
         build_caches(cfg, ByteEncoder())
     assert str(error.value) == (
-        f"{tmp_path}/d.jsonl:3: refused by the encoder. Such rows are left out and counted with data.on_bad_row=skip."
+        f"{tmp_path}/d.jsonl:3: refused by the encoder. Such rows are skipped and counted with data.on_bad_row=skip."
     )
     cfg.data.on_bad_row, cfg.data.max_samples = OnBadRow.skip, 0
     train, _, report = build_caches(cfg, ByteEncoder())

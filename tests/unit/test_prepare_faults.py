@@ -128,7 +128,7 @@ def test_killed_worker_is_named_and_nothing_lost(tmp_path: Path, cfg: RunConfig)
         build_caches(cfg, DeadlyEncoder())
     assert str(error.value) == (
         "A tokenising process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
-        "finished is kept: the same command goes on from there. With less memory: prepare.num_workers=1."
+        "finished is kept: the same command continues from there. With less memory: prepare.num_workers=1."
     )
     assert parts(cfg)
     report = build_caches(cfg, ByteEncoder()).report
@@ -281,7 +281,7 @@ def test_full_disk(tmp_path: Path, small_disk: Path) -> None:
 
 
 def node(cfg: RunConfig, host: str, no_locks: bool, results: "multiprocessing.Queue[tuple[bool, int]]") -> None:
-    """Prepare as a machine of its own, with locks that other machines do not see, or on a file system without any."""
+    """Prepare as a machine of its own, with locks that other nodes do not see, or on a file system without any."""
     from toolkit.distributed import file_lock
 
     real, handles = fcntl.flock, {}

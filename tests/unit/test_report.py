@@ -291,7 +291,7 @@ def test_nothing_else_is_touched(quick: None, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "loss.png").write_text("mine")
     cases = {
-        str(tmp_path / "nothing"): "is no folder of a run",
+        str(tmp_path / "nothing"): "is no directory of a run",
         f"{folder} {folder}/../run": "these are the same run. Name each once.",
         f"{folder} output={tmp_path}/notes.html": "is there already and is no report; it is not touched",
         f"{folder} output={tmp_path}/mine.html": "is there already and is not of a report; it is not touched",

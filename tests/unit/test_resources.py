@@ -149,14 +149,14 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert environment.variables_of_files(here) == {file: ["LD_LIBRARY_PATH", "A"]}
     for value in ("$(touch x)", "`touch x`", 'a"; touch x; "', "a\\", "${A:-$(touch x)}", "a\x0bB=$(touch x)"):
         file.write_text(f"B=1\nA={value}\n")
-        with pytest.raises(LaunchError, match=r"deepspeed_env:2: the shells of all machines would run"):
+        with pytest.raises(LaunchError, match=r"deepspeed_env:2: the shells of all nodes would run"):
             environment.variables_of_files(here)
 
 
 def test_the_launchers_program_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = {"good1": [0], "good2": [0]}
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match="several machines need pdsh, which is not installed here"):
+    with pytest.raises(LaunchError, match="several nodes need pdsh, which is not installed here"):
         deepspeed.check_backend_program(hosts, {})
     deepspeed.check_backend_program({"good1": [0]}, {})
     (tmp_path / "pdsh").write_text("#!/bin/sh\n")

@@ -99,7 +99,7 @@ def test_json_file_may_hold_lines(tmp_path: Path) -> None:
     assert len(read(written(tmp_path, GOOD * 2, "d.json"))) == 2
 
 
-SKIP = "Such rows are left out and counted with data.on_bad_row=skip."
+SKIP = "Such rows are skipped and counted with data.on_bad_row=skip."
 BAD_LINES = [
     (b'{"prompt": "a" "response": "b"}', f"broken JSON at column 16: Expecting ',' delimiter. {ONE_OF}"),
     (
@@ -254,7 +254,7 @@ def test_missing_folder_and_empty_files(tmp_path: Path, monkeypatch: pytest.Monk
         f"There is no data file 'no.jsonl' (looked in {tmp_path}). Correct `path` under data.sources or "
         "data.validation."
     )
-    with pytest.raises(DataError, match=r"The folder '.*' holds no data file\. Known are \.jsonl, \.json, "):
+    with pytest.raises(DataError, match=r"The directory '.*' holds no data file\. Known are \.jsonl, \.json, "):
         read(tmp_path)
     with pytest.raises(DataError, match=r"The data file '.*e\.jsonl' is empty\."):
         read(written(tmp_path, b"", "e.jsonl"))

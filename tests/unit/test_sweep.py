@@ -209,7 +209,7 @@ def test_what_is_wrong_with_some_runs_names_the_first_of_them() -> None:
         (["run.dir=x,y"], "one folder for the whole sweep"),
         (["optim.lr=1,2", "optim.lr=3,4"], "optim.lr names several values twice"),
         (["run.seed=range(0,100)"], "these are 100 runs. Add max_jobs=100"),
-        (["optim.lr=1,2", "sweep=../x"], "must be a plain folder name"),
+        (["optim.lr=1,2", "sweep=../x"], "must be a plain directory name"),
         (["optim.lr=interval(0.1,1)"], "needs trials=N metric=NAME"),
         (["optim.lr=1,2", "metric=eval_loss"], "no effect without trials=N"),
         (["optim.lr=0.1,0.2", "trials=3", "metric=evalloss"], "Did you mean 'eval_loss'?"),
@@ -292,7 +292,7 @@ def test_a_signal_reaches_the_run_and_stops_the_sweep(number: signal.Signals) ->
     finally:
         process.kill()
     assert process.returncode == 75, output
-    assert f"the sweep was stopped by {number.name}. The same command goes on with it:  toolkit sweep" in output
+    assert f"the sweep was stopped by {number.name}. The same command resumes it:  toolkit sweep" in output
     assert states() == {"lr-0.1": ("stopped", 75), "lr-0.2": ("waiting", None)}
     assert calls() == ["lr-0.1"]
     Path("runs/lr-0.1.do").unlink()

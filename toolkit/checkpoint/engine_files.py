@@ -133,7 +133,7 @@ def unreadable_error(path: str | Path, error: Exception) -> CheckpointError:
     if "Unsupported global" in text or "WeightsUnpickler" in text or "weights_only" in text.lower():
         reason = next((line.strip() for line in text.splitlines() if "GLOBAL" in line or "global" in line), text)
         return CheckpointError(
-            "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed.",
+            "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was executed.",
             file=path,
             reason=reason[:300],
         )

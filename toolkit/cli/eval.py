@@ -84,5 +84,5 @@ def _output(cfg: RunConfig, given: str) -> Path:
         raise ConfigError("output = {file} must end with .jsonl.", file=file)
     for path in (file, file.with_suffix(".json")):
         if path.exists():
-            raise ConfigError("{path} is there already. Choose another output, or remove it.", path=path)
+            raise ConfigError("{path} already exists. Choose another output, or remove it.", path=path)
     return file

@@ -55,7 +55,7 @@ def run(words: list[str]) -> int:
     name = "official" if format == "official" else "merged" if merge == "true" else "export"
     output = Path(given.get("output") or path / name)
     if output.exists():
-        raise ConfigError("{folder} exists already: nothing was written. Name another folder.", folder=output)
+        raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
     import transformers
 
     from toolkit.export.checkpoint import ExportOptions, export_any

@@ -27,5 +27,5 @@ def run(words: list[str]) -> int:
     text = "".join(f"{host} slots={slots}\n" for host in hostfile.expand_nodes(given["nodes"]))
     hosts = hostfile.parse_hostfile(text, given["output"])
     write_output(given, text)
-    say("{file}: {count} machines, {slots} GPUs each.", file=given["output"], count=len(hosts), slots=slots)
+    say("{file}: {count} nodes, {slots} GPUs each.", file=given["output"], count=len(hosts), slots=slots)
     return 0

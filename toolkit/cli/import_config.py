@@ -90,7 +90,7 @@ def _report(converted: Converted) -> str:
     parts = (
         *_differences(converted),
         (tr("Not needed here:"), converted.needless),
-        (tr("Unknown, and left out:"), converted.unknown),
+        (tr("Unknown, and ignored:"), converted.unknown),
         (tr("DeepSpeed and data:"), converted.notes),
         (tr("Not here yet, says `toolkit check`:"), missing),
     )

@@ -38,7 +38,7 @@ def run(words: list[str]) -> int:
     folder = prepared.train.folder
     if not prepared.report.built and (damaged := damaged_files(folder)):
         raise DataError(
-            "The prepared data in {folder} is damaged ({files}). Remove the folder, and prepare anew.",
+            "The prepared data in {folder} is damaged ({files}). Remove the directory, and prepare again.",
             folder=folder,
             files=", ".join(damaged),
         )

@@ -125,7 +125,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     """
     found = Problems() if problems is None else problems
     if config_dir and not Path(config_dir).is_dir():
-        raise ConfigError("--config-dir {folder} is not a folder.", folder=config_dir)
+        raise ConfigError("--config-dir {folder} is not a directory.", folder=config_dir)
     groups = _groups(config_dir)
     parsed = [override for word in overrides if (override := found.attempt(_parse, word)) is not None]
     chosen = found.attempt(_choose_recipe, parsed)
@@ -637,8 +637,8 @@ def _axis(override: Override, word: str) -> Axis:
     value = override.value()
     if getattr(value, "shuffle", False):
         raise ConfigError(
-            "command line: '{word}': the order would be another each time, and a sweep could not go on. Leave "
-            "shuffle() out.",
+            "command line: '{word}': the order would be another each time, and a sweep could not be "
+            "resumed. Leave shuffle() out.",
             word=word,
         )
     if isinstance(value, IntervalSweep):

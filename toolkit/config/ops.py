@@ -152,8 +152,9 @@ def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
     """
     for lock, age_s in stale_build_locks(environ, proc):
         raise LaunchError(
-            "{lock} was left {minutes} minutes ago by a build that did not come to its end, and nobody builds "
-            "there now on this machine: this run would wait for it for ever. Remove it:  rm {lock}",
+            "{lock} was left {minutes} minutes ago by a build that did not come to its end, and no "
+            "process on this machine is building there now: this run would wait for it for ever. "
+            "Remove it:  rm {lock}",
             lock=lock,
             minutes=f"{age_s / 60:,.0f}",
         )

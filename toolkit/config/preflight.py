@@ -53,7 +53,7 @@ def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 pass
         except OSError as error:
             yield loaded.error(
-                key, "{key} = {value} is not a folder that can be written to: {reason}.", reason=error.strerror
+                key, "{key} = {value} is not a directory that can be written to: {reason}.", reason=error.strerror
             )
 
 
@@ -76,13 +76,13 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
             )
     elif not model.path:
         yield loaded.error(
-            "model.path", "model.path is empty: set model.path=DIR to a folder with a model in transformers' layout."
+            "model.path", "model.path is empty: set model.path=DIR to a directory with a model in transformers' layout."
         )
     elif not Path(model.path).is_dir() and not is_hub_name(model.path):
         yield loaded.error(
             "model.path",
-            "model.path = {value} is not a folder here. It must be the folder that holds config.json and the weights, "
-            "or owner/name on Hugging Face.",
+            "model.path = {value} is not a directory here. It must be the directory that holds "
+            "config.json and the weights, or owner/name on Hugging Face.",
         )
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(get_value(loaded.cfg, key))
@@ -108,7 +108,9 @@ def _wrong_source(source: SourceConfig, place: str) -> Iterator[str]:
             if path:
                 yield tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=path)
     elif bool(source.path) == bool(source.hub):
-        yield tr("{place} needs one of path (a file, folder or pattern) and hub (a name on Hugging Face).", place=place)
+        yield tr(
+            "{place} needs one of path (a file, directory or pattern) and hub (a name on Hugging Face).", place=place
+        )
     elif source.path and not Path(located(source.path)).exists() and not glob.glob(source.path, recursive=True):
         key, folder = f"{place}.path", Path.cwd()
         yield tr(
@@ -332,7 +334,7 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Check the adapter's directory, and what QLoRA needs of this machine."""
     tuning = loaded.cfg.tuning
     if tuning.adapter and not Path(tuning.adapter).is_dir():
-        yield loaded.error("tuning.adapter", "tuning.adapter = {value} is not a folder here.")
+        yield loaded.error("tuning.adapter", "tuning.adapter = {value} is not a directory here.")
     if tuning.method is not TuningMethod.qlora:
         return
     has_package = importlib.util.find_spec("bitsandbytes") is not None
@@ -353,8 +355,9 @@ def _devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if loaded.cfg.precision.dtype is Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
         yield loaded.error(
             "precision.dtype",
-            "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in fp16. Use "
-            "precision=bf16 or precision=fp32. To check a recipe for other machines, set DS_ACCELERATOR=cuda.",
+            "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in "
+            "fp16. Use precision=bf16 or precision=fp32. To check a recipe for other nodes, set "
+            "DS_ACCELERATOR=cuda.",
         )
     for key in _GPU_ONLY:
         if get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
@@ -470,8 +473,8 @@ def _reason(name: str, revision: str, error: Exception) -> str:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return tr(
-            "model.path = {name} is neither a folder here nor a model on Hugging Face (or a private one: log in with "
-            "`hf auth login`, or the variable HF_TOKEN).",
+            "model.path = {name} is neither a directory here nor a model on Hugging Face (or a private "
+            "one: log in with `hf auth login`, or the variable HF_TOKEN).",
             name=name,
         )
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
@@ -479,9 +482,10 @@ def _reason(name: str, revision: str, error: Exception) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         return tr(
-            "model.path = {name} is no folder here, and it is not in the cache of Hugging Face ({cache}), which cannot "
-            "be reached or may not be (HF_HUB_OFFLINE): {reason} Where there is a network: `hf download {repository}`, "
-            "then take the cache along (HF_HOME), or give the folder as model.path.",
+            "model.path = {name} is not a directory here, and it is not in the cache of Hugging Face "
+            "({cache}), which cannot be reached or may not be (HF_HUB_OFFLINE): {reason} Where there "
+            "is a network: `hf download {repository}`, then take the cache along (HF_HOME), or give "
+            "the directory as model.path.",
             name=of_revision,
             cache=HF_HUB_CACHE,
             repository=name,

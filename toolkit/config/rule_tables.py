@@ -259,7 +259,7 @@ READ_WHEN: tuple[ReadWhen, ...] = (
     ),
     _read("profile.comms.prof_ops", "!profile.comms.prof_all"),
     _read("model.path model.revision model.trust_remote_code model.router_loss", "model.init=pretrained"),
-    _read("model.revision", "model.path", "model.path is a folder", lambda c: is_hub_name(c.model.path)),
+    _read("model.revision", "model.path", "model.path is a directory", lambda c: is_hub_name(c.model.path)),
     _read("model.shape.*", "model.init=random"),
 )
 
@@ -286,7 +286,7 @@ RANGES: tuple[Rule, ...] = (
         lambda c: (
             not (Path(c.run.name).name == c.run.name and re.match("[^.-]|$", c.run.name) and c.run.name.isprintable())
         ),
-        "run.name = {value} must be a plain folder name; the folder around it is run.dir.",
+        "run.name = {value} must be a plain directory name; the directory around it is run.dir.",
     ),
     Rule(
         "prepare.shard",
@@ -294,7 +294,7 @@ RANGES: tuple[Rule, ...] = (
             c.prepare.shard
             and not ((part := re.fullmatch(r"(\d+)/(\d+)", c.prepare.shard)) and 0 < int(part[1]) <= int(part[2]))
         ),
-        "prepare.shard = {value} must be i/n, such as 1/4 to 4/4 for four machines.",
+        "prepare.shard = {value} must be i/n, such as 1/4 to 4/4 for four nodes.",
     ),
 )
 """What single values must be, beyond the bounds at their fields."""
@@ -329,7 +329,7 @@ PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
 _ONE, _OFF = "it was not tried. Set it to 1.", "it was not tried. Set it to false."
 _ANSWERS = "the layers that an answer needs are on several ranks. Ask the model after the run: toolkit generate."
 _PARTITION = "train.activation_checkpointing.partition_activations"
-_NO_PARTITION = f"{_PARTITION} = true has no effect beside it. Set it to false"
+_NO_PARTITION = f"{_PARTITION} = true has no effect with it. Set it to false"
 _CANNOT_BE = "{key} = {value} cannot be: {reason}."
 
 INCOMPATIBLE: tuple[Rule, ...] = (
@@ -402,9 +402,9 @@ INCOMPATIBLE: tuple[Rule, ...] = (
             "optim.name=adafactor zero.stage": "optim.name = adafactor and zero.stage = {zero.stage} do not go "
             "together: it factors matrices, and ZeRO hands it flat pieces of them, from which every stage and number "
             "of ranks computes something else. Use zero=stage0, or optim=adamw_8bit.",
-            "optim.name=adagrad zero.stage": "optim.name = adagrad and zero.stage = {zero.stage} do not go together: "
-            "DeepSpeed builds it anew, and the schedule and parameter groups are lost. Use zero=stage0, or "
-            "optim=adamw.",
+            "optim.name=adagrad zero.stage": "optim.name = adagrad and zero.stage = {zero.stage} do not go "
+            "together: DeepSpeed builds it again, and the schedule and parameter groups are lost. Use zero=stage0, "
+            "or optim=adamw.",
             "optim.name=muon tuning.method=ptuning_v2|prompt": "optim.name = muon needs matrices of layers to train, "
             "and tuning.method = {tuning.method} trains none. Use optim=adamw.",
             "train.gradient_clipping optim.name=muon": "train.gradient_clipping = {value} and optim.name = muon do not "
@@ -484,15 +484,15 @@ INCOMPATIBLE: tuple[Rule, ...] = (
     ),
     *_rules(
         {
-            "zero.stage=3": "zero.stage = 3 is not supported beside it. Use zero=stage1 or zero=stage2, or "
+            "zero.stage=3": "zero.stage = 3 is not supported with it. Use zero=stage1 or zero=stage2, or "
             "parallel.tensor=1",
-            "zero.zenflow.enabled": "zero.zenflow.enabled = true is not supported beside it. Set it to false",
+            "zero.zenflow.enabled": "zero.zenflow.enabled = true is not supported with it. Set it to false",
             "tuning.method!=full|freeze": "tuning.method = {tuning.method} adds parameters that are not split with the "
             "layers that they belong to. Use tuning=full or tuning=freeze, or parallel.tensor=1",
             "optim.name=adafactor": "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks "
             "have parts. Use optim=adamw",
             _PARTITION: _NO_PARTITION,
-            "compile.enabled": "compile.enabled = true is not supported beside it. Set it to false",
+            "compile.enabled": "compile.enabled = true is not supported with it. Set it to false",
             "plan.auto": "plan.auto = true looks for ZeRO's stages, also those that do not go together with it. Set it "
             "to false",
         },
@@ -511,8 +511,9 @@ INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
             and is_hub_name(c.model.path)
             and not re.fullmatch("[0-9a-f]{40}", c.model.revision)
         ),
-        "model.trust_remote_code = true and model.path = {model.path}, which is no folder here but a name on Hugging "
-        "Face, needs the commit that you have read: model.revision=COMMIT, all 40 digits.",
+        "model.trust_remote_code = true and model.path = {model.path}, which is not a directory here "
+        "but a name on Hugging Face, needs the commit that you have read: model.revision=COMMIT, all "
+        "40 digits.",
     ),
     *_rules(
         {
@@ -544,8 +545,8 @@ INCOMPATIBLE_WITH_CUSTOM_MODELS: tuple[Rule, ...] = (
             ),
             **dict.fromkeys(
                 ("batch.micro_per_gpu=auto", "plan.auto"),
-                "{key} = {value}: nobody knows what a custom model takes. Give batch.micro_per_gpu a number, and "
-                "choose zero= yourself.",
+                "{key} = {value}: the memory of a custom model is unknown. Give batch.micro_per_gpu a "
+                "number, and choose zero= yourself.",
             ),
             "optim.decay=hidden": _OF_CUSTOM_MODELS + "known. Possible: all, matrices.",
             "optim.layer_lr_decay!=1": _OF_CUSTOM_MODELS + "known. Possible: 1.",

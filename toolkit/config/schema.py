@@ -296,9 +296,9 @@ class RunFolderConfig:
     """`run`: the name and place of this run."""
 
     name: str = field(default="", metadata=FREE)
-    """Name of the run folder below `run.dir`; the same name goes on with the same run (see `resume`). "" makes a new folder from recipe and time."""
+    """Name of the run directory below `run.dir`; the same name resumes the same run (see `resume`). "" makes a new directory from recipe and time."""
     dir: str = field(default="runs", metadata=FREE)
-    """Folder that holds the run folders; relative to the folder where the command was typed."""
+    """Directory that holds the run directories; relative to the directory where the command was typed."""
     seed: NonNegativeInt = 42
     """Seed of everything random: weights of a random model, order of the samples, validation split, dropout."""
     max_restarts: NonNegativeInt = field(default=0, metadata=FREE)
@@ -334,21 +334,21 @@ class ModelConfig:
     name: str = field(default="", metadata=FREE)
     """Name shown in messages; the group's file sets it."""
     path: str = ""
-    """Folder with the weights, an official ChatGLM folder or transformers' layout, or owner/name of a model on Hugging Face, which is downloaded into its cache; needed with init=pretrained."""
+    """Directory with the weights, an official ChatGLM directory or transformers' layout, or owner/name of a model on Hugging Face, which is downloaded into its cache; needed with init=pretrained."""
     revision: str = ""
     """Commit, branch or tag of a model on Hugging Face; "" the newest."""
     tokenizer: str = ""
-    """Local folder of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
+    """Local directory of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
     family: Family = Family.auto
-    """Chat format of an official ChatGLM tokenizer; auto finds it in the folder, and asks where ChatGLM2 and ChatGLM3 cannot be told apart."""
+    """Chat format of an official ChatGLM tokenizer; auto finds it in the directory, and asks where ChatGLM2 and ChatGLM3 cannot be told apart."""
     original_labels: bool = True
-    """With a ChatGLM's own chat format: train exactly what the original trains; false leaves out ChatGLM-6B's <sop> and tools' observations."""
+    """With a ChatGLM's own chat format: train exactly what the original trains; false omits ChatGLM-6B's <sop> and tools' observations."""
     chat_template: str = ""
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
     attention: Attention = field(default=Attention.auto, metadata=FREE)
     """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
     trust_remote_code: bool = False
-    """Run the Python files of the model's folder, with all your rights, where its architecture is not part of transformers; without it such models are refused."""
+    """Run the Python files of the model's directory, with all your rights, where its architecture is not part of transformers; without it such models are rejected."""
     router_loss: Annotated[float, Ge(-1)] = -1.0
     """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
     init: Init = Init.pretrained
@@ -370,7 +370,7 @@ class TuningConfig:
     method: TuningMethod = field(default=TuningMethod.full, metadata=TRAINED)
     """full: every parameter; freeze: those of some layers; lora: low-rank additions to linear layers; qlora: the same on weights of 4 bits (GPU); ptuning_v2: learned keys and values before every layer's own, as in the ChatGLM repositories; prompt: learned embeddings before the first token."""
     adapter: str = ""
-    """Folder of an adapter to go on from: peft's (lora, qlora, prompt), or a P-Tuning v2 checkpoint, the original's too. It decides what the other settings of its method are. "" begins anew."""
+    """Directory of an adapter to continue training from: peft's (lora, qlora, prompt), or a P-Tuning v2 checkpoint, the original's too. It decides what the other settings of its method are. "" starts from scratch."""
     rank: PositiveInt = field(default=8, metadata=TRAINED)
     """lora, qlora: rank of the additions."""
     alpha: PositiveFloat = 16.0
@@ -384,7 +384,7 @@ class TuningConfig:
     target_modules: list[str] = field(default_factory=list, metadata=TRAINED)
     """lora, qlora: which linear layers: names or ends of names (q_proj), patterns (*.mlp.*), or all-linear; [] takes the family's attention: query, key and value."""
     save_modules: list[str] = field(default_factory=list, metadata=TRAINED)
-    """lora, qlora: modules that are trained whole beside the additions and saved with them, such as lm_head."""
+    """lora, qlora: modules that are trained in full along with the adapter and saved with them, such as lm_head."""
     num_tokens: PositiveInt = field(default=128, metadata=TRAINED)
     """ptuning_v2, prompt: length of what is learned, in tokens (the original's pre_seq_len)."""
     projection: bool = field(default=False, metadata=TRAINED)
@@ -417,15 +417,15 @@ class SourceConfig:
     """One item of `data.sources` or `data.validation`: files of one kind and how their rows are read."""
 
     path: str = ""
-    """File, folder or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a folder of such files, or one that `datasets` has saved; relative to the folder where the command was typed, but the shipped files of examples/data are found from anywhere. Unused with format=docstrings."""
+    """File, directory or pattern (data/*.jsonl.gz): JSONL, a JSON array, CSV or TSV, plain or as .gz or .zst; Parquet or Arrow; a directory of such files, or one that `datasets` has saved; relative to the directory where the command was typed, but the shipped files of examples/data are found from anywhere. Unused with format=docstrings."""
     hub: str = ""
-    """Instead of `path`: name of a data set on Hugging Face, such as owner/name; downloaded once into its own cache."""
+    """Instead of `path`: name of a dataset on Hugging Face, such as owner/name; downloaded once into its own cache."""
     subset: str = ""
-    """hub: the configuration of the data set; "" its only one."""
+    """hub: the configuration of the dataset; "" its only one."""
     revision: str = ""
-    """hub: commit or branch of the data set; "" the newest."""
+    """hub: commit or branch of the dataset; "" the newest."""
     split: str = "train"
-    """hub, and folders that `datasets` has saved: which split is read."""
+    """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
     """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -433,7 +433,7 @@ class SourceConfig:
     weight: float = 1.0
     """How often each of its samples comes per epoch: 2 is twice, 0.5 takes half of them (chosen by `run.seed`); validation ignores it."""
     weights: list[WeightPoint] = field(default_factory=list)
-    """A weight that changes while the run goes on, in the place of `weight`: [{at: 0, weight: 2}, {at: 1, weight: 0.5}] (docs/data_efficiency.md); [] keeps it."""
+    """A weight that changes during the run, in the place of `weight`: [{at: 0, weight: 2}, {at: 1, weight: 0.5}] (docs/data_efficiency.md); [] keeps it."""
 
     def weight_at(self, at: float) -> float:
         """Return the weight at a point of the run from 0 to 1; outside of its points that of the nearest."""
@@ -490,9 +490,9 @@ class DataConfig:
     max_length: Annotated[int, Ge(8)] = 1024
     """Longest sample in tokens, prompt and answer together, at most the model's positions; also the length of a packed row."""
     too_long: TooLong = TooLong.drop
-    """drop: leave out and count; truncate: leave out the oldest turns (dropped if the newest turn alone is too long); split: make several samples, of whole turns where they fit, else of windows of tokens; error: stop."""
+    """drop: drop and count; truncate: remove the oldest turns (dropped if the newest turn alone is too long); split: make several samples, of whole turns where they fit, else of windows of tokens; error: stop."""
     on_bad_row: OnBadRow = OnBadRow.error
-    """error: stop at the first row that cannot be used, with file and line; skip: leave out, count and list them in a file."""
+    """error: stop at the first row that cannot be used, with file and line; skip: drop, count and list them in a file."""
     max_bad_fraction: Share = 0.01
     """skip: stop all the same when more than this fraction of the rows (and more than 10) cannot be used."""
     max_samples: NonNegativeInt = 0
@@ -512,11 +512,11 @@ class PrepareConfig:
     """`prepare`: the tokenised store."""
 
     dir: str = ".cache/toolkit"
-    """Folder for tokenised data and fitted tokenizers, shared by all ranks of a node; relative to the folder where the command was typed."""
+    """Directory for tokenised data and fitted tokenizers, shared by all ranks of a node; relative to the directory where the command was typed."""
     num_workers: NonNegativeInt = 0
     """Processes that tokenise; 0 takes as many as this process may use cores."""
     shard: str = ""
-    """i/n: do the i-th of n parts only, for several machines that share `prepare.dir`; run once more without it to join the parts."""
+    """i/n: do the i-th of n parts only, for several nodes that share `prepare.dir`; run once more without it to join the parts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -528,7 +528,7 @@ class BatchConfig:
     micro_per_gpu: PositiveInt | str = field(default=1, metadata=FREE)
     """Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
     world_sizes: list[int] = field(default_factory=list, metadata=FREE)
-    """Numbers of ranks that the run is to start or go on with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
+    """Numbers of ranks that the run is to start or resume with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -616,7 +616,7 @@ class OffloadOptimizerConfig:
     device: Device = Device.none
     """none, cpu, or nvme (stage 3 only)."""
     nvme_path: str = ""
-    """Folder on the NVMe disk, made by you; needed with device=nvme."""
+    """Directory on the NVMe disk, made by you; needed with device=nvme."""
     pin_memory: bool = True
     """Page-locked host memory: faster, not swappable."""
     buffer_count: Annotated[int, Ge(4)] = 4
@@ -630,7 +630,7 @@ class OffloadOptimizerConfig:
     ratio: Annotated[float, Ge(0), Le(1)] = 1.0
     """cpu, stage 3: fraction of the parameters whose optimizer step runs on the CPU."""
     super_offload: bool = False
-    """cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and the like: the optimizer step in a process of its own, beside the backward pass where `train.gradient_clipping` is 0 (docs/zero.md)."""
+    """cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and the like: the optimizer step in a process of its own, in parallel with the backward pass where `train.gradient_clipping` is 0 (docs/zero.md)."""
     cpuadam_cores_perc: Annotated[float, Gt(0), Lt(1)] = 0.8
     """super_offload: fraction of a rank's cores that its optimizer process gets."""
 
@@ -642,7 +642,7 @@ class OffloadParamConfig:
     device: Device = Device.none
     """none, cpu or nvme."""
     nvme_path: str = ""
-    """Folder on the NVMe disk, made by you; needed with device=nvme."""
+    """Directory on the NVMe disk, made by you; needed with device=nvme."""
     pin_memory: bool = True
     """Page-locked host memory: faster, not swappable."""
     buffer_count: PositiveInt = 5
@@ -680,13 +680,13 @@ class ZenFlowConfig:
     topk_ratio: Annotated[float, Gt(0), Lt(1)] = 0.1
     """Fraction of the columns of each matrix that are updated in every step."""
     select_interval: PositiveInt = 16
-    """Steps after which these columns are chosen anew; a multiple of update_interval."""
+    """Steps after which these columns are chosen again; a multiple of update_interval."""
     update_interval: PositiveInt = 4
     """Steps whose gradients are added up for all other columns before they are updated."""
     full_warm_up_rounds: NonNegativeInt = 0
     """Steps at the beginning in which everything is updated."""
     overlap_step: bool = False
-    """Let the update on the CPU run beside the next steps, in a process of its own."""
+    """Let the update on the CPU run in parallel with the next steps, in a process of its own."""
     offload: bool = False
     """Keep the optimizer states of the chosen columns in host memory; needs zero.overlap_comm."""
     pt_reserved_cores_perc: Annotated[float, Ge(0), Le(1)] = 0.5
@@ -730,7 +730,7 @@ class ZeroConfig:
     zero_quantized_weights: bool = False
     """Stage 3, ZeRO++: gather weights in 8 bits (NVIDIA GPUs)."""
     zero_quantized_gradients: bool = False
-    """Stage 3, ZeRO++: average gradients between machines in 4 bits (NVIDIA GPUs, fp16)."""
+    """Stage 3, ZeRO++: average gradients between nodes in 4 bits (NVIDIA GPUs, fp16)."""
     offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
     """Optimizer states outside the GPU."""
     offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
@@ -758,9 +758,9 @@ class KernelsConfig:
     """`kernels`: what computes the loss and the layers; `model.attention` says what computes attention."""
 
     loss: LossKernel = LossKernel.auto
-    """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits never stand in memory together; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with additions (LoRA), get the logits of all trained tokens at once."""
+    """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits are never in memory all at once; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with additions (LoRA), get the logits of all trained tokens at once."""
     liger: When = When.auto
-    """liger-kernel's norms, feed-forward layers and rotary positions in place of the model's own (GPU): auto where the package is installed and knows the model; always: else refuse; never."""
+    """liger-kernel's norms, feed-forward layers and rotary positions in place of the model's own (GPU): auto where the package is installed and knows the model; always: else reject; never."""
     mlp_pieces: PositiveInt = 1
     """Pieces in which feed-forward layers take the tokens of a micro-batch, for long rows: their inner states are there for one piece at a time, and computed twice; 1 takes all at once. Layers of experts take all at once in any case."""
 
@@ -817,7 +817,7 @@ class RandomLtdConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    """`train`: how long, and what each step does beside the arithmetic."""
+    """`train`: how long, and what each step does besides the arithmetic."""
 
     epochs: PositiveInt = 1
     """Passes over the training data; unused when `train.max_steps` is given."""
@@ -826,11 +826,11 @@ class TrainConfig:
     gradient_clipping: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     rehearse: bool = field(default=True, metadata=FREE)
-    """Before the first step try once what comes later, and leave everything as it was: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and beside export/, an evaluation batch (docs/rehearsal.md)."""
+    """Before the first step try once what comes later, and leave everything as it was: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and next to export/, an evaluation batch (docs/rehearsal.md)."""
     log_every: PositiveInt = field(default=10, metadata=FREE)
     """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
     on_bad_step: OnBadStep = field(default=OnBadStep.skip, metadata=FREE)
-    """What happens at a step whose loss or gradient is no number, or a spike; its samples are named and saved, its update is left out on all ranks. skip: go on; stop: end the run (exit code 70); rewind: go back to the last checkpoint, and on from there with the data after this step."""
+    """What happens at a step whose loss or gradient is NaN or Inf, or a spike; its samples are named and saved, its update is skipped on all ranks. skip: continue; stop: end the run (exit code 70); rewind: go back to the last checkpoint, and on from there with the data after this step."""
     max_loss_ratio: float = field(default=0.0, metadata=FREE)
     """A loss more than so many times the median of the last 100 good steps is a spike; 0 never."""
     max_grad_norm_ratio: float = field(default=0.0, metadata=FREE)
@@ -856,13 +856,13 @@ class CheckpointConfig:
     keep: NonNegativeInt = 2
     """Newest checkpoints kept; 0 keeps all. An older one is deleted only after a newer one is complete and a good step, or an evaluation, has followed it."""
     keep_weights: Annotated[int, Ge(-1)] = 0
-    """Checkpoints beyond checkpoint.keep that stay as weights only (step-N-weights, a model folder, nothing to resume from); 0 makes none, -1 keeps all."""
+    """Checkpoints beyond checkpoint.keep that stay as weights only (step-N-weights, a model directory, nothing to resume from); 0 makes none, -1 keeps all."""
     max_gib: NonNegativeFloat = 0.0
     """GiB that the checkpoints of a run, weights only included, may take together; the oldest go first, the newest never. 0 is no limit."""
     at_end: bool = True
     """Save a checkpoint after the last step."""
     asynchronous: bool = False
-    """Copy what is saved to host memory and write it beside the next steps: a short pause for as much host memory per rank as its part of a checkpoint."""
+    """Copy what is saved to host memory and write it during the next steps: a short pause for as much host memory per rank as its part of a checkpoint."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys or sections that may differ from those of the checkpoint although they change what is computed, such as [optim.lr, train.epochs]; data allows other data."""
     export: bool = True
@@ -912,7 +912,7 @@ class TensorboardConfig:
     enabled: bool = False
     """Write events; needs the package tensorboard."""
     dir: str = ""
-    """Folder in which each run has a folder NAME-ID for its events; "" is tensorboard/ in the run folder."""
+    """Directory in which each run has a directory NAME-ID for its events; "" is tensorboard/ in the run directory."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -920,7 +920,7 @@ class CsvConfig:
     """`track.csv`: a table for spreadsheets."""
 
     enabled: bool = False
-    """Write metrics.csv into the run folder: what is in metrics.jsonl, one column per metric."""
+    """Write metrics.csv into the run directory: what is in metrics.jsonl, one column per metric."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -938,7 +938,7 @@ class WandbConfig:
     tags: list[str] = field(default_factory=list)
     """Tags of the run."""
     mode: TrackMode = TrackMode.auto
-    """auto: what WANDB_MODE says, else online; offline: files in wandb/ of the run folder, sent later by `wandb sync`."""
+    """auto: what WANDB_MODE says, else online; offline: files in wandb/ of the run directory, sent later by `wandb sync`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -948,7 +948,7 @@ class MlflowConfig:
     enabled: bool = False
     """Send metrics; needs the package mlflow-skinny, or mlflow."""
     uri: str = ""
-    """Server (http://HOST:PORT), database (sqlite:///FILE, needs mlflow) or folder; "" is what MLFLOW_TRACKING_URI says, else the folder mlruns/ below `run.dir`."""
+    """Server (http://HOST:PORT), database (sqlite:///FILE, needs mlflow) or directory; "" is what MLFLOW_TRACKING_URI says, else the directory mlruns/ below `run.dir`."""
     experiment: str = "deepspeed-finetuning-toolkit"
     """Experiment that the run belongs to; made where it is not there."""
 
@@ -964,7 +964,7 @@ class SwanlabConfig:
     workspace: str = ""
     """User or organisation that owns the project; "" your own."""
     mode: TrackMode = TrackMode.auto
-    """auto: what SWANLAB_MODE says, else online; offline: files in swanlab/ of the run folder, sent later by `swanlab sync`."""
+    """auto: what SWANLAB_MODE says, else online; offline: files in swanlab/ of the run directory, sent later by `swanlab sync`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -976,7 +976,7 @@ class TrackioConfig:
     project: str = "deepspeed-finetuning-toolkit"
     """Project."""
     space: str = ""
-    """Hugging Face Space (OWNER/NAME) that shows them; "" is Trackio's own folder on this machine (TRACKIO_DIR)."""
+    """Hugging Face Space (OWNER/NAME) that shows them; "" is Trackio's own directory on this machine (TRACKIO_DIR)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1011,7 +1011,7 @@ class ReportConfig:
     enabled: bool = True
     """Make the page when the run is done."""
     every: NonNegativeInt = 0
-    """Optimizer steps after which the page is made anew while the run goes on; 0 makes it at the end only."""
+    """Optimizer steps after which the page is made again during the run; 0 makes it at the end only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1029,7 +1029,7 @@ class FlopsProfilerConfig:
     detailed: bool = True
     """Print the whole model's table."""
     output_file: str = ""
-    """File for the table; "" is flops.txt in the run folder."""
+    """File for the table; "" is flops.txt in the run directory."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1045,7 +1045,7 @@ class CommsLoggerConfig:
     prof_ops: list[str] = field(default_factory=list)
     """Operations that are logged when prof_all is false, for example all_reduce."""
     debug: bool = False
-    """Name the calling function beside each operation."""
+    """Name the calling function next to each operation."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1053,10 +1053,10 @@ class PlanConfig:
     """`plan`: what the run may take of a machine."""
 
     auto: bool = False
-    """Choose ZeRO stage, offloading to host memory, activation checkpointing and micro-batch at launch: the fastest, by the plan, that fits on these machines with the same global batch. A run that goes on keeps what it began with."""
+    """Choose ZeRO stage, offloading to host memory, activation checkpointing and micro-batch at launch: the fastest, by the plan, that fits on these nodes with the same global batch. A resumed run keeps what it began with."""
 
     max_gpu_gib: NonNegativeFloat = 0.0
-    """GiB of GPU memory that a rank may use; 0 is what the GPU has. On CPU ranks it bounds the bytes of their tensors while the run is rehearsed; 0 does not."""
+    """GiB of GPU memory that a rank may use; 0 is what the GPU has. On CPU ranks it bounds the bytes of their tensors during the dry run; 0 does not."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1080,9 +1080,9 @@ class LaunchConfig:
     """`launch`: what the launcher is expected to have started, and the ranks' environment."""
 
     num_nodes: NonNegativeInt = 0
-    """Machines that must take part; a run on fewer or more is refused; 0 takes what the launcher gives."""
+    """Nodes that must take part; a run on fewer or more is rejected; 0 takes what the launcher gives."""
     env: dict[str, Any] = field(default_factory=dict)
-    """Environment variables of every rank on every machine: {NCCL_DEBUG: INFO, HF_TOKEN: }. A value is set as it is typed and wins over the environment; a name without one (null) has to be set where the command is typed: for secrets, which are handed on and never written down. In recipes and configs \\${ stands for ${."""
+    """Environment variables of every rank on every node: {NCCL_DEBUG: INFO, HF_TOKEN: }. A value is set as it is typed and wins over the environment; a name without one (null) has to be set where the command is typed: for secrets, which are handed on and never written down. In recipes and configs \\${ stands for ${."""
 
     @property
     def values(self) -> dict[str, str]:
@@ -1127,7 +1127,7 @@ class RunConfig:
     language: str = field(default="", metadata=FREE)
     """Language of messages: en or zh; "" takes the locale's."""
     resume: str = field(default="auto", metadata=FREE)
-    """auto: a named run goes on from its newest whole checkpoint, a new one begins; must: there has to be such a checkpoint; never: the run has to be new; or the path of a checkpoint or run folder to go on from, in a folder of its own."""
+    """auto: a named run resumes from its newest complete checkpoint, a new one starts; must: there has to be such a checkpoint; never: the run has to be new; or the path of a checkpoint or run directory to go on from, in a directory of its own."""
     deepspeed_json: str = field(default="", metadata=FREE)
     """A DeepSpeed JSON of your own that replaces the recipe's DeepSpeed settings; "auto" in it takes the recipe's value."""
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
@@ -1175,7 +1175,7 @@ class RunConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata=FREE)
     """Collectives."""
     ds_extra: dict[str, Any] = field(default_factory=dict)
-    """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are refused."""
+    """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are rejected."""
 
 
 def influence_of(key: str, schema: type) -> Influence:

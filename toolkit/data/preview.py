@@ -118,7 +118,7 @@ def count_lines(
     return [
         *text_table(heads, rows),
         tr(
-            "Left out: {dropped} rows. Truncated: {truncated} samples. Split for their length: {split} rows.",
+            "Skipped: {dropped} rows. Truncated: {truncated} samples. Split for their length: {split} rows.",
             dropped=f"{sum(report.dropped.values()):,}",
             truncated=f"{report.truncated:,}",
             split=f"{report.split:,}",

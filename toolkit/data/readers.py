@@ -312,7 +312,7 @@ def files_of(source: SourceConfig) -> list[Path]:
         files = _saved_by_datasets(path, source.split) or _known_files(path)
         if not files:
             raise DataError(
-                "The folder '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
+                "The directory '{path}' holds no data file. Known are {suffixes}, also with .gz or .zst.",
                 path=path,
                 suffixes=", ".join(SUFFIXES),
             )
@@ -371,7 +371,7 @@ def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
         splits = _entry(folder / "dataset_dict.json", "splits", str)
         if split not in splits:
             raise DataError(
-                "The data set '{path}' has no split '{split}'; it has {splits}. Choose one with `split`.",
+                "The dataset '{path}' has no split '{split}'; it has {splits}. Choose one with `split`.",
                 path=folder,
                 split=split,
                 splits=", ".join(splits),
@@ -384,7 +384,7 @@ def _saved_by_datasets(folder: Path, split: str) -> list[Path]:
         raise DataError("{path} holds no row.", path=folder)
     names = [str(item.get("filename", "")) for item in files]
     if any(name in ("", "..") or Path(name).name != name for name in names):
-        raise DataError("{file} names files outside of its folder: refused.", file=folder / "state.json")
+        raise DataError("{file} names files outside of its directory: rejected.", file=folder / "state.json")
     return [folder / name for name in names]
 
 

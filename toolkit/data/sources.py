@@ -62,8 +62,9 @@ def _from_hub(source: SourceConfig) -> list[Path]:
     """Return the Arrow files that `datasets` makes of a data set on Hugging Face; no code of it is executed."""
     if "[" in source.split:
         raise DataError(
-            "`split` = {split} selects rows, which is not known here: the files are read whole. Name a whole "
-            "split, or save the selection with `datasets` (save_to_disk) and give its folder as `path`.",
+            "`split` = {split} selects rows, which is not known here: the files are read whole. Name a "
+            "whole split, or save the selection with `datasets` (save_to_disk) and give its directory "
+            "as `path`.",
             split=source.split,
         )
     import datasets
@@ -74,8 +75,8 @@ def _from_hub(source: SourceConfig) -> list[Path]:
         )
     except Exception as error:  # whatever the library or the network raises, the user must choose something else
         raise DataError(
-            "The data set '{name}' cannot be had from Hugging Face ({reason}). Correct `hub`, `subset`, `split` or "
-            "`revision`, or download it and give its folder as `path`.",
+            "The dataset '{name}' cannot be had from Hugging Face ({reason}). Correct `hub`, `subset`, "
+            "`split` or `revision`, or download it and give its directory as `path`.",
             name=source.hub,
             reason=f"{type(error).__name__}: {error}".splitlines()[0],
         ) from error

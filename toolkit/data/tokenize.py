@@ -315,7 +315,7 @@ class _Builder:
         counts = part.counts
         if counts.bad and self.data.on_bad_row is OnBadRow.error:
             row, reason, _ = counts.bad[0]
-            mend = tr("Such rows are left out and counted with data.on_bad_row=skip.")
+            mend = tr("Such rows are skipped and counted with data.on_bad_row=skip.")
             raise DataError(f"{_place(made, row)}: {reason}. {mend}")
         if counts.too_long:
             row, length = counts.too_long[0]

@@ -371,8 +371,9 @@ def make_parts(
             yield oldest()
     except BrokenProcessPool:
         raise DataError(
-            "A tokenising process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
-            "finished is kept: the same command goes on from there. With less memory: prepare.num_workers={fewer}.",
+            "A tokenising process was killed, most likely by the system for lack of memory (see "
+            "`dmesg`). What was finished is kept: the same command continues from there. With less "
+            "memory: prepare.num_workers={fewer}.",
             fewer=max(1, num_workers // 2),
         ) from None
     finally:

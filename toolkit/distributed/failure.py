@@ -257,7 +257,7 @@ class Peers:
                 "offloading, fewer ranks on this node; `toolkit plan` counts host memory."
             )
         elif status is None or os.WTERMSIG(status) == signal.SIGKILL:
-            reason = tr("If nobody did that, memory may have run out: see dmesg, or ask the scheduler.")
+            reason = tr("If it was not killed on purpose, memory may have run out: see dmesg, or ask the scheduler.")
         return joined(text, memory, reason, kernel)
 
     def _path(self, rank: int) -> Path:
@@ -347,8 +347,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
             # The first one is already unwinding; the launcher's SIGTERM after a Ctrl-C must not disturb that.
             return
         raise Stopped(
-            "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its folder the run "
-            "is unfinished.",
+            "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its "
+            "directory the run is unfinished.",
             signal=_received,
             pid=os.getpid(),
         )

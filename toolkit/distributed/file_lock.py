@@ -191,12 +191,13 @@ def explain_lock_error(error: OSError, folder: Path, setting: str = "prepare.dir
     """Return the message for a folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(
-            "No space left while writing below '{folder}'. Free some, or choose another folder with {setting}=FOLDER.",
+            "No space left while writing below '{folder}'. Free some, or choose another directory with "
+            "{setting}=FOLDER.",
             folder=folder,
             setting=setting,
         )
     return DataError(
-        "Cannot write below '{folder}': {reason}. Choose another folder with {setting}=FOLDER.",
+        "Cannot write below '{folder}': {reason}. Choose another directory with {setting}=FOLDER.",
         folder=folder,
         setting=setting,
         reason=error.strerror or error,

@@ -61,8 +61,8 @@ def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[
 
 def _not_together(config: DistributedConfig, error: Exception) -> LaunchError:
     return LaunchError(
-        "the ranks did not come together (backend {backend}, {address}:{port}): {reason}. Check that the "
-        "address is reachable from every machine and the port is free, and distributed.backend.",
+        "the ranks did not come together (backend {backend}, {address}:{port}): {reason}. Check that "
+        "the address is reachable from every node and the port is free, and distributed.backend.",
         backend=config.backend.value,
         address=os.environ.get("MASTER_ADDR", "?"),
         port=os.environ.get("MASTER_PORT", "?"),

@@ -204,7 +204,7 @@ class Host:
             if self.process.poll() is not None and self.answers.empty():
                 time.sleep(0.1)  # for the thread that reads what it said last
                 if self.process.returncode == NO_FOLDER:
-                    return {"error": tr("there is no folder {folder}", folder=os.getcwd())}
+                    return {"error": tr("there is no directory {folder}", folder=os.getcwd())}
                 said = [line.strip() for line in self.complaints if line.strip()]
                 return {"error": said[-1] if said else tr("ended with code {code}", code=self.process.returncode)}
         return {"error": tr("no answer in {seconds} s", seconds=f"{limit_s:.0f}"), "late": True}

@@ -234,7 +234,7 @@ def _hosts(options: Mapping[str, str]) -> Resources:
         return hostfile.select_gpus({"localhost": hostfile.count_here()}, options)
     hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if "--no_ssh" in options and len(hosts) > 1:
-        raise LaunchError(tr("--no_ssh: other machines are asked through ssh. Type this on each, without a hostfile."))
+        raise LaunchError(tr("--no_ssh: other nodes are asked through ssh. Type this on each, without a hostfile."))
     deepspeed.check_machines(hosts, options)
     return hosts
 

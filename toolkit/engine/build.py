@@ -113,7 +113,7 @@ def _initialize(
 
 
 def _refusal(error: Exception) -> ConfigError:
-    return ConfigError("DeepSpeed refuses this configuration: {reason}", reason=str(error) or type(error).__name__)
+    return ConfigError("DeepSpeed rejects this configuration: {reason}", reason=str(error) or type(error).__name__)
 
 
 Groups = list[torch.nn.Parameter] | list[dict[str, Any]]

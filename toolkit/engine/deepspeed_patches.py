@@ -253,8 +253,8 @@ def patch_zenflow(trained: Sequence[torch.nn.Parameter]) -> None:
     if any(parameter.dim() > 2 for parameter in trained):
         raise ConfigError(
             tr(
-                "zero.zenflow.enabled = true chooses columns of matrices, but this model trains experts that stand in "
-                "one tensor. Use zero=stage2_offload."
+                "zero.zenflow.enabled = true chooses columns of matrices, but this model trains "
+                "experts that are one tensor. Use zero=stage2_offload."
             )
         )
     ZenFlowZeroOptimizer._update_model_bit16_weights = _update_model_bit16_weights

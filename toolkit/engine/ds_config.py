@@ -176,8 +176,8 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
     _same(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")
     if trackers := cfg.track.enabled:
         ds.omit(
-            "The trackers ({names}) are left out: they write through their own clients, not through DeepSpeed's "
-            "monitors, which stay off.",
+            "The trackers ({names}) are omitted: they write through their own clients, not through "
+            "DeepSpeed's monitors, which stay off.",
             names=", ".join(trackers),
         )
     for key, value in leaves(cfg.ds_extra):
@@ -274,13 +274,14 @@ def optimizer_section(ds: DsConfig, cfg: RunConfig, reason: str) -> None:
         ds.put("zero_force_ds_cpu_optimizer", False, "= false: optim.name is offloaded, and not DeepSpeed's own")
     if is_grouped(optim):
         ds.omit(
-            "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are left out: a JSON has one rate "
-            "and one weight decay. Pass groups to deepspeed.initialize as model_parameters."
+            "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are omitted: a JSON "
+            "has one rate and one weight decay. Pass groups to deepspeed.initialize as "
+            "model_parameters."
         )
     if not kind.ds_type:
         ds.omit(
-            "The optimizer is left out: DeepSpeed has no name for {name}. Pass one to deepspeed.initialize as "
-            "optimizer.",
+            "The optimizer is omitted: DeepSpeed has no name for {name}. Pass one to "
+            "deepspeed.initialize as optimizer.",
             name=optim.name.value,
         )
         return
@@ -324,7 +325,7 @@ def scheduler_section(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> 
     schedule = cfg.schedule
     if schedule.name not in SCHEDULERS:
         ds.omit(
-            "The scheduler is left out: schedule.name = {name} has no equal in DeepSpeed. A plain "
+            "The scheduler is omitted: schedule.name = {name} has no equal in DeepSpeed. A plain "
             "deepspeed.initialize keeps the learning rate constant.",
             name=schedule.name.value,
         )
@@ -332,17 +333,18 @@ def scheduler_section(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> 
     constant = schedule.name is ScheduleName.constant
     if total_steps is None and (not constant or schedule.warmup_ratio):
         ds.omit(
-            "The scheduler is left out, because it depends on the number of steps, which comes from the data: "
-            "give train.max_steps, or total_steps=N to `toolkit export-config`, to have it in the file."
+            "The scheduler is omitted, because it depends on the number of steps, which comes from the "
+            "data: give train.max_steps, or total_steps=N to `toolkit export-config`, to have it in "
+            "the file."
         )
         return
     steps = warmup_steps(cfg, total_steps or 0)
     if steps == 0:
         if not constant:  # Without warm-up a constant rate needs no scheduler.
             ds.omit(
-                "The scheduler is left out: schedule.name = {name} without warm-up has no equal in DeepSpeed, "
-                "whose schedulers warm up for at least 2 steps. A plain deepspeed.initialize keeps the learning "
-                "rate constant.",
+                "The scheduler is omitted: schedule.name = {name} without warm-up has no equal in "
+                "DeepSpeed, whose schedulers warm up for at least 2 steps. A plain "
+                "deepspeed.initialize keeps the learning rate constant.",
                 name=schedule.name.value,
             )
         return

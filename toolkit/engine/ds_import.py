@@ -195,7 +195,7 @@ def import_json(
     foreign = {key: value for key, value in task.given.items() if key not in OWNED and key != "steps_per_print"}
     for key, value in (dict(leaves(loaded.cfg.ds_extra)) | foreign).items():
         if value == "auto":
-            task.note(key, '{key}: no setting of the recipe can replace "auto": left out.', key=key)
+            task.note(key, '{key}: no setting of the recipe can replace "auto": omitted.', key=key)
         elif value != {}:
             set_leaf(extra, key, value)
     if task.replaced:
@@ -268,7 +268,7 @@ def _compare(task: SectionImport, result: LoadedConfig) -> None:
         elif not equal(made.get(key), value):
             raise AssertionError(f"{task.position(key)}: {key} = {value!r} became {made.get(key)!r}")
     if idle:
-        task.note("", "no effect beside the other settings: {keys}.", keys=", ".join(idle))
+        task.note("", "no effect with the other settings: {keys}.", keys=", ".join(idle))
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -523,7 +523,7 @@ def _monitors(task: SectionImport) -> None:
             task.take("track.tensorboard.dir", folder, output)
         elif tracker == "csv" and (output in task.given or job in task.given):
             key = output if output in task.given else job
-            task.note(key, "{key} has no effect: metrics.csv is written into the run folder.", key=key)
+            task.note(key, "{key} has no effect: metrics.csv is written into the run directory.", key=key)
 
 
 def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:

@@ -84,7 +84,7 @@ def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
     if guess is None:
         return tr("DeepSpeed has no key '{key}'.", key=key)
     if guess in places:
-        return tr("'{key}' stands in the wrong place. It belongs to '{guess}'.", key=key, guess=guess)
+        return tr("'{key}' is in the wrong section. It belongs to '{guess}'.", key=key, guess=guess)
     return tr("DeepSpeed has no key '{key}'. Did you mean '{guess}'?", key=key, guess=guess)
 
 

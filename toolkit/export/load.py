@@ -45,7 +45,7 @@ def load_any(
     precision = Dtype(dtype) if dtype != "auto" else Dtype.fp32 if target.type == "cpu" else Dtype.bf16
     folder = _of_run(Path(path)) if path else Path(adapter)
     if not folder.is_dir():
-        raise ModelError("there is no folder {folder}", folder=folder)
+        raise ModelError("there is no directory {folder}", folder=folder)
     if path and is_adapter(folder):
         if adapter:
             raise ConfigError(

@@ -134,7 +134,7 @@ def _with_trained(
             try:
                 yield name, tuning.merge_lora(layer, value, added)
             except ValueError as error:  # peft looks for NaN
-                raise CheckpointError("{name} is no number: the run had diverged.", name=name) from error
+                raise CheckpointError("{name} is NaN or Inf: the run had diverged.", name=name) from error
         else:
             yield name, whole.get(name, value)
     if unused:

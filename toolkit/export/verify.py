@@ -45,7 +45,7 @@ def verify_logits(folder: Path) -> str:
     if saved is None:
         return tr("it loads; there is no probe to compare its logits with")
     if not saved.logits.isfinite().all():
-        return tr("it loads; its logits were no numbers when it was saved: the model had diverged")
+        return tr("it loads; its logits were NaN or Inf when it was saved: the model had diverged")
     found = probe.capture(model, saved.ids)
     if is_model and not found.logits.isfinite().all():  # a layer that is used elsewhere too
         found = probe.capture(load_model(folder), saved.ids)

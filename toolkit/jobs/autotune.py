@@ -176,7 +176,7 @@ def _configs(
         try:
             cfg = plan.compose(words)
         except ConfigError as error:
-            say("left out: {reason}", reason=error)
+            say("skipped: {reason}", reason=error)
             continue
         if machine is not None:
             outline = outline or outline_of(cfg)  # the same at every stage
@@ -187,7 +187,7 @@ def _configs(
                     needed=f"{needed / 2**30:.1f}",
                     there=f"{machine.usable_bytes / 2**30:.1f}",
                 )
-                say(f"{' '.join(words)}  " + tr("left out: {reason}", reason=reason))
+                say(f"{' '.join(words)}  " + tr("skipped: {reason}", reason=reason))
                 continue
         found[stage, rows] = words, cfg
     return found

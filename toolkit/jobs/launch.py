@@ -123,9 +123,9 @@ def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) 
         host, gpus, ranks = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
     if len({len(gpus) for gpus in hosts.values()}) > 1:
-        say("Note: the machines take part with different numbers of GPUs.")
+        say("Note: the nodes take part with different numbers of GPUs.")
     for file, names in environment.variables_of_files(Path.cwd()).items() if len(hosts) > 1 else ():
-        say("{file} sets on all machines: {names}", file=file, names=", ".join(names))
+        say("{file} sets on all nodes: {names}", file=file, names=", ".join(names))
     return hosts
 
 

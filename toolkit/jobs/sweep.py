@@ -170,7 +170,7 @@ def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
         if word.lstrip("+").startswith("run.name="):
             problems.add(ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep.")))
     if any(axis.key.lstrip("+") == "run.dir" for axis in axes):
-        problems.add(ConfigError(tr("run.dir is one folder for the whole sweep.")))
+        problems.add(ConfigError(tr("run.dir is one directory for the whole sweep.")))
     if not axes:
         text = tr(
             "nothing is swept: give a key several values, such as optim.lr=1e-5,2e-5, or run it once with "
@@ -230,7 +230,7 @@ def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
             try:
                 job = sweep.add(new_job(special, plan.compose(special), number))
             except ConfigError as error:  # a combination that the checks reject has failed, and nothing is started
-                say(f"[{number + 1}/{most}] " + tr("left out: {reason}", reason=error))
+                say(f"[{number + 1}/{most}] " + tr("skipped: {reason}", reason=error))
                 job = SweepJob(name=f"trial-{number:03}", words=[hide(word) for word in special], trial=number)
                 job.state, job.exit_code = FAILED, ConfigError.exit_code
                 sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
@@ -349,7 +349,9 @@ def sweep_dir(plan: SweepPlan, cfg: RunConfig) -> Path:
     words = [*plan.fixed, *map(str, plan.axes), plan.own.get("metric", "")]
     name = plan.own.get("sweep") or f"sweep-{Path(cfg.recipe).stem}-{digest(sorted(words))}"
     if Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
-        raise ConfigError("sweep = {name} must be a plain folder name; the folder around it is run.dir.", name=name)
+        raise ConfigError(
+            "sweep = {name} must be a plain directory name; the directory around it is run.dir.", name=name
+        )
     return Path(cfg.run.dir).absolute() / name
 
 
@@ -405,14 +407,16 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
         lock = open(folder / ".lock", "w", encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
-        raise LaunchError("cannot make the sweep's folder {folder}: {reason}.", folder=folder, reason=reason) from error
+        raise LaunchError(
+            "cannot make the sweep's directory {folder}: {reason}.", folder=folder, reason=reason
+        ) from error
     with lock:
         try:
             is_granted = lock_or_warn(lock, folder)
         except OSError as error:
             reason = error.strerror or error
             raise LaunchError(
-                "cannot lock the sweep's folder {folder}: {reason}.", folder=folder, reason=reason
+                "cannot lock the sweep's directory {folder}: {reason}.", folder=folder, reason=reason
             ) from error
         if not is_granted:
             raise LaunchError("another process is running the sweep in {folder}.", folder=folder)
@@ -468,7 +472,7 @@ def check_stopped(sweep: SweepDir, requests: SignalRequests) -> None:
     """Raise Stopped if the sweep was asked to stop."""
     if requests.last:
         raise Stopped(
-            "the sweep was stopped by {signal}. The same command goes on with it:  {command}",
+            "the sweep was stopped by {signal}. The same command resumes it:  {command}",
             signal=signal.Signals(requests.last).name,
             command=sweep.command,
         )

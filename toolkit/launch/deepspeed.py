@@ -54,8 +54,8 @@ def check_launcher(num_nodes: int, ranks: Ranks) -> None:
         nodes = len(json.loads(base64.urlsafe_b64decode(world.partition("=")[2])))
     if num_nodes and nodes and num_nodes != nodes:
         raise LaunchError(
-            "launch.num_nodes = {asked}, but {nodes} machines were started. Check the hostfile and the launcher's "
-            "options, or set launch.num_nodes={nodes}.",
+            "launch.num_nodes = {asked}, but {nodes} nodes were started. Check the hostfile and the "
+            "launcher's options, or set launch.num_nodes={nodes}.",
             asked=num_nodes,
             nodes=nodes,
         )
@@ -71,7 +71,7 @@ def check_launcher(num_nodes: int, ranks: Ranks) -> None:
         hosts = select_gpus(read_hostfile(folder / path), options)
         if nodes and len(hosts) != nodes:
             raise LaunchError(
-                "the hostfile {path} names {expected} machines ({hosts}), but {nodes} were started.",
+                "the hostfile {path} names {expected} nodes ({hosts}), but {nodes} were started.",
                 path=path,
                 expected=len(hosts),
                 hosts=", ".join(hosts),
@@ -264,22 +264,22 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
     used, folder = backend(hosts, options), os.getcwd()
     if used == "pdsh" and shlex.quote(folder) != folder:
         raise LaunchError(
-            "DeepSpeed's launcher gives the folder {folder} to the machines' shells unquoted. Type this in a "
-            "folder without spaces and special characters (a link to this one will do).",
+            "DeepSpeed's launcher gives the directory {folder} to the nodes' shells unquoted. Type "
+            "this in a directory without spaces and special characters (a link to this one will do).",
             folder=folder,
         )
     chosen = set(SELECTING) & set(options)
     if chosen and used in ("openmpi", "mpich", "impi"):
         raise LaunchError(
-            "--launcher {launcher} takes all machines and slots of the hostfile (DeepSpeed 0.19.8): leave out "
-            "{options}, and write a hostfile of what takes part.",
+            "--launcher {launcher} takes all nodes and slots of the hostfile (DeepSpeed 0.19.8): leave "
+            "out {options}, and write a hostfile of what takes part.",
             launcher=used,
             options=", ".join(sorted(chosen)),
         )
     program, source = _BACKENDS.get(used, ("", ""))
     if program and not shutil.which(program):
         raise LaunchError(
-            "several machines need {program}, which is not installed here:  {source}  (or choose another --launcher).",
+            "several nodes need {program}, which is not installed here:  {source}  (or choose another --launcher).",
             program=program,
             source=source,
         )
@@ -327,9 +327,9 @@ def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
     used = backend(hosts, options)
     if used not in ("", "impi"):
         raise LaunchError(
-            "{option}: DeepSpeed does not hand this on to machines that it starts through {launcher}; their ranks "
-            "would not be bound. Leave it out, or type the command on every machine with --no_ssh --node_rank=N "
-            "--master_addr=HOST, N from 0 in the order of the hostfile.",
+            "{option}: DeepSpeed does not hand this on to nodes that it starts through {launcher}; "
+            "their ranks would not be bound. Leave it out, or type the command on every node with "
+            "--no_ssh --node_rank=N --master_addr=HOST, N from 0 in the order of the hostfile.",
             option=asked[0],
             launcher=used,
         )
@@ -360,7 +360,7 @@ def check_restarts(most: int, ranks: Ranks, words: Sequence[str], environ: Mappi
         typed = next(filter(None, (launcher_options(line) for _, line in ancestors())), [])
         command = shlex.join(["toolkit", "launch", *typed, *words])
         raise LaunchError(
-            "run.max_restarts = {most}, but nobody here would start the run again ({launcher}). Type: {command}",
+            "run.max_restarts = {most}, but nothing here would restart the run ({launcher}). Type: {command}",
             most=most,
             launcher=ranks.launcher,
             command=command,

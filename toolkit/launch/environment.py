@@ -141,7 +141,7 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
         environ.setdefault("MASTER_PORT", str(meeting_port(VARIABLES[ranks.launcher][0])))
     elif "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
         raise LaunchError(
-            "{size} ranks need MASTER_ADDR (the first machine) and MASTER_PORT (a free port on it) in the "
+            "{size} ranks need MASTER_ADDR (the first node) and MASTER_PORT (a free port on it) in the "
             "environment; {launcher} does not set them.",
             size=ranks.world_size,
             launcher=ranks.launcher,
@@ -309,13 +309,14 @@ def apply_env(
         mend = ""  # it is enough to set them, unless somebody else started this rank
         if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":
             mend = tr(
-                "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv LC_*`; "
-                "`deepspeed` alone does not. Or write NAME=value into ~/.deepspeed_env, which all machines are sent."
+                "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv "
+                "LC_*`; `deepspeed` alone does not. Or write NAME=value into ~/.deepspeed_env, which "
+                "all nodes are sent."
             )
         elif ranks.launcher == "openmpi":
             mend = tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
         elif ranks.launcher in ("torchrun", "slurm"):
-            mend = tr("Set it on each machine where you type torchrun, or where you type srun or sbatch.")
+            mend = tr("Set it on each node where you type torchrun, or where you type srun or sbatch.")
         raise without_value(missing, mend)
     for value in found.values():
         secrets.learn(value)
@@ -381,8 +382,8 @@ def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) ->
         status, names = file.stat(), found.setdefault(file, [])
         if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise LaunchError(
-                "{file} sets variables on all machines, and others than you can write it. Look at it, then:  chmod "
-                "go-w {file}  (and chown it, if it is not yours), or remove it.",
+                "{file} sets variables on all nodes, and others than you can write it. Look at it, "
+                "then:  chmod go-w {file}  (and chown it, if it is not yours), or remove it.",
                 file=file,
             )
         # DeepSpeed cuts at newlines alone; `splitlines` at other characters too, so it would check other lines.
@@ -397,8 +398,8 @@ def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) ->
                 )
             if _COMMAND.search(value):
                 raise LaunchError(
-                    "{file}:{line}: the shells of all machines would run a part of this value: DeepSpeed puts it "
-                    'between double quotes as it is. Write it without ", `, \\ and $(.',
+                    "{file}:{line}: the shells of all nodes would run a part of this value: DeepSpeed "
+                    'puts it between double quotes as it is. Write it without ", `, \\ and $(.',
                     file=file,
                     line=number,
                 )

@@ -170,8 +170,8 @@ def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.envi
     mine = [gpus for host, gpus in hosts.items() if is_here(host)]
     if chosen and [",".join(map(str, gpus)) for gpus in mine] != [chosen]:
         raise LaunchError(
-            "CUDA_VISIBLE_DEVICES={chosen} has no effect beside a hostfile: DeepSpeed writes over it on every "
-            "machine. Unset it, and choose GPUs with --include {included}.",
+            "CUDA_VISIBLE_DEVICES={chosen} has no effect with a hostfile: DeepSpeed writes over it on "
+            "every node. Unset it, and choose GPUs with --include {included}.",
             chosen=chosen,
             included="@".join(f"{host}:{chosen}" for host in hosts),
         )

@@ -98,8 +98,8 @@ def load_tokenizer(
     folder, family = Path(path), Family(family)
     if not str(path) or not folder.is_dir():
         raise ModelError(
-            "There is no tokenizer folder '{folder}'. Point model.tokenizer to a local folder with the tokenizer's "
-            "files.",
+            "There is no tokenizer directory '{folder}'. Point model.tokenizer to a local directory "
+            "with the tokenizer's files.",
             folder=path,
         )
     vocabulary = official_vocabulary(folder)
@@ -144,19 +144,19 @@ def _load_other(path: Path) -> PreTrainedTokenizerBase:
     config = read_json(path / "tokenizer_config.json")
     if "AutoTokenizer" in str(config.get("auto_map", "")) and not (path / "tokenizer.json").is_file():
         raise ModelError(
-            "The tokenizer in '{folder}' needs Python code from that folder (auto_map), which is never executed. "
-            "Point model.tokenizer to one in transformers' own layout (tokenizer.json).",
+            "The tokenizer in '{folder}' needs Python code from that directory (auto_map), which is "
+            "never executed. Point model.tokenizer to one in transformers' own layout (tokenizer.json).",
             folder=path,
         )
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
-            "The folder '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point model.tokenizer "
-            "to a folder that does.",
+            "The directory '{folder}' holds no tokenizer (tokenizer.json or tokenizer.model). Point "
+            "model.tokenizer to a directory that does.",
             folder=path,
         )
     if (path / "tokenizer.json").is_file():
         check_growth(path / "tokenizer.json")
-    with reading(path, ModelError, tr("Point model.tokenizer to another folder, or fetch the files again.")):
+    with reading(path, ModelError, tr("Point model.tokenizer to another directory, or fetch the files again.")):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )

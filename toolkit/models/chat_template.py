@@ -495,7 +495,7 @@ def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Seque
             seconds=_RENDERING_S,
         ) from None
     except Exception as error:  # a template is a program, in which anything may go wrong
-        failure = tr("the chat template refuses the conversation: {reason}", reason=reason_of(error))
+        failure = tr("the chat template rejects the conversation: {reason}", reason=reason_of(error))
     raise RowError(failure) from None
 
 

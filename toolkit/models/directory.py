@@ -33,7 +33,7 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
     folder = Path(path)
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise ModelError("model.path = {path} holds no config.json: it is not a model folder.", path=path)
+        raise ModelError("model.path = {path} holds no config.json: it is not a model directory.", path=path)
     config = read_object(config_file)
     check_sizes(config, config_file)
     architecture = architecture_of(config)
@@ -48,9 +48,9 @@ def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
         )
     elif ("auto_map" in config or "_attn_implementation_internal" in config) and not is_trusted(folder):
         raise ModelError(
-            "{folder}/config.json names Python code to run (auto_map), which is refused; there are {files}. Read "
-            "them, then train with model.trust_remote_code=true, or use a folder whose architecture is part of "
-            "transformers.",
+            "{folder}/config.json names Python code to run (auto_map), which is rejected; there are "
+            "{files}. Read them, then train with model.trust_remote_code=true, or use a directory "
+            "whose architecture is part of transformers.",
             folder=folder,
             files=[str(file.relative_to(folder)) for file in code_files(folder)],
         )
@@ -70,8 +70,8 @@ def trust_code(path: str) -> None:
     """Let the Python files of a directory run in this process, as they are now."""
     if not runs_code(path):
         raise ModelError(
-            "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the official "
-            "ChatGLM folders' is ignored). Remove it.",
+            "model.trust_remote_code = true has no effect: {folder} brings no code that would run (the "
+            "official ChatGLM directories' is ignored). Remove it.",
             folder=path,
         )
     _trusted.update(_code_digests(Path(path)))
@@ -102,7 +102,7 @@ def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool)
             names.append(text)
     if names:
         raise ModelError(
-            "{folder}/config.json names code outside of its Python files ({names}): refused, trusted or not.",
+            "{folder}/config.json names code outside of its Python files ({names}): rejected, trusted or not.",
             folder=folder,
             names=", ".join(names),
         )
@@ -137,7 +137,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError("{file} has no weight_map: download it again.", file=index)
         names = sorted(set(map(str, weight_map.values())))
         if any(Path(name).name != name for name in names):
-            raise ModelError("{file} names files outside of its folder: refused.", file=index)
+            raise ModelError("{file} names files outside of its directory: rejected.", file=index)
         listed.append([folder / name for name in names])
     complete = [files for files in listed if all(file.is_file() for file in files)]
     if listed:
@@ -273,8 +273,8 @@ def resolve_servable(path: Path) -> Path:
         )
     if architecture is not None:
         raise ConfigError(
-            "{folder} is an official ChatGLM folder, which servers load with its remote code only. Convert it "
-            "first: toolkit export-model model.path={folder} format=hf output=DIR",
+            "{folder} is an official ChatGLM directory, which servers load with its remote code only. "
+            "Convert it first: toolkit export-model model.path={folder} format=hf output=DIR",
             folder=folder,
         )
     settings = folder / "tokenizer_config.json"
@@ -285,7 +285,7 @@ def resolve_servable(path: Path) -> Path:
         )
     if "@" in str(folder):
         raise ConfigError(
-            "servers take what follows the @ in {folder} for a revision. Rename the folder.", folder=folder
+            "servers take what follows the @ in {folder} for a revision. Rename the directory.", folder=folder
         )
     return folder
 

@@ -56,7 +56,7 @@ def save_model(
     """
     folder = Path(path)
     if folder.exists():
-        raise ModelError("{folder} exists already: nothing was written. Name another folder.", folder=folder)
+        raise ModelError("{folder} exists already: nothing was written. Name another directory.", folder=folder)
     if format == "official":
         _write_official(model, folder, state)
     elif format == "hf":
@@ -93,8 +93,8 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
             model.generation_config.save_pretrained(folder)
         except ValueError as error:  # transformers loads such a file, but does not write it
             raise ModelError(
-                "generation_config.json of the model contradicts itself, so transformers would not write it again: "
-                "{reason} Correct it in the model's folder.",
+                "generation_config.json of the model contradicts itself, so transformers would not "
+                "write it again: {reason} Correct it in the model's directory.",
                 reason=" ".join(str(error).split())[:300],
             ) from error
         write_origin(model, folder)
@@ -183,8 +183,8 @@ def load_origin(model: PreTrainedModel, folder: Path) -> None:
                 raise ValueError(f"{entry}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(
-            "{file} is damaged ({reason}): without the folder {folder} the model loads, but cannot go back to the "
-            "official layout.",
+            "{file} is damaged ({reason}): without the directory {folder} the model loads, but cannot "
+            "go back to the official layout.",
             file=record,
             reason=error,
             folder=record.parent,
@@ -209,8 +209,8 @@ def _write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch
     origin: Origin | None = getattr(model, "origin", None)
     if origin is None:
         raise ModelError(
-            "this {architecture} did not come from an official ChatGLM folder, so there is no official layout to "
-            "write it in. Use format=hf.",
+            "this {architecture} did not come from an official ChatGLM directory, so there is no "
+            "official layout to write it in. Use format=hf.",
             architecture=type(model).__name__,
         )
     values = dict(model.named_parameters()) if state is None else state

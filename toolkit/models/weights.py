@@ -218,8 +218,8 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
         reason = text.splitlines()[0].split(". ")[0].rstrip(".") if text else type(error).__name__
         if isinstance(error, pickle.UnpicklingError):
             raise ModelError(
-                "{file} is a pickle that wants to run code, which is refused: {reason}. Nothing was executed. Get the "
-                "weights from a source you trust, as safetensors if there are any.",
+                "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was "
+                "executed. Get the weights from a source you trust, as safetensors if there are any.",
                 file=file,
                 reason=reason,
             ) from error

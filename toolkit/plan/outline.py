@@ -64,8 +64,9 @@ def config_of(cfg: RunConfig) -> dict[str, Any]:
         if model.published:
             return model.published
         raise ConfigError(
-            "model.path = '{path}' holds no config.json, and '{name}' is none of the models whose sizes are known "
-            "here ({known}). Set model.path to a folder with the model's config.json; no weights are needed.",
+            "model.path = '{path}' holds no config.json, and '{name}' is none of the models whose "
+            "sizes are known here ({known}). Set model.path to a directory with the model's "
+            "config.json; no weights are needed.",
             path=model.path,
             name=model.name,
             known=", ".join(published_models()),

@@ -54,7 +54,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         ),
         *memory_table(mine),
         "",
-        *_bytes_table(tr("GiB per machine"), mine.host.phases),
+        *_bytes_table(tr("GiB per node"), mine.host.phases),
         tr(
             "Disk: {checkpoint} GiB per checkpoint, of which {count} are there at once; {export} GiB for export/.",
             checkpoint=gib(checkpoint_bytes(outline, cfg)),
@@ -205,5 +205,5 @@ def _layout_table(found: Sequence[Layout]) -> list[str]:
                 tr("yes") if best.fits else tr("no"),
             ]
         )
-    heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per machine")]
+    heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per node")]
     return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")

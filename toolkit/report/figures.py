@@ -304,9 +304,9 @@ def events_of(run: Run) -> list[Event]:
             text = printable(run.bad_steps.get(step, "")) or tr("numbers went wrong: {count} steps", count=count)
             tell(step, tr("bad step"), text, RED)
         elif name == "skipped_steps" and step not in bad:
-            tell(step, tr("skipped"), tr("steps left out: {count}", count=count), CYAN)
+            tell(step, tr("skipped"), tr("steps skipped: {count}", count=count), CYAN)
         elif name not in COUNTERS:
-            tell(step, tr("no number"), tr("{figure} was no number", figure=name), RED)
+            tell(step, tr("NaN or Inf"), tr("{figure} was NaN or Inf", figure=name), RED)
     return sorted(found, key=lambda event: event.step)
 
 
@@ -554,7 +554,7 @@ _WORDS: dict[str, Callable[[], Sequence[str]]] = {
     "tokens_per_s": lambda: (
         tr("Tokens per second"),
         tr("tokens per second"),
-        tr("All ranks together, padding left out; evaluation and saving are not counted."),
+        tr("All ranks together, padding not counted; evaluation and saving are not counted."),
     ),
     "samples_per_s": lambda: (
         tr("Samples per second"),

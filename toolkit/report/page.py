@@ -268,11 +268,11 @@ def _check_target(output: Path, images: Path) -> None:
         is_ours = GENERATOR.encode() in file.read(_HEAD_BYTES)
     if os.path.lexists(output) and not is_ours:
         raise ConfigError(
-            "{file} is there already and is no report; it is not touched. Choose another output.", file=output
+            "{file} already exists and is not a report; it is not touched. Choose another output.", file=output
         )
     if os.path.lexists(images) and not is_ours and not (images.is_dir() and not any(images.iterdir())):
         raise ConfigError(
-            "{folder} is there already and is not of a report; it is not touched. Choose another output.", folder=images
+            "{folder} already exists and is not of a report; it is not touched. Choose another output.", folder=images
         )
     check_no_symlinks(images, ConfigError)
 

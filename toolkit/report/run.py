@@ -410,8 +410,8 @@ def read_run(path: Path) -> Run:
     folder = path.absolute()
     if not any((folder / name).is_file() for name in _IS_RUN):
         raise RunFolderError(
-            "{folder} is no folder of a run: it has none of {files}. Give the folder that run.dir and run.name "
-            "make, such as runs/NAME.",
+            "{folder} is no directory of a run: it has none of {files}. Give the directory that "
+            "run.dir and run.name make, such as runs/NAME.",
             folder=path,
             files=", ".join(_IS_RUN),
         )

@@ -157,7 +157,7 @@ def _trouble(run: Run) -> Tile:
     restarts = max(len(run.starts) - 1, 0)
     parts = [
         tr("restarts: {count}", count=restarts) if restarts else "",
-        tr("steps left out: {count}", count=skipped) if skipped else "",
+        tr("steps skipped: {count}", count=skipped) if skipped else "",
         tr("rewinds: {count}", count=rewinds) if rewinds else "",
     ]
     detail = ", ".join(filter(None, parts)) or tr("no restarts")
@@ -277,7 +277,7 @@ def data_card(run: Run) -> list[Table]:
         heads = [tr("split"), tr("samples"), tr("tokens"), tr("trained"), tr("shortest"), tr("median"), tr("longest")]
         reasons = dropped.items() if isinstance(dropped, dict) else ()
         note = "; ".join(f"{reason}: {_count(count)}" for reason, count in reasons)
-        notes = [tr("Rows left out: {reasons}.", reasons=note or tr("none"))]
+        notes = [tr("Rows skipped: {reasons}.", reasons=note or tr("none"))]
         if isinstance(duplicates, dict):
             notes.append(
                 tr(

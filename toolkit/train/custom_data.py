@@ -66,12 +66,12 @@ class CustomSpec:
 def is_map_style(dataset: Any) -> bool:
     """Whether any sample of a dataset can be read by its number."""
     if isinstance(dataset, DataLoader):
-        raise DataError(tr("give the data set, not a DataLoader: batches are made here."))
+        raise DataError(tr("give the dataset, not a DataLoader: batches are made here."))
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
         return True
     if not hasattr(dataset, "__iter__"):
         raise DataError(
-            "{kind} is no data set: it needs __len__ and __getitem__, or __iter__.", kind=type(dataset).__name__
+            "{kind} is no dataset: it needs __len__ and __getitem__, or __iter__.", kind=type(dataset).__name__
         )
     return False
 
@@ -105,9 +105,9 @@ class _MapSamples:
     def __init__(self, spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> None:
         self.spec, self.cfg, self.ranks, self.size = spec, cfg, ranks, len(spec.dataset)
         if not self.size:
-            raise DataError(tr("the data set is empty."))
+            raise DataError(tr("the dataset is empty."))
         if spec.shards_itself:
-            raise DataError(tr("shards_itself= is for iterable data sets; of this one ranks read their own samples."))
+            raise DataError(tr("shards_itself= is for iterable datasets; of this one ranks read their own samples."))
         self.identity = {"samples": f"{type(spec.dataset).__name__} {self.size}"}
         self.described = tr("{count} samples of {kind}", count=f"{self.size:,}", kind=type(spec.dataset).__name__)
         self.steps_per_epoch = steps_per_epoch(self.size, cfg.batch.global_size)
@@ -222,8 +222,8 @@ class _StreamSamples:
             raise DataError("{kind} has no length: say how long to train, train.max_steps=1000.", kind=name)
         if cfg.data.num_workers:
             raise DataError(
-                "data.num_workers = {count}: an iterable data set is read by the training process. Set it to 0; to "
-                "read ahead, let the data set itself use a torch.utils.data.DataLoader.",
+                "data.num_workers = {count}: an iterable dataset is read by the training process. Set "
+                "it to 0; to read ahead, let the dataset itself use a torch.utils.data.DataLoader.",
                 count=cfg.data.num_workers,
             )
         # What a rank of another number would read of a data set that shards itself, nobody knows.
@@ -285,7 +285,7 @@ class _StreamSamples:
                 name = type(self.spec.dataset).__name__
                 if not number:
                     raise DataError("{kind} gives no sample.", kind=name)
-                raise DataError("{kind} ends for good: iter() of it must begin anew each time.", kind=name)
+                raise DataError("{kind} ends for good: iter() of it must start again each time.", kind=name)
             number += 1
 
 
@@ -308,7 +308,7 @@ def validation_batches(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> Iterat
     if len(set(process_group.gather(len(samples)))) > 1:
         raise DataError(_shared_out())
     if not len(samples):
-        raise DataError(tr("the validation data set is empty."))
+        raise DataError(tr("the validation dataset is empty."))
     for numbers in sequential(len(samples), size, rank, world):
         yield numbers, rows[-1, numbers]
 

@@ -127,8 +127,8 @@ class CustomTask(Task):
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
         if saved["digest"] != self.card["digest"]:
             raise ConfigError(
-                "the checkpoint {folder} is of another model ({before}): names or shapes of its parameters are not "
-                "those of {now}. Undo this, or start anew under another run.name.",
+                "the checkpoint {folder} is of another model ({before}): names or shapes of its "
+                "parameters are not those of {now}. Undo this, or start again under another run.name.",
                 folder=checkpoint,
                 before=saved["model"],
                 now=self.card["model"],
@@ -156,8 +156,8 @@ class CustomTask(Task):
     def start_lines(self, run: RunContext) -> str:
         """Return the sizes of model and data."""
         return tr(
-            "{trained} of {parameters} parameters of {model} are trained. {samples}, {steps} steps ({per_epoch} per "
-            "epoch). Run folder: {folder}",
+            "{trained} of {parameters} parameters of {model} are trained. {samples}, {steps} steps "
+            "({per_epoch} per epoch). Run directory: {folder}",
             trained=f"{self.card['trained_parameters']:,}",
             parameters=f"{self.card['parameters']:,}",
             model=self.card["model"],

@@ -184,8 +184,8 @@ def try_checkpoint(folder: Path) -> None:
     reason = next((f"{reason} (rank {number})" for number, reason in enumerate(reasons) if reason), "")
     if reason:
         raise CheckpointError(
-            "checkpoints cannot be written to {folder}: {reason}. Set run.dir to a folder that every rank may "
-            "write to.",
+            "checkpoints cannot be written to {folder}: {reason}. Set run.dir to a directory that "
+            "every rank may write to.",
             folder=folder,
             reason=reason,
         )
@@ -204,8 +204,8 @@ def try_export(folder: Path) -> None:
 
     if reason := _reason(write):
         raise CheckpointError(
-            "cannot write the export to {folder}: {reason}. Set run.dir to a folder that you may write to, or "
-            "checkpoint.export=false.",
+            "cannot write the export to {folder}: {reason}. Set run.dir to a directory that you may "
+            "write to, or checkpoint.export=false.",
             folder=folder,
             reason=reason,
         )
@@ -227,9 +227,10 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
         return
     free_gb, needed_gb, each_gb, export_gb = (f"{n / 1e9:,.3g}" for n in (free, needed, each_bytes, export_bytes))
     raise CheckpointError(
-        "{folder} has {free} GB free, and this run needs {needed} GB at least: {count} checkpoints of {each} GB "
-        "(checkpoint.keep = {keep}, and the next before an older one goes) and an export of {export} GB. Free "
-        "some, lower checkpoint.keep, or set run.dir to another disk; train.rehearse=false leaves out this check.",
+        "{folder} has {free} GB free, and this run needs {needed} GB at least: {count} checkpoints of "
+        "{each} GB (checkpoint.keep = {keep}, and the next before an older one goes) and an export of "
+        "{export} GB. Free some, lower checkpoint.keep, or set run.dir to another disk; "
+        "train.rehearse=false skips this check.",
         folder=folder.parent,
         free=free_gb,
         needed=needed_gb,

@@ -192,7 +192,7 @@ class Evaluation:
             return {}
         results = score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
         for name, reason in results.failures.items():
-            warn("the metric {name} failed and is left out: {reason}.", name=name, reason=reason)
+            warn("the metric {name} failed and is skipped: {reason}.", name=name, reason=reason)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]

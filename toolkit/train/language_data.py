@@ -166,7 +166,7 @@ def _tell(report: PrepareReport) -> None:
         say("Tokenised {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
     for reason, count in report.dropped.items():
         say(
-            "Left out {count} rows: {reason}. First: {examples}",
+            "Skipped {count} rows: {reason}. First: {examples}",
             count=f"{count:,}",
             reason=reason,
             examples="; ".join(report.examples.get(reason, [])),
@@ -177,7 +177,7 @@ def _tell(report: PrepareReport) -> None:
         say("{count} conversations became several samples.", count=f"{report.split:,}")
     if report.systems:
         say(
-            "{count} rows have a system message or tools, which this model's format has no place for: left out.",
+            "{count} rows have a system message or tools, which this model's format does not support: dropped.",
             count=f"{report.systems:,}",
         )
     if report.unused:

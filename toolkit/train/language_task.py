@@ -201,8 +201,9 @@ class LanguageTask(Task):
             if one.trained
         ]
         line = tr(
-            "{trained} of {parameters} parameters are trained ({parts}). {samples} samples with {tokens} tokens "
-            "({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Run folder: {folder}",
+            "{trained} of {parameters} parameters are trained ({parts}). {samples} samples with "
+            "{tokens} tokens ({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Run "
+            "directory: {folder}",
             trained=f"{trained:,}",
             parameters=f"{total:,}",
             parts=", ".join(parts),

@@ -204,8 +204,8 @@ class Trainer:
         blind = [peer.host for peer, sees in found if not sees]
         if blind:  # its part of a checkpoint would be lost to the others
             raise RunFolderError(
-                "the run folder {folder} is not there on {hosts}: checkpoints need a disk that all machines share. Set "
-                "run.dir to a folder on one.",
+                "the run directory {folder} is not there on {hosts}: checkpoints need a disk that all "
+                "nodes share. Set run.dir to a directory on one.",
                 folder=folder,
                 hosts=", ".join(sorted(set(blind))),
             )
@@ -268,8 +268,8 @@ class Trainer:
         if result.skipped_steps or result.state.rewinds:
             lines.append(
                 tr(
-                    "{skipped} steps left out; {bad} went wrong (logs/bad-step-*.jsonl); "
-                    "{rewinds} times back to a checkpoint.",
+                    "{skipped} steps skipped; {bad} went wrong (logs/bad-step-*.jsonl); {rewinds} "
+                    "times back to a checkpoint.",
                     skipped=result.skipped_steps,
                     bad=result.state.bad_steps,
                     rewinds=result.state.rewinds,

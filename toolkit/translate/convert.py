@@ -156,8 +156,8 @@ def _named_json(given: ForeignConfig, folder: Path, notes: list[str]) -> str:
             return str(found)
         notes.append(
             tr(
-                "deepspeed = {file} is not here: the recipe has zero=stage2, whatever it says. Run this again where it "
-                "is, or give the file beside the config.",
+                "deepspeed = {file} is not here: the recipe has zero=stage2, whatever it says. Run "
+                "this again where it is, or put the file next to the config.",
                 file=named,
             )
         )
@@ -179,7 +179,7 @@ def _report(given: ForeignConfig, draft: RecipeDraft, result: Converted) -> None
         elif key.to and key.says and key.says not in _LIMITS:
             differs.setdefault(sentence(key.says), []).append(name)
         elif key.to and name not in used:
-            reason = tr("has no effect there beside the other settings")
+            reason = tr("has no effect there with the other settings")
             needless.setdefault(reason, []).append(f"{name} = {shown[name]}")
         elif not key.to and key.is_harmless:
             needless.setdefault(sentence(key.says), []).append(f"{name} = {shown[name]}")

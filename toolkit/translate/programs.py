@@ -116,7 +116,7 @@ def translate_model(given: ForeignConfig, draft: RecipeDraft) -> None:
     if revision != "main" and is_hub_name(text):
         draft.put("model.revision", str(revision), "model_revision")
     elif revision != "main":
-        draft.lost["model_revision"] = tr("model.path is a folder")
+        draft.lost["model_revision"] = tr("model.path is a directory")
 
 
 def translate_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
@@ -196,8 +196,8 @@ def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
     if kind is OptimizerName.adafactor:
         draft.notes.append(
             tr(
-                "optim = adafactor: PyTorch's, whose step is a share of each parameter's own size, which the Trainer's "
-                "is not. Choose optim.lr anew; 1e-3 to 1e-2 is usual."
+                "optim = adafactor: PyTorch's, whose step is a share of each parameter's own size, "
+                "which the Trainer's is not. Choose optim.lr again; 1e-3 to 1e-2 is usual."
             )
         )
     if "betas" not in OPTIMIZERS[kind].reads:
@@ -301,7 +301,7 @@ def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) 
     for item in sets:
         if item not in info:
             place, file = given.place(name), base / INFO
-            unknown = tr("{place}: {file} has no data set '{name}'.", place=place, file=file, name=item)
+            unknown = tr("{place}: {file} has no dataset '{name}'.", place=place, file=file, name=item)
             raise ConfigError(joined(unknown, did_you_mean(item, info)))
         if source := _source(item, info[item], base, stage, draft):
             found.append(source)
@@ -319,11 +319,11 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
     elif not entry.get("file_name") and not entry.get("hf_hub_url"):
         reason = tr("it is neither a file nor on Hugging Face: save it as a file")
     if reason:
-        draft.notes.append(tr("the data set {name} is left out: {reason}.", name=name, reason=reason))
+        draft.notes.append(tr("the dataset {name} is skipped: {reason}.", name=name, reason=reason))
         return {}
     if entry.get("num_samples"):
         draft.notes.append(
-            tr("the data set {name}: num_samples has no counterpart; weight below 1 takes a part.", name=name)
+            tr("the dataset {name}: num_samples has no counterpart; weight below 1 takes a part.", name=name)
         )
     names = {"hub": "hf_hub_url", "subset": "subset", "revision": "revision", "split": "split"}
     source = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
@@ -345,7 +345,7 @@ def _format(
             if tags.get(tag, known[0]) not in known:
                 draft.notes.append(
                     tr(
-                        "the data set {name}: {tag} = {value} is no name that is read here; known are {known}.",
+                        "the dataset {name}: {tag} = {value} is no name that is read here; known are {known}.",
                         name=name,
                         tag=tag,
                         value=tags[tag],

@@ -223,8 +223,9 @@ def image_tokens(vocabulary: Path) -> int:
     offset = int(first) - sop
     if offset not in (0, 20000) or (named is not None and offset != named):
         raise ModelError(
-            "{file} is of another revision than the model beside it: <sop> is {sop} there, and {first} in "
-            "config.json (bos_token_id). Download tokenizer and model from the same revision.",
+            "{file} is of another revision than the model next to it: <sop> is {sop} there, and "
+            "{first} in config.json (bos_token_id). Download tokenizer and model from the same "
+            "revision.",
             file=vocabulary,
             sop=sop + int(named or 0),
             first=first,
