@@ -179,7 +179,7 @@ def test_what_went_wrong_is_shown(folder: Path, rows_file: Path, capsys: pytest.
     [
         ("stop", "step 6: the gradient is not finite; the highest loss is that of rank "),
         ("rewind-in-vain", "step-2 did not help (3 times)"),
-        ("nowhere-to-go", "there is no checkpoint to go back to: set checkpoint.every."),
+        ("nowhere-to-go", "there is no checkpoint to go back to: set checkpoint.every or checkpoint.minutes."),
         ("too-many", "3 steps in a row up to step 5 were skipped"),
         ("fp16-at-the-end", "gradients overflow even at the smallest loss scale (1.0)"),
     ],

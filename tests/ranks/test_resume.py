@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, deepspeed, forked, run
 from safetensors.torch import load_file
-from shared import default_first, of_tier, rows_of, tiny, trained
+from shared import default_first, losses, of_tier, rows_of, tiny, trained
 
-from toolkit.checkpoint.directory import manifest_problems
+from toolkit.checkpoint.directory import manifest_problems, published_checkpoints, step_of
 from toolkit.checkpoint.engine_files import EngineFiles
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
@@ -248,3 +248,19 @@ def test_what_changes_over_a_run_is_in_its_rows(runs: Path) -> None:
 def test_nothing_unfinished_is_left(runs: Path) -> None:
     assert not list(runs.rglob("*.tmp"))
     assert not list(runs.rglob("zero_to_fp32.py"))
+
+
+def test_checkpoints_by_the_clock_change_nothing(rows_file: Path, tmp_path: Path) -> None:
+    """Rank 0 counts the time; ranks save after the same steps, and the losses are those of a run that saves once."""
+    for name, words in {"clock": ["checkpoint.minutes=0.0005"], "once": ["checkpoint.minutes=0"]}.items():
+        overrides = tiny(
+            rows_file, tmp_path, name, "checkpoint.keep=0", "checkpoint.export=false", "zero=stage2", *words
+        )
+        finished = run(forked(2, str(REPOSITORY / "run.py"), *overrides), cwd=tmp_path, timeout_s=200)
+        assert finished.code == 0, finished.output[-3000:]
+    by_clock, once = (
+        [step_of(path) for path in published_checkpoints(tmp_path / "runs" / name / "checkpoints")]
+        for name in ("clock", "once")
+    )
+    assert len(by_clock) > 1 and by_clock[0] == once[0] and len(once) == 1
+    assert losses(tmp_path / "runs" / "clock") == losses(tmp_path / "runs" / "once")

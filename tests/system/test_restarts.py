@@ -176,7 +176,7 @@ def test_no_rank_outlives_a_killed_toolkit_launch(rows_file: Path, tmp_path: Pat
 
 REFUSED: dict[str, tuple[list[str], str]] = {
     "a key that is none": (["zero.stag=3"], "unknown key 'zero.stag'. Did you mean 'zero.stage'?"),
-    "no name": (["run.name=''", "run.max_restarts=1"], "Add run.name=NAME checkpoint.every=100."),
+    "no name": (["run.name=''", "run.max_restarts=1"], "Add run.name=NAME."),
     "never": (["run.max_restarts=1", "checkpoint.every=2", "resume=never"], "Add resume=auto."),
 }
 

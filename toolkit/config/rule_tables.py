@@ -671,7 +671,11 @@ REQUIRES: tuple[Requirement, ...] = (
     ),
     _requirement(  # a restarted run has to resume: it may neither start over nor be rejected
         "run.max_restarts",
-        {"run.name=NAME": "run.name", "checkpoint.every=100": "checkpoint.every", "resume=auto": "resume=auto|must"},
+        {
+            "run.name=NAME": "run.name",
+            "checkpoint.every=100": "checkpoint.every or checkpoint.minutes",
+            "resume=auto": "resume=auto|must",
+        },
         "run.max_restarts = {value} needs a run that can resume from its checkpoints. Add {words}.",
     ),
 )

@@ -302,7 +302,7 @@ class RunFolderConfig:
     seed: NonNegativeInt = 42
     """Seed of everything random: weights of a random model, order of the samples, validation split, dropout."""
     max_restarts: NonNegativeInt = field(default=0, metadata=FREE)
-    """How often a run that died or hung is started again from its last checkpoint, by `toolkit launch` or by torchrun (whose --max-restarts must be the same); needs `run.name` and `checkpoint.every`."""
+    """How often a run that died or hung is started again from its last checkpoint, by `toolkit launch` or by torchrun (whose --max-restarts must be the same); needs `run.name`, and `checkpoint.every` or `checkpoint.minutes`."""
     display: Display = field(default=Display.auto, metadata=FREE)
     """How rank 0 shows progress: live (one view that is redrawn) or plain (a line per log interval); auto is live on a terminal, and plain in a pipe, under Slurm, PBS or LSF, and in CI."""
 
@@ -852,7 +852,9 @@ class CheckpointConfig:
     """`checkpoint`: what is kept on disk."""
 
     every: NonNegativeInt = 0
-    """Steps between two checkpoints; 0 saves at the end only."""
+    """Steps between two checkpoints; 0 counts no steps (see `checkpoint.minutes`)."""
+    minutes: NonNegativeFloat = 15.0
+    """Minutes between two checkpoints, as rank 0 counts them; whichever of both is due first saves. 0: by `checkpoint.every` alone."""
     keep: NonNegativeInt = 2
     """Newest checkpoints kept; 0 keeps all. An older one is deleted only after a newer one is complete and a good step, or an evaluation, has followed it."""
     keep_weights: Annotated[int, Ge(-1)] = 0

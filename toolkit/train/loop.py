@@ -60,6 +60,7 @@ class TrainLoop:
         self.rewound_to: Counter[Path] = Counter()
         self.postponed = False
         """Whether a checkpoint is due as soon as a step is good again."""
+        self.saved_at = time.monotonic()
         self.begin_at(run.start, Position(run.start.epoch, run.start.row))
 
     def begin_at(self, state: RunState, place: Position) -> None:
@@ -112,7 +113,7 @@ class TrainLoop:
             self.next_look = time.monotonic() + _LOOK_EVERY_S
             self.is_stop_file_found = self.stop_file.exists()
         stops = bool(failure.received_signal()) or self.is_stop_file_found
-        votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost())
+        votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost(), rank() == 0 and self._is_time_to_save())
         self.watchdog.enter(STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
         result = train_step(self.engine, task, window, world_size(), self.guard, votes, self.copies)
@@ -128,13 +129,13 @@ class TrainLoop:
             self.checkpointer.see_good_step()
         if trouble and self._is_rewound(trouble, result, lr):
             return
-        self._step_done(result.votes[0] > 0, lr, log=trouble is not None)
+        self._step_done(result.votes[0] > 0, result.votes[3] > 0, lr, log=trouble is not None)
         self.guard.check_patience(self.step)
 
-    def _step_done(self, stops: bool, lr: float, log: bool) -> None:
+    def _step_done(self, stops: bool, is_time: bool, lr: float, log: bool) -> None:
         """Do what is due after a step: log, evaluate, save, report, stop."""
         step, last = self.step, self.step == self.run.total_steps
-        saves, evaluates = self._saves(stops, last), self._evaluates() and not stops
+        saves, evaluates = self._saves(stops, is_time, last), self._evaluates() and not stops
         if log or saves or evaluates or last or step == 1 or step % self.cfg.train.log_every == 0:
             self._log(lr)
         self.meter.pause()
@@ -159,11 +160,16 @@ class TrainLoop:
                 checkpoint=self.checkpointer.newest,
             )
 
-    def _saves(self, stops: bool, last: bool) -> bool:
+    def _is_time_to_save(self) -> bool:
+        """Whether `checkpoint.minutes` have passed since the last save, or a tenth of them since one that failed."""
+        patience_s = 60 * self.cfg.checkpoint.minutes / (10 if self.checkpointer.failed else 1)
+        return 0 < patience_s <= time.monotonic() - self.saved_at
+
+    def _saves(self, stops: bool, is_time: bool, last: bool) -> bool:
         """Whether a checkpoint is saved after this step; one that is due after a bad loss is postponed."""
         config, saver = self.cfg.checkpoint, self.checkpointer
-        retries = saver.failed and self.step % max(1, config.every // 10) == 0  # ten times as often as saves are due
-        due = _due(self.step, config.every) or (last and config.at_end) or retries or self.postponed
+        retries = saver.failed and _due(self.step, min(config.every, max(1, config.every // 10)))  # ten times as often
+        due = _due(self.step, config.every) or is_time or (last and config.at_end) or retries or self.postponed
         # The loss of the step after an update is what shows whether the update has spoilt the weights.
         self.postponed = due and (self.guard.is_spoilt if last else self.guard.has_bad_loss)
         return stops or (due and not self.postponed)
@@ -174,6 +180,7 @@ class TrainLoop:
         if saves:
             with phase(tr("Saving the checkpoint of step {step}", step=self.step)):
                 self.checkpointer.begin(self._state(), is_last=last)
+            self.saved_at = time.monotonic()
         if not waits:
             return
         with phase(tr("Proving the checkpoint of step {step}", step=self.step)):
@@ -228,7 +235,9 @@ class TrainLoop:
             checkpoint = good
             on_rank0(lambda: directory.move_aside_after(good))
         if checkpoint is None:
-            raise Diverged("{what}; there is no checkpoint to go back to: set checkpoint.every.", what=what)
+            raise Diverged(
+                "{what}; there is no checkpoint to go back to: set checkpoint.every or checkpoint.minutes.", what=what
+            )
         self.rewound_to[checkpoint] += 1
         if self.rewound_to[checkpoint] > MOST_REWINDS:
             raise Diverged(
