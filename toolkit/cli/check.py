@@ -70,11 +70,7 @@ def _tell_length(cfg: RunConfig, world_size: int) -> None:
 
 
 def _outlines(loaded: LoadedConfig, problems: Problems) -> tuple[Outline, Outline] | None:
-    """Read the model directory; return the outline of the model and of a rank's part, None where training finds it.
-
-    Raises:
-        ToolkitError: it cannot be trained, or not as the config says.
-    """
+    """Read the model directory; return the outlines of the model and a rank's part, None where training finds them."""
     has_weights = not is_hub_name(loaded.cfg.model.path)
     loaded = resolve_model_path(loaded, config_only=True)
     problems.attempt(check_positions, loaded)

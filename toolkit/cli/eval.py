@@ -75,7 +75,6 @@ def _with_base(words: list[str]) -> list[str]:
 
 
 def _output(cfg: RunConfig, given: str) -> Path:
-    """Return where the answers go."""
     if not given:
         name = f"{cfg.recipe}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
         return unused_path(Path(cfg.run.dir) / "evaluations" / name)

@@ -74,7 +74,6 @@ def _header(given: ForeignConfig, converted: Converted, output: str) -> str:
 
 
 def _differences(converted: Converted) -> tuple[tuple[str, list[str]], ...]:
-    """Return what is not the same here, by kind."""
     return (
         (tr("Not quite the same here:"), converted.differs),
         (tr("Without counterpart, and training may differ for it:"), converted.lost),
@@ -82,7 +81,6 @@ def _differences(converted: Converted) -> tuple[tuple[str, list[str]], ...]:
 
 
 def _report(converted: Converted) -> str:
-    """Return everything that there is to say, by kind."""
     problems = Problems()
     problems.apply((*FILES, check_tuning_here), converted.loaded)
     # Their places are in a file that was removed again, or in a group.

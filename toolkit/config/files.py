@@ -70,10 +70,9 @@ def known_recipes() -> dict[str, Path]:
 
 
 def language_of(recipe: str) -> str:
-    """Return the language of messages that a recipe, or one that it builds on, sets; "" if none does.
+    """Return the language of messages that a recipe (name or path), or one that it builds on, sets; "" if none does.
 
     The text is searched before anything is read as YAML: errors of the recipe itself are reported in its language.
-    `recipe` is a name or a path.
     """
     known, seen, waiting = known_recipes(), set[Path](), [recipe]
     while waiting:

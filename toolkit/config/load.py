@@ -66,7 +66,6 @@ class LoadedConfig:
     """A config and where its values come from."""
 
     cfg: RunConfig
-    """The config."""
     where: dict[str, str] = field(default_factory=dict)
     """Dotted key -> "recipes/x.yaml:12", "conf/zero/stage2.yaml:3" or "command line"; absent: the schema's default."""
     explicit: set[str] = field(default_factory=set)
@@ -117,11 +116,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     """Compose a config of overrides in Hydra's grammar: recipe=NAME|PATH, zero=stage3, zero.stage=3, +known.key=value.
 
     `config_dir` is a further directory of groups, next to conf/. `problems` receives wrong keys and values, which are
-    left out of the config.
-
-    Raises:
-        ConfigError: what keeps a config from being composed; without `problems` anything wrong with recipe, group
-            files or overrides.
+    left out of the config; without it they are a ConfigError, as is what keeps a config from being composed.
     """
     found = Problems() if problems is None else problems
     if config_dir and not Path(config_dir).is_dir():
@@ -178,8 +173,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
 def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:
     """Return a copy with other values: dotted key -> (value, where it comes from), all of one layer.
 
-    Raises:
-        ConfigError: if a key is unknown or a value has the wrong type.
+    A ConfigError if a key is unknown or a value has the wrong type.
     """
     tree, problems = to_plain(loaded.cfg), Problems()
     for key, (value, place) in values.items():
@@ -383,11 +377,7 @@ def _is_path(value: Any) -> bool:
 
 
 def _is_choice(group: str, value: Any, groups: Groups, place: str) -> bool:
-    """Return whether a value names a file of a group, or several where that is possible.
-
-    Raises:
-        ConfigError: it is a name, but no file has it.
-    """
+    """Return whether a value names a file of a group, or several where possible; a ConfigError for an unknown name."""
     names = value if isinstance(value, list) and group in _SEVERAL else [value]
     if group not in groups or not all(isinstance(name, str) for name in names):
         return False
@@ -492,8 +482,7 @@ def _layers(
 ) -> Iterator[tuple[YamlDocument, str, int]]:
     """Yield the YAML files in the order in which they are merged, with their package and layer.
 
-    It is Hydra's order, but a group that the command line chose comes after the recipes: what is typed beats them.
-    `loaded` receives the layers of groups that were chosen.
+    It is Hydra's order, but a group that the command line chose comes after the recipes, and is noted in `loaded`.
     """
     config = files.read(files.conf_folder() / "config.yaml")
     defaults = config.values.pop("defaults")
@@ -561,9 +550,7 @@ class Axis:
     values: list[str] = field(default_factory=list)
     """Its values, as words have them; empty for an interval."""
     low: float = 0.0
-    """interval: its lower end."""
     high: float = 0.0
-    """interval: its upper end."""
     is_log: bool = False
     """interval: drawn by its logarithm: tag(log, interval(1e-5, 1e-3))."""
     is_whole: bool = False
@@ -588,12 +575,9 @@ class Axis:
 
 
 def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], list[Axis]]:
-    """Return the overrides that name one value, as they are typed, and those that name several as axes, in order.
+    """Return the overrides of one value, as typed, and as axes those of several values (Hydra's sweep grammar).
 
-    Several are named in Hydra's sweep grammar: comma lists, choice(), range(), glob() and interval().
-
-    Raises:
-        ConfigError: if a word is no override, or names its values in an order by chance.
+    A ConfigError if a word is no override, or names its values in an order by chance.
     """
     choices = {"recipe": list(known_recipes()), **group_choices(config_dir)}
     # What Hydra's parser asks for the choices of glob().
@@ -618,11 +602,7 @@ def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], l
 
 
 def grid(axes: Sequence[Axis]) -> list[list[str]]:
-    """Return the words of every combination, the last axis changing fastest.
-
-    Raises:
-        ConfigError: an interval, which has no end of values.
-    """
+    """Return the words of every combination, the last axis changing fastest; a ConfigError for an interval."""
     if endless := [axis.key for axis in axes if not axis.values]:
         raise ConfigError(
             "command line: {key}: an interval needs trials=N metric=NAME, which choose values in it; without "

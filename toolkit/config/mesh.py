@@ -22,7 +22,6 @@ class Mesh:
     world_size: int
     """Ranks over all machines."""
     rank: int = 0
-    """This one."""
     tensor: int = 1
     """Ranks that split each layer's matrices."""
     sequence: int = 1
@@ -67,11 +66,7 @@ def model_ranks(cfg: RunConfig) -> int:
 
 
 def mesh_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Mesh:
-    """Return a rank's place among all ranks of all nodes.
-
-    Raises:
-        ConfigError: if the ranks cannot be divided so.
-    """
+    """Return a rank's place among all ranks of all nodes; a ConfigError if they cannot be divided so."""
     sizes = {name: getattr(cfg.parallel, name) for name in ("tensor", "sequence", "pipeline")}
     mesh = Mesh(world_size=world_size, rank=rank, **sizes)
     if world_size % mesh.model_ranks:
@@ -148,12 +143,9 @@ def partition_config() -> dict[str, Any]:
 
 
 def check_split(config: Mapping[str, Any], size: int) -> None:
-    """Check that a model can be split over so many ranks.
+    """Check that a model can be split over so many ranks; a ConfigError if not.
 
     `config` holds its `heads`, `key_heads` and `inner`, and `model_type` unless that is known to be right.
-
-    Raises:
-        ConfigError: if it is of another kind, or a number of heads or the inner width cannot be divided.
     """
     if size == 1:
         return
@@ -181,11 +173,7 @@ def check_split(config: Mapping[str, Any], size: int) -> None:
 
 
 def micro_rows(cfg: RunConfig) -> int:
-    """Return `batch.micro_per_gpu`.
-
-    Raises:
-        ConfigError: if it is auto, and only training finds the number.
-    """
+    """Return `batch.micro_per_gpu`; a ConfigError if it is auto, and only training finds the number."""
     if isinstance(cfg.batch.micro_per_gpu, str):
         raise ConfigError(
             "batch.micro_per_gpu = {value} is a number only when training has begun: it is then in config.yaml of "
@@ -217,8 +205,7 @@ def nearest_multiples(size: int, unit: int) -> str:
 def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     """Return micro-batches per rank and step: global_size / (micro_per_gpu x data-parallel ranks).
 
-    Raises:
-        ConfigError: if micro_per_gpu is auto, or if this is no whole number; the message names the nearest sizes.
+    A ConfigError if micro_per_gpu is auto, or if this is no whole number; the message names the nearest sizes.
     """
     size, micro = cfg.batch.global_size, micro_rows(cfg)
     ranks = mesh_of(cfg, world_size).data_ranks

@@ -1,7 +1,4 @@
-"""Rules about what a config names outside of it: files, directories, packages, devices, and models on Hugging Face.
-
-All of it is found out before anything is loaded.
-"""
+"""Rules about what a config names outside of it (files, packages, devices, models), tried before anything is loaded."""
 
 import glob
 import importlib.util
@@ -102,7 +99,6 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _wrong_source(source: SourceConfig, place: str) -> Iterator[str]:
-    """Yield what is wrong with a source."""
     if source.format is RowFormat.docstrings:
         for key, path in ((f"{place}.path", source.path), (f"{place}.hub", source.hub)):
             if path:
@@ -185,7 +181,6 @@ def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
 CUSTOM_FILES = (_nvme_folders, _run_dir, _resume)
 """Rules about files and directories for a program that brings its own model and data."""
 FILES = (*CUSTOM_FILES, _model, _sources, _packages)
-"""Rules about files and directories."""
 
 
 _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -198,10 +193,7 @@ _EXAMPLE = '"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_p
 
 
 def position_limit(config: Mapping[str, Any]) -> int | None:
-    """Return the most tokens that a model of some config.json has positions for; None if it has no limit.
-
-    Scaling of rotary positions that config.json names counts.
-    """
+    """Return the most tokens that a config.json's model has positions for, scaled ones too; None without a limit."""
     if "position_encoding_2d" in config:
         return _number(config, "max_sequence_length")
     if "padded_vocab_size" in config:  # official ChatGLM2 and later: rope_ratio is counted in
@@ -229,13 +221,7 @@ def _number(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def check_positions(loaded: LoadedConfig) -> None:
-    """Compare `data.max_length` with the positions of the model that is trained.
-
-    A model on Hugging Face is in its local directory already.
-
-    Raises:
-        ConfigError: if a sample may be longer than the model has positions.
-    """
+    """Check that no sample can be longer than the model, which is in its directory already, has positions."""
     cfg = loaded.cfg
     config: Any = {}
     if cfg.model.init is Init.random:
@@ -307,11 +293,7 @@ PACKAGES = {
 
 
 def check_track_here(loaded: LoadedConfig) -> None:
-    """Refuse a tracker whose package is not installed on this machine. For rank 0 only: no other rank needs it.
-
-    Raises:
-        ConfigError: all such.
-    """
+    """Refuse trackers whose package is not installed on this machine. For rank 0 only: no other rank needs them."""
     raise_all(
         loaded.error(
             f"track.{name}.enabled",
@@ -382,12 +364,9 @@ _POLL_S = 0.2
 def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     """Return a config whose `model.path` is a directory: a snapshot in the cache, downloaded if it is not there.
 
-    One process of a machine downloads; the others wait and take what it got. HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and
-    HF_ENDPOINT are huggingface_hub's own variables; with HF_HUB_OFFLINE=1 nothing but the cache is looked at. With
-    `config_only` config.json alone is needed, and the Python files if it names any: from the cache where it is there.
-
-    Raises:
-        ConfigError: there is no such model, it is not for everybody, or it is not in the cache and the network is away.
+    One process of a machine downloads; the others wait. Hugging Face's HF_* variables apply: with HF_HUB_OFFLINE=1
+    nothing but the cache is looked at. With `config_only` config.json is enough, and the Python files if it names any.
+    A ConfigError if there is no such model, it is not for everybody, or neither cache nor network has it.
     """
     name, revision, model = loaded.cfg.model.path, loaded.cfg.model.revision, loaded.cfg.model
     if model.init is Init.random or not is_hub_name(name):

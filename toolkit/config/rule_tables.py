@@ -1,8 +1,6 @@
-"""What the settings of a config are to each other, as tables: rules.py applies them.
+"""What the settings of a config are to each other, as tables of conditions (`when`): rules.py applies them.
 
-Optimizers and what each reads; when a key is read; which settings contradict each other or need others. Conditions are
-written in words like those of a command line (`when`). Sentences are English templates, looked up in locale/zh.yaml;
-their placeholders are keys.
+Sentences are English templates, looked up in locale/zh.yaml; their placeholders are keys.
 """
 
 import re
@@ -140,7 +138,6 @@ class ReadWhen(NamedTuple):
     """Keys that some configurations do not read: a changed value without effect is an error, never silence."""
 
     keys: str
-    """Keys and patterns."""
     owners: tuple[str, ...]
     """Keys that decide it; {key} and {value} in the reason are those of the first."""
     is_read: Test
@@ -606,7 +603,7 @@ def _requirement(
 ) -> Requirement:
     """Return what settings need by which the first key of a condition is on.
 
-    A need is an override, and the condition or test by which a config can do without it; "" is the override itself.
+    `needs`: override -> condition or test by which a config can do without it; "" is the override itself.
     """
     tests = {word: test if callable(test) else when(test or word) for word, test in needs.items()}
     return Requirement(keys_in(condition)[0], when(condition), tests, sentence)

@@ -116,7 +116,6 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[ReadWhen]) -> Iterat
 
 
 def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Yield each number that is out of the bounds at its field."""
     tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
     for key, limits in bounds().items():
         value: Any = get_value(loaded.cfg, key)
@@ -216,7 +215,6 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """What some settings need of others."""
     for row in tables.REQUIRES:
         missing = [override for override, is_so in row.needs.items() if not is_so(loaded.cfg)]
         if row.is_on(loaded.cfg) and missing:

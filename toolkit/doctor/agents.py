@@ -1,7 +1,4 @@
-"""An agent on each machine, spoken to through ssh, or directly on this one; all at once, each with its time limit.
-
-The agent itself reads requests as JSON lines, answers with JSON lines, and ends with its input.
-"""
+"""An agent on each machine, through ssh or on this one: JSON lines in and out until its input ends, in time limits."""
 
 import json
 import os

@@ -157,10 +157,7 @@ def hashed(content: bytes | str) -> str:
 
 
 def _gpus() -> dict[str, Any]:
-    """Return driver, and of each NVIDIA GPU name, memory in MiB (0 if unknown), and how many processes use it.
-
-    `late` where nvidia-smi gives no answer: without its persistence mode that may take long.
-    """
+    """Return driver, and of each NVIDIA GPU name, MiB (0: unknown), processes; `late` if nvidia-smi gives no answer."""
     fields = "index,uuid,name,driver_version,memory.total,memory.free"
     found = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     if found is None:

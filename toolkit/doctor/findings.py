@@ -1,7 +1,4 @@
-"""From the facts of all nodes, and what they measured between them, to what would break or slow down a run.
-
-Asks no node. What can be found, and what to do about it, is in findings.yaml.
-"""
+"""Judge the facts of all nodes, and what they measured between them, by findings.yaml. Asks no node."""
 
 import statistics
 from collections import Counter
@@ -56,12 +53,10 @@ def outliers(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def findings(facts: Facts, resources: Resources, here: Mapping[str, str]) -> list[Finding]:
-    """Judge what nodes say of themselves.
+    """Judge what nodes say of themselves; `resources` are the GPUs of each host that take part.
 
-    Args:
-        resources: host -> its GPUs that take part.
-        here: variables of this shell by which runs differ, as hashes, without those that the launcher or the recipe
-            hands on; {} where ranks are started from this shell itself.
+    `here`: hashes of this shell's variables by which runs differ, without those that the launcher or the recipe hands
+    on; {} where ranks are started from this shell itself.
     """
     gpus, variables = partial(_gpus, resources=resources), partial(_environment, here=here)
     rules: Sequence[Callable[[Facts], Iterable[Finding]]] = (

@@ -262,10 +262,7 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
 
 
 def optimizer_section(ds: DsConfig, cfg: RunConfig, reason: str) -> None:
-    """Name the optimizer and its settings, or say what a JSON cannot.
-
-    `reason`: why `optim.torch` is true or false where it was auto, else "".
-    """
+    """Name the optimizer and its settings, or what JSON cannot say. `reason`: why auto chose `optim.torch`, else ""."""
     optim, kind, params = cfg.optim, OPTIMIZERS[cfg.optim.name], "optimizer.params."
     # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
     if cfg.zero.stage and (is_client(optim) or not kind.is_known):

@@ -560,10 +560,7 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
 
 
 def _lines_of_keys(text: str, path: str) -> dict[str, str]:
-    """Return dotted key -> "file:line" of valid JSON, and reject a key that stands twice in one object.
-
-    The standard parser tells no positions and takes the last of two equal keys. Objects inside lists are not entered.
-    """
+    """Return dotted key -> "file:line" of valid JSON, not inside lists; an error for a key twice in an object."""
     where: dict[str, str] = {}
     opened: list[str | None] = []  # the prefix of each open object; None inside lists
     here, word = "", ""

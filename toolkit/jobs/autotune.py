@@ -47,16 +47,13 @@ class AutotuneSearch:
     """What is searched, and what was tried."""
 
     plan: SweepPlan
-    """How experiments are launched."""
     sweep: SweepDir
-    """Where they are."""
     configs: dict[tuple[int, int], tuple[list[str], RunConfig]]
     """Stage and micro-batch -> overrides and config of what is tried."""
     rows: int
     """Of a rank in one optimizer step."""
     requests: SignalRequests = field(default_factory=SignalRequests)
     jobs: list[SweepJob] = field(default_factory=list)
-    """What was tried."""
 
     def tokens_per_s(self, stage: int, micro: int) -> float:
         """Train a few steps unless done before; return all ranks' speed, 0 if it failed. Raises Stopped on a signal."""
@@ -121,7 +118,6 @@ def run_autotune(words: list[str]) -> int:
 
 
 def _hosts(options: dict[str, str]) -> hostfile.Resources:
-    """Return which GPUs take part."""
     if path := deepspeed.hostfile_of(options):
         return hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if number := options.get("--num_gpus", ""):
@@ -151,7 +147,6 @@ def _groups(cfg: RunConfig) -> dict[int, str]:
 
 
 def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
-    """Yield what an experiment cannot be made of."""
     for word in recipe:
         if word.lstrip("+").partition("=")[0] in ("zero", "zero.stage", "batch.micro_per_gpu"):
             yield ConfigError(

@@ -1,7 +1,4 @@
-"""A sweep: runs of one recipe with other overrides, launched one after another; sweep.json lets the command resume.
-
-Its combinations are a grid, or Optuna chooses each by the results of those before it.
-"""
+"""A sweep: a grid of runs, or runs chosen by Optuna, launched one after another; sweep.json lets the command resume."""
 
 import hashlib
 import json
@@ -35,7 +32,6 @@ FILE = "sweep.json"
 STUDY = "optuna.log"
 """Optuna's journal: every trial, appended line by line."""
 LAUNCH = [sys.executable, "-m", "toolkit", "launch"]
-"""What starts one run."""
 MOST_JOBS = 64
 WAITING, RUNNING, DONE, FAILED, DIVERGED, STOPPED = "waiting", "running", "done", "failed", "diverged", "stopped"
 _OWN = ("sweep", "max_jobs", "trials", "metric")
@@ -62,7 +58,6 @@ class SweepJob:
     started: str = ""
     ended: str = ""
     trial: int | None = None
-    """Number of the trial of a search."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,13 +107,10 @@ class SweepPlan:
     """A command line, parsed."""
 
     launcher: list[str]
-    """Arguments of the launcher."""
     options: Mapping[str, str]
-    """The launcher's options by name."""
     fixed: list[str]
     """Overrides that all jobs share, and --config-dir."""
     axes: list[Axis]
-    """Overrides with several values."""
     own: dict[str, str]
     """The sweep's own arguments."""
 
@@ -494,7 +486,6 @@ class JobResult:
     loss: float
     """Training loss of the last step."""
     best: float
-    """The best value of the metric."""
     tokens_per_s: float
     """Median over the steps."""
 

@@ -123,10 +123,7 @@ def hostfile_of(options: Mapping[str, str]) -> str | None:
 
 
 def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Return the arguments of `toolkit launch` and `toolkit doctor` as the launcher's, its options by name, the rest.
-
-    The launcher's options may stand anywhere; `hostfile=FILE` is --hostfile FILE.
-    """
+    """Return the words that are the launcher's options (hostfile=FILE is --hostfile FILE), these by name, others."""
     mine: list[str] = []
     others: list[str] = []
     rest = iter(words)
@@ -151,10 +148,7 @@ def ancestors() -> Iterator[tuple[psutil.Process, list[str]]]:
 
 
 def age_s() -> float:
-    """Return how many seconds ago this process began, or its launcher on this machine.
-
-    `toolkit launch` does not count, nor does an agent that starts its ranks again: their age is that of all attempts.
-    """
+    """Return how many seconds ago this process, or its launcher here, began. What restarts ranks does not count."""
     oldest = psutil.Process()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         for parent, words in ancestors():
@@ -179,11 +173,7 @@ def _program(line: Sequence[str]) -> str:
 
 
 def typed_command(argv: Sequence[str] | None = None) -> list[str]:
-    """Return the command that a person, or a script, started this process with, without secrets.
-
-    `argv` None takes this process's own. Returns the outermost launcher's command where one is among this node's
-    processes.
-    """
+    """Return the command, without secrets, that this process or the outermost launcher above it was started with."""
     words: list[str] = []
     for _, line in ancestors():
         words = _launcher_words(line) or words

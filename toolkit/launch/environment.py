@@ -161,7 +161,7 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
 def free_port() -> int:
     """Return a port of this machine that nobody listens on right now.
 
-    Below those that Linux gives to outgoing connections (from 32768 on): one of these could take it before it is used.
+    It is below those that Linux gives to outgoing connections (from 32768 on), which could take it before we do.
     """
     ports = random.SystemRandom().sample(range(20_000, 32_768), 100)  # leaves the seeded generator alone
     for port in ports:

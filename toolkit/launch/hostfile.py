@@ -210,10 +210,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """Return the hosts of a list such as gpu[01-03,07],login1, in its order.
-
-    Leading zeros stay; several brackets in a name are multiplied, as `scontrol show hostnames` does.
-    """
+    """Return the hosts of a list such as gpu[01-03,07],login1, in its order, as `scontrol show hostnames` does."""
     wrong = LaunchError("'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=nodes)
     items = _ITEM.findall(nodes)
     if not items or ",".join(items) != nodes.strip():

@@ -111,7 +111,6 @@ def _send_signal(processes: Sequence[psutil.Process], number: int) -> None:
 
 
 def _session_processes(session: int) -> list[psutil.Process]:
-    """Return what is alive of a session."""
     found = []
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):
@@ -121,10 +120,7 @@ def _session_processes(session: int) -> list[psutil.Process]:
 
 
 def _stop_launchers(session: int) -> None:
-    """End the front end and the launcher of this machine; an mpirun passes SIGUSR1 on, and waits for its ranks.
-
-    Not a pdsh, in whose words the launcher's name stands.
-    """
+    """End this machine's front end and launcher, not a pdsh that names it; an mpirun passes SIGUSR1 on, and waits."""
     launchers, mpiruns = [], []
     for process in _session_processes(session):
         with suppress(psutil.Error):

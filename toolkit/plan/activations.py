@@ -53,10 +53,7 @@ class Rows:
 
 
 def saved_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) -> dict[str, int]:
-    """Return the bytes by kind: norms, attention, mlp, lora, mask.
-
-    `width`: bytes of a number; `dropout`: LoRA's.
-    """
+    """Return the bytes by kind: norms, attention, mlp, lora, mask. `width`: bytes of a number; `dropout`: LoRA's."""
     kept: Counter[str] = Counter()
     for layer in range(outline.sizes["layers"]):
         kept.update(layer_bytes(outline, rows, width, layer, dropout))

@@ -24,10 +24,9 @@ _FORM = 1
 
 
 def outline_of(cfg: RunConfig, vocab_size: int = 0) -> Outline:
-    """Return what is trained, and in what.
+    """Return what is trained, and in what; a model whose group has `model.published` needs no directory.
 
-    A model whose group has `model.published` needs no directory. `vocab_size`: of a random model's tokenizer; 0 takes
-    the most that the recipe allows.
+    `vocab_size`: of a random model's tokenizer; 0 takes the most that the recipe allows.
     """
     found = cached_outline(cfg, vocab_size) or tuned(*_measured(cfg, config_of(cfg)), cfg.tuning)
     if not found.num_trained:

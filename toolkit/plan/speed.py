@@ -71,7 +71,6 @@ class Rates:
     latency_s: float = 0.0
     """Seconds of a collective that do not grow with it."""
     is_measured: bool = False
-    """Whether a calibration measured them."""
 
 
 def assumed(machine: Machine, dtype: str) -> Rates:
@@ -168,10 +167,7 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
 
 
 def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) -> float:
-    """Return the bytes that a rank sends for a micro-batch under ZeRO 3, of whose weights each has `weight` bytes.
-
-    Weights travel twice, for the forward and the backward pass, and gradients once, to their owners.
-    """
+    """Return the bytes a rank sends for a micro-batch under ZeRO 3: weights (`weight` bytes) twice, gradients once."""
     return (2 * parameters + trained) * weight * (world_size - 1) / world_size
 
 

@@ -75,7 +75,6 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
 
 
 def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
-    """Return what the plan cannot know."""
     notes = (
         (not machine.host_bytes, tr("host_memory= is not given: whether the host's memory is enough is not judged.")),
         (
@@ -108,7 +107,6 @@ def plan_json(outline: Outline, machine: Machine, mine: Layout, found: Sequence[
 
 
 def _head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
-    """Return what is trained, and on what."""
     cfg, rows = layout.cfg, longest_rows(outline, layout.cfg)
     return tr(
         "{name}: {trained} of {total} parameters are trained ({method}, {dtype}). Longest micro-batch: {rows} x "
@@ -144,7 +142,6 @@ def _bytes_table(title: str, phases: Mapping[str, Parts]) -> list[str]:
 
 
 def _time_line(layout: Layout, rates: Rates) -> str:
-    """Return the estimate of a step's time with what it rests on."""
     time = layout.time
     if not time.is_known:
         return tr("Step: no estimate, as the FLOPs of a mixture of experts are not known here.")

@@ -1,7 +1,4 @@
-"""Which charts a report has, of one run or of several in one picture: the table FIGURES, and what draws its rows.
-
-Charts are Altair definitions: the page draws them, and so do the PNG files.
-"""
+"""Which charts a report has, and what draws them as Altair definitions, for the page and PNG files alike."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,4 @@
-"""Make a report: read the runs (a sweep's are compared), write one HTML file that needs nothing else, and PNG files.
-
-PNG files are drawn with the fonts of this machine, and no others.
-"""
+"""Make a report: one HTML file that needs nothing else, and PNG files, drawn with the fonts of this machine alone."""
 
 import base64
 import hashlib

@@ -1,8 +1,6 @@
 """A run directory as a report needs it: everything is optional, as a run may have died anywhere, and of bounded size.
 
-metrics.jsonl is read once, as curves: rows are put together, as many in each group as it takes to have few groups; of
-each group and each figure the mean, the extremes and the last value are kept, so that a single spike among ten million
-rows is still seen. Answers to the same validation samples at several evaluations stand side by side.
+metrics.jsonl is read once: few groups of rows keep mean, extremes and last value, so that a single spike is seen.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""What a report says in words and numbers: the figures on top, the tables, and how to do it again.
-
-Settings that differ: of a run from its recipe and from the defaults, and of several runs from one another.
-"""
+"""What a report says in words and numbers: figures on top, tables, settings that differ, and how to do it again."""
 
 import shlex
 from collections.abc import Sequence
@@ -46,7 +43,6 @@ class Table:
     note: str = ""
     title: str = ""
     marked: set[int] = field(default_factory=set)
-    """Rows that are highlighted."""
 
 
 def status(run: Run) -> tuple[str, str]:

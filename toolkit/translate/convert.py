@@ -1,7 +1,4 @@
-"""From another program's config to a recipe: translate, compose, check, write down.
-
-The recipe's text has groups, then only what differs from them, each line with the key that it comes from.
-"""
+"""From another program's config to a recipe: groups, then what differs from them, each line with its source key."""
 
 import dataclasses
 import json
@@ -131,7 +128,6 @@ def _finish(given: ForeignConfig, draft: RecipeDraft, deepspeed_json: str, folde
 
 
 def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
-    """Return the config of nothing but groups."""
     path = folder / "groups.yaml"
     path.write_text(recipe_text(None, None, groups, {}), encoding="utf-8")
     return load([f"recipe={path}"])

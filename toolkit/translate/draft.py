@@ -1,7 +1,4 @@
-"""What a config of another program says, and the settings of ours that come of it.
-
-What becomes of each key is in keys.yaml: for translating configs, and for the tables of the docs.
-"""
+"""What another program's config says, and our settings that come of it; keys.yaml has what becomes of each key."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -111,7 +108,6 @@ class RecipeDraft:
     lost: dict[str, str] = field(default_factory=dict)
     """Key of the other program -> why its value cannot be had here; beside what the tables say."""
     notes: list[str] = field(default_factory=list)
-    """Further sentences."""
 
     def put(self, key: str, value: Any, *sources: str) -> None:
         """Set a key of ours; of the keys that say so those that are given, none for the other program's default."""

@@ -1,8 +1,4 @@
-"""What the arguments of transformers' Trainer, of LLaMA-Factory and of the ChatGLM repositories become in a recipe.
-
-The Trainer's are the same for every program that is built on it. LLaMA-Factory's datasets are names, looked up in
-dataset_info.json, and become sources.
-"""
+"""What the arguments of transformers' Trainer, of LLaMA-Factory and of the ChatGLM repositories become in a recipe."""
 
 import json
 import math
@@ -58,7 +54,6 @@ def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> None:
-    """Take over lr_scheduler_kwargs."""
     place = f"{given.place('lr_scheduler_kwargs')}: lr_scheduler_kwargs"
     values: Any = given.get("lr_scheduler_kwargs") or {}
     if isinstance(values, str):

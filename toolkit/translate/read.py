@@ -1,7 +1,6 @@
 """Files of other programs: which program's they are, and what they say.
 
-A training command in a shell script is read without a shell: its variables, line continuations, words. Nothing is
-executed and the environment is not read: what only a shell could say is an error where it is needed.
+Shell scripts are read, not executed, without the environment: what only a shell could say is an error where needed.
 """
 
 import json
@@ -165,10 +164,7 @@ _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 
 
 def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, str]:
-    """Return a config, and the path of the DeepSpeed JSON that is given with it ("" without one).
-
-    Without `world_size` the number of ranks is what the command says.
-    """
+    """Return a config, and its DeepSpeed JSON's path or "". `world_size` None takes the command's number of ranks."""
     read = [(path, _read(Path(path))) for path in paths]
     configs = [config for _, config in read if config]
     jsons = [path for path, config in read if not config]
