@@ -144,7 +144,7 @@ def test_what_is_no_number_is_an_event(tmp_path: Path) -> None:
     assert [step for step, _ in history.training.series("loss")] == [1, 3, 4]
     assert history.training.last("step_s") == 0.5
     run = read_run(tmp_path)
-    kinds = ["no number", "no number", "bad step", "no number", "rewind"]
+    kinds = ["NaN or Inf", "NaN or Inf", "bad step", "NaN or Inf", "rewind"]
     assert [event.kind for event in events_of(run)] == kinds
     assert all(math.isfinite(point.mean) for _, point in history.training.series("loss"))
     assert "loss" in [drawing.name for drawing in draw([run])["learning"]]
@@ -293,8 +293,8 @@ def test_nothing_else_is_touched(quick: None, tmp_path: Path, capsys: pytest.Cap
     cases = {
         str(tmp_path / "nothing"): "is no directory of a run",
         f"{folder} {folder}/../run": "these are the same run. Name each once.",
-        f"{folder} output={tmp_path}/notes.html": "is there already and is no report; it is not touched",
-        f"{folder} output={tmp_path}/mine.html": "is there already and is not of a report; it is not touched",
+        f"{folder} output={tmp_path}/notes.html": "already exists and is not a report; it is not touched",
+        f"{folder} output={tmp_path}/mine.html": "already exists and is not of a report; it is not touched",
         f"{folder} output={tmp_path}/report.txt": "must end in .html",
         f"{folder} --open": "unknown option --open",
         f"{folder} language=fr": "language = fr must be",
