@@ -1,9 +1,4 @@
-"""Models, tokenizers and chat formats: the functions for use from other programs.
-
-    from toolkit.models import load_model, load_tokenizer, load_chat_encoder, save_model
-
-Looked up when first used, so that what needs no torch does not import it.
-"""
+"""Models, tokenizers and chat formats for use from other programs; imported when first used, as not all need torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,11 +1,8 @@
 """Adapters: from `tuning` to a model of which a part is trained, as directories, and the base model that they fit.
 
-`apply_tuning` is one function for every method; the loop knows none of them. A base model is recognised by a few of its
-numbers, taken from parameters under transformers' names, so that they are the same for an official directory and for
-one that was converted from it, and but for rounding in any precision.
-
-Directories have peft's layout for LoRA and prompt tuning, the ChatGLM repositories' names for P-Tuning v2:
-`adapter_config.json` and `adapter_model.safetensors`, and next to them base.json, which identifies the base model.
+A base is recognised by a few of its numbers, taken under transformers' names: equal, but for rounding, for an official
+directory and its conversion. Directories have peft's layout, for P-Tuning v2 the ChatGLM repositories' names, plus
+base.json, which identifies the base.
 """
 
 import json
@@ -104,10 +101,8 @@ def check_numbers(known: BaseModel, name: str, found: list[float], path: object,
 
 
 def find_base(folder: Path, given: str = "") -> Path:
-    """Return the directory of the model that something was trained on.
-
-    `folder` is an adapter or a checkpoint's description, with base.json. `given`: where the user says the base is; ""
-    looks where it was, and in the run directory.
+    """Return the base of an adapter or checkpoint with base.json: `given`, or if "" where it was, or in the run
+    directory.
     """
     known = read_base(folder)
     recorded = given or ("" if known is None else known.path)
@@ -160,9 +155,8 @@ def trained_names(model: PreTrainedModel) -> list[str]:
 
 
 def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
-    """Return the numbers of `BaseModel`, of the base as it is in memory now. A collective under ZeRO-3.
-
-    Without those of parameters that are quantised or divided by tensor parallelism: they are not the base's own.
+    """Return the numbers of the base in memory; a collective under ZeRO-3. Quantised or tensor-parallel parameters are
+    skipped.
     """
     known, found = model.tuned.base.numbers, {}
     for name, parameter in model.named_parameters():
@@ -256,10 +250,7 @@ def attach_adapter(
     dropout: float = 0.0,
     ds_config: dict[str, Any] | None = None,
 ) -> None:
-    """Put an untrained adapter into a model, on the meta device too; only its parameters stay trainable.
-
-    `settings`: of adapter_config.json; `dropout`: of a prefix; `ds_config`: where parameters are partitioned.
-    """
+    """Put an untrained adapter into a model, on the meta device too; only its parameters stay trainable."""
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
     model.requires_grad_(False)
     with torch.device("meta") if model.device.type == "meta" else nullcontext():
@@ -329,10 +320,8 @@ def apply_tuning(
     seed: int,
     ds_config: dict[str, Any] | None = None,
 ) -> None:
-    """Add what a method adds, and leave trainable what it trains.
-
-    Afterwards `model.tuned` says what was done, unless everything is trained. Every rank adds the same, by `seed`. With
-    `ds_config`, where parameters are partitioned, a collective.
+    """Add what a method adds, by `seed` the same on every rank, and leave trainable what it trains: then in
+    `model.tuned`. With `ds_config`, where parameters are partitioned, a collective.
     """
     method = config.method
     if method is TuningMethod.full:
@@ -440,10 +429,8 @@ def check_names(settings: dict[str, Any], file: Path) -> None:
 
 
 def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
-    """Return an adapter's settings with the modules that its expressions match in their place.
-
-    They are matched in a process of their own, which is ended if it takes too long. An expression that is damaged,
-    takes too long, or matches nothing of the model's `modules` is an error.
+    """Return an adapter's settings with the modules that its expressions match in their place; none matched is an
+    error. They are matched in a process of their own, which is ended if it takes too long.
     """
     names = [name for name in modules if name]
     for key in _EXPRESSIONS:

@@ -1,8 +1,7 @@
 """Attention over rows that hold several samples (packed sequences): no sample sees another.
 
-`varlen` is an attention implementation for transformers' models: it treats each sample of a packed row for itself, on
-GPUs with PyTorch's kernel for variable lengths, elsewhere one after another. `sdpa` and `eager` take a block-diagonal
-mask instead: right everywhere, but they compute all pairs of a row.
+`varlen` treats each sample for itself, on GPUs with PyTorch's kernel for variable lengths. `sdpa` and `eager` take a
+block-diagonal mask instead: right everywhere, but they compute all pairs of a row.
 """
 
 from collections.abc import Callable
@@ -69,10 +68,8 @@ def check_isolation(
     name: str,
     forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
 ) -> None:
-    """Make sure, on the model as it is, that samples of a packed row do not see each other. A collective under ZeRO-3.
-
-    Three rows in one forward pass: [a b], [c b] and [b]. The logits of b must be the same in all. Ids are below
-    `vocab_size`. `forward` returns logits of a batch where the engine cannot simply be called, such as a pipeline's.
+    """Check that the logits of sample b are the same in the rows [a b], [c b] and [b]. A collective under ZeRO-3.
+    `forward` returns logits of a batch where the engine cannot simply be called, such as a pipeline's.
     """
     batch = isolation_rows(vocab_size)
     first, second = 12, 20
@@ -141,9 +138,8 @@ def isolation_rows(vocab_size: int, times: int = 1) -> dict[str, torch.Tensor]:
 
 
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return what a model's forward takes so that no token sees padding or another sample.
-
-    The batch is packed if it holds `cu_seq_lens`, and has parts of rows if it holds `part`.
+    """Return forward's arguments that hide padding and other samples; `cu_seq_lens`: a packed batch, `part`: parts of
+    rows.
     """
     segments, bounds = batch["segment_ids"], batch.get("cu_seq_lens")
     implementation = module.config._attn_implementation
@@ -183,10 +179,7 @@ def varlen_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return attention within the segments of `cu_seq_lens_q`; without them (generation) that of `sdpa`.
-
-    Shapes are those of `attend_to_segments`, whose `bounds` and `longest` are `cu_seq_lens_q` and `max_length_q` here.
-    """
+    """Return `attend_to_segments` within the segments of `cu_seq_lens_q`; without them `sdpa`."""
     bounds = options.get("cu_seq_lens_q")
     if bounds is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
@@ -204,9 +197,8 @@ def attend_to_segments(
 ) -> torch.Tensor:
     """Return causal attention within segments, [B, S, H, D]: B rows, S tokens, H heads, D width of a head.
 
-    `query`: [B, H, S, D]; `key` and `value`: [B, heads of keys, S, D], of which there may be fewer; `bounds`: int32
-    [segments + 1] over the B x S tokens; `longest`: no segment has more tokens; `dropout`: of the attention's weights;
-    `scaling`: of the scores, None is 1 / sqrt(D).
+    `query`: [B, H, S, D]; `key`, `value`: [B, heads of keys, S, D]; `bounds`: int32 [segments + 1] over the B x S
+    tokens; `longest`: most tokens of a segment; `scaling`: of the scores, None is 1 / sqrt(D).
     """
     rows, heads, size, width = query.shape
     groups = heads // key.size(1)
@@ -241,11 +233,8 @@ def attend_to_segments(
 
 
 def training_mask(*arguments: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor | None:
-    """Return transformers' mask for PyTorch's attention, without looking at padding that stands on the right.
-
-    No token of the sample sees it, as attention is causal; what padding itself sees is not trained. So no mask is
-    needed, which lets PyTorch take its fastest kernel, and the host does not wait for the device to learn whether there
-    is any padding.
+    """Return transformers' mask without looking at padding on the right, which causal attention hides anyway: PyTorch
+    takes its fastest kernel, and the host does not wait for the device to learn whether there is any.
     """
     is_right_padded = getattr(attention_mask, "is_right_padded", False)
     return sdpa_mask(*arguments, attention_mask=None if is_right_padded else attention_mask, **options)

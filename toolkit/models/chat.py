@@ -55,10 +55,8 @@ def fit_tokenizer(
     vocab_size: int,
     folder: Path,
 ) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer trained on the texts, with GLM's special tokens and chat template.
-
-    It is kept in `folder`/tokenizers/FINGERPRINT, from where later calls, and other processes, load it. `texts` is
-    called twice, for the fingerprint and for training. `vocab_size` counts the special tokens; short texts give fewer.
+    """Return a byte-level BPE tokenizer trained on the texts, with GLM's special tokens and chat template. It is kept
+    in `folder`/tokenizers/FINGERPRINT. `texts` is called twice; `vocab_size` counts the special tokens.
     """
     least = 256 + len(SPECIAL_TOKENS)
     if vocab_size < least:
@@ -87,10 +85,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a local directory. Nothing is downloaded, and no code in the directory is executed.
 
-    `path` is an official ChatGLM directory, whose vocabulary file alone is read, or one in transformers' layout.
-    `family` is that of an official tokenizer; auto finds it in the files. `chat_template`: a Jinja template to use
-    instead of the tokenizer's own; special tokens in the texts of an official tokenizer are parsed then, as with any
-    other.
+    `path` is an official ChatGLM directory, or one in transformers' layout; `family` auto is found in the files. With a
+    `chat_template` (Jinja) special tokens in the texts of an official tokenizer are parsed.
     """
     families = [known.value for known in Family]
     if family not in families:
@@ -196,8 +192,7 @@ CODE_VERSION = 3
 
 class FamilyChatEncoder:
     """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text.
-
-    `original_labels` trains exactly what the original trains; False leaves out ChatGLM-6B's <sop> and observations.
+    `original_labels` trains what the original trains; False leaves out ChatGLM-6B's <sop> and observations.
     """
 
     def __init__(self, tokenizer: GlmTokenizer | ChatGLMTokenizer, original_labels: bool = True) -> None:

@@ -1,9 +1,7 @@
 """Conversations through a tokenizer's own chat template: for all models that have no format of their own here.
 
-`TemplateChatEncoder` renders a text with spans of characters, of which `SpanTokenizer` makes token ids with a mask.
-A template comes with a model from outside: Jinja's sandbox (3.1.6) keeps it from the machine, and a time limit ends
-loops, but one operation such as `'x' * 10**9` is a single call that no limit of time can interrupt. So
-`BoundedEnvironment` computes the size of what multiplies, pads, joins or replaces before it is done.
+Jinja's sandbox (3.1.6) keeps a model's template from the machine, and a time limit ends loops, but not one call such as
+`'x' * 10**9`: `BoundedEnvironment` computes the size of what multiplies, pads, joins or replaces beforehand.
 """
 
 import hashlib
@@ -37,11 +35,9 @@ Span = tuple[int, int]
 
 
 class SpanTokenizer:
-    """Tokenizes texts and returns which tokens belong to spans of them.
-
-    `frame` is what always precedes and follows an answer, if known: where it begins with a special token, answers are
-    found among the ids themselves, several times as fast as by asking the tokenizer for each token's position.
-    `shield` has covered the control strings in the messages' texts.
+    """Tokenizes texts, whose control strings `shield` has covered, and returns which tokens belong to spans of them.
+    Where `frame`, which surrounds every answer, begins with a special token, answers are found among the ids:
+    several times as fast as by each token's position.
     """
 
     def __init__(
@@ -62,10 +58,8 @@ class SpanTokenizer:
                 self.ask_ids, self.mark = ids, mark.content
 
     def encode_many(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
-        """Return ids of each text and for each id whether it belongs to a span, up to the end token there.
-
-        What follows the end token of the last span (a newline, mostly) is dropped: generation has stopped by then. A
-        span at the end of a text that has no end token gets one.
+        """Return ids of each text and whether each belongs to a span; the last span ends with the end token, and so the
+        text. What follows (a newline, mostly) is dropped: generation has stopped by then.
         """
         if not self.tokenizer.is_fast:
             return [self._slow(text, marks) for text, marks in zip(texts, spans, strict=True)]
@@ -108,11 +102,7 @@ class SpanTokenizer:
         return True
 
     def _between(self, ids: list[int], text: str, spans: Sequence[Span]) -> Encoded | None:
-        """Return ids and mask of a framed text; None if its tokens do not match its characters.
-
-        There must be as many mark tokens as mark texts: then the n-th is the n-th. As the ids after it are the frame's
-        own, none of them reaches into the answer.
-        """
+        """Return ids and mask of a framed text; None if it has not as many mark tokens as mark texts."""
         if spans == [(0, len(text))]:
             return ids, [True] * len(ids)
         if not spans:
@@ -210,14 +200,11 @@ _PROBE: list[dict[str, Any]] = [
 
 
 class TemplateChatEncoder:
-    """Encodes through a tokenizer's own chat template. The ids are the template's; the mask says what is trained.
+    """Encodes through a tokenizer's own chat template; control strings in messages stay text.
 
-    Control strings in messages and tools stay text: `toolkit.models.shield`.
-
-    Answers are located by comparing the rendered conversation up to an answer with that including it. Where a template
-    marks answers itself ({% generation %}), the two must agree on a first conversation, else it is an error. Some
-    templates change earlier answers once another turn follows (they drop their reasoning, for example): without marks,
-    these train the last answer only.
+    Answers are located by comparing the rendered conversation up to an answer with that including it; a template's own
+    marks ({% generation %}) must agree, else it is an error. Templates that change earlier answers (dropping their
+    reasoning, for example) and have no marks train the last answer only.
     """
 
     drops_system = False
@@ -258,9 +245,8 @@ class TemplateChatEncoder:
     def encode_many(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
     ) -> list[Encoded]:
-        """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`.
-
-        RowError: the template rejects one of them. ModelError: it changes the last question once its answer follows.
+        """Return ids and mask of several conversations; RowError if the template rejects one, ModelError if it changes
+        the last question once its answer follows.
         """
         if not conversations:
             return []
@@ -331,10 +317,8 @@ class TemplateChatEncoder:
             )
 
     def _turn_marks(self) -> set[str]:
-        """Return the added tokens by which the template begins and ends turns, special or not.
-
-        Those between an answer and the next question, the first of what asks for an answer (a `<think>` that follows it
-        begins no turn), and the first by which a tool's turn differs from a user's.
+        """Return the added tokens, special or not, by which the template begins and ends turns. A `<think>` after the
+        first of what asks for an answer begins no turn.
         """
         added = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
         answer = _PROBE[1]["content"]
@@ -393,10 +377,7 @@ class TemplateChatEncoder:
     def _compared(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Iterable[int] | None = None
     ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of some messages, None if the template rewrites turns.
-
-        `wanted` None: the assistant's messages.
-        """
+        """Return a conversation's text and the spans of `wanted` (None: answers); None if it rewrites turns."""
         if wanted is None:
             wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         rendered = self.render(messages, tools, add_generation_prompt=False)
@@ -417,10 +398,7 @@ class TemplateChatEncoder:
         return rendered, spans
 
     def _begin(self, message: Message, text: str) -> int | None:
-        """Return where an answer begins in the text that ends with it, if it stands there as in the probe.
-
-        That is: after the same words that ask for an answer, before the same ending. Spares a rendering.
-        """
+        """Return where the answer begins in the text that ends with it, framed as in the probe; spares a rendering."""
         if not self.frame or message["role"] != "assistant" or message.get("tool_calls"):
             return None
         asks, ending = self.frame
@@ -446,10 +424,8 @@ class TemplateChatEncoder:
         return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
-        """Return the template's text, through transformers' own sandbox.
-
-        Its public function copies every message first, lest a template get at objects with methods; messages of data
-        files are plain JSON, and the copy costs more than the rendering (transformers 5.23).
+        """Return the template's text, through transformers' own sandbox. Its public function copies every message
+        first, which plain JSON does not need and costs more than the rendering (transformers 5.23).
         """
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -472,9 +448,8 @@ _Rendering = TypeVar("_Rendering")
 
 
 def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Sequence[Message]) -> _Rendering:
-    """Return a template's rendering of messages; RowError if it rejects them, or fails.
-
-    Some templates want the arguments of a call as text: then they get it.
+    """Return a template's rendering, a call's arguments as text where it wants that; RowError if it rejects them or
+    fails.
     """
     bound_templates()
     try:

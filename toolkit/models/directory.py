@@ -1,8 +1,4 @@
-"""What a model directory on disk holds, found out without torch and without running anything in it.
-
-Also which models can be trained on packed sequences, known from their config before anything is loaded; and which
-Python files there are, and whether they may run.
-"""
+"""What a model directory on disk holds, found out without torch and without running any of its Python files."""
 
 import fcntl
 import hashlib
@@ -26,9 +22,8 @@ _trusted: set[str] = set()
 
 
 def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
-    """Return config.json of a directory that can be loaded: in transformers' layout, or an official ChatGLM's.
-
-    Python files of an official directory are ignored. `with_weights` False: the weights are elsewhere.
+    """Return config.json of a directory in transformers' layout, or an official ChatGLM's, whose Python files are
+    ignored.
     """
     folder = Path(path)
     config_file = folder / "config.json"
@@ -87,10 +82,9 @@ def runs_code(path: str) -> bool:
 
 
 def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool) -> None:
-    """Reject code that is in no file of the directory: nobody who read them has read it, and it is not hashed.
-
-    transformers (5.23) takes SUB/MODULE.CLASS and OWNER/NAME--MODULE.CLASS for classes, and OWNER/NAME for attention
-    and experts (`is_kernel`).
+    """Reject code that is in no file of the directory, as nobody has read or hashed it. transformers (5.23) takes
+    SUB/MODULE.CLASS and OWNER/NAME--MODULE.CLASS for classes, and OWNER/NAME for attention and experts
+    (`is_kernel`).
     """
     modules = {file.stem for file in code_files(folder) if file.parent == folder}
     names = []
@@ -121,10 +115,8 @@ def _texts(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights: those that an index lists, else the one that holds everything.
-
-    Safetensors before pickles, but what is complete before what is not: repositories have both, and people download
-    one. [] if there are none.
+    """Return the weight files, [] if none: those of an index, else the one that holds everything. Safetensors come
+    before pickles, but complete before incomplete ones: people download one of both.
     """
     listed: list[list[Path]] = []
     for single in ("model.safetensors", "pytorch_model.bin"):
@@ -230,9 +222,8 @@ def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMetho
 
 
 def sequence_parallel_unsupported(model: ModelConfig, max_length: int) -> str:
-    """Return what in a model's config mixes tokens of a sequence in other ways than causal attention, "" if nothing.
-
-    Such sequences can neither be packed nor divided over ranks. The loaded model is measured later.
+    """Return what mixes tokens otherwise than causal attention, so that sequences can be neither packed nor divided; or
+    "".
     """
     if model.init is Init.random:
         return ""

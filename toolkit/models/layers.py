@@ -1,19 +1,14 @@
-"""What changes a model's layers while it is trained: Liger's kernels, tiled MLP, NEFTune, random token dropping.
+"""What changes a model's layers while it is trained.
 
-Liger: liger-kernel's Triton kernels for GPUs, written against its release 0.8.5.
+- - Liger: liger-kernel's Triton kernels for GPUs, written against its release 0.8.5.
+- - Tiled MLP of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996, section 3.1): feed-forward layers take
+- tokens in pieces and compute each again backward. DeepSpeed 0.19.8's TiledMLP loses gradients of weights where the
+- pieces do not divide the tokens, or nothing before it has a gradient.
+- - NEFTune: noise on the embeddings of training rows (Jain et al., 2023, arXiv 2310.05914).
+- - Random layerwise token dropping, after random-LTD (Yao et al., 2022, arXiv 2211.11586): each middle layer draws the
+- tokens that it computes, more and more until all. DeepSpeed (0.19.8) has it with its own data loader only.
 
-Tiled MLP, of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996, section 3.1): feed-forward layers look at one
-token alone, and their inner states are several times as wide as what goes in and comes out. So they take a row's tokens
-in pieces; only what goes in is kept, and backward each piece is computed again. DeepSpeed 0.19.8's TiledMLP does so
-too, but loses gradients of weights where the tokens cannot be divided by the pieces, or nothing before it has a
-gradient.
-
-NEFTune: noise on the embeddings of training rows (Jain et al., 2023, arXiv 2310.05914).
-
-Random layerwise token dropping, after random-LTD (Yao et al., 2022, arXiv 2211.11586): while training begins, each
-middle layer draws the tokens of a row that it computes, and the others skip it. The first and last layers compute all,
-and the number of tokens grows until all are computed. DeepSpeed (0.19.8) has it with its own data loader only. B rows,
-S tokens, K tokens that are kept, H hidden width.
+B rows, S tokens, K tokens that are kept, H hidden width.
 """
 
 import hashlib
@@ -66,9 +61,8 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tile_mlp(model: nn.Module, pieces: int) -> None:
-    """Let each decoder layer's feed-forward layer take its tokens in pieces. Layers of experts stay as they are.
-
-    `pieces` are as many on every rank, whatever the rows: ZeRO-3 gathers weights for each of them.
+    """Let feed-forward layers, but not experts, take tokens in `pieces`: equal on all ranks, as ZeRO-3 gathers for
+    each.
     """
     found = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
     if not found:
@@ -118,10 +112,8 @@ class _Tiled(torch.autograd.Function):
 
 
 def add_neftune(model: PreTrainedModel, alpha: float) -> None:
-    """Add uniform noise to what the input embedding gives in training mode; evaluation is left alone.
-
-    transformers' own hook (5.23): of up to alpha / sqrt(S x H) for rows of S tokens, padding included, and hidden
-    width H. What is drawn follows from the rank's random state, as dropout does, so that a resumed run draws the same.
+    """Add uniform noise, up to alpha / sqrt(S x H), to the input embedding in training mode: transformers' own hook
+    (5.23). It follows from the rank's random state, as dropout does, so that a resumed run draws the same.
     """
     embedding = model.get_input_embeddings()
     embedding.neftune_noise_alpha = alpha
@@ -134,11 +126,9 @@ _PER_TOKEN = ("position_ids", "position_embeddings")
 
 
 class TokenDropping:
-    """What the middle layers of a model compute; `model.token_dropping`. Evaluation is left alone.
-
-    Nothing of it needs saving: what is drawn follows from seed, step, micro-batch and `data_rank`, so ranks with the
-    same rows drop the same tokens. Models without middle layers, or with layers that read more than can be picked per
-    token, are an error.
+    """What the middle layers of a model compute in training; `model.token_dropping`. ModelError if they cannot drop
+    tokens. What is drawn follows from seed, step, micro-batch and `data_rank`: nothing is saved, and ranks with the
+    same rows agree.
     """
 
     def __init__(self, model: PreTrainedModel, config: RandomLtdConfig, seed: int, data_rank: int) -> None:

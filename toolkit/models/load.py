@@ -38,18 +38,14 @@ def load_model(
     """Load a model from a local directory; nothing in it is executed, nothing is downloaded.
 
     Args:
-        path: an official ChatGLM directory (ChatGLM-6B, ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B, glm-4-9b), or any
-            causal language model in transformers' layout.
-        dtype: precision of the parameters, by name too ("bfloat16"); None or "auto" keeps what each tensor has in its
-            file. Rotary frequencies are float32 in any case.
-        ds_config: the DeepSpeed dict. With stage 3 the parameters are partitioned as they are read: a collective, in
-            which rank 0 reads and every rank keeps its part, in the precision that the dict says.
-        own: gets the empty model and returns the names of the parameters that this process needs; the others stay
-            empty. None reads all.
+        path: an official ChatGLM directory, or any causal language model in transformers' layout.
+        dtype: of the parameters, by name too; None or "auto" keeps each tensor's. Rotary frequencies stay float32.
+        ds_config: the DeepSpeed dict; with stage 3 a collective: rank 0 reads, every rank keeps its part.
+        own: gets the empty model and returns the names of the parameters that this process needs; None reads all.
 
     Returns:
         The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
-        `chatglm.modeling.ChatGLMForConditionalGeneration` for ChatGLM-6B, what transformers has for anything else.
+            `chatglm.modeling.ChatGLMForConditionalGeneration` for ChatGLM-6B, what transformers has for anything else.
 
     Raises:
         ModelError: the directory cannot be loaded; the message says why.
@@ -141,10 +137,8 @@ def create_model(
     parts: int = 1,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> PreTrainedModel:
-    """Build the model that is trained, with room for the vocabulary of `tokenizer`.
-
-    `packed`: sequences hold several samples; `parts`: ranks over which each sequence's tokens are divided; `ds_config`,
-    `own`: see `load_model`. A random model has the same weights on every rank, by `seed`.
+    """Build the model to train, with room for the vocabulary of `tokenizer`; random weights are the same on every rank.
+    `packed`: sequences hold several samples; `parts`: ranks over which each sequence is divided.
     """
     if config.init is Init.random:
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
@@ -230,10 +224,9 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _known_config(folder: Path) -> Any:
-    """Return the config of an architecture that transformers has, and import the architecture.
-
-    It must be imported before zero.Init begins: DeepSpeed 0.19.8 undoes what decorators make of the constructors of
-    classes that are defined meanwhile (transformers' experts would lose their config).
+    """Return the config of an architecture that transformers has, and import it before zero.Init begins: DeepSpeed
+    0.19.8 undoes decorated constructors of classes that are defined meanwhile (transformers' experts would lose
+    their config).
     """
     trusted = is_trusted(folder)
     try:
@@ -287,10 +280,8 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
 
 
 def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a directory's model that reads a layer's weights when the layer is called, and drops them afterwards.
-
-    For a few forward passes, since each reads all files. Parameters that are not there are NaN without memory of their
-    own: a model that uses a layer's weights elsewhere gives NaN.
+    """Return a directory's model that reads a layer's weights when the layer is called, and drops them afterwards. Each
+    forward pass reads all files; weights that a model uses outside their layer are NaN.
     """
     model, files, layout = _open(Path(path), read_config(str(path)))
     weights.check_weights_fit(model, files, layout)

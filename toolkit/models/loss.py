@@ -1,18 +1,15 @@
 """The losses of a micro-batch: of its tokens, without the logits, and of a mixture's routers.
 
-B batch, S sequence, T trained tokens, H hidden width, V vocabulary. While a loss is computed, the model's output layer
-yields losses in place of logits. They are made inside that layer's own forward pass, so whatever hangs on it (ZeRO-3
-gathers its weight before and hands on the weight's gradient after) sees an ordinary pass. Cross entropy comes straight
-from hidden states, a chunk of tokens at a time, and the gradients are made next to the loss, while a chunk's logits are
-there: nothing of the size [T, V] is ever held, and no logit is computed twice. Hsu et al. 2024 (Liger Kernel),
-https://arxiv.org/abs/2410.10989, section 3.2.
+B batch, S sequence, T trained tokens, H hidden width, V vocabulary. The model's output layer yields losses in place of
+logits, inside its own forward pass, so that ZeRO-3's hooks see an ordinary one. Gradients are made next to the loss, a
+chunk of tokens at a time: nothing of the size [T, V] is ever held, and no logit is computed twice. Hsu et al. 2024
+(Liger Kernel), https://arxiv.org/abs/2410.10989, section 3.2.
 
-The routers' loss keeps all experts of a mixture in use. For a layer and a micro-batch it is E x sum over E experts of
-f x P, where f is how often an expert is chosen per token and P its mean probability: the number of chosen experts where
-all are used alike, more where they are not (Fedus, Zoph, Shazeer 2021, Switch Transformers,
-https://arxiv.org/abs/2101.03961, equations 4 to 6). Padding is left out. What is added to the training loss is its mean
-over layers, micro-batches and data-parallel ranks, times the coefficient. transformers (5.23) puts all layers' f and P
-together before it multiplies them, by which one layer makes up for another.
+The routers' loss of a layer and a micro-batch is E x sum over E experts of f x P: f how often an expert is chosen per
+token, P its mean probability, without padding (Fedus, Zoph, Shazeer 2021, Switch Transformers,
+https://arxiv.org/abs/2101.03961, equations 4 to 6). The mean over layers, micro-batches and data-parallel ranks is
+added, times the coefficient. transformers (5.23) pools all layers before it multiplies, by which one layer makes up for
+another.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,25 +36,20 @@ Batch = dict[str, torch.Tensor]
 
 
 def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
-    """Run the model forward and return the sum (not the mean) of the trained tokens' cross entropies.
+    """Run forward and return the sum of the trained tokens' cross entropies: a float32 scalar of this rank, perhaps 0.
 
-    The sum, because a mean of micro-batch means weighs tokens unequally (transformers#34191 and others); the caller
-    divides by the number of trained tokens of the whole global batch.
-
-    `engine` is a DeepSpeed engine or a model. `batch` has `input_ids`, `labels` (-100 where untrained), `position_ids`,
-    `segment_ids`, each `[B, S]`; packed with `cu_seq_lens`, see `attention_arguments`. It is copied to the engine's
-    device, and the host does not wait for that if it is in page-locked memory and has `with_label_positions`. Returns a
-    float32 scalar of this rank alone; 0 (with a zero gradient) without trained tokens.
+    The caller divides by the trained tokens of the global batch, as a mean of micro-batch means weighs tokens unequally
+    (transformers#34191). `engine` is a DeepSpeed engine or a model. `batch` has `input_ids`, `labels` (-100 where
+    untrained), `position_ids`, `segment_ids`, each `[B, S]`, on any device; packed with `cu_seq_lens`, see
+    `attention_arguments`.
     """
     return loss_head(engine).losses(engine, _on_device(engine, batch)).sum()
 
 
 @torch.no_grad()
 def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
-    """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`.
-
-    Arguments as above. A model that is compiled for training computes them as it is: compiling it once more would take
-    minutes.
+    """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`. Uncompiled,
+    as compiling for it would take minutes.
     """
     given = _on_device(engine, batch)
     with torch.compiler.set_stance("force_eager"):
@@ -68,9 +60,7 @@ def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
 
 def with_label_positions(batch: Batch) -> Batch:
     """Return a batch with `places`, int64 [T]: indices of its trained tokens in the flattened rows; `targets`: these.
-
-    Their number is the shape of what is computed, so they are counted before the batch goes to a device. Of a part of
-    rows (`toolkit.models.sequence.local_part`) the tokens count before which a token of this part stands.
+    They give the shapes of the loss, so they are counted before the batch goes to a device.
     """
     if "places" in batch:
         return batch
@@ -132,11 +122,7 @@ class LossHead:
         return self._path
 
     def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
-        """Run the model forward and return the losses of the trained tokens.
-
-        `batch` is on its device, with label positions. float32 [T]; perhaps only their sum, [1], where a gradient is
-        wanted.
-        """
+        """Run forward on a batch on its device with label positions; float32 [T], or their sum, [1], for a gradient."""
         path, targets = self.path(engine), batch["targets"]
         if path is LossPath.all_logits:
             logits = logits_of(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
@@ -155,9 +141,8 @@ class LossHead:
         length, targets = batch["input_ids"].size(1), batch["targets"]
 
         def answer(states: torch.Tensor) -> torch.Tensor:
-            """Return the losses [T, 1, 1] or their sum [1, 1, 1], or the logits [T, 1, V]; of states [B, S, H].
-
-            Nothing that cuts [B, S, V] by its second dimension, as tuning=prompt does, mistakes these for it.
+            """Return the losses [T, 1, 1], their sum [1, 1, 1], or the logits [T, 1, V]; of states [B, S, H]. Three
+            dimensions, as tuning=prompt cuts [B, S, V] by the second.
             """
             # What is learned before the first token, as in tuning=prompt, is in front.
             states = states[:, -length:].flatten(0, 1).index_select(0, batch["places"] - 1)
@@ -239,10 +224,8 @@ def logits_of(engine: Any, batch: Batch) -> torch.Tensor:
 
 
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
-    """Run a transformers model without its output layer and return the hidden states `[B, S, H]`.
-
-    `batch` is as in `token_loss_sum`; where a pipeline's stage continues from another's it holds `inputs_embeds`
-    `[B, S, H]`. Without `segment_ids` the rows are whole, as those of a probe.
+    """Run a transformers model without its output layer: `[B, S, H]`. A later pipeline stage's batch holds
+    `inputs_embeds`; without `segment_ids` rows are whole, as those of a probe.
     """
     given = _on_device(model, batch) if "labels" in batch else batch
     output = model.base_model(**_arguments(model, given))
@@ -280,10 +263,7 @@ _FP16_SCALE = 2.0**12
 def chunked_losses(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return each token's cross entropy, float32 [T], without gradients.
-
-    Of hidden states [T, H] and the output layer's weight [V, H], of the same type, and bias [V]; targets [T].
-    """
+    """Return each token's cross entropy, float32 [T], of states [T, H], weight [V, H], bias [V]; no gradients."""
     pieces = zip(hidden.split(_rows(weight)), targets.split(_rows(weight)), strict=True)
     losses = [_log_probabilities(states, weight, bias).gather(1, wanted[:, None]) for states, wanted in pieces]
     return -torch.cat(losses).view(-1)
@@ -292,12 +272,10 @@ def chunked_losses(
 def chunked_loss_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum of the tokens' cross entropies, once differentiable in all but the targets. Arguments as above.
+    """Return the sum of the tokens' cross entropies, once differentiable in all but the targets; 0 of no tokens.
 
-    Gradients are made and added up in float32 and not multiplied by the caller's until the backward pass, so neither
-    a loss scale nor its absence makes them over- or underflow. Where the weight is trained, its gradient is held in
-    float32 from the forward pass to the backward pass (V x H x 4 bytes, beside what is added to it once more as much);
-    of a frozen weight there is none. Of no tokens the sum is 0, with zero gradients.
+    Gradients are added up in float32 and not multiplied by the caller's until the backward pass, so no loss scale makes
+    them over- or underflow. A trained weight's takes V x H x 4 bytes until then, twice while it is added.
     """
     return _ChunkedLossSum.apply(hidden, weight, bias, targets)
 
@@ -379,11 +357,9 @@ def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dt
 
 
 class RouterLoss:
-    """The routers' loss of a model; `model.router_loss`, None where it has none.
-
-    Its gradient enters where the weights of the chosen experts leave the router, so it also reaches layers that are
-    computed again, and does not depend on the model's logits. Of E experts `routers` return logits [tokens, E], and of
-    the K chosen ones weights and numbers [tokens, K].
+    """The routers' loss of a model; `model.router_loss`, None where it has none. Its gradient enters where the weights
+    of the chosen experts leave the router, so it also reaches recomputed layers. `routers` return logits [tokens,
+    E], and weights and numbers [tokens, K] of the K chosen of E experts.
     """
 
     def __init__(self, coefficient: float, routers: list[nn.Module]) -> None:
@@ -435,9 +411,8 @@ class RouterLoss:
 
 
 def balance(logits: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-    """Return the loss of one layer's router, float32 scalar, 0 of no tokens.
-
-    `logits`: [tokens, E]; `chosen`: experts of each token, [tokens, K]; `is_token`: False where padding is, [tokens].
+    """Return the loss of one layer's router, float32 scalar; `logits` [tokens, E], `chosen` [tokens, K], `is_token`
+    [tokens].
     """
     size, counts = logits.size(-1), is_token.float()
     total = counts.sum().clamp(min=1)

@@ -1,7 +1,6 @@
-"""Print the outline of a model directory as JSON: `python -m toolkit.models.outline DIR`. No weights are read.
-
-The model is built on the meta device, with two layers less once more, and run forward: what one layer keeps for the
-backward pass is the difference. Attention is taken to be a fused kernel, which keeps query, key, value and its result.
+"""Print the outline of a model directory as JSON: `python -m toolkit.models.outline DIR`. No weights are read: the
+model runs on the meta device, once with two layers less; what a layer keeps for backward is the difference.
+Attention counts as a fused kernel, which keeps query, key, value and its result.
 """
 
 import json

@@ -1,10 +1,8 @@
 """A model cut into the stages of a pipeline: each rank holds some of its layers and hands hidden states on.
 
-DeepSpeed's PipelineModule wants a sequence of layers, each of which passes a tensor or a tuple of tensors. Here that
-sequence says who holds what: it is divided by parameters, names the files of a checkpoint and ties embeddings. A stage
-computes with the model's own forward function, in which the layers of other stages hand on what they get, so that
-masks, positions and kinds of layers stay the model's own business. All that travels is one tensor, the hidden states
-[B, S, H]: the ranks of a pipeline read the same rows and have everything else themselves.
+The sequence of layers that DeepSpeed's PipelineModule wants says who holds what. A stage computes with the model's own
+forward function, in which other stages' layers pass their input on, so masks and positions stay the model's. Only
+hidden states [B, S, H] travel: the ranks of a pipeline read the same rows.
 """
 
 import io
@@ -85,11 +83,7 @@ def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
 
 
 class PipelineStage(PipelineModule):
-    """One stage of a model, and what is known of the whole.
-
-    A pass takes a micro-batch from `batches`, in their order, and ends on the last stage with `finish`. `model`, of
-    which this rank's part has its weights, is cut.
-    """
+    """A cut model's stage; a pass takes a micro-batch from `batches` and ends on the last stage with `finish`."""
 
     def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype) -> None:
         with no_init_weights(), torch.device("meta"):
@@ -129,8 +123,7 @@ class PipelineStage(PipelineModule):
 
     def forward(self, received: torch.Tensor) -> Any:
         """Compute this stage's part of the next micro-batch: hidden states [B, S, H], or what `finish` makes of them.
-
-        `received` are those of the stage before; on the first stage token ids, which the batch has too.
+        `received` are those of the stage before; on the first stage token ids.
         """
         model, batch = self.__dict__["stage"], self.batches.popleft()
         if not self.begins:
@@ -141,10 +134,7 @@ class PipelineStage(PipelineModule):
         return self.finish(model, batch)
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and value of all parameters, on rank 0's CPU; on other ranks the value is an empty tensor.
-
-        A collective: the first rank of each stage sends what it holds to rank 0, one tensor after another.
-        """
+        """Yield name and value of all parameters, on rank 0's CPU, empty on others. A collective, tensor by tensor."""
         own = {name: one.detach() for name, one in self.__dict__["stage"].named_parameters()}
         rank, per_stage = dist.get_rank(), dist.get_world_size() // self.num_stages
         for source in range(0, dist.get_world_size(), per_stage):
@@ -208,9 +198,8 @@ def train_window(
 ) -> None:
     """Do one optimizer step, one micro-batch forward and one back in turn (1F1B). A collective.
 
-    The engine divides gradients by its micro-batches, of which there are as many as it accumulates, and averages them
-    over pipelines. `finish` makes on the last stage a scalar of the model and a micro-batch with `inputs_embeds`;
-    `before_update` is called on every rank when all gradients are there.
+    The engine averages gradients over its micro-batches and pipelines. `finish` makes, on the last stage, a scalar of
+    the model and a micro-batch with `inputs_embeds`; `before_update` is called on every rank.
     """
 
     def update(self: PipelineEngine, **options: Any) -> None:
@@ -223,10 +212,7 @@ def train_window(
 
 @torch.no_grad()
 def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish) -> list[torch.Tensor]:
-    """Run micro-batches forward in evaluation mode. A collective over all ranks, with as many on each.
-
-    Returns what `finish` made, on the last stage, of the model and each micro-batch with `inputs_embeds`; [] on others.
-    """
+    """Run micro-batches forward, as many on each rank; what `finish` made, [] but on the last stage. A collective."""
     found: list[torch.Tensor] = []
 
     def keep(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -240,10 +226,8 @@ def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], fini
 
 
 def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run some rows forward, the same on every rank, and return what is picked of their logits, float32 on the CPU.
-
-    A collective; the engine stays in its mode. `batch` is as in `toolkit.models.loss.hidden_states`; `pick` gets the
-    logits `[B, S, V]`, and what it returns travels to all ranks, so it should be small.
+    """Run some rows forward, the same on every rank, and return what `pick` takes of their logits `[B, S, V]`, float32
+    on every rank's CPU. A collective.
     """
     given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     was_training = engine.module.training

@@ -1,7 +1,5 @@
-"""A proof that weights are the ones that were trained: a few ids, and the logits that the model gave for them.
-
-Written beside every checkpoint and export. Whoever loads the weights, in whatever layout, runs the same ids through the
-model and gets the same logits but for rounding, or has other weights, or puts them to other use.
+"""A proof that weights are the trained ones: a few ids and the logits that the model gave for them. Written next to
+every checkpoint and export; a model that loads the weights must give the same logits but for rounding.
 """
 
 from collections.abc import Sequence
@@ -59,10 +57,7 @@ class Probe:
 
 
 def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.Tensor:
-    """Return the beginning of the first two samples, cut to one length, [R, L].
-
-    A row of ChatGLM-6B, which finds its positions from <sop>, ends with what an answer begins after.
-    """
+    """Return the beginning of the first two samples, [R, L]; ChatGLM-6B's end with what an answer begins after."""
     samples = samples[:ROWS]
     length = min(LENGTH, *map(len, samples))
     rows = [[int(token) for token in sample[:length]] for sample in samples]
@@ -135,9 +130,8 @@ def coarser(found: Probe, probe: Probe) -> str:
 
 
 def other_precision(found: Probe, probe: Probe) -> torch.dtype | None:
-    """Return in what precision to run a model again to learn how it rounds, None where that is not known.
-
-    float32 computes exactly beside half precision, and bfloat16 rounds as TF32 does, but for the number of digits.
+    """Return the precision to run again to learn how a model rounds, or None; bfloat16 rounds as TF32, with fewer
+    digits.
     """
     if coarser(found, probe) not in _STEPS:
         return None

@@ -1,9 +1,5 @@
-"""Models to disk, in transformers' layout or back in the official one.
-
-Back in the official layout: the same files, names, precisions and bits that a model was loaded from.
-
-What that takes besides the weights (config.json, the other files, which tensor is in which) is the model's `Origin`. It
-travels in the directory `official/` of everything that is saved in transformers' layout.
+"""Models to disk, in transformers' layout or back in the official one: the same files, names, precisions and bits. What
+that takes besides the weights is the model's `Origin`, which travels in `official/` of every saved directory.
 """
 
 import json
@@ -44,9 +40,7 @@ def save_model(
     Args:
         model: any transformers model; with format "official" one that came from an official ChatGLM directory.
         path: a directory that does not exist yet.
-        format: "hf": safetensors and config that transformers loads (ChatGLM-6B, which transformers does not know:
-            `load_model`); "official": the official files, each tensor in its own shard and precision, the other files
-            copied.
+        format: "hf": what transformers loads (ChatGLM-6B: `load_model`); "official": each tensor in its own shard.
         state: whole parameters by name, in place of the model's own, which may be partitioned.
         max_shard_size: largest safetensors file, such as 5GB; the official files have the official sizes.
 
@@ -70,11 +64,7 @@ def save_model(
 
 
 def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str, bytes]:
-    """Return the files of a directory in transformers' layout that are no weights, by their path in it.
-
-    Config, generation config, tokenizer, and what it takes to go back to the official layout: with the weights all that
-    an export needs. Some megabytes, mostly tokenizer.
-    """
+    """Return the non-weight files of a directory in transformers' layout, by path: some megabytes, mostly tokenizer."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if encoder is not None:
@@ -105,10 +95,8 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
 
 
 def _count_predicting_layers(model: PreTrainedModel) -> None:
-    """Set the number of layers for predicting several tokens at once to 0 in a model's config, if it has none.
-
-    transformers (5.23) skips those of GLM-4.5, DeepSeek-V3 and others when it loads them, and would still write their
-    number: vLLM and llama.cpp then look for weights that are not in the directory.
+    """Set the config's number of layers for multi-token prediction to 0 if the model has none. transformers (5.23)
+    skips those of GLM-4.5, DeepSeek-V3 and others at loading, and vLLM and llama.cpp would look for them.
     """
     names = "\n".join(name for name, _ in model.named_parameters())
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}

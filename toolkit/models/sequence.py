@@ -1,11 +1,9 @@
 """Sequence parallelism: each rank of a group has a part of every row's tokens, and for attention a part of the heads.
 
 Ulysses: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; for transformers' models as in ALST, Bekman et al. 2025,
-https://arxiv.org/abs/2506.13996. All but attention looks at one token alone. There the ranks exchange: parts of rows
-with all heads become whole rows with a part of the heads, and back. DeepSpeed 0.19.8's own wrapper (ulysses_sp.py)
-takes one batch size for the whole run, and knows packed rows by flash attention alone.
-
-B rows, S tokens of a whole row, P ranks of a group, H heads, D width of a head.
+https://arxiv.org/abs/2506.13996. For attention, parts of rows with all heads become whole rows with a part of the
+heads, and back. DeepSpeed 0.19.8's ulysses_sp.py takes one batch size per run, and packed rows by flash attention
+alone. B rows, S tokens of a whole row, P ranks of a group, H heads, D width of a head.
 """
 
 import math
@@ -55,12 +53,10 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
 
 
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
-    """Return the part of each row of rank `part` of P `parts`; with one part the batch as it is.
+    """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
 
-    Labels are looked up before: the loss of a token stands at the one before it, which may be another rank's. Of whole
-    rows (`toolkit.data.loader.Batch`; S is a multiple of P) there remain `input_ids`, `position_ids`, `segment_ids`
-    [B, S / P]; `places`, `targets` and `sources` of the tokens whose loss is this rank's; and `cu_seq_lens`. `part`,
-    int64 [2], is new.
+    There remain `input_ids`, `position_ids`, `segment_ids` [B, S / P]; `places`, `targets`, `sources` of the tokens
+    whose loss is this rank's, as a loss stands at the token before; `cu_seq_lens`; and `part`, int64 [2].
     """
     if parts == 1:
         return batch
@@ -92,10 +88,9 @@ def sequence_attention(
     in_parts: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention over whole rows, of which this rank has a part, [B, S / P, H, D].
-
-    `query`: [B, H, S / P, D]; `key` and `value`: [B, heads of keys, S / P, D]. Without `in_parts` it is that of `sdpa`,
-    with `attention_mask`. `options` has `cu_seq_lens_q`, int32 [segments + 1] over the B x S tokens, of packed rows.
+    """Return causal attention over whole rows, of which this rank has a part, [B, S / P, H, D]; if not `in_parts`,
+    `sdpa`'s. `query`: [B, H, S / P, D]; `key`, `value`: [B, heads of keys, S / P, D]; `cu_seq_lens_q`: int32
+    [segments + 1], packed.
     """
     if not in_parts:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)

@@ -1,13 +1,9 @@
 """Control strings in messages stay text: `<|assistant|>` that a user types never becomes the token.
 
-A chat template writes its own markers and the messages into one text, in which a tokenizer cannot tell them apart. So
-before the template sees a message, what would become a control token there is broken up by characters that Unicode
-keeps for programs' own use (U+FDD0, U+FDD1); the tokenizer drops them after it has looked for control tokens. Texts
-without control strings take none of this way: their ids are transformers' own.
-
-Control tokens are all special tokens, and those added tokens without that flag (`special: false` in tokenizer.json) by
-which a template begins or ends turns: with them a message could forge a turn. Other added tokens without the flag, such
-as `<think>` and `<tool_call>`, are content that answers consist of: they stay what the tokenizer makes of them.
+Before a chat template sees a message, what would become a control token is broken up by U+FDD0 and U+FDD1, which
+Unicode keeps for programs; the tokenizer drops them after it has looked for control tokens. Control tokens are the
+special ones, and added ones by which a template begins or ends turns. Others, such as `<think>`, are content of
+answers.
 """
 
 import re

@@ -1,14 +1,12 @@
 """Fine-tuning methods: what each adds to a model, and which parameters it trains.
 
-LoRA comes through peft, put into the model in place: its class, and all that knows it, stays. Hu et al. 2021,
-https://arxiv.org/abs/2106.09685; rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732; DoRA: Liu et al. 2024,
-https://arxiv.org/abs/2402.09353. QLoRA's frozen weights have 4 bits (NF4, double quantisation), through bitsandbytes.
-Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
-
-P-Tuning v2, in the official layout: learned keys and values before every layer's own. Liu et al. 2021,
-https://arxiv.org/abs/2110.07602. As in the ChatGLM repositories, and unlike peft's prefix tuning, positions of the
-tokens begin at 0 after the prefix. Prompt tuning: learned embeddings before the first token. Lester et al. 2021,
-https://arxiv.org/abs/2104.08691. Equal to peft's PROMPT_TUNING, whose files it shares.
+- - LoRA, through peft, in place. Hu et al. 2021, https://arxiv.org/abs/2106.09685; rsLoRA: Kalajdzievski 2023,
+- https://arxiv.org/abs/2312.03732; DoRA: Liu et al. 2024, https://arxiv.org/abs/2402.09353. QLoRA: frozen weights in 4
+- bits (NF4, double quantisation), by bitsandbytes. Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
+- - P-Tuning v2: learned keys and values before every layer's own; unlike peft's, positions begin at 0 after the prefix.
+- Liu et al. 2021, https://arxiv.org/abs/2110.07602.
+- - Prompt tuning: learned embeddings before the first token, in peft's files. Lester et al. 2021,
+- https://arxiv.org/abs/2104.08691.
 
 P learned tokens, L layers, H hidden width, W = 2 * L * width of one layer's keys.
 """
@@ -59,10 +57,8 @@ def num_cached(kwargs: dict[str, Any]) -> int:
 
 
 def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention mask and the positions of a forward pass that something learned precedes.
-
-    `kwargs` are the pass's arguments; what they leave out is made as transformers makes it. `ids` are `[B, S]`, or
-    embeddings `[B, S, H]`. The mask has ones for `num_before` learned tokens in front; positions do not count them.
+    """Return mask and positions of a pass with `num_before` learned tokens in front, which positions do not count.
+    `ids`: `[B, S]`, or embeddings `[B, S, H]`; what `kwargs` leave out is made as transformers makes it.
     """
     rows, size = ids.shape[:2]
     mask = kwargs.get("attention_mask")
@@ -193,9 +189,8 @@ PREFIX = "transformer.prefix_encoder."
 
 
 class PrefixEncoder(nn.Module):
-    """The prefix of one model, with the official sizes and names (`embedding`, `trans.0`, `trans.2`).
-
-    `projection`: an MLP stands between the embedding, else [P, W], and the keys; `dropout`: of keys and values.
+    """The prefix of one model, under the official names. `projection`: an MLP after the embedding, else [P, W] as it
+    is.
     """
 
     def __init__(self, config: Any, num_tokens: int, projection: bool, dropout: float) -> None:

@@ -1,10 +1,7 @@
 """The weight files of a model directory, how their tensors become a model's parameters, and back.
 
-Safetensors and pickled shards are read one tensor at a time, and nothing is executed. A file is opened for each tensor:
-pages that were read would count as this process's memory until it is closed.
-
-transformers' own loading (5.23) holds the whole checkpoint on rank 0 under ZeRO-3 and needs accelerate; here no rank
-ever holds more than its part and one tensor.
+Read one tensor at a time, nothing executed, each time from a newly opened file, as its pages count as this process's
+memory until it is closed. transformers' own loading (5.23) holds the whole checkpoint on rank 0 under ZeRO-3.
 """
 
 import contextlib
@@ -60,9 +57,8 @@ class Layout:
 
 
 def predicting(config: Any) -> str:
-    """Return a pattern of the names in layers beyond the last, which predict several tokens at once and are not loaded.
-
-    transformers (5.23) skips those of the published sizes by their number; a model of another depth has them elsewhere.
+    """Return a pattern of the names in multi-token prediction layers, which are not loaded; transformers (5.23) knows
+    them by the numbers of published sizes only.
     """
     config = config.get_text_config()
     count, last = getattr(config, "num_nextn_predict_layers", 0) or 0, getattr(config, "num_hidden_layers", 0)
@@ -70,10 +66,8 @@ def predicting(config: Any) -> str:
 
 
 class TransformersLayout(Layout):
-    """The names and shapes in which transformers writes a model, which for some are not those of its parameters.
-
-    Some have other names (GPT-NeoX's head), and the experts of a layer are one parameter but are stored one by one.
-    Which becomes what is read off transformers' own table (5.23, conversion_mapping.py).
+    """The names and shapes in which transformers stores a model, where they are not its parameters' (GPT-NeoX's head;
+    experts one by one): by its own table (5.23, conversion_mapping.py).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -205,9 +199,8 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a torch file; nothing in it is executed.
-
-    `mapped` leaves the values in the file until they are used; not for torch's format from before 1.6.
+    """Return the named tensors of a torch file, nothing executed; `mapped` leaves values in the file (torch 1.6 and
+    later).
     """
     try:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -230,9 +223,8 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
 
 
 def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] | None) -> PreTrainedModel:
-    """Return a model whose parameters hold nothing yet, but whose rotary frequencies are computed.
-
-    With `ds_config` the parameters are partitioned over the ranks, in its precision; else they are on the meta device.
+    """Return a model with empty parameters, partitioned with `ds_config`, else on the meta device; rotary ones
+    computed.
     """
     device: AbstractContextManager[Any] = torch.device("meta")
     if ds_config is not None:
@@ -262,10 +254,8 @@ def read_weights(
     dtype: torch.dtype | None,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> None:
-    """Fill every parameter and stored buffer.
-
-    A collective if the model is partitioned: rank 0 reads, every rank keeps its part. `dtype` None keeps each file's
-    own. `own` returns the names of what is filled, where this process needs no more.
+    """Fill every parameter and stored buffer that `own` names; partitioned, a collective: rank 0 reads. `dtype` None
+    keeps each file's own.
     """
     held = _stored_as(model)
     check_weights_fit(model, files, layout)

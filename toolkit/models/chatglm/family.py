@@ -1,7 +1,5 @@
-"""Which official ChatGLM architecture a config.json describes, by its own keys. No torch.
-
-`AutoConfig` is never asked: on an official folder it waits for an answer on stdin, and
-`GlmForCausalLM.from_pretrained` builds a random 40-layer model without a word (transformers 5.23).
+"""Which official ChatGLM architecture a config.json describes, by its own keys. No torch. `AutoConfig` would wait for
+an answer on stdin, and `GlmForCausalLM.from_pretrained` silently build a random model (5.23).
 """
 
 import re
@@ -66,10 +64,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture | None:
 
 
 def named_family(folder: Path) -> Family:
-    """Return whether a folder's files name ChatGLM2 or ChatGLM3 (glm-4-9b too, by its role tokens); `auto` if neither.
-
-    Files are read as text; nothing is executed.
-    """
+    """Return whether a directory's files, read as text, name ChatGLM2 or ChatGLM3 (glm-4-9b too); `auto` if neither."""
     for name in ("tokenizer_config.json", TOKENIZER_CODE, "config.json"):
         text = read_text(folder / name).lower()
         if "<|user|>" in text or "chatglm3" in text:
@@ -81,8 +76,7 @@ def named_family(folder: Path) -> Family:
 
 def divides_positions(config: dict[str, Any], folder: Path) -> bool:
     """Return whether `rope_ratio` divides the positions, as in chatglm2-6b-32k, or multiplies the base (all others).
-
-    The key is the same in both. The folder's modeling_chatglm.py decides (read as text), then the names in its files.
+    The key is the same: modeling_chatglm.py decides (read as text), then the names in the directory's files.
     """
     ratio = config.get("rope_ratio", 1)
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < float("inf"):

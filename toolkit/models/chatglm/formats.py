@@ -1,8 +1,7 @@
 """How each generation of ChatGLM writes a conversation, as ids with a loss mask; and the same as chat templates.
 
-A conversation becomes a list of pieces: special tokens by id, and texts, each tokenized separately. Messages have
-`role` and `content`; assistant messages may have `metadata` (a tool's name) or `tool_calls`, system messages `tools`;
-`loss` at a message says whether it is trained. A message of the role `text` is a plain text, trained as a whole.
+A conversation becomes pieces: special tokens by id, and texts, each tokenized separately. Assistant messages may have
+`metadata` (a tool's name) or `tool_calls`, system messages `tools`; a message of the role `text` is trained as a whole.
 """
 
 import json
@@ -26,9 +25,8 @@ class Piece(NamedTuple):
 
 
 class Format:
-    """One family's format over its tokenizer.
-
-    `original` trains exactly what the original trains; else only what the assistant says and the token that ends it.
+    """One family's format. `original` trains what the original trains; else only what the assistant says and its end
+    token.
     """
 
     stops: tuple[str, ...]
@@ -82,10 +80,7 @@ class Format:
 
 
 class _Rounds(Format):
-    """ChatGLM-6B and ChatGLM2-6B: numbered rounds of question and answer as one text, no system message.
-
-    Only the last answer is trained, as in the original: the earlier ones are part of the question's text.
-    """
+    """ChatGLM-6B and ChatGLM2-6B: numbered rounds as one text, no system message; only the last answer is trained."""
 
     only_last = True
     sop: str
@@ -148,10 +143,8 @@ class ChatGLM2Format(_Rounds):
 
 
 class _Roles(Format):
-    """ChatGLM3 and glm-4: each message after its role's token.
-
-    Everything but system and user messages is trained, and with each the token that ends it: the next role's. The
-    role's own token is not. So it is in the original; a tool's observations are trained, too.
+    """ChatGLM3 and glm-4: each message after its role's token. As in the original, all but system and user messages is
+    trained, tools' observations too, each with the token that ends it: the next role's.
     """
 
     asks = ("<|assistant|>",)
@@ -223,9 +216,8 @@ class ChatGLM3Format(_Roles):
 
 
 class Glm4Format(_Roles):
-    """glm-4-9b: `<|role|>`, then metadata, a line break and the content as one text; a turn without content is none.
-
-    Tools take a system turn of their own, in the words of the official chat template.
+    """glm-4-9b: `<|role|>`, metadata, a line break and content as one text; tools take a system turn in the official
+    words.
     """
 
     sop, end, text_end = "<sop>", "<|user|>", "<|endoftext|>"

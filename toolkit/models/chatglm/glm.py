@@ -1,7 +1,5 @@
-"""ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B and glm-4-9b as transformers' GlmForCausalLM.
-
-Numbers are equal because the blocks are: RMSNorm before each branch, SwiGLU with the gate first, rotary positions in
-interleaved pairs on the first half of each head, query groups. Only names differ, and q, k and v stand in one matrix.
+"""ChatGLM2-6B, ChatGLM3-6B, CodeGeeX2-6B and glm-4-9b as transformers' GlmForCausalLM. The blocks are equal (RMSNorm,
+SwiGLU gate first, interleaved rotary pairs on half of each head); names differ, and q, k and v are one matrix.
 """
 
 import re
@@ -30,10 +28,7 @@ _FREQUENCIES = "rotary_pos_emb.inv_freq"
 
 
 def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_positions: bool) -> GlmConfig:
-    """Return the transformers config of an official one.
-
-    `official` has passed `family.check_supported`; `divides_positions`: see `family.divides_positions`.
-    """
+    """Return the transformers config of an official one that has passed `family.check_supported`."""
     heads, ratio = official["num_attention_heads"], official.get("rope_ratio", 1)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0 * ratio, "partial_rotary_factor": 0.5}
     if divides_positions:
@@ -68,9 +63,8 @@ def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_
 
 
 class GlmLayout(Layout):
-    """Official names on the one side, GlmForCausalLM's on the other.
-
-    With `interleaved`, q, k and v stand together for each head (multi_query_attention false), not one after another.
+    """Official names and GlmForCausalLM's; `interleaved`: q, k and v together for each head (multi_query_attention
+    false).
     """
 
     def __init__(self, config: GlmConfig, interleaved: bool) -> None:

@@ -1,11 +1,9 @@
-"""ChatGLM-6B, the first one: post-norm blocks, prefix attention, two-dimensional rotary positions.
+"""ChatGLM-6B: post-norm blocks, prefix attention, two-dimensional rotary positions; modules carry the official names.
 
-Modules carry the official names, so a state dict is in the official layout (except `*.rotary_emb.inv_freq`, which is
-computed). B batch, S sequence, H hidden, N heads, D head size.
-
-A sequence is `context [gMASK] <sop> answer`: the context, all before the first <sop>, is seen by every token, what
-follows is causal. Position channel 0 counts the context and stays at the mask token's position afterwards; channel 1 is
-0 in the context and counts 1, 2, 3 … from <sop> on. GLM, Du et al. 2022, https://arxiv.org/abs/2103.10360, section 2.
+A sequence is `context [gMASK] <sop> answer`: the context is seen by every token, what follows is causal. Position
+channel 0 counts the context and then stays at the mask token's position; channel 1 is 0 in the context and counts from
+<sop> on. B batch, S sequence, H hidden, N heads, D head size. GLM, Du et al. 2022, https://arxiv.org/abs/2103.10360,
+section 2.
 """
 
 from collections.abc import Callable
@@ -26,12 +24,11 @@ _ROTARY_BASE = 10000.0
 
 
 def rotary_tables(position_ids: torch.Tensor, head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines `[B, 1, S, D]` of position ids `[B, 2, S]`: D/2 columns for each of both channels.
+    """Return cosines and sines `[B, 1, S, D]` of position ids `[B, 2, S]`: D/2 columns, pairs (i, i + D/4), per
+    channel.
 
-    Each half of a head is rotated by one channel, in pairs (i, i + D/4). The inverse frequencies are rounded to
-    float16, as the original always does; the angles are then computed in float32, whatever the model's precision (in
-    half precision the original's own table is off by up to 2.0 beyond position 1024). Nothing is kept as a buffer, so
-    no cast of the module can reach it.
+    Inverse frequencies are rounded to float16, as in the original; angles are float32 (the original's half-precision
+    table is off by up to 2.0 beyond position 1024). No buffer, so no cast can reach it.
     """
     steps = torch.arange(0, head_size // 2, 2, dtype=torch.float32, device=position_ids.device) / (head_size // 2)
     frequencies = (1.0 / (_ROTARY_BASE**steps)).to(torch.float16).to(torch.float32)
@@ -60,10 +57,7 @@ def check_rows(input_ids: torch.Tensor, config: "ChatGLMConfig") -> None:
 
 
 def build_positions(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: torch.Tensor | None) -> torch.Tensor:
-    """Return the position ids `[B, 2, S]` of complete sequences `[B, S]`, each with <sop>.
-
-    `padded` is True on padding, bool `[B, S]`: on the left it is not counted.
-    """
+    """Return position ids `[B, 2, S]` of sequences `[B, S]` with <sop>; `padded`, bool `[B, S]`, is not counted."""
     start = first_index(input_ids, config.bos_token_id)[:, None]  # [B, 1]
     # [gMASK], else [MASK], else (where the original gives up) the context's end, where one would stand.
     mask_at = start
@@ -78,10 +72,7 @@ def build_positions(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: to
 
 
 def build_mask(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: torch.Tensor | None) -> torch.Tensor:
-    """Return the attention mask of complete sequences `[B, S]`, bool `[B, 1, S, S]`, True where it is forbidden.
-
-    Each sequence has <sop>; `padded` is True on padding, bool `[B, S]`: neither seen nor seeing.
-    """
+    """Return the mask of sequences with <sop>, bool `[B, 1, S, S]`, True where forbidden; `padded`: bool `[B, S]`."""
     index = torch.arange(input_ids.size(1), device=input_ids.device)
     is_context = index[None] < first_index(input_ids, config.bos_token_id)[:, None]  # [B, S]
     masked = (index[None, :] > index[:, None])[None] & ~is_context[:, None, :]
@@ -101,10 +92,8 @@ _RESIDUAL_SCALE = (2 * 28) ** 0.5
 
 
 class ChatGLMConfig(PreTrainedConfig):
-    """The keys of the official config.json.
-
-    H / N must be a multiple of 4. `position_encoding_2d` is always true and marks the architecture. `bos_token_id` is
-    <sop>, `eos_token_id` <eop>; the published model has seen sequences of at most `max_sequence_length` tokens.
+    """The keys of the official config.json: `position_encoding_2d` marks the architecture, `bos_token_id` is <sop>,
+    `eos_token_id` <eop>. H / N must be a multiple of 4.
     """
 
     model_type = "chatglm"

@@ -1,7 +1,5 @@
-"""The family's tokenizers, from the official vocabulary file alone.
-
-In memory, special tokens in a text are text (`split_special_tokens`): what a user types can never end a turn or start
-another role's. `save_pretrained` writes a directory for programs without this package, which do parse them.
+"""The family's tokenizers, from the official vocabulary file. In memory, special tokens in a text are text, so that no
+user ends a turn; programs that load what `save_pretrained` writes do parse them.
 """
 
 import json
@@ -62,10 +60,8 @@ class _Chats:
         return bool(self.chat_template == self.own_template)  # type: ignore[attr-defined]
 
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
-        """Return a conversation's ids exactly as the original builds them; arguments as transformers' own.
-
-        Rendering as text (`tokenize=False`), other templates and rarer options go transformers' way, by which control
-        strings in messages are parsed like the template's own.
+        """Return a conversation's ids exactly as the original builds them. As text (`tokenize=False`), and with rarer
+        options, it goes transformers' way, which parses control strings in messages.
         """
         known = {
             "add_generation_prompt",
@@ -99,10 +95,7 @@ class _Chats:
 
 
 class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
-    """ChatGLM2, ChatGLM3 and glm-4.
-
-    `has_chat_format` is False where the vocabulary alone does not tell ChatGLM2 from ChatGLM3.
-    """
+    """ChatGLM2, ChatGLM3 and glm-4; `has_chat_format` is False where ChatGLM2 and ChatGLM3 cannot be told apart."""
 
     def __init__(self, family: Family, vocab_file: Path, has_chat_format: bool = True) -> None:
         self.family, self.vocabulary = family, vocab_file
@@ -180,10 +173,8 @@ def _unnamed(backend: Any, named: dict[str, str]) -> list[str]:
 
 
 class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
-    """ChatGLM-6B's ice_text.model: sentencepiece with its own spelling of white space.
-
-    The fast Unigram of the tokenizers library differs on decomposed accents and on ties, so sentencepiece itself is
-    used. `offset`: ids before the first piece: 0, or 20,000 in the repository's first months (150,528 rows).
+    """ChatGLM-6B's ice_text.model, by sentencepiece: the fast Unigram differs on decomposed accents and on ties.
+    `offset`: ids before the first piece: 0, or 20,000 in the repository's first months (150,528 rows).
     """
 
     vocab_files_names: ClassVar = {"vocab_file": "ice_text.model"}

@@ -1,8 +1,4 @@
-"""Official ChatGLM vocabularies: whether a directory has one, whose it is, and as a tokenizer's backend.
-
-Each backend gives the ids of the original on any text (tests compare with sentencepiece and tiktoken themselves).
-Files are read as text; nothing is executed.
-"""
+"""Official ChatGLM vocabularies: whether a directory has one, whose, and as a backend with the original's ids."""
 
 import base64
 import gc
@@ -110,10 +106,7 @@ def tiktoken_bpe(file: Path) -> "Tokenizer":
 
 
 def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
-    """Return every way to join two tokens to a third, in the order in which the original joins them.
-
-    The original joins the neighbours whose union has the lowest rank; the tokenizers library wants pairs by priority.
-    """
+    """Return every way to join two tokens, in the original's order: by the rank of their union."""
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
@@ -170,10 +163,8 @@ def unspell(text: str) -> str:
 
 
 def official_vocabulary(folder: Path) -> Path | None:
-    """Return the official vocabulary file that a directory's tokenizer is made from; None if it is another tokenizer.
-
-    A model saved in transformers' layout keeps its original files in `official/`; those are preferred, because their
-    tokenizer in memory never parses control strings.
+    """Return the official vocabulary file of a directory's tokenizer, None if it has another; `official/` of a saved
+    model first, because that tokenizer never parses control strings.
     """
     if (folder / "official" / "layout.json").is_file():
         return official_vocabulary(folder / "official")
@@ -201,10 +192,7 @@ def official_vocabulary(folder: Path) -> Path | None:
 
 
 def family_of(vocabulary: Path) -> Family:
-    """Return whose tokenizer an official vocabulary is; `auto` where ChatGLM2 and ChatGLM3 cannot be told apart.
-
-    They share the file; ChatGLM3's role tokens and their names in the files next to it tell them apart.
-    """
+    """Return whose an official vocabulary is; `auto` where no role tokens or names tell ChatGLM2 from ChatGLM3."""
     if vocabulary.name == "ice_text.model":
         return Family.chatglm
     with vocabulary.open("rb") as file:  # glm-4's is text, "base64 rank" per line; the others' sentencepiece's
