@@ -1,7 +1,4 @@
-"""What is checked of the data before a model is loaded: the first rows of every source, and files named twice.
-
-Rows are read as training reads them; `toolkit check` also estimates how many samples an epoch has.
-"""
+"""What is checked of the data before a model is loaded: the first rows of every source, and files named twice."""
 
 import math
 import os
@@ -28,10 +25,8 @@ _MOST_S = 3.0
 
 
 def check_sources(data: DataConfig, known: Collection[str], problems: Problems) -> str:
-    """Read the first rows of every file; datasets on Hugging Face and derived data are left to training.
-
-    `known`: places such as "data.sources[0]" that are known to be wrong already. Returns a sentence where not all files
-    were looked at, else "".
+    """Read the first rows of every local file; return a sentence where not all were looked at, else "". `known`: places
+    such as "data.sources[0]" that are known to be wrong already.
     """
     until = time.monotonic() + _MOST_S
     looked = total = 0

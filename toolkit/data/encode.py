@@ -14,10 +14,8 @@ Encoded = tuple[list[int], list[bool]]
 
 class ChatEncoder(Protocol):
     """Messages to token ids and to the mask of what is trained: the only place where text becomes tokens for training.
-
-    Messages are those of `toolkit.data.formats.Message`: `loss` at a message says whether it is trained, without
-    it the model family's own way decides; a plain text (role `text`) is trained as a whole, with an end token.
-    Implementations can be pickled. `toolkit.models.load_chat_encoder` gives a model's own.
+    `loss` at a message says whether it is trained, else the model family does; a plain text (role `text`) is trained
+    as a whole, with an end token. Implementations can be pickled.
     """
 
     fingerprint: str
@@ -64,10 +62,7 @@ class LengthRule:
         self.encoder, self.limit, self.too_long = encoder, max_length, too_long
 
     def fit(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
-        """Return what of a conversation can be used. A sample without a trained token never is.
-
-        A RowError if what is left of the conversation cannot be encoded.
-        """
+        """Return what can be used of a conversation, nothing if none is trained; RowError if it cannot be encoded."""
         if len(encoded[0]) <= self.limit:
             return _fitted(encoded)
         if self.too_long is TooLong.truncate:
@@ -90,10 +85,7 @@ class LengthRule:
     def _most_turns(
         self, conversation: Conversation, system: list[Message], parts: list[list[Message]], newest: bool = False
     ) -> tuple[int, Encoded | None]:
-        """Return how many of the first (or newest) turns fit after the system message, by bisection, and their ids.
-
-        0 and None if one alone is too long.
-        """
+        """Return how many of the first (or newest) turns fit after the system message, by bisection, and their ids."""
         low, high, best = 0, len(parts), None
         while low < high:
             middle = (low + high + 1) // 2
@@ -145,10 +137,7 @@ def _fitted(encoded: Encoded) -> FittedConversation:
 
 
 def _usable(encoded: Encoded) -> Encoded | None:
-    """Return a sample if anything in it is trained.
-
-    The first token has nothing before it to be predicted from; unmarking it keeps every count exact.
-    """
+    """Return a sample if anything in it is trained; not its first token, which nothing before it could predict."""
     ids, trained = _first_unmarked(*encoded)
     return (ids, trained) if any(trained) else None
 

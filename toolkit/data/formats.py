@@ -1,7 +1,5 @@
-"""What a row of a data file becomes: a conversation, its turns, and which of its messages are trained.
-
-Each format has its rules. Keys of a message that none of them reads are counted if they are metadata, and an error if
-they hold text, lest it vanish.
+"""What a row of a data file becomes: a conversation, its turns, and which of its messages are trained. Unread keys are
+counted if they are metadata, and an error if they hold text, lest it vanish.
 """
 
 import difflib
@@ -53,10 +51,8 @@ def turns(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message
 
 
 def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool) -> Iterator[Conversation]:
-    """Yield what is learned from a conversation, with `loss` set at its messages as `data.train_on` says.
-
-    `only_last`: the model's format can train a conversation's last message only: one conversation for each trained
-    answer is yielded, which ends with it.
+    """Yield a conversation with `loss` set at its messages as `data.train_on` says. `only_last`, for formats that train
+    the last message only: one conversation for each trained answer, ending with it.
     """
     if conversation.is_text:
         yield conversation
@@ -101,10 +97,8 @@ _LIST_FIELDS = {RowFormat.sharegpt: "conversations", RowFormat.messages: "messag
 
 
 class RowReader:
-    """Turns parsed rows of one source into conversations.
-
-    `columns`: the format's name -> the file's. `answered`: rows without an answer are errors; False where they are
-    questions for a model.
+    """Turns parsed rows of one source into conversations. `columns`: the format's name -> the file's; `answered`: rows
+    without an answer are errors.
     """
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
@@ -427,10 +421,7 @@ _READ = {
 
 
 def unread_keys(item: Mapping[str, object], role: str, speaker: str, said: str) -> Iterator[str]:
-    """Yield the keys of a message that are skipped: metadata, and whatever holds no text of its own.
-
-    A RowError if another key holds text, a list or an object, such as `reasoning_content`.
-    """
+    """Yield the skipped keys of a message; RowError for one with text, a list or an object (`reasoning_content`)."""
     read = (speaker, said, *_READ.get(role, ("loss", "weight")))
     for key, value in item.items():
         if key in read:

@@ -1,7 +1,4 @@
-"""The torch loader that joins cache, plan, sampler and collation.
-
-Collated are samples to one rectangular batch of tensors. B: rows of the micro-batch; S: padded length.
-"""
+"""The torch loader that joins cache, plan, sampler and collation. B: rows of the micro-batch; S: padded length."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -22,15 +19,11 @@ UNTRAINED = -100
 
 
 def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False, multiple: int = PAD_MULTIPLE) -> Batch:
-    """Lay samples out side by side and pad on the right to the longest row, rounded up.
+    """Lay samples out side by side and pad on the right to the longest row, rounded up to a multiple of `multiple`.
 
-    `rows`: samples of each row, ids and mask each; no rows give a filler of one that is wholly untrained, for ranks
-    that have nothing left but must take part in the step: one sample, as attention over nothing would give NaN.
-    `multiple`: of how many tokens the rows' length is made a multiple.
-
-    `labels` stand at their own token's position (not shifted): -100 where the loss does not cover it, the first token
-    of each sample always. `position_ids` begin anew with each sample. `segment_ids` number a row's samples from 1; 0 is
-    padding.
+    No `rows` give a filler, one untrained sample (attention over nothing would give NaN), for ranks that have nothing
+    left but must take part in the step. `labels` are not shifted: -100 where untrained, each sample's first token
+    always. `position_ids` restart with each sample; `segment_ids` number a row's samples from 1, 0 is padding.
     """
     longest = max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
     size = (max(len(rows), 1), -(-longest // multiple) * multiple)

@@ -32,10 +32,7 @@ def pad_multiple(parts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """Rows, each a list of samples of one split; with `grouped` a row is a whole micro-batch.
-
-    Without arrays each sample is a row of its own.
-    """
+    """Rows, each a list of samples of one split, or without arrays one; with `grouped` a row is a micro-batch."""
 
     num_rows: int
     members: NDArray[np.uint32] | None = None
@@ -78,11 +75,11 @@ def plan_sequences(
     most: int = 0,
     cache_dir: Path,
 ) -> PackingPlan:
-    """Return the plan of a split, made now if nobody has.
+    """Return the plan of a split, made now if there is none.
 
-    `window`: see `data.packing_window`. `classes`: the longest samples of some classes of length, ascending; a packed
-    sequence holds samples of one class. `seed` decides which samples meet, and which are taken of a source whose weight
-    is no whole number. `sources`: the training sources; [] takes each sample once, or `evaluated_samples`.
+    `classes`: the longest samples, ascending, of classes of length, which are packed separately. `seed` decides which
+    samples meet, and which are taken for a fractional weight. `sources`: the training sources; [] takes each sample
+    once, or `evaluated_samples`.
     """
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
@@ -146,10 +143,8 @@ def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int) -> 
 
 
 def evaluated_samples(cache: TokenizedCache, most: int) -> NDArray[np.int64]:
-    """Return the samples of a split that its loss is measured on: the same ones each time, on any number of ranks.
-
-    Each source gives its share, drawn at random, and one sample at least; so there are more than `most` (0 takes all)
-    if there are more sources than that. Returns the numbers of samples, ascending, [at most max(most, sources)].
+    """Return the samples of a split that its loss is measured on, ascending: the same on any number of ranks. Each
+    source gives its share, but at least one: at most max(`most`, sources); `most` 0 takes all.
     """
     if not 0 < most < len(cache):
         return np.arange(len(cache))
@@ -171,12 +166,9 @@ def evaluated_samples(cache: TokenizedCache, most: int) -> NDArray[np.int64]:
 def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[np.int64]:
     """Return the row of each sample by best-fit decreasing: the longest first, each into the fullest row that takes it.
 
-    Best-fit decreasing needs at most 11/9 of the fewest rows possible, plus 4 (Johnson, 1974); with many short samples
-    hardly more than the fewest. Rows by the room that is left in them stand in stacks, and which stacks hold any is
-    kept as the bits of one integer: the first that fits is found in the time of an addition.
-
-    `lengths`: tokens of each sample, none above the capacity of a row, [samples]. `window`: samples that are packed
-    together, in the order given; 0 means all.
+    It needs at most 11/9 of the fewest rows possible, plus 4 (Johnson, 1974). Rows are in stacks by the room left in
+    them; the bits of one integer say which stacks hold any. `lengths`: tokens of each sample, none above the capacity
+    of a row, [samples]. `window`: samples packed together, in the order given; 0: all.
     """
     if lengths.max(initial=0) > capacity:
         raise ValueError(f"a sample of {lengths.max()} tokens does not fit into rows of {capacity}")
@@ -210,10 +202,8 @@ def pack(lengths: NDArray[np.int64], capacity: int, window: int = 0) -> NDArray[
 
 
 def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """Return the micro-batch of each sample: samples of like length, as many as fit in when padded to the longest.
-
-    `lengths`: tokens of each sample, [samples]. `budget`: most tokens of a micro-batch, padding included; a longer
-    sample is alone.
+    """Return the micro-batch of each sample, those of like length together. `lengths`: tokens, [samples]; `budget`:
+    tokens of a micro-batch with padding; a longer sample is alone.
     """
     order = np.argsort(-lengths, kind="stable")
     groups = np.empty(len(lengths), np.int64)

@@ -1,11 +1,7 @@
-"""Which files a source means, and their rows in blocks. A file is never held as a whole, however it is written.
+"""Which files a source means, and their rows in blocks, with line (or row) numbers. No file is held as a whole.
 
-Every row keeps its line number (its row number in Parquet and Arrow), so that it can be found in an editor. JSON is
-read strictly, long arrays piece by piece, and errors say what is wrong in a person's words.
-
-Parquet and Arrow: every batch is validated before a value of it is touched. Arrow trusts a file's offsets unless it is
-asked to validate them: of 300 damaged files 11 ended the process with a segmentation fault, and others with a bus error
-(pyarrow 25).
+Parquet and Arrow: every batch is validated before a value is touched. Arrow trusts a file's offsets otherwise: of 300
+damaged files 11 ended the process with a segmentation fault, others with a bus error (pyarrow 25).
 """
 
 import codecs
@@ -49,10 +45,7 @@ def parse_line(line: bytes) -> object:
 
 
 def check_characters(value: object) -> None:
-    r"""Reject halves of characters (an escape such as \ud83d alone), which no tokenizer can encode, in texts and keys.
-
-    So is a byte that was not UTF-8, which Python represents by such a half, and a row that is too long.
-    """
+    r"""Reject halves of characters (the escape \ud83d alone, a byte that was not UTF-8) and rows that are too long."""
     try:
         _check_size(len(json.dumps(value, ensure_ascii=False, default=str).encode("utf-8")))
     except UnicodeEncodeError as error:
@@ -405,10 +398,8 @@ def block_bytes(total_bytes: int) -> int:
 
 
 def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Iterator[Block]:
-    """Yield a file's rows, the same blocks whenever the content is the same; a DataError where it cannot be read on.
-
-    `columns`: names that are read besides those of the formats; others of a Parquet or Arrow file are null in its rows,
-    as they may hold anything.
+    """Yield a file's rows, the same blocks for the same content; a DataError where it cannot be read on. `columns`:
+    names read besides those of the formats; others of a Parquet or Arrow file are null in its rows.
     """
     name = _bare(path.name)
     if name.endswith(TABLE_SUFFIXES):

@@ -1,8 +1,5 @@
-"""Which sequences make up each step, and which of them each rank takes: a function of seed, data, epoch and position.
-
-The random order is computed where it is needed instead of being kept: any part of it in the time of that part. So is a
-changing order (short samples first, sources whose weights change): nothing is saved in a checkpoint, and any number of
-ranks has the same sequences in each step.
+"""Which sequences make up each step and each rank's part: a function of seed, data, epoch and position. Orders are
+computed where they are needed: no checkpoint saves them, and any number of ranks has the same steps.
 """
 
 import hashlib
@@ -24,9 +21,8 @@ _ROUNDS = 6
 class Permutation:
     """A pseudo-random order of 0 … size - 1, a pure function of its arguments on every machine.
 
-    A Feistel network over the smallest even number of bits that holds `size`, walked along its cycles until the result
-    is below `size` (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002); round function: the mixing of
-    splitmix64 (Steele, Lea and Flood, 2014).
+    A Feistel network over the smallest even number of bits that holds `size`, cycle-walked (Black and Rogaway, Ciphers
+    with Arbitrary Finite Domains, 2002); round function: splitmix64's mixing (Steele, Lea and Flood, 2014).
     """
 
     def __init__(self, size: int, key: str) -> None:
@@ -83,7 +79,6 @@ class Order(Protocol):
     """Which rows each step takes, as a function of its place alone."""
 
     num_rows: int
-    """Rows of an epoch."""
 
     def rows(self, place: Position, count: int) -> NDArray[np.int64]:
         """Return the rows of the step that begins at a place, so many of them, over all ranks."""
@@ -95,18 +90,13 @@ class Order(Protocol):
 
 
 class GlobalBatchSampler:
-    """Yields one rank's micro-batches, step after step, epoch after epoch.
+    """Yields one rank's micro-batches, step after step, epoch after epoch; any step is reached at once.
 
-    Within an epoch each row comes once over all ranks. The last step of an epoch takes what is left, spread evenly:
-    it is neither dropped nor filled up with repeats. Every rank gets exactly `accumulation` micro-batches per step, so
-    that collectives match; some of a short step may be empty lists, which `collate` turns into untrained filler.
-
-    Any place is reached at once: the order is computed for a step's rows only, nothing is kept and nothing skipped.
-
-    `global_size`: rows per step over all ranks; `micro_per_gpu`: most rows in one micro-batch; `key` decides the order
-    of every epoch (seed and fingerprint of the data), or `order` does in the place of `key` and `shuffle`. `lengths`
-    gives the tokens of some rows: a step's rows are then dealt out by length, so that those of a micro-batch are alike.
-    It is the same step for the model, as its loss is a sum over all its tokens, with less padding.
+    Within an epoch each row comes once over all ranks; the last step takes what is left, spread evenly. Every rank gets
+    exactly `accumulation` micro-batches per step, so that collectives match; some may be empty, which `collate` fills.
+    `global_size`: rows per step over all ranks; `micro_per_gpu`: most rows in one micro-batch; `key` (seed and
+    fingerprint of the data) or `order` decides the order. With `lengths` (tokens of some rows) a step's rows are dealt
+    out by length: the same step for the model, with less padding.
     """
 
     def __init__(
@@ -161,19 +151,15 @@ class GlobalBatchSampler:
 
 
 def sequential(num_rows: int, micro_per_gpu: int, rank: int, world_size: int) -> list[list[int]]:
-    """Return one rank's micro-batches for an evaluation: each row once over all ranks, in their order.
-
-    As many micro-batches on every rank; [] where a rank has run out of rows.
-    """
+    """Return one rank's micro-batches for an evaluation: each row once over all ranks; [] where a rank has run out."""
     mine = list(range(rank, num_rows, world_size))
     most = -(-num_rows // world_size)
     return [mine[begin : begin + micro_per_gpu] for begin in range(0, most, micro_per_gpu)]
 
 
 def length_limits(curriculum: CurriculumConfig, max_length: int) -> NDArray[np.float64]:
-    """Return the longest sample that each step of a curriculum may take, tokens [curriculum.steps].
-
-    With d from 0 to 1 over the steps the limit is start + (max - start) x d, x sqrt(d), or x the stair below d.
+    """Return the longest sample of each step, tokens [curriculum.steps]: start + (max - start) x d, x sqrt(d), or x the
+    stair below d, with d from 0 to 1.
     """
     done = np.arange(curriculum.steps) / max(curriculum.steps, 1)
     if curriculum.shape is CurriculumShape.root:
@@ -184,9 +170,8 @@ def length_limits(curriculum: CurriculumConfig, max_length: int) -> NDArray[np.f
 
 
 def length_classes(curriculum: CurriculumConfig, max_length: int) -> list[int]:
-    """Return the longest samples of the classes that packed rows are made of: start_length, doubled up to max_length.
-
-    Packed over all lengths nearly every row would hold a long sample, and none could come early.
+    """Return the longest samples of packed rows' classes, start_length doubled up to max_length. Packed over all
+    lengths nearly every row would hold a long sample, and none could come early.
     """
     classes, length = [], curriculum.start_length
     while curriculum.steps and length < max_length:
@@ -198,11 +183,8 @@ def length_classes(curriculum: CurriculumConfig, max_length: int) -> list[int]:
 class CurriculumOrder:
     """Short rows first, after competence-based curriculum learning (Platanios et al., NAACL 2019, arXiv 1903.09848).
 
-    Each row comes once per epoch: while the curriculum lasts, a step draws from the rows that are within its limit and
-    have not come yet. Where these are too few, the next longer ones fill it up. All later epochs are shuffled.
-
-    `lengths`: the longest sample of each row, tokens [rows]. `limits`: of the first steps, see `length_limits`; no more
-    than an epoch has.
+    Each row comes once per epoch: a step draws from the rows within its limit, then from the next longer ones. Later
+    epochs are shuffled. `lengths`: each row's longest sample, tokens [rows]; `limits`: of the first steps.
     """
 
     def __init__(
@@ -241,10 +223,8 @@ class CurriculumOrder:
 
 
 def _drawn(candidates: NDArray[np.int64], within: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return all candidates, for each step the smallest that may be drawn and are left, and the others ascending.
-
-    `candidates`: distinct numbers below their count, in the order in which they may be drawn; `within`: how many of
-    them may be drawn at each step; `ends`: how many have been drawn after each step.
+    """Return all candidates: for each step the smallest that may be drawn and are left, then the others. `candidates`:
+    in the order of drawing; `within`: how many may be drawn at each step; `ends`: drawn after each.
     """
     order: list[int] = []
     pool: list[int] = []
@@ -260,15 +240,11 @@ def _drawn(candidates: NDArray[np.int64], within: NDArray[np.int64], ends: NDArr
 
 
 class ScheduledMixture:
-    """Sources whose shares of a step follow weights that change over the run.
+    """Sources whose shares of a step follow weights that change over the run: weight x rows / sum of those.
 
-    At each point of the run a source has the share weight x rows / sum of those over all sources, as it has with fixed
-    weights. Steps take whole rows: what a source is short of, it gets in a later step, so that over any stretch each
-    has its share up to a row. Each source is gone through in an order of its own, again and again: none of its rows
-    comes twice before all have come.
-
-    `bounds`: the first row of each source, and the end. `max_steps`: optimizer steps of the run; 0: `epochs` epochs, of
-    which each has as many rows as the mean weights give.
+    Steps take whole rows; what a source is short of, it gets later, so over any stretch each has its share up to a row.
+    Each has its own order: no row comes twice before all have come. `bounds`: the first row of each source, and the
+    end. `max_steps`: of the run; 0: `epochs` epochs of as many rows as the mean weights give.
     """
 
     def __init__(
@@ -319,10 +295,7 @@ class ScheduledMixture:
         return place.epoch * self.steps_per_epoch + place.row // self.global_size
 
     def _taken_before(self, step: int) -> list[int]:
-        """Return the rows of each source that come before a step.
-
-        In a step each source gets what it is owed, in whole rows, and those owed most the rest.
-        """
+        """Return the rows of each source before a step: what it is owed in whole rows, the rest to those owed most."""
         for number in range(len(self._taken) - 1, step):
             row = number % self.steps_per_epoch * self.global_size
             count = min(self.global_size, self.num_rows - row)

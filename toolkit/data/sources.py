@@ -1,8 +1,5 @@
-"""The sources of a recipe: their files, what these contain, and their rows one after another.
-
-Among them the docstrings of the running Python's standard library as questions and answers: real, useful text that lies
-on every machine, so that the quickstart needs no download. The files are only parsed, never imported. One pair per
-object, so that a validation question never asks about something that was trained.
+"""The sources of a recipe: their files and rows, one after another. The quickstart's are docstrings of Python's
+standard library, parsed and never imported, one pair per object, so that no validation question was trained.
 """
 
 import ast
@@ -102,10 +99,8 @@ def local_files(data: DataConfig) -> list[DataFile]:
 def read_blocks(
     files: Sequence[DataFile], limits: Sequence[int], least_bytes: int
 ) -> Iterator[tuple[int, DataFile, Block]]:
-    """Yield the blocks of several files, in order, each with its file's number; formats are found on the way.
-
-    `limits`: for each file how many rows, at most, it and the files before it of the same limit give together; 0 means
-    all. Only used with `data.max_samples`.
+    """Yield the blocks of several files, in order, each with its file's number; formats are found on the way. `limits`:
+    of each file, rows from it and the files before it of the same limit; 0: all.
     """
     taken = 0
     for number, file in enumerate(files):
@@ -128,10 +123,7 @@ def read_blocks(
 
 
 def with_format(file: DataFile, block: Block) -> DataFile | None:
-    """Return the file with the format that its first row shows; None if no row of the block can be parsed.
-
-    A DataError if the row belongs to no known format.
-    """
+    """Return the file with its first row's format, None if no row can be parsed; DataError if the format is unknown."""
     if file.row_format is not RowFormat.auto:
         return file
     try:
@@ -149,10 +141,7 @@ def with_format(file: DataFile, block: Block) -> DataFile | None:
 
 
 def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversation]:
-    """Yield the conversations of the training sources; rows that cannot be used are passed over.
-
-    For fitting a tokenizer: the cache's build reports such rows, or stops at them.
-    """
+    """Yield the training sources' conversations, for a tokenizer; the cache's build reports the rows skipped here."""
     files = [file for file in locate_all(data, cache_dir) if file.source < len(data.sources)]
     for _, file, block in read_blocks(files, [data.max_samples] * len(files), block_bytes(total_bytes(files))):
         if file.row_format is RowFormat.auto:
@@ -171,9 +160,8 @@ def total_bytes(files: Sequence[DataFile]) -> int:
 
 
 def content_hash(path: Path, cache_dir: Path) -> str:
-    """Return the SHA-256 of a file's bytes, remembered for as long as the file's size, times and inode stay the same.
-
-    Like git, it does not trust the memory of a file that was changed within the clock's resolution of being read.
+    """Return the SHA-256 of a file's bytes, remembered while size, times and inode stay the same. As in git, not for a
+    file that was changed within the clock's resolution of being read.
     """
     with reading(path, DataError):
         found = path.stat()
@@ -266,10 +254,7 @@ def _module_sources(library: Path) -> list[Path]:
 
 
 def _documented(node: ast.AST, name: str, in_class: bool = False) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, kind, parameters and docstring of a module, then its public functions, classes and methods.
-
-    A name with a private last part, `__init__` and the like say too little on their own.
-    """
+    """Yield name, kind, parameters and docstring of a module and its public functions, classes and methods."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return
     docstring = "" if name.rpartition(".")[2].startswith("_") else ast.get_docstring(node)

@@ -1,13 +1,9 @@
-"""The tokenized data as flat files: nothing is read before it is used, and all processes of a machine share it.
+"""The tokenized data as flat files, shared by all processes of a machine; the index is mapped, 18 bytes a sample.
 
-The index is mapped into memory, 18 bytes a sample. Tokens are read from their place when a sample is asked for: the
-system's file cache keeps them once for all processes, as it would if they were mapped, but they count as no process's
-own memory, and a file that is cut short or a disk that fails is an error with a name instead of a SIGBUS.
-
-Files: ids.bin holds the tokens of all samples one after another (two or four bytes each, as the vocabulary needs),
-trained.bin a bit for each; offsets.npy [samples + 1] where each sample begins, files.npy and lines.npy [samples] where
-it comes from, train.npy and validation.npy which samples belong to the split; bad_rows.jsonl what could not be used;
-manifest.json (written last) what it all is, with the size and checksum of every file.
+Tokens are read when asked for: they count as no process's memory, and a damaged file is an error, not a SIGBUS. ids.bin
+holds all tokens (two or four bytes each), trained.bin a bit for each; offsets.npy [samples + 1] where each sample
+begins, files.npy and lines.npy [samples] its origin, train.npy and validation.npy the split's samples; bad_rows.jsonl
+what could not be used; manifest.json (written last) size and checksum of every file.
 """
 
 import json
@@ -88,10 +84,7 @@ class TokenizedCache:
         return np.frombuffer(self._read(self._ids, IDS, begin * size, end * size), self.dtype)
 
     def read_trained(self, begin: int, end: int) -> NDArray[np.bool_]:
-        """Return whether the loss covers each of the tokens at some places of all splits, [end - begin].
-
-        Kept eight to a byte (np.packbits). Never true for the first of a sample.
-        """
+        """Return whether the loss covers tokens of all splits, [end - begin]; kept eight to a byte (np.packbits)."""
         first = begin // 8
         bits = np.unpackbits(np.frombuffer(self._read(self._trained, TRAINED, first, -(-end // 8)), np.uint8))
         return bits[begin - 8 * first : end - 8 * first].view(np.bool_)
@@ -124,9 +117,8 @@ class TokenizedCache:
         return of_file[self.files[self.members]]
 
     def to_dataset(self) -> "datasets.Dataset":
-        """Return this split for other programs, mapped from a copy in the cache directory of `datasets`.
-
-        Its columns are `input_ids` and `labels`: the ids, and -100 where the loss does not cover them.
+        """Return this split as `input_ids` and `labels` (-100 untrained), mapped from a copy in the cache of
+        `datasets`.
         """
         import datasets
 
@@ -236,7 +228,6 @@ class CacheIndex:
 
     lengths: NDArray[np.uint32]
     trained: NDArray[np.uint32]
-    """Tokens that the loss covers."""
     files: NDArray[np.uint16]
     lines: NDArray[np.uint32]
     rows: NDArray[np.int64]

@@ -1,9 +1,5 @@
-"""Tokenize once: from the recipe's data section to a finished cache that all processes map.
-
-The cache's name is a fingerprint of everything it depends on, so a stale one is never found; a message says why a new
-one is made although there are others. It is made before any process group exists; whoever comes second waits at the
-lock (see `build_once`). An interrupted build continues with the parts that it finished. A report counts what became of
-all rows, with first examples.
+"""Tokenize once: from the recipe's data section to a cache that all processes map, named by a fingerprint of all it
+depends on. It is made before any process group exists, under a lock; an interrupted build continues with its parts.
 """
 
 import hashlib
@@ -104,7 +100,6 @@ class PrepareReport:
     leaked_examples: list[str] = field(default_factory=list)
     tokens: int = 0
     trained_tokens: int = 0
-    """Tokens in the training split that the loss covers."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """For each source: name, split, rows, samples, tokens, trained_tokens."""
     seconds: float = 0.0
@@ -112,7 +107,6 @@ class PrepareReport:
     parts_kept: int = 0
     """Parts of an interrupted build that were used."""
     built: bool = False
-    """Whether this process built the cache."""
     is_new: bool = False
     """Whether the cache was built since this process began, by whichever rank."""
     folder: str = ""
@@ -162,10 +156,7 @@ class CachePair(NamedTuple):
 
 
 def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
-    """Return the tokenised data, made now if no cache with the same fingerprint exists.
-
-    A DataError if a file or a row cannot be used, nothing is left to train on, or the cache cannot be written.
-    """
+    """Return the tokenized data, made now if not cached; DataError if a row is unusable or nothing is trained."""
     stores = Path(cfg.prepare.dir) / "stores"
     files = locate_all(cfg.data, Path(cfg.prepare.dir))
     check_distinct(cfg.data, files)
@@ -377,10 +368,7 @@ class _Builder:
         )
 
     def _splits(self, index: CacheIndex, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return the samples of both splits.
-
-        All samples of a row, and all rows that are equal, are on one side: validation must not be known.
-        """
+        """Return the samples of both splits; those of equal rows are on one side, as validation must not be known."""
         num_training = len(self.data.sources)
         for file in self.files:
             if not self.source_rows[file.source] and not self.data.max_samples:
@@ -465,10 +453,7 @@ def first_equal(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def split_rows(num_rows: int, fraction: float, seed: int) -> dict[str, NDArray[np.int64]]:
-    """Return the rows of both splits, ascending: a function of its arguments only.
-
-    `fraction`: share of the validation split; it gets at least one row if this is above 0 and there are two.
-    """
+    """Return both splits' rows, ascending. `fraction`: of validation, at least one row if above 0 and there are two."""
     count = min(max(1, round(num_rows * fraction)), num_rows - 1) if fraction > 0 else 0
     chosen = np.zeros(num_rows, dtype=np.bool_)
     chosen[np.random.Generator(np.random.PCG64(seed)).permutation(num_rows)[:count]] = True

@@ -1,8 +1,5 @@
-"""A block of rows to a part: ids, mask and counts of its rows. What the tokenizing processes do.
-
-A part's name is a hash of the block's content and of every rule that made it. So parts of an interrupted build are
-found again, also after a row was mended or the file has grown, and one that was made under other rules never is.
-Processes make parts in order, with little in flight; a message says when one of them was killed.
+"""A block of rows to a part: ids, mask and counts of its rows. What the tokenizing processes do. A part's name hashes
+the block's content and every rule, so an interrupted build finds the parts that still hold.
 """
 
 import hashlib
@@ -70,7 +67,6 @@ class PartCounts:
     """What became of the rows of a part."""
 
     rows: int = 0
-    """Rows that are not blank."""
     bad: list[tuple[RowPosition, str, str]] = field(default_factory=list)
     """Rows that cannot be used: place, reason, excerpt."""
     dropped: dict[str, int] = field(default_factory=dict)
@@ -253,10 +249,8 @@ class _ReadRow(NamedTuple):
 def row_hashes(
     ids: NDArray[Any], trained: NDArray[np.bool_], lengths: NDArray[np.uint32], rows: NDArray[np.uint32]
 ) -> NDArray[np.uint64]:
-    """Return a hash of what each row gives, [rows with a sample]: ids and mask of all its samples.
-
-    Equal for equal rows of any format. `ids` and `trained` (whether the loss covers it) are of all samples one after
-    another, [tokens]; `lengths` and `rows` (ascending) of each sample, [samples].
+    """Return a hash of ids and mask of each row with a sample, equal for equal rows of any format. `ids`, `trained`: of
+    all samples, [tokens]; `lengths`, `rows` (ascending): [samples].
     """
     begins = np.flatnonzero(np.diff(rows, prepend=-1))
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))

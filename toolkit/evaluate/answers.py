@@ -1,7 +1,5 @@
-"""Questions from files and validation splits, and a model's answers to many of them.
-
-Questions of similar length are asked together, each rank taking its share of the batches; answers come back in the
-order of the questions. A file of answers gets its name once it is complete; the same command resumes a partial one.
+"""Questions from files and validation splits, and a model's answers. Questions of similar length are asked together,
+each rank taking its share; the same command resumes a partial file of answers.
 """
 
 import contextlib
@@ -46,7 +44,6 @@ class RowQuestion:
     reference: str | None = None
     """The row's own last answer; None if it has none."""
     error: str = ""
-    """Why the row cannot be used."""
 
 
 def question_source(path: str, row_format: RowFormat, columns: str) -> SourceConfig:
@@ -113,10 +110,7 @@ class ValidationQuestion:
 def choose_questions(
     store: TokenizedCache, encoder: AnyChatEncoder, names: Sequence[str], max_samples: int
 ) -> tuple[list[ValidationQuestion], int]:
-    """Return questions sampled evenly from a split, and how many samples have no prompt.
-
-    `encoder` tokenized the split, `names` are of its sources; `max_samples` 0 takes all.
-    """
+    """Return questions sampled evenly from a split, and how many samples have no prompt; `max_samples` 0 takes all."""
     count = min(max_samples or len(store), len(store))
     sources = store.sources()
     questions = []
@@ -130,10 +124,8 @@ def choose_questions(
 def split_sample(
     ids: Sequence[int], trained: Sequence[bool], encoder: AnyChatEncoder
 ) -> tuple[list[int], list[int]] | None:
-    """Return prompt and answer of a sample; None if only special tokens precede what is trained.
-
-    The answer is the last trained stretch. Where a family trains more than answers (ChatGLM-6B's <sop>, tools'
-    observations), it begins after the last token that makes the assistant speak.
+    """Return prompt and answer of a sample; None if only special tokens precede what is trained. The answer is the last
+    trained stretch, after the last token that makes the assistant speak.
     """
     end = max((index for index, is_trained in enumerate(trained) if is_trained), default=-1) + 1
     begin = next((index + 1 for index in range(end - 1, -1, -1) if not trained[index]), 0)
@@ -147,9 +139,8 @@ def split_sample(
 
 
 class AnswerFile:
-    """JSON lines in OUTPUT.part until all are written; OUTPUT.part.json holds `settings`, all that answers depend on.
-
-    Lines are written in windows of `window`; an incomplete one is written again. `output` must not exist.
+    """JSON lines in OUTPUT.part until all are written; OUTPUT.part.json holds the `settings` that answers depend on. An
+    incomplete window of `window` lines is written again.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any], window: int) -> None:
@@ -261,16 +252,14 @@ def generate_all(
 ) -> Answers:
     """Answer every prompt once over all ranks. A collective; arguments as for `generate`, and these.
 
-    Prompts of similar length share a batch. Which do, and what is sampled for them, does not depend on the number of
-    ranks. A batch that fails is counted, and the others continue; with `in_step` it ends the run, as the other ranks
-    are in the middle of theirs.
+    Which prompts share a batch, and what is sampled, does not depend on the number of ranks. A batch that fails is
+    counted; with `in_step` it ends the run, as the other ranks are in the middle of theirs.
 
     Args:
         prompts: the same on every rank; those too long for the model are dropped already.
         batch_size: prompts that a rank answers at once.
         alive: called after each batch.
-        place: this rank's index among those that take batches; None: each rank takes its own.
-        num_places: how many there are; ranks with the same index answer the same batches together.
+        place: index among the `num_places` that take batches; None: this rank's own. Equal ones answer together.
     """
     place, at_once = rank() if place is None else place, num_places or world_size()
     order = sorted(range(len(prompts)), key=lambda number: (len(prompts[number]), number))
@@ -319,10 +308,9 @@ def answer_rows(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time.
 
-    Each has `messages` (`tools`), `answer`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or length: cut at
-    max_new_tokens) and `where`; one that could not be asked has `error` instead of an answer. Batches have seeds of
-    their own, so that a repeated question gets different answers. The first `done` questions, complete windows, are
-    skipped: the others get the answers that they would have got.
+    Each has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
+    length: cut at max_new_tokens) and `where`. Batches have their own seeds: repeated questions get different answers,
+    and skipping the first `done` questions changes none.
     """
     remaining = islice(questions, done, None)
     while window := list(islice(remaining, batch_size * BATCHES)):
@@ -372,10 +360,8 @@ def answer_source(
     models: Sequence[Path],
     settings: Mapping[str, Any],
 ) -> None:
-    """Ask a model every question of a source, and write a file of answers (`AnswerFile`); resume a partial one.
-
-    `load` is called once the questions are readable and the file is open. `system` is for questions without a system
-    message. Answers depend on the weights in the directories `models`, and on `settings`.
+    """Ask a model every question of a source, and write a file of answers; resume a partial one. `load` is called once
+    questions are readable and the file is open; `models` are the directories of the weights.
     """
     total = sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
     weights = {

@@ -26,11 +26,7 @@ COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")
 
 
 class ChatSession:
-    """One conversation with a model in evaluation mode.
-
-    With `is_terminal` mistakes are reported and the conversation continues; else they end the command. `help_text` is
-    what /help prints.
-    """
+    """One conversation with a model; with `is_terminal` mistakes are reported, else they end the command."""
 
     def __init__(
         self, model: PreTrainedModel, encoder: AnyChatEncoder, sampling: Sampling, is_terminal: bool, help_text: str

@@ -1,7 +1,4 @@
-"""Answers of a model: batched, padded on the left, with a KV cache, greedy or sampled by a seed; also streamed.
-
-Linear layers can be split over ranks by DeepSpeed's inference engine (tensor parallelism).
-"""
+"""Answers of a model: batched, padded on the left, with a KV cache, greedy or sampled by a seed; also streamed."""
 
 import contextlib
 import io
@@ -56,10 +53,8 @@ def generate(
         model: the model, `engine.module` included; left in its mode.
         encoder: its `stop_ids` end an answer.
         prompts: ids of `encoder.prompt`, of any lengths; too long ones are a ModelError.
-        sampling: how to choose tokens.
         device: where the model computes; under ZeRO-3 with offload its parameters are elsewhere.
-        in_step: the model is partitioned over ranks (ZeRO-3), whose prompts differ: every rank runs forward until the
-            last has ended. A collective then; every rank must give as many batches.
+        in_step: ZeRO-3 with different prompts: a collective, every rank with as many batches, until the last ends.
         **options: for `transformers`' generate, such as `streamer`.
     """
     longest = max(map(len, prompts))
@@ -165,8 +160,7 @@ FAMILIES = tuple(kind for kind in mesh.FAMILIES if kind != "chatglm")
 
 def split_inference(model: PreTrainedModel) -> PreTrainedModel:
     """Return a full model after `deepspeed.init_inference`, on this rank's device. A collective; the model is changed.
-
-    With one rank the model computes as before: DeepSpeed 0.19.8 has kernels of its own for none of the families.
+    DeepSpeed 0.19.8 has kernels of its own for none of the families.
     """
     import deepspeed
 
@@ -203,10 +197,8 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class AnswerStream(BaseStreamer):
-    """For `generate(…, streamer=…)` with one prompt: `write` gets whole characters, in the end the text of the answer.
-
-    All tokens are decoded again with each one, as their text depends on those around them (bytes of a character,
-    sentencepiece's blank at a beginning), and decoding costs nothing next to the model.
+    """For `generate(…, streamer=…)` with one prompt: `write` gets whole characters. All tokens are decoded again with
+    each one, as their text depends on those around them; that costs nothing next to the model.
     """
 
     def __init__(self, encoder: AnyChatEncoder, write: Callable[[str], None]) -> None:

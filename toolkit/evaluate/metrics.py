@@ -1,7 +1,4 @@
-"""Figures of an evaluation: validation loss against n-gram baselines, and scores of answers against references.
-
-All scores but `length` (characters) are from 0 to 100.
-"""
+"""Validation loss against n-gram baselines, and scores of answers, from 0 to 100 but for `length` (characters)."""
 
 import importlib
 import math
@@ -43,15 +40,14 @@ def evaluate_loss(
 
     Args:
         model: the engine, or the model without one; left in its mode.
-        micro_batches: this rank's part of the split, CPU tensors `[B, S]`; as many on every rank, fillers included.
-            `sources` has the source number of each trained token.
+        micro_batches: this rank's part, CPU tensors `[B, S]`, as many on every rank; `sources`: of trained tokens.
         names: of the sources, by number.
         device: where the model computes.
         copies: how many ranks have the same sequences.
 
     Returns:
-        As in metrics.jsonl: `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens`, the trained
-        tokens; if the split has several sources also `eval_loss/SOURCE`.
+        `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens` (trained), and with several sources
+            `eval_loss/SOURCE`.
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     was_training = getattr(model, "module", model).training
@@ -105,10 +101,8 @@ def ngram_baselines(
 ) -> NgramBaselines:
     """Fit a unigram and a bigram model to the trained tokens of one split and measure them on the other's.
 
-    Unigram: counts plus one. Bigram: Witten-Bell, P(w|h) = (c(h,w) + t(h) P(w)) / (c(h) + t(h)) with t(h) the number
-    of different tokens seen after h and P the unigram; an h never seen leaves the unigram. The token before the first
-    trained one is its context. Memory and time grow with the number of trained tokens (1 million: about a second).
-
+    Unigram: counts plus one. Bigram: Witten-Bell, P(w|h) = (c(h,w) + t(h) P(w)) / (c(h) + t(h)) with t(h) the number of
+    different tokens seen after h and P the unigram, which an h never seen leaves. 1 million tokens take about a second.
     `samples` of the validation split are measured; None takes all.
     """
     before, token = _pairs(train)
@@ -159,9 +153,8 @@ class Scores:
 
 
 def tokenization(references: Iterable[str]) -> str:
-    """Return sacrebleu's name for how texts become words: zh where a reference holds a Chinese character, else 13a.
-
-    13a, sacrebleu's default, takes a Chinese sentence for one word, so that BLEU is 0 even for equal ones.
+    """Return sacrebleu's tokenization: zh where a reference holds a Chinese character, else 13a, its default, which
+    takes a Chinese sentence for one word, so that BLEU is 0 even for equal ones.
     """
     return "zh" if any(_CHINESE.search(reference) for reference in references) else "13a"
 
@@ -210,10 +203,7 @@ def _f1(common: int, ours: int, theirs: int) -> float:
 
 
 def _common_subsequence(left: str, right: str) -> int:
-    """Return the length of the longest common subsequence, a row of the usual table at a time as bits of one number.
-
-    Hyyrö, Bit-Parallel LCS-length Computation Revisited, 2004.
-    """
+    """Return the longest common subsequence's length: Hyyrö, Bit-Parallel LCS-length Computation Revisited, 2004."""
     positions: dict[str, int] = {}
     for index, letter in enumerate(right):
         positions[letter] = positions.get(letter, 0) | 1 << index
@@ -295,7 +285,6 @@ class Results:
     tokenize: str = ""
     """How texts became words; see `metrics.tokenization`."""
     signatures: dict[str, str] = field(default_factory=dict)
-    """How sacrebleu computed its metrics."""
     failures: dict[str, str] = field(default_factory=dict)
     """Metric -> why it could not be computed."""
 

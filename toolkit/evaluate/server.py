@@ -2,10 +2,9 @@
 
 python -m toolkit.evaluate.server NAME serve DIRECTORY [--option-of-the-server …]
 
-`toolkit serve` becomes this. transformers 5.23 takes the path of a local model for its name, and its GET /v1/models
-lists the Hugging Face cache (an error without one). It answers a malformed request with status 500 and a traceback,
-generates as many tokens as a request asks for while all others wait, reads bodies of any size, takes a chat template
-and all options of `generate` from a request, and loads any model directory that a request names at /load_model.
+transformers 5.23 takes a local path for the model's name, answers a malformed request with a traceback, bounds neither
+tokens nor bodies, takes templates and all options of `generate` from a request, and loads any model directory that a
+request names at /load_model.
 """
 
 import importlib.util
@@ -157,9 +156,8 @@ def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
 
 
 def bound_tokens(model: Any, inputs: Any, generation: Any) -> str:
-    """Let an answer end where the model's positions end; return what is wrong if the prompt fills them, else "".
-
-    `inputs` hold `input_ids`, `[1, S]` or a list; `generation`, transformers' GenerationConfig, is changed in place.
+    """Let an answer end where the model's positions end (`generation` changes); return what is wrong if the prompt
+    fills them, else "". `inputs` hold `input_ids`, `[1, S]` or a list.
     """
     positions = position_limit(model.config.to_dict())
     ids = inputs["input_ids"]
@@ -242,10 +240,8 @@ def _bound_requests() -> None:
 
 
 def _keep_text() -> None:
-    """Keep control strings in messages text in this process, as in training (`toolkit.models.shield`).
-
-    transformers (5.23) does so on request; without the names of the control tokens it would also take `<think>` and
-    `<tool_call>` in an earlier answer for text, as they are in the template.
+    """Keep control strings in messages text, as in training. transformers (5.23) does so on request, but unless the
+    control tokens are named it would also take `<think>` and `<tool_call>` in an earlier answer for text.
     """
     from transformers import PreTrainedTokenizerBase
 

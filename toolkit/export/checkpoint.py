@@ -1,7 +1,5 @@
-"""A model out of a checkpoint, without the ranks that saved it: as an export, or to be run.
-
-Also conversions of other models and adapters, and the weights of custom models as safetensors. As a program it exports
-(`python -m toolkit.export.checkpoint FROM TO`): writing weights holds Python's lock, which training needs meanwhile.
+"""A model out of a checkpoint, without the ranks that saved it; also other models, adapters and custom models. Exports
+in a process of its own (`python -m`), as writing weights holds Python's lock, which training needs.
 """
 
 import json
@@ -54,14 +52,8 @@ def rebuild(
 ) -> Rebuilt:
     """Return the whole model of a verified checkpoint, of which it may hold only a `part`.
 
-    NotExportable is raised if it was saved by an older version, or its weights are on an NVMe disk.
-
-    Args:
-        checkpoint: verified.
-        scratch: an empty directory for the weights, so that memory holds one at a time; None holds those of ZeRO-3, and
-            those of a base, in memory, and maps others from the checkpoint.
-        part: what the checkpoint holds, if that is not the whole model.
-        dtype: precision of the weights; None for that of the training.
+    NotExportable if an older version saved it, or its weights are on an NVMe disk. `scratch`: an empty directory, so
+    that memory holds one weight at a time; None holds those of ZeRO-3 and of a base. `dtype` None: that of training.
     """
     described = checkpoint / MODEL_DIR
     if not described.is_dir():
@@ -94,8 +86,7 @@ def collect_files(
     scratch: Path | None,
 ) -> Rebuilt:
     """Return an empty model with its weights; a CheckpointError if any is missing, unknown or of another shape.
-
-    `values` may hold tied ones twice; `source` is for messages; `dtype` None keeps theirs; `scratch` as for `rebuild`.
+    `values` may hold tied ones twice; `dtype` None keeps theirs; `scratch` as for `rebuild`.
     """
     wanted, tied = weights.shapes_of(model), weights.tied_names(model)
     state: dict[str, torch.Tensor] = {}
@@ -143,9 +134,7 @@ def export_any(
     path: Path, folder: Path, wanted: ExportOptions, *, adapter: str = "", base: str = "", family: str = "auto"
 ) -> None:
     """Write the model, or the adapter, of a run (its newest complete checkpoint), a checkpoint, an adapter or a model.
-
-    `folder` must not exist. `adapter` was trained on the model in `path`, "" none; `base` is where the base of an
-    adapter or checkpoint is now, "" finds it; `family` as for `load_chat_encoder`.
+    `folder` must not exist; `adapter` was trained on the model in `path`; `base` "" finds the base.
     """
     if adapter:
         export_adapter_folder(Path(adapter), folder, wanted, str(path), family)
@@ -160,10 +149,7 @@ def export_any(
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | None = None, base: str = "") -> None:
-    """Write the model of a verified checkpoint, or its adapter, bit for bit as the run would have at that step.
-
-    `base` is the directory of the model that a part was trained of; "" finds it.
-    """
+    """Write a verified checkpoint's model or adapter, bit for bit as the run would; `base` "" finds the base."""
     wanted = wanted or ExportOptions()
     if is_custom(checkpoint):
         if wanted != ExportOptions():
@@ -192,10 +178,8 @@ def export_part(
     probed: probe.Probe | None,
     build: Callable[[Path], Rebuilt],
 ) -> None:
-    """Write the model that `build` makes, given an empty directory for its weights; or an adapter alone.
-
-    `part` is what was trained, if that is not the whole model; `files` are those of `toolkit.models.save.describe` and
-    the card.
+    """Write the model that `build` makes, given an empty directory for its weights; or an adapter alone. `part`: what
+    was trained of it; `files`: of `toolkit.models.save.describe`, and the card.
     """
     is_adapter = part is not None and bool(part.settings)
     if wanted.merge and not is_adapter:

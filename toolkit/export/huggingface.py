@@ -1,7 +1,5 @@
-"""A model or an adapter as a directory that other programs load, checked before it gets its name.
-
-With weights, config and tokenizer come a model card, a probe, and manifest.json with size and SHA-256 of every file;
-`toolkit verify` reads the last two.
+"""A model or an adapter as a directory that other programs load, checked before it gets its name. `toolkit verify`
+reads its probe, and manifest.json with size and SHA-256 of every file.
 """
 
 import json
@@ -124,14 +122,8 @@ def write_folder(
 ) -> None:
     """Write a model directory atomically, and check every header: nothing missing or empty, every shape complete.
 
-    Args:
-        model: the model.
-        files: of `toolkit.models.save.describe`. The official layout brings its own.
-        folder: must not exist.
-        format: see `save_model`.
-        probed: this model's logits of a few ids; None if not known.
-        state: full parameters by name, if the model's own are partitioned or empty.
-        max_shard_size: see `save_model`.
+    `files` are those of `toolkit.models.save.describe`; `folder` must not exist; `probed` are this model's logits of a
+    few ids; `state`: full parameters by name; `format`, `max_shard_size`: see `save_model`.
     """
     with atomic_directory(folder) as temporary:
         save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
@@ -238,10 +230,8 @@ def write_adapter(
 
 
 def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
-    """Compare an adapter's directory with the adapter and the base that are in memory. A collective.
-
-    No model is loaded, and the engine's is only read: the same numbers, settings and base bit for bit give the logits
-    that the engine's model gave for the directory's probe. What is wrong is raised on every rank.
+    """Compare an adapter's directory with the adapter and base in memory; raises on every rank. A collective. Equal
+    numbers, settings and base give the logits of the directory's probe, so no model is loaded.
     """
     state, numbers, tuned = _adapter_state(engine), base_numbers(engine.module), engine.module.tuned
 

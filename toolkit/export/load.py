@@ -33,8 +33,8 @@ def load_any(
     """Load a model for generation.
 
     Args:
-        path: a model directory (official or transformers' layout); an adapter; a run directory: its export/, else its
-            newest checkpoint; or a checkpoint. "" with an adapter: the base that the adapter names.
+        path: a model directory; an adapter; a run directory: its export/, else its newest checkpoint; or a checkpoint.
+            "" with an adapter: the base that the adapter names.
         adapter: directory of an adapter that was trained on the model in `path`; "" none.
         family: see `load_chat_encoder`.
         dtype: fp32, bf16 or fp16; auto: bf16 on a GPU, fp32 on CPUs.

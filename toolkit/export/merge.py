@@ -32,7 +32,6 @@ class TunedPart:
     known: BaseModel | None
     """Identifies the model; None where an adapter of other programs says nothing."""
     base: Path
-    """Directory of the model."""
     values: dict[str, torch.Tensor]
     """By name: in the model, or of an adapter in its file."""
 
@@ -94,11 +93,11 @@ def load_part(part: TunedPart) -> PreTrainedModel:
 
 
 def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
-    """Return the model with empty parameters, and their values, trained ones included, one after another.
+    """Return the model with empty parameters, and their values, in the precision of the base's files, or float32 where
+    changed.
 
-    Values are in the precision of the base's files, or float32 where something was added to them. While they are read,
-    ConfigError is raised for an addition to one of two tied weights, CheckpointError for values that are not finite or
-    not of this model.
+    While they are read, ConfigError is raised for an addition to one of two tied weights, CheckpointError for values
+    that are not finite or not of this model.
     """
     if not part.can_merge:
         raise ConfigError(

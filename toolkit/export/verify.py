@@ -16,9 +16,6 @@ from toolkit.models.load import load_model, stream, streamed_model
 def verify_logits(folder: Path) -> str:
     """Run the model of a checkpoint or an export once, on the CPU, and return the comparison with its probe as text.
 
-    Its files are those of the manifest. Memory holds one layer of a model directory, and the weights once of a
-    checkpoint or of an adapter with its base.
-
     Raises:
         ProofDiffers: if the logits differ by more than rounding was measured to, but by less than damage does.
         CheckpointError: if weights are missing, empty, of another shape, or others than were saved: see `probe.WRONG`.
@@ -70,10 +67,8 @@ def verify_logits(folder: Path) -> str:
 
 
 def _bounds(folder: Path | None, found: probe.Probe, saved: probe.Probe, difference: float) -> tuple[float, float]:
-    """Return what a difference may be, and from what on the weights are wrong; see `probe.WRONG`.
-
-    In half precision and TF32 a model of a directory runs a second time, to learn how it rounds. Not one with experts:
-    the rounding of a router's logits may send a token to another expert, here or there.
+    """Return what a difference may be, and from what on the weights are wrong; see `probe.WRONG`. A directory's model
+    in half precision or TF32 runs twice to learn how it rounds, unless it has experts, whose choice may flip.
     """
     kind = probe.coarser(found, saved)
     bounds = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)

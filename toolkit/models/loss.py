@@ -89,11 +89,9 @@ class LossPath(Enum):
     """What a model's output layer computes while a loss is computed."""
 
     losses = "losses"
-    """The losses of the trained tokens."""
     picked = "picked"
     """Logits of the trained tokens: the model does something with them, or the layer is more than a matrix."""
     all_logits = "all_logits"
-    """All logits."""
 
 
 class LossHead:

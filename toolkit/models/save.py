@@ -122,7 +122,6 @@ class Origin:
     """The official directory that a model came from, without its weights."""
 
     folder: str
-    """Where its other files are."""
     index: str
     """Name of its index file, "" without one."""
     tensors: dict[str, dict[str, str]]
