@@ -48,9 +48,14 @@ class Examination:
         with Hosts(list(self.resources), self.ssh) as hosts:
             self._ask(hosts, ERROR if not quick else WARNING)
             if self.facts and not quick:
-                chosen = self._cards()
-                if len(self.facts) > 1 and all(card for _, card in chosen.values()) and not self.has_errors("network"):
-                    self._try_each_other(hosts, chosen)
+                backend, interface = self.backend, self.cfg.distributed.interface
+                cards = {host: network.chosen(one["network"], interface, backend) for host, one in self.facts.items()}
+                if len(cards) > 1:
+                    self.findings += findings.interfaces(cards, self.facts, interface, backend)
+                    first, card = next(iter(cards.values()))
+                    self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
+                    if all(card for _, card in cards.values()) and not self.has_errors("network"):
+                        self._try_each_other(hosts, cards)
                 ranks = sum(len(gpus) for gpus in self.resources.values())
                 if ranks > 1 and not self.has_errors("ssh", "network", "versions", "GPUs"):
                     self._all_reduce(hosts)
@@ -112,15 +117,6 @@ class Examination:
             "ops": ", ".join(one.get("ops", {}).get("built", [])),
             "disks": ", ".join(f"{name} {least / findings.GIB:.0f} GiB" for name, least in free.items()),
         }
-
-    def _cards(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        backend, interface = self.backend, self.cfg.distributed.interface
-        chosen = {host: network.chosen(one["network"], interface, backend) for host, one in self.facts.items()}
-        if len(chosen) > 1:
-            self.findings += findings.interfaces(chosen, self.facts, interface, backend)
-            first, card = next(iter(chosen.values()))
-            self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
-        return chosen
 
     def _try_each_other(self, hosts: Hosts, chosen: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
         names, first = list(chosen), next(iter(chosen))

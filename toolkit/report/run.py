@@ -307,24 +307,19 @@ def read_answers(folder: Path) -> Answers:
     steps = [every[round(place * (len(every) - 1) / max(count - 1, 1))] for place in range(count)]
     asked: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for step in steps:
-        for row in _answer_rows(files[step]):
-            asked.setdefault((row["where"], row["prompt"]), {}).setdefault(step, row)
+        with suppress(OSError):
+            for row in islice(json_lines(files[step]), LINES):
+                if row is not None and isinstance(row.get("output"), str):
+                    scores = {name: value for name, value in row.items() if type(value) in (int, float)}
+                    scores.pop("output_tokens", None)
+                    # Cut, but not so short that half a secret would be left.
+                    texts = {name: str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS}
+                    asked.setdefault((texts["where"], texts["prompt"]), {}).setdefault(
+                        step, {**texts, "scores": scores}
+                    )
     # Those first that were answered most often: a file may have been cut off.
     chosen = sorted(asked.values(), key=lambda by_step: -len(by_step))[:SAMPLES]
     return Answers(steps, [_sample(by_step) for by_step in chosen], len(every))
-
-
-def _answer_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the first rows of a file, their texts cut: not so short that half a secret would be left of one."""
-    found = []
-    with suppress(OSError):
-        for row in islice(json_lines(path), LINES):
-            if row is not None and isinstance(row.get("output"), str):
-                scores = {name: value for name, value in row.items() if type(value) in (int, float)}
-                scores.pop("output_tokens", None)
-                texts = {name: str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS}
-                found.append({**texts, "scores": scores})
-    return found
 
 
 def _sample(by_step: dict[int, dict[str, Any]]) -> Sample:
@@ -419,6 +414,8 @@ def read_run(path: Path) -> Run:
         raise RunFolderError(
             "{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error
         ) from error
+    operations = _mapping(folder / "collectives.json").get("operations")
+    listed = operations[:_MOST_LINES] if isinstance(operations, list) else []
     return Run(
         folder=folder,
         name=folder.name,
@@ -432,7 +429,7 @@ def read_run(path: Path) -> Run:
         starts=_lines(folder / "logs" / "starts.jsonl"),
         bad_steps=_bad_steps(folder),
         answers=read_answers(folder / "evaluations"),
-        collectives=_operations(folder / "collectives.json"),
+        collectives=[one for one in listed if isinstance(one, dict)],
         samples=_lines(folder / "samples.jsonl"),
     )
 
@@ -485,11 +482,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return list(hide_all(found))
 
 
-def _operations(path: Path) -> list[dict[str, Any]]:
-    found = _mapping(path).get("operations")
-    return [one for one in found[:_MOST_LINES] if isinstance(one, dict)] if isinstance(found, list) else []
-
-
 def _bad_steps(folder: Path) -> dict[int, str]:
     """Return the text of each step that has a file of its samples; of very many the first."""
     found: dict[int, str] = {}
@@ -510,7 +502,6 @@ def _is_worked_on(folder: Path) -> bool:
         os.kill(pid, 0)
     except OSError as error:
         return not isinstance(error, ProcessLookupError)
-    return True
     return True
 
 
