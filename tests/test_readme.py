@@ -12,6 +12,10 @@ ROOT = Path(__file__).parents[1]
 
 from ranks import BIN, free_port, run  # noqa: E402
 
+from toolkit.config.load import load  # noqa: E402
+from toolkit.config.rules import check_rules  # noqa: E402
+from toolkit.launch.deepspeed import split_words  # noqa: E402
+
 DOCUMENTS = ("README.md", "README_zh.md")
 # Not run here: they are this very suite's environment, a cluster's, or need weights that are not there.
 ELSEWHERE = (
@@ -20,11 +24,12 @@ ELSEWHERE = (
     "python3 -m venv",
     "pip install",
     "deepspeed --hostfile",
-    "toolkit launch recipe=NAME hostfile=hostfile",
+    "toolkit launch ",  # composed below
     "torchrun --nproc-per-node 8",
 )
 SMALL = ["model=glm_tiny", "data.max_samples=40", "train.max_steps=1", "schedule.warmup_ratio=0", "evaluate.prompts=[]"]
 SMALL += ["report.enabled=false"]
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def commands(document: str) -> list[str]:
@@ -38,6 +43,44 @@ def test_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def test_anchors_exist() -> None:
+    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
+        text = FENCE.sub("", document.read_text(encoding="utf-8"))
+        for target, anchor in re.findall(r"\]\(((?!http)[^)#\s]*\.md)?#([^)\s]+)\)", text):
+            page = document.parent / target if target else document
+            assert anchor in anchors(page), f"{document.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("tail", ["", "_zh"])
+def test_each_question_has_one_line_and_a_link_with_an_anchor(tail: str) -> None:
+    lines = (ROOT / "docs" / f"questions{tail}.md").read_text(encoding="utf-8").splitlines()
+    questions = [line for line in lines if line.startswith("- ")]
+    assert len(questions) == 30
+    assert [line for line in questions if not re.search(r"\]\(\w+\.md#[^)]+\)$", line)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_what_is_launched_composes(document: str) -> None:
+    launched = [line for line in commands(document) if line.startswith("toolkit launch ")]
+    assert launched
+    for line in launched:
+        _, words = split_words(shlex.split(line)[2:])
+        check_rules(load([word for word in words if not word.startswith("hostfile=")]), files=False)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_the_first_screen_is_short(document: str) -> None:
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    assert next(number for number, line in enumerate(lines) if line.startswith("## ")) <= 45
+    assert len(lines) <= 130
 
 
 def test_the_commands_run(tmp_path: Path) -> None:
