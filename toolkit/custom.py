@@ -113,9 +113,8 @@ def _run(spec: CustomSpec, words: list[str], found: list[Path]) -> int:
 
 
 def share() -> tuple[int, int]:
-    """Return this rank's number and how many there are, for a data set that shards itself: `rows[number::count]`.
-
-    Right before and after the process group is there, under every launcher.
+    """Return this rank's number and the count, before and after startup, for a data set sharding itself:
+    `rows[rank::count]`.
     """
     ranks = environment.detect(os.environ)
     return ranks.rank, ranks.world_size

@@ -22,13 +22,8 @@ SUFFIX = ".universal"
 
 
 def make_universal(checkpoint: Path, folder: Path) -> Path:
-    """Return a checkpoint in its universal form, made now by whichever process is first; the others wait.
-
-    No process waits in a collective, however long it takes. `folder` is where it is made, as the checkpoint may be on a
-    disk that cannot be written to.
-
-    Raises:
-        CheckpointError: DeepSpeed cannot convert it.
+    """Return a checkpoint's universal form, made in `folder` (its own disk may be read-only) by the first process.
+    Others wait in no collective, however long it takes. CheckpointError if DeepSpeed cannot convert it.
     """
     made = folder / (checkpoint.name + SUFFIX)
 
@@ -52,13 +47,9 @@ _PARTS, _FIRST_PART = "mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_00_mo
 
 
 def iter_weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and value of every parameter and stored buffer as the run held them; tied ones may come twice.
-
-    Partitioned parameters are given in `dtype`, the precision of the training.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or wants to run code.
-        NotExportable: the weights lie in the files of an offload to NVMe.
+    """Yield name and value of each parameter and buffer, in `dtype` if partitioned; tied ones may come twice.
+    CheckpointError if a file is missing, damaged or runs code; NotExportable if weights are in an NVMe offload's
+    files.
     """
     if layers := sorted(checkpoint.glob(_LAYERS)):
         for file in layers:

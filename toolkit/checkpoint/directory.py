@@ -1,7 +1,5 @@
-"""What a checkpoint's directory holds, without torch: names, the manifest with sizes and digests, a run's state.
-
-The manifest is written last and proves that all files are complete. Without torch `toolkit verify` and the choice of a
-checkpoint are quick. Here is also which checkpoints are published, outdated, removed or moved aside.
+"""What a checkpoint's directory holds, without torch, for speed; which are published, outdated, removed or moved aside.
+The manifest, written last, with sizes and digests, proves that all files are complete.
 """
 
 import json
@@ -60,12 +58,8 @@ def weights_only(checkpoints: Path) -> list[Path]:
 
 
 def newest_complete(checkpoints: Path) -> Path | None:
-    """Return the newest checkpoint that is exactly what was written; every byte of it is read.
-
-    A damaged one is renamed, so that it cannot be taken for an intact one again, and the user is warned of it.
-
-    Raises:
-        PermissionError: this user may not read the newest one.
+    """Return the newest intact checkpoint; every byte is read, and a damaged one is renamed, with a warning.
+    PermissionError if this user may not read the newest one.
     """
     for folder in published_checkpoints(checkpoints):
         wrong = manifest_problems(folder)
@@ -120,10 +114,8 @@ def outdated_checkpoints(checkpoints: Path, keep: int, also: Collection[Path] = 
 def remove_old(
     checkpoints: Path, keep: int, also: Collection[Path] = (), most_bytes: float = 0, keep_weights: int = 0
 ) -> None:
-    """Remove all but the newest `keep` checkpoints (0: none) and others, `also`, that stay, such as the best.
-
-    `most_bytes`: room for all together, weights alone included: the oldest go first, the newest and `also` never, 0 is
-    no limit; `keep_weights`: how many weights alone stay, 0 and -1 remove none.
+    """Remove all but the newest `keep` checkpoints (0: none) and `also`, such as the best. `most_bytes` is for all,
+    weights alone included: the oldest go first, 0 is no limit; `keep_weights` of 0 and -1 removes no weights.
     """
     complete, light = published_checkpoints(checkpoints), weights_only(checkpoints)
     old = {*outdated_checkpoints(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
@@ -147,10 +139,7 @@ def _directory_bytes(folder: Path) -> int:
 
 
 def discard_checkpoint(folder: Path) -> Path | None:
-    """Rename what is to be removed, which takes no time: half removed, it must not look like a checkpoint.
-
-    Returns its new name, which `empty_trash` knows; None if it is not there any more.
-    """
+    """Rename what is to be removed, as half of it must not look whole; return the new name, None if it is gone."""
     with suppress(FileNotFoundError):
         return folder.rename(unused_path(folder.with_name(folder.name + _TRASH)))
     return None
@@ -234,12 +223,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none that can be read.
-        PermissionError: this user may not read it, which says nothing about the checkpoint.
-    """
+    """Return a checkpoint's manifest; CheckpointError if none can be read, PermissionError says nothing about it."""
     try:
         found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
@@ -261,10 +245,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_problems(folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint, nothing if it is exactly what was written; reads every byte of it.
-
-    Raises:
-        PermissionError: this user may not read it. It may be whole, so it must not be put aside as damaged.
+    """Return what is wrong with a checkpoint; reads every byte. PermissionError: it may be whole, so do not put it
+    aside.
     """
     try:
         files = read_manifest(folder)["files"]
@@ -365,12 +347,8 @@ def read_run_state(folder: Path) -> RunState:
 
 
 def resolve_checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint that a path means: itself, or the newest whole one of a run; None where there is none.
-
-    `path`: a checkpoint, checkpoints/ of a run, or a run directory; nothing in it is changed.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none is whole.
+    """Return the checkpoint at a path, or the newest whole one of that run or checkpoints/, None where there is none.
+    Changes nothing; CheckpointError if none is whole.
     """
     if (path / "config.json").is_file():
         return None

@@ -28,11 +28,8 @@ torch.serialization.add_safe_globals(SAFE)
 
 
 class EngineFiles(CheckpointEngine):
-    """Writes and reads for `DeepSpeedEngine.save_checkpoint` and `load_checkpoint`.
-
-    A rank that raised inside `save_checkpoint` would leave the others waiting at its barrier, so an error is kept in
-    `failure` instead, and all ranks ask for it afterwards. DeepSpeed's own reader unpickles whatever a file says; this
-    one reads tensors, plain values and four known classes.
+    """Writes and reads for DeepSpeed's `save_checkpoint` and `load_checkpoint`; unpickles tensors and known classes
+    only. An error is kept in `failure` for all ranks to ask for: raised, it would leave the others at a barrier.
     """
 
     def __init__(self, asynchronous: bool = False, copies_at_once: bool = False) -> None:
@@ -156,10 +153,7 @@ def install_engine_files(engine: DeepSpeedEngine, asynchronous: bool = False) ->
 
 @contextmanager
 def gathered_states(optimizer: Any) -> Iterator[None]:
-    """Spare a save a collective: ZeRO-3 drops the small parameters that every rank holds, and gathers them again.
-
-    (deepspeed 0.19.8.) They are the same after a save as before it, so they are put back instead.
-    """
+    """Spare a save a collective: ZeRO-3 drops small parameters that every rank holds, to gather them again (0.19.8)."""
     small = getattr(optimizer, "persistent_parameters", ())
     if not small or any(one.ds_status is not ZeroParamStatus.AVAILABLE for one in small):
         yield
@@ -179,10 +173,8 @@ def gathered_states(optimizer: Any) -> Iterator[None]:
 
 
 class HostCopies:
-    """Copies in memory that is used again at the next save: new memory costs as much as the copying.
-
-    `copy` returns where everything will be, and `complete`, in whatever thread, copies the tensors. Copied at once is
-    what may change before the next update: plain values, tensors of one number (steps, scales), and those named.
+    """Copies in memory reused by the next save. `copy` copies at once what may change before the next update (plain
+    values, tensors of one number, those named), `complete` the rest, in whatever thread.
     """
 
     def __init__(self) -> None:

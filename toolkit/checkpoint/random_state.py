@@ -53,11 +53,7 @@ def save(path: Path) -> None:
 
 
 def restore(path: Path) -> None:
-    """Set all generators as they were when they were saved.
-
-    Raises:
-        OSError: the file is not there or damaged.
-    """
+    """Set all generators as they were saved; OSError if the file is missing or damaged."""
     restore_state(load_file(path))
 
 

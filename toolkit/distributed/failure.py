@@ -1,16 +1,11 @@
 """Ranks that fail, are killed or get a signal: one error is reported once, and all ranks end together.
 
-The first to create the marker FAILED in the run folder is the one that reports. The others notice the marker, either
-when their own collective breaks or through a thread that looks for it (a rank inside a collective runs no Python).
-That thread reports for a rank that was killed and cannot.
+The first to create the marker FAILED in the run directory reports. Others notice it when their collective breaks, or in
+a thread (a rank inside a collective runs no Python), which also reports for a killed rank: Linux wakes the ranks of its
+node (pidfd), those of others see its notes in logs/rank-N.json stand still.
 
-Killed ranks: each rank notes in logs/rank-N.json how much memory it uses, and at an orderly end that it has left. Linux
-wakes the ranks of a machine as soon as a process of it ends (pidfd), before its launcher has asked for its exit status;
-ranks of other machines are looked for by their notes, which stand still.
-
-Signals (SIGINT, SIGTERM, Slurm's SIGUSR1, the SIGHUP of a closed terminal) are noted at once and acted on by all ranks
-at the next step boundary: launchers signal ranks one by one, DeepSpeed's up to 30 s apart, so a rank must never act on
-one alone; its peers would wait for it in a collective. The flag rides on the sum that each step needs anyway.
+Signals (SIGINT, SIGTERM, Slurm's SIGUSR1, SIGHUP) are acted on by all ranks at the next step boundary, by a flag in the
+sum that each step needs: launchers signal ranks up to 30 s apart, and peers would wait in a collective.
 """
 
 import errno
@@ -75,10 +70,7 @@ def another_has_failed() -> bool:
 
 
 def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> bool:
-    """Claim the failure; return whether this rank was the first, and so has to report it.
-
-    `text` and the exit code `code` go into the marker; `of_peer`: the text names another rank.
-    """
+    """Claim the failure for the marker's `text` and exit `code`; return whether this rank was first, and so reports it."""
     global _is_mine
     try:
         file = open(_marker, "x", encoding="utf-8") if _marker else None
@@ -193,10 +185,7 @@ class Peers:
             os.replace(new, path)
 
     def wait(self, seconds: float) -> str:
-        """Wait for the end of a rank on this machine that has not left in good order; return what to say of it, or "".
-
-        A rank that ends with an error of its own has told it before it ends.
-        """
+        """Wait until a rank on this node ends out of order; return what to report, "" if it reported itself."""
         for handle, _ in self._poll.poll(1000 * seconds):
             rank = self._files[handle]
             status = exit_status(self.everybody[rank].pid)  # at once: its launcher takes it away
@@ -471,10 +460,8 @@ def _free_mib(place: str) -> float:
 
 
 def end_with_launcher() -> None:
-    """End with the launcher from now on, in a program that imports for seconds before it calls `run_guarded`.
-
-    Raises SystemExit if the launcher has ended already. Processes that multiprocessing starts read the program too, but
-    the rank ends them.
+    """End with the launcher from now on, while a program imports before `run_guarded`; SystemExit if it has ended
+    already.
     """
     if multiprocessing.parent_process() is None and (lost := _lost()):
         _say(lost)
@@ -489,10 +476,8 @@ def _lost() -> str:
 
 
 def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> None:
-    """Say it, unless another rank has said it already.
-
-    `trace`: the traceback of what is not the user's mistake, else "". `agreed`: every rank knows the same (a stop by
-    signal), so that rank 0 speaks, and nothing has failed.
+    """Report it, unless another rank has. `trace`: "" for a user's mistake; `agreed`: all ranks know it, and rank 0
+    speaks.
     """
     message, trace = hide(message), hide(trace)
     rank = _number("RANK", 0)

@@ -1,11 +1,7 @@
-"""Make a folder once, however many processes ask for it at the same moment.
+"""Make a directory once, however many processes ask for it: a file lock next to it elects one builder, others wait.
 
-A file lock beside the folder elects one builder; the others wait for it and use what it made. It works before any
-process group exists, so a build of hours can make no collective time out, and it needs no torch. The kernel drops
-the lock of a process that dies, so a killed builder blocks nobody.
-
-Some network file systems keep such locks per machine, or have none. So the holder also signs the lock file, with a
-heartbeat: who finds the signature of another machine beating waits for it, who sees it stand still takes over.
+It needs no process group, so long builds time no collective out, and no torch. The kernel drops a dead process's lock.
+As some network file systems lock per node, or not at all, the holder also signs the lock file with a heartbeat.
 """
 
 import errno
@@ -43,12 +39,11 @@ def build_once(
     status: Callable[[], str] = str,
     setting: str = "prepare.dir",
 ) -> bool:
-    """Make `target` with `build`, unless it is complete or another process is making it.
+    """Make `target` unless it is complete or another process is making it; return whether this process has.
 
-    The folder is built under a temporary name, flushed to disk and renamed: under its own name it is whole or absent.
-    `build` fills an empty directory, which becomes `target`; `target` + .lock is locked. `is_complete` says whether one
-    that exists can be used, else it is replaced. `status`: how far the build is, for those who
-    wait. `setting`: the key by which the user chooses another directory. Returns whether this process has built.
+    `build` fills an empty temporary directory, which is flushed and renamed: `target` is whole or absent.
+    `is_complete`: whether an existing one is used, else replaced; `status`: progress for those who wait; `setting`: the
+    user's key for another directory.
     """
     if is_complete(target):
         return False
@@ -121,9 +116,8 @@ class _Signature:
             file.truncate()
 
     def read(self) -> dict[str, Any]:
-        """Return whose signature stands there, {} if none; opened anew, as network file systems look only then.
-
-        What is being written at this moment cannot be read: it is somebody's, and unlike anything before.
+        """Return the file's signature, {} if none; reopened, as network file systems need. Half-written ones are
+        another's.
         """
         try:
             text = self.path.read_text(encoding="utf-8")
@@ -135,9 +129,8 @@ class _Signature:
         return value if isinstance(value, dict) else {}
 
     def another_lives(self, trusted: bool) -> bool:
-        """Whether the signature found is of a process that still beats.
-
-        `trusted`: the lock was granted, so a holder on this node is gone.
+        """Whether the signature's process still beats; `trusted`: the lock was granted, so a holder on this node is
+        gone.
         """
         found = self.read()
         if not found or found.get("token") == self.me["token"]:

@@ -1,12 +1,8 @@
-"""The process group: where ranks meet, what they must have alike, collectives of small values, split parameters.
+"""The process group: where ranks meet, what must be equal on them, collectives of small values, split parameters.
 
-Ranks meet in one store as soon as they can, compare there what they were given, and the process group that is made
-later takes the same store. Comparing sends no tensor, so no shape can differ and hang.
-
-torchrun's agent keeps one store for all starts, and torch takes it as it is (torch 2.13, rendezvous.py,
-_create_c10d_store): ranks of the second start would find the first ones' addresses there and wait for them. The number
-of the restart is no way out, as the agents of several machines may count differently. So the ranks of one start agree
-on a part of the store that is new.
+Ranks compare settings in a store, without tensors that could hang; the process group then takes the same store.
+torchrun's agent keeps one store for all starts (torch 2.13, rendezvous.py, _create_c10d_store), with old addresses, and
+agents may count restarts differently: so the ranks of one start agree on a new part of it.
 """
 
 import json
@@ -42,11 +38,8 @@ _comparisons = count()
 
 
 def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[errors.ToolkitError]) -> None:
-    """See that all ranks have the same; before the process group exists or after. A collective.
-
-    Ranks with different settings would train something that none of them was asked for, or wait for each other for ever
-    in collectives that do not fit together. `mine` is what this rank has, by name, as it may be shown; `error` is
-    raised on every rank where they differ.
+    """Raise `error` on every rank unless `mine`, by name, is the same on all: else collectives hang or train something
+    else. A collective, before or after the process group exists.
     """
     if world_size() == 1:
         return
@@ -71,10 +64,7 @@ def _not_together(config: DistributedConfig, error: Exception) -> LaunchError:
 
 
 def start(config: DistributedConfig) -> torch.device:
-    """Join the process group through DeepSpeed and return this rank's device.
-
-    Expects RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
-    """
+    """Join the process group by the launcher's variables (RANK, ..., MASTER_PORT); return this rank's device."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -158,10 +148,7 @@ def barrier() -> None:
 
 
 def on_rank0(function: Callable[[], T]) -> T:
-    """Run `function` on rank 0 alone; every rank gets its result, or the same error.
-
-    Without the second half, an error on rank 0 leaves the other ranks waiting in their next collective.
-    """
+    """Run `function` on rank 0 alone; all get its result, or its error, which would leave them waiting otherwise."""
     outcome: list[tuple[T | None, str, str]] = [(None, "", "")]
     if rank() == 0:
         try:
@@ -184,10 +171,7 @@ _met: tuple[Store, int, int] | None = None
 
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return the store of all ranks, this rank and their number; the first call waits until all of them have come.
-
-    A RuntimeError if they have not come within `timeout`. Expects the launcher's variables, as `start` does.
-    """
+    """Return store, rank and world size by the launcher's variables; RuntimeError if a rank has not come in `timeout`."""
     global _met
     if _met is None:
         found: list[tuple[Store, int, int]] = []
@@ -236,10 +220,8 @@ register_rendezvous_handler(_SCHEME, _yield_met)
 
 
 def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a name that all ranks of this start have, and none of an earlier one had.
-
-    Each rank leaves a name of its own, and rank 0 answers to every name that it finds, also to those that earlier
-    starts left in the store, which no rank reads. A RuntimeError if ranks do not come within `timeout`.
+    """Return a name that all ranks of this start have: rank 0 answers to every name it finds, earlier starts' too.
+    RuntimeError if ranks do not come within `timeout`.
     """
     mine = uuid.uuid4().hex
     if rank:
@@ -268,10 +250,7 @@ _LONGEST = 120
 
 
 def differences(store: Store, rank: int, size: int, key: str, mine: Mapping[str, str], timeout: timedelta) -> str:
-    """Return what the ranks have that is not the same, as a message, the same on all ranks; "" if all is the same.
-
-    `key` has not been used in the store yet.
-    """
+    """Return what differs between the ranks, the same on all, "" for nothing; `key` must be new in the store."""
     until = time.monotonic() + timeout.total_seconds()
     if rank:
         _wait_for_keys(store, {0: f"{key}/first"}, until)

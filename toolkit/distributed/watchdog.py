@@ -1,10 +1,8 @@
-"""Notices a step that does not come to an end, says which rank holds it up, and ends the job, so that it can restart.
+"""Notices a step that does not end, says which rank holds it up, and ends the job, so that it can restart.
 
-A collective that one rank never joins waits for ever: the timeout of the process group does not reach ZeRO's groups
-(deepspeed 0.19.8, utils/groups.py), a stopped process is no dead one, and a machine that is gone tells nobody. So every
-rank has threads that run whatever its collectives do: one counts into a file and looks whether the other machines'
-ranks still count, one looks at the clock. A rank whose count stands still is the one that hangs. One that waits for its
-data is none that hangs, nor are those that wait for it: that has a limit of its own.
+The process group's timeout does not reach ZeRO's groups (deepspeed 0.19.8, utils/groups.py), and stopped processes or
+lost nodes report nothing. So threads of every rank count into a file and watch the counts and the clock: a rank whose
+count stands still hangs. Waiting for data is no hang, and has its own limit.
 """
 
 import faulthandler
@@ -47,11 +45,8 @@ def heartbeat_file(rank: int | str) -> str:
 
 
 class Watchdog:
-    """One rank's. `enter` is called by the loop, everything else happens in the thread.
-
-    `hang_after_s` is `distributed.hang_after_s`; below 0 nothing is watched. `patience_s` is for what is no step
-    (evaluation, a checkpoint) and for the first steps; half of it for data, so that the reason is logged before the
-    collectives of the other ranks give up.
+    """One rank's; `hang_after_s` below 0 watches nothing. `patience_s`: for evaluations, checkpoints and first steps;
+    half of it for data, so that the reason is logged before the other ranks' collectives give up.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, hang_after_s: float, patience_s: float) -> None:
@@ -71,10 +66,8 @@ class Watchdog:
                 threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
 
     def enter(self, phase: str, step: int, detail: str = "") -> None:
-        """Say what this rank does from now on.
-
-        `phase`: STEP, DATA, or a name for anything else, "" is not watched; `detail`: what helps to find the cause,
-        such as shapes.
+        """Note what this rank does: STEP, DATA or another name, "" is not watched; `detail` (shapes) helps to find the
+        cause.
         """
         now = time.monotonic()
         if self.phase == STEP and not self._is_excused:

@@ -43,9 +43,8 @@ class TrackedRun:
 
 
 class Backend:
-    """A tracker. Whatever it raises is reported once and ends nothing; it may take its time.
-
-    Its constructor imports its library.
+    """A tracker, whose constructor imports its library. What it raises is reported once and ends nothing; it may be
+    slow.
     """
 
     redoes = False
@@ -92,9 +91,8 @@ def as_markdown(answers: Sequence[Mapping[str, str]]) -> str:
 
 
 class CsvFile(Backend):
-    """metrics.csv: metrics.jsonl as a table, one column per metric.
-
-    It is rewritten with the first rows of a session, and when there is a new column; otherwise appended to.
+    """metrics.csv: metrics.jsonl as a table, a column per metric; rewritten when a session begins or there is a new
+    column.
     """
 
     redoes = True
@@ -152,9 +150,8 @@ def _csv(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> bytes:
 
 
 class TensorboardEvents(Backend):
-    """A file of events per session. Readers skip what an earlier file holds after the step that one begins at.
-
-    TensorBoard's own EventFileWriter has a thread, which one error ends for good, and reports too late what was lost.
+    """A file of events per session. TensorBoard's own EventFileWriter has a thread that one error ends for good, and
+    reports too late what was lost.
     """
 
     redoes = True

@@ -1,8 +1,4 @@
-"""metrics.jsonl: one object per logged step, one per evaluation; each is added whole, or not at all.
-
-Names and units are in the table of docs/tracking.md, to which tests hold what is written. Trackers get the names that
-transformers' Trainer uses.
-"""
+"""metrics.jsonl: one object per logged step or evaluation, added whole or not at all; docs/tracking.md has the names."""
 
 import json
 import math
@@ -16,11 +12,7 @@ from toolkit.messages import warn
 
 
 def append_rows(file: Path, content: bytes) -> None:
-    """Add to the end of a file all of it, or nothing: half a row would be no row for any reader.
-
-    Raises:
-        OSError: there is no room, or no folder; the file is as it was.
-    """
+    """Append all of it to a file, or nothing, as no reader takes half a row: on an OSError the file is as it was."""
     with file.open("ab", buffering=0) as handle:
         before = os.fstat(handle.fileno()).st_size
         written = 0
@@ -62,20 +54,15 @@ def metric_values(row: Mapping[str, object]) -> dict[str, float]:
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl of a run. For rank 0 only.
-
-    A disk that is full is no reason to end a run: rows wait in memory until there is room.
-    """
+    """Appends rows to a run's metrics.jsonl; on a full disk they wait in memory. For rank 0 only."""
 
     def __init__(self, file: Path, hand_on: Callable[[Mapping[str, object]], None] = lambda row: None) -> None:
         self.file, self.hand_on = file, hand_on
         self._waiting: list[str] = []
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Append one row.
-
-        Numbers that are not finite are written as strings ("nan", "inf"): JSON has no such numbers, and a row that a
-        strict reader rejects would hide just the step that matters.
+        """Append one row; non-finite numbers as strings ("nan", "inf"), as JSON has no such numbers and strict readers
+        reject.
         """
         clean = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value

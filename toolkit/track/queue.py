@@ -1,10 +1,8 @@
-"""The process that feeds the trackers, beside rank 0: whatever a tracker does, training does not wait for it.
+"""The process that feeds the trackers, beside rank 0, so that training never waits: `-m toolkit.track.queue
+RUN_FOLDER`.
 
-python -m toolkit.track.queue RUN_FOLDER
-
-Reads messages from stdin, one JSON object per line, and answers on stdout with what is to be shown to the user. Each
-tracker has a thread and a queue of its own, which knows what it has, what it is sent, and what is reported if it fails.
-The process ends when stdin does, whatever became of rank 0, and soon.
+Reads messages from stdin, a JSON object per line, and answers on stdout with what is shown to the user. Each tracker
+has its own thread and queue. The process ends soon after stdin does, whatever became of rank 0.
 """
 
 import json
@@ -53,11 +51,8 @@ _IMPORTING = threading.Lock()
 
 
 class BackendQueue:
-    """A thread that delivers messages to one tracker, in their order.
-
-    Args:
-        rows: what metrics.jsonl held when the session began.
-        reply: tells the parent: {"warning": …} for the user, {"begun": name} when the tracker has answered.
+    """A thread that delivers to one tracker, in order. `rows`: metrics.jsonl when the session began; `reply` tells the
+    parent {"warning": …} for the user or {"begun": name} when the tracker has answered.
     """
 
     backend: Backend
@@ -172,10 +167,7 @@ class BackendQueue:
     def _deliver_with_retries(
         self, deliver: Callable[[], object], steps: Mapping[str, int] | None = None, count: int = 1
     ) -> bool:
-        """Deliver and record the last steps; if the retries fail too, count the messages as dropped.
-
-        Once the session ends there is one more attempt.
-        """
+        """Deliver and record the last steps; drop and count the messages if retries fail (one, once the session ends)."""
         for pause_s in (*PAUSES_S, 0.0):
             is_last = self.ending.is_set()
             if self._attempt(deliver):

@@ -89,11 +89,7 @@ class StepGuard:
         return self.trouble is None
 
     def check(self) -> Anomaly | None:
-        """Return what was wrong with the step just done.
-
-        Raises:
-            Diverged: something was, and the optimizer did not heed it.
-        """
+        """Return what was wrong with the step just done; Diverged if the optimizer did not heed it."""
         skipped = self.engine.skipped_steps > self._skipped
         self._skipped = self.engine.skipped_steps
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
@@ -163,11 +159,9 @@ def record_bad_step(
     micro_tokens: Sequence[int],
     samples: Callable[[], Samples],
 ) -> tuple[str, Path]:
-    """Write the samples of a step to logs/bad-step-N.jsonl, the worst micro-batch first. A collective.
-
-    Of this rank's micro-batches are `micro_losses`, the sums of their losses, [accumulation], and `micro_tokens`, their
-    trained tokens; `samples` is called on rank 0 only. Returns, on every rank, a sentence that names step, rank and
-    samples, and the file.
+    """Write a step's samples to logs/bad-step-N.jsonl, worst micro-batch first; return a sentence and the file. A
+    collective. `micro_losses`, sums, and `micro_tokens` [accumulation] are this rank's; `samples` is called on rank
+    0 only.
     """
     sums = zip(micro_losses.tolist(), micro_tokens, strict=True)
     losses = gather([loss / count if count else 0.0 for loss, count in sums])

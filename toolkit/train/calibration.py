@@ -1,8 +1,7 @@
-"""Measure in a few seconds what `toolkit plan` otherwise assumes of this machine.
+"""Measure what `toolkit plan` assumes of this machine: `python -m toolkit.train.calibration CONFIG ANSWER` on every
+rank.
 
-A program, `python -m toolkit.train.calibration CONFIG ANSWER`: `plan/speed.py` starts it on every rank, with the
-variables of that rank set, and all measure at the same time, as they would train. One layer of the model, with its real
-sizes and rows, is what two layers take beyond one.
+All ranks measure at once, as they train. A layer, with its real sizes and rows, is what two layers take beyond one.
 """
 
 import json
@@ -105,10 +104,8 @@ def _pass(model: torch.nn.Module, batch: Batch) -> None:
 
 
 def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int) -> float:
-    """Return the bytes per second that a layer's weights and gradients travel at under ZeRO 3.
-
-    What counts is what a layer takes longer there than alone: besides the collectives these are DeepSpeed's copies and
-    its own work around each of them, as much again on CPU ranks (0.19.8).
+    """Return the bytes/s at which ZeRO 3 moves a layer's weights and gradients: what the layer takes longer than alone,
+    with DeepSpeed's own copies and work around each collective (0.19.8: as much again on CPU ranks).
     """
     split = replace(
         cfg,

@@ -1,17 +1,12 @@
-"""Saving a run while it trains: written at once, proven in the background, published when every rank has done its part.
+"""Saving a run while it trains, in three states.
 
-A save goes through three states. *Written*: every rank has handed its files to the system; training goes on. (With
-`checkpoint.asynchronous` it has noted what they will hold; its thread copies that, for which the next update waits, and
-writes them.) *Proven*: a thread of each rank has flushed its files to the disk, read them back and compared them with
-the checksums that were taken of them in memory. *Published*: at a step boundary at which all ranks have got so far,
-rank 0 writes the manifest, renames the directory and names it in `latest`. Killed before that, by whatever, the
-checkpoint before is untouched.
+*Written*: every rank has handed its files to the system (with `checkpoint.asynchronous`: noted what they will hold; a
+thread copies that before the next update, and writes them). *Proven*: a thread of each rank has flushed its files, read
+them back and compared their checksums. *Published*: at a step boundary where all ranks have got so far, rank 0 writes
+the manifest, renames the directory and names it in `latest`. Killed before that, the previous checkpoint is untouched.
 
-Next to the engine's files a checkpoint holds what the model is (config, tokenizer) and a probe, so that it can be
-turned into a model, and that be proven, without the run. A thread of rank 0 removes old checkpoints, and makes the
-weights that stay of them: deleting 70 GB on a network disk takes minutes, and no step waits for it. What goes is
-renamed first: what is half deleted cannot be taken for a checkpoint, and the next start removes what a killed process
-has left.
+A thread of rank 0 removes old checkpoints, as deleting 70 GB on a network disk takes minutes. They are renamed first,
+so that a half-deleted one is never taken for a checkpoint.
 """
 
 import math
@@ -40,10 +35,8 @@ from toolkit.models.save import MODEL_DIR
 
 
 class Rotation:
-    """Keeps as many checkpoints, and weights of older ones, as the config says.
-
-    A run that is stopped does not wait for it: what is not done then is done by the next start. `export` makes an
-    export of a checkpoint, or raises CheckpointError.
+    """Keeps as many checkpoints, and weights of older ones, as configured; what a stopped run leaves, the next start
+    does. `export` makes an export of a checkpoint, or raises CheckpointError.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, export: Callable[[Path, Path], None]) -> None:
@@ -54,10 +47,7 @@ class Rotation:
         self._also: Collection[Path] | None = None
 
     def request(self, also: Collection[Path] | None = None) -> None:
-        """Remove what is too much; returns at once. Of several requests the last one counts.
-
-        `also` stay next to the newest ones; None removes only what was discarded already.
-        """
+        """Remove what is too much but `also` (None: only what was discarded); returns at once, the last request counts."""
         with self._lock:
             self._is_due, self._also = True, self._also if also is None else also
             if self._thread is None:
@@ -134,10 +124,8 @@ class ModelFiles:
 
 
 class Checkpointer:
-    """All checkpoints of one run, in `folder`. Every method but `is_proven` is a collective.
-
-    `keep_best` is the metric of `evaluate.keep_best`, "" keeps none for that; `patience_s` is how long a save waits for
-    the room of checkpoints that are being removed.
+    """All checkpoints of one run, in `folder`. Every method but `is_proven` is a collective. `keep_best`: a metric or
+    ""; `patience_s`: how long a save waits for the room of those being removed.
     """
 
     def __init__(
@@ -172,10 +160,7 @@ class Checkpointer:
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: RunState, is_last: bool = False) -> None:
-        """Write a checkpoint; the one before is published first if it is not yet.
-
-        After the last (`is_last`) no step follows that could show that its weights are good: a probe has to.
-        """
+        """Publish the previous checkpoint and write one; the last is probed, as no step will show its weights are good."""
         self.finish()
         name = directory.checkpoint_name(state.step)
         temporary = self.folder / f"{name}.tmp"
@@ -238,13 +223,8 @@ class Checkpointer:
         return taken
 
     def load(self, checkpoint: Path, converts: bool = False) -> None:
-        """Put the engine into the state of a checkpoint.
-
-        `converts`: it was saved by other ranks or under another ZeRO stage, so DeepSpeed's universal form of it is made
-        and loaded.
-
-        Raises:
-            CheckpointError: it cannot be read or converted.
+        """Load a checkpoint, in DeepSpeed's universal form if it `converts` (other ranks, ZeRO stage); else a
+        CheckpointError.
         """
         if not converts:
             self._load(checkpoint)

@@ -167,10 +167,8 @@ class _Rows:
         self.dataset, self.collate, self.seed = dataset, collate, seed
 
     def __getitem__(self, wanted: tuple[int, list[int]]) -> MicroBatch:
-        """Return a micro-batch; without samples one of the first, which does not count.
-
-        What is drawn for a sample (crops, flips, noise) depends on seed, epoch and its number alone: not on ranks,
-        workers or where a run was stopped. The training's own generators are left as they were.
+        """Return a micro-batch; without samples one of the first, which does not count. Random transforms depend on
+        seed, epoch and the sample's number alone, not on ranks, workers or stops.
         """
         epoch, rows = wanted
         with _generators_kept():
@@ -209,10 +207,7 @@ def _seed(key: str) -> None:
 
 
 class _StreamSamples:
-    """An iterable dataset as one endless stream, begun again whenever it ends; every step is full.
-
-    Each rank reads all of it and takes every n-th sample; if the dataset shards itself, it takes all of its own part.
-    """
+    """An iterable dataset as an endless stream; a rank takes every n-th sample, or all if the dataset shards itself."""
 
     def __init__(self, spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> None:
         self.spec, self.cfg, self.ranks = spec, cfg, ranks
@@ -295,11 +290,7 @@ data; `described`: the data for the user."""
 
 
 def validation_batches(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Yield this rank's micro-batches of the validation data, with the numbers of their samples.
-
-    Each sample comes once over all ranks, and as many micro-batches on every rank. Every rank reads all of an iterable
-    dataset.
-    """
+    """Yield this rank's validation micro-batches, as many on every rank, and sample numbers, each once over all ranks."""
     size, rank, world = micro_rows(cfg), ranks.rank, ranks.world_size
     with _generators_kept():
         _seed(f"{cfg.run.seed} validation")

@@ -267,10 +267,7 @@ def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's buffers, such as the statistics of batch norm. A collective.
-
-    As DistributedDataParallel does before each forward pass; checkpoints and export hold rank 0's.
-    """
+    """Give every rank rank 0's buffers (batch norm statistics), as DistributedDataParallel does. A collective."""
     if world_size() == 1:
         return
     for dtype in sorted({buffer.dtype for buffer in model.buffers()}, key=str):
@@ -297,10 +294,8 @@ def _statistics_kept(model: nn.Module, is_filler: bool) -> Iterator[None]:
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let a model whose weights are in half precision take what a data set gives: floating-point inputs are cast,
-    those in dicts and lists too.
-
-    What only the loss sees, such as the numbers of a regression, keeps its precision.
+    """Cast a half-precision model's floating-point inputs, also in dicts and lists; what only the loss sees is not
+    cast.
     """
 
     def cast(value: torch.Tensor) -> torch.Tensor:
@@ -320,10 +315,8 @@ def evaluate(
     alive: Callable[[], object] = lambda: None,
     most: int | None = None,
 ) -> dict[str, float]:
-    """Return loss and metrics over the validation data, each sample once, the same on every rank. A collective.
-
-    Leaves no trace in the model or in random generators. With `most` it is a trial of so many micro-batches, without
-    `score`: of a few samples there may be no such figure.
+    """Return loss and metrics over the validation data, the same on every rank, without a trace. A collective. With
+    `most` it tries so many micro-batches, without `score`: of a few samples there may be no such figure.
     """
     sums: dict[str, float] = {EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
     kept: list[dict[str, torch.Tensor]] = []
@@ -389,10 +382,7 @@ def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> di
 
 
 def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:
-    """Load the export into a new model, where the program can make one; a CheckpointError if that fails.
-
-    Whatever the program's function raises: the other ranks wait for it.
-    """
+    """Load the export into a new model, where the program can make one; a CheckpointError whatever its function raises."""
     if isinstance(spec.model, nn.Module):
         return
     try:

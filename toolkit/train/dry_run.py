@@ -1,7 +1,4 @@
-"""The startup dry run: disk, longest batch and an evaluation are tried before the first step, and leave no trace.
-
-Its trial step also finds the micro-batch that fits, where `batch.micro_per_gpu` is `auto`.
-"""
+"""The startup dry run: tries disk, longest batch (which also finds micro_per_gpu=auto) and evaluation, without a trace."""
 
 import os
 import shutil
@@ -124,9 +121,8 @@ def check_disk(run: RunContext, saves: int) -> None:
 
 
 def check_writable(track: TrackConfig, folder: Path) -> None:
-    """Check that metrics.jsonl can be written, and what trackers write into directories of the user's choice.
-
-    Errors elsewhere are reported by the trackers themselves, and end nothing. For rank 0 only.
+    """Check that metrics.jsonl and trackers' local directories can be written; trackers report other errors. Rank 0
+    only.
     """
 
     def write_into(place: Path) -> None:
@@ -212,10 +208,7 @@ def try_export(folder: Path) -> None:
 
 
 def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: int, export_bytes: int) -> None:
-    """Check that the disk of checkpoints/ has room for all that will be on it at once. For rank 0 only.
-
-    `saves` checkpoints are still to come, of at least `each_bytes` each, and an export (0: none).
-    """
+    """Check the disk's room for `saves` checkpoints of at least `each_bytes` and an export (0: none). For rank 0 only."""
     # An older one goes only when its successor is complete.
     at_once = min(saves, config.keep + 1) if config.keep else saves
     count = max(at_once - len(directory.published_checkpoints(folder)), min(saves, 1))
@@ -246,10 +239,7 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
 
 @contextmanager
 def restore_after(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Restore the engine's counters, its loss scale, its module's buffers and the random generators; write no events.
-
-    Weights, optimizer and schedule are not touched by a step whose update is rejected.
-    """
+    """Restore counters, loss scale, buffers and random generators (a rejected update leaves the rest); write no events."""
     buffers = [buffer.clone() for buffer in engine.module.buffers()]  # the statistics of batch norm
     counters = {name: getattr(engine, name) for name in _COUNTERS}
     scaler = _loss_scaler(engine)
@@ -292,9 +282,8 @@ def trial_step(
 ) -> Measured:
     """Do a step whose update is rejected. A collective; only within `restore_after` and an entered `memory`.
 
-    A micro-batch, of the same shape on every rank, comes twice: gradients of the first are there in the second, and
-    ZeRO-3 fetches ahead what it has seen before. The two are the last of a step's `num_micro_batches`; after 1 each is
-    a step. What does not fit raises torch.OutOfMemoryError, on CPUs also RuntimeError.
+    A micro-batch, of the same shape on every rank, comes twice: the second finds gradients of the first, and what
+    ZeRO-3 prefetches. What does not fit raises torch.OutOfMemoryError, on CPUs also RuntimeError.
     """
     forward_backward = update = 0
 
@@ -329,10 +318,8 @@ def trial_step(
 
 
 def _take_update_memory(engine: DeepSpeedEngine) -> None:
-    """Take, for a moment, the memory that the update takes: an optimizer's states where they are not there yet, a copy.
-
-    The copy is of the largest group's gradients in fp32, or of what Adam computes from them (deepspeed 0.19.8: ZeRO-1
-    and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs as much for square roots).
+    """Take the update's memory for a moment: missing optimizer states and a fp32 copy of the largest group's gradients
+    (deepspeed 0.19.8: ZeRO-1 and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs it for square roots).
     """
     optimizer = engine.basic_optimizer
     states = _STATES.get(type(optimizer).__name__, 2)
@@ -356,10 +343,7 @@ def explain_out_of_memory(
     plan: RunPlan | None,
     sections: tuple[str, ...] = ("",),
 ) -> Iterator[None]:
-    """Report what memory that runs out was wanted for, what was measured and planned, and what helps.
-
-    Only overrides in some `sections` of the config, where the others have no effect.
-    """
+    """Report what ran out of memory, what was measured and planned, and which overrides in `sections` help."""
     before = memory.restart()
     try:
         yield
@@ -426,11 +410,8 @@ def search_micro_batch(
 ) -> tuple[int, tuple[DeepSpeedEngine, StepGuard]]:
     """Return the most rows of a micro-batch that fit, on every rank, and the engine that found it. A collective.
 
-    One row cut to half its length, two such rows and a whole row take no more than a run needs at least, and tell what
-    grows with the rows and what does not. From there the rows at most double as long as twice as many should fit: what
-    is measured grows ever faster, if anything, so that where the last two lead to too much, it is too much.
-
-    The task is settled with `cfg`, whose micro-batches have one row; `build` returns an engine for them, and its guard.
+    Starts from half a row, two halves and a whole one; then rows at most double as long as the line through the last
+    two measurements fits: memory grows ever faster, if anything. `build` returns an engine and its guard.
     """
     device = torch.device(get_accelerator().current_device_name())
     limit = limit_bytes(device, cfg.plan.max_gpu_gib)
@@ -473,9 +454,8 @@ def search_micro_batch(
 
 
 def _next(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], room: float) -> int:
-    """Return the rows to be tried after the last, or the last itself if no larger size will fit into `room` bytes.
-
-    `sizes` are ascending; `before` and `last` are rows and the bytes that were measured with them.
+    """Return the next of the ascending `sizes` to try, or the last if none larger fits `room` bytes; pairs: rows,
+    bytes.
     """
     rows, taken = last
     per_row = (taken - before[1]) / (rows - before[0])
@@ -485,10 +465,8 @@ def _next(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], 
 
 
 def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
-    """Let an engine, before its first step, have the micro-batches of a config.
-
-    Its optimizers read the number of micro-batches in one place, where gradients are kept in host memory (deepspeed
-    0.19.8); its `config` is what checkpoints keep.
+    """Set a config's micro-batches in an engine before its first step, and in its optimizer (offload, deepspeed
+    0.19.8).
     """
     rows, times = micro_rows(cfg), accumulation(cfg, world_size())
     engine.set_train_micro_batch_size(rows)

@@ -107,10 +107,8 @@ class Evaluation:
         self.questions = fitting
 
     def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """Evaluate; return the figures for metrics.jsonl, the same on every rank. A collective.
-
-        Leaves no trace in the model or in random generators. Each answer is a line of `file`; next to it, as .json, is
-        what is true of all. `alive` is called now and then.
+        """Evaluate without a trace; return the figures for metrics.jsonl, the same on every rank. A collective. Each
+        answer is a line of `file`, what is true of all is in its .json; `alive` is called now and then.
         """
         cfg, prepared = self.cfg, self.prepared
         count = language_data.num_evaluation_batches(cfg, prepared, self.ranks.world_size)
@@ -215,10 +213,8 @@ class Evaluation:
 
 
 def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
-    """Load a model, evaluate it and print the scores. A collective.
-
-    The config has no tensor, sequence or pipeline parallelism; `file` as in `Evaluation.run`; `adapter` is the
-    directory of an adapter for the model, "" for none.
+    """Load a model with its adapter directory ("": none), evaluate it on data-parallel ranks, print scores. A
+    collective.
     """
     check_settings(cfg)
     prepared = language_data.load_data(cfg)

@@ -238,10 +238,8 @@ def _key(cfg: RunConfig, prepared: LanguageData) -> str:
 def training_batches(
     cfg: RunConfig, prepared: LanguageData, ranks: Ranks, total_steps: int, start: Position = BEGINNING
 ) -> Iterator[Batch]:
-    """Return this rank's training micro-batches from a position on, accumulation x total_steps of them.
-
-    A thread prepares those of the next step while this one is computed: it reads and lays out the samples (or takes
-    them from `data.num_workers`), finds the trained tokens, and on GPUs copies all into page-locked memory.
+    """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares the next
+    step's.
     """
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
     loader = build_loader(
@@ -260,9 +258,8 @@ def training_batches(
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield batches in their order while a thread prepares up to `count` more. An error comes up where its batch would.
-
-    From now on the thread alone uses `batches`.
+    """Yield batches in order while a thread, which alone uses `batches`, prepares `count` more; errors keep their
+    place.
     """
     on_gpu = get_accelerator().device_name() == "cuda"  # a run on CPUs leaves a GPU that is there alone
 
@@ -323,10 +320,7 @@ def num_evaluation_batches(cfg: RunConfig, prepared: LanguageData, world_size: i
 
 
 def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
-    """Yield the validation micro-batches of this rank: each sample once over all ranks.
-
-    In addition to training's they hold `sources`, int64 [T]: of each trained token the number of its source.
-    """
+    """Yield this rank's validation micro-batches, each sample once over all ranks, with `sources`: int64 [T], by token."""
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
@@ -347,10 +341,7 @@ def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> 
 
 
 def longest_batch(cfg: RunConfig, prepared: LanguageData, world_size: int) -> Batch:
-    """Return the longest rows of the training data as one micro-batch, the same on every rank, or this rank's part.
-
-    In a small split micro-batches never get full.
-    """
+    """Return the longest training rows as one micro-batch (never full in a small split), or this rank's part."""
     num_rows, (per_step, micro) = len(prepared.train_plan), rows_per_step(cfg, prepared.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
     per_rank = -(-min(per_step, num_rows) // ranks)
@@ -359,9 +350,8 @@ def longest_batch(cfg: RunConfig, prepared: LanguageData, world_size: int) -> Ba
 
 
 def repeated_batch(cfg: RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
-    """Return the longest row of the plan several times over: what a larger micro-batch would be.
-
-    A share of each sample's tokens is kept.
+    """Return the plan's longest row several times over, as a larger micro-batch; a share of each sample's tokens is
+    kept.
     """
     [samples] = _longest(prepared, 1)
     if share < 1:
@@ -384,10 +374,8 @@ def _longest(prepared: LanguageData, count: int) -> list[list[Sample]]:
 
 
 def _cut(sample: Sample, share: float) -> Sample:
-    """Return some tokens of a sample in a row; the last of them is trained, as a step needs something that is.
-
-    The first ones, unless the prompt is longer: then those that end with the first trained token. ChatGLM-6B takes no
-    row without <sop>, which stands at the end of the prompt.
+    """Return consecutive tokens of a sample, the last one trained: the first ones, or those up to the first trained
+    one. ChatGLM-6B takes no row without <sop>, which is at the end of the prompt.
     """
     ids, trained = sample
     kept = max(2, int(len(ids) * share))

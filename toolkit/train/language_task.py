@@ -367,11 +367,8 @@ class LanguageTask(Task):
 def build_engine(
     cfg: RunConfig, data: LanguageData, ds: DsConfig, total_steps: int, source: RunSource
 ) -> DeepSpeedEngine:
-    """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective.
-
-    Raises:
-        ModelError: if the model cannot be loaded, or is not the one that the checkpoint was trained on.
-        ConfigError: if `tuning` does not fit the model, or DeepSpeed rejects the combination.
+    """Load the model, freeze as `tuning` says, hand it to DeepSpeed; ModelError, ConfigError if they reject it. A
+    collective.
     """
     packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
     if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
@@ -456,10 +453,8 @@ def _base_folder(cfg: RunConfig, data: LanguageData, model: PreTrainedModel, fol
 
 
 def _verify_export(folder: Path) -> None:
-    """Compare a model's export with the run.
-
-    If the device rounds otherwise than was measured, the export stays: that is no reason to lose a model. An export of
-    other weights than were trained is a CheckpointError, and renamed, so that nothing takes it for the run's model.
+    """Compare an export with the run: other weights are a CheckpointError, and it is renamed; other rounding is no
+    reason to lose a model.
     """
     try:
         verify_logits(folder)

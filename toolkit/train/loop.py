@@ -39,9 +39,8 @@ _LOOK_EVERY_S = 1.0
 
 
 class TrainLoop:
-    """Trains: `train` does all steps; the attributes are its state between two of them. Every method is a collective.
-
-    The engine of `run` is in the state in which it begins. `begin_report` is called on rank 0 only and costs no time.
+    """Does all steps; the attributes are the state between two. Methods are collectives, `begin_report` for rank 0
+    only.
     """
 
     def __init__(
@@ -73,13 +72,8 @@ class TrainLoop:
         self.batches = self.task.batches(place, self.run.total_steps - state.step)
 
     def train(self) -> FitResult:
-        """Do all steps; return the same on every rank.
-
-        Raises:
-            Stopped: a signal came, or a file `stop`; all ranks saved a checkpoint at the same step.
-            Diverged: a step went wrong and the config says to stop, or too many steps in a row were skipped.
-            CheckpointError: the last checkpoint cannot be saved.
-            RunFolderError: the run directory was removed; what could be saved is next to it.
+        """Do all steps; return the same on every rank. Raises Stopped (all ranks saved the same step), Diverged,
+        CheckpointError (the last checkpoint), RunFolderError (directory removed; what could be saved is next to it).
         """
         self.engine.train()
         # At step 0, or of a checkpoint that was saved by a run which was stopped before it could evaluate.

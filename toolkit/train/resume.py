@@ -1,7 +1,4 @@
-"""What must be the same: on all ranks at the start, and in a resumed run as in the one that saved; and resuming it.
-
-What ranks compare has names that no language changes: ranks may speak different ones.
-"""
+"""Resuming, and what must be equal on all ranks and in a resumed run; compared under names that no language changes."""
 
 import hashlib
 import json
@@ -41,13 +38,8 @@ def trim_metrics(folder: Path, length: int) -> None:
 
 
 def starting_state(cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: RunSource) -> RunState:
-    """Return where the run begins, with everything in it that stays the same; put aside what is done again.
-
-    For rank 0 only. `data` is the `identity` of what the run learns from.
-
-    Raises:
-        ConfigError: the run computes something else than the one that saved the checkpoint.
-        CheckpointError: the checkpoint cannot be read, or not by so many ranks.
+    """Return where the run begins; put aside what is done again. For rank 0 only; `data` is the `identity` of its data.
+    ConfigError if the run computes something else than the saved one, CheckpointError if it cannot be read here.
     """
     config = json.loads(json.dumps(to_dict(cfg)))
     same: dict[str, Any] = {
@@ -157,9 +149,8 @@ def rewind_to(run: RunContext, checkpoint: Path) -> RunState:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return key, old and new value of everything that differs, in the order of the config; secrets do not.
-
-    A run older than a key did what the key's default says; only of what was trained it says nothing.
+    """Return key, old and new value of what differs, in the config's order, no secrets; an older run had today's
+    defaults.
     """
     old, new = dict(leaves(before)), dict(leaves(now))
     defaults = leaves(to_dict(RunConfig()))
@@ -189,12 +180,8 @@ def check_changes(
     data_now: Mapping[str, str],
     allowed: Sequence[str],
 ) -> list[str]:
-    """Return a line for each difference between the configs, and the data's fingerprints, of a checkpoint and this run.
-
-    `allowed` are the keys and sections of `checkpoint.allow_changes`; `data` stands for the data.
-
-    Raises:
-        ConfigError: something differs that changes what is computed, and is not allowed; or what is trained.
+    """Return a line per change since the checkpoint, of configs and data; ConfigError if one is not in `allowed`, the
+    keys and sections of `checkpoint.allow_changes`, and changes what is computed.
     """
     found = [
         (key, old, new, f"  {key}: {_shortened(old)} -> {_shortened(new)}")

@@ -1,8 +1,6 @@
 """The run directory: chosen, locked and resumed by rank 0; its settings, starts (logs/starts.jsonl) and end (DONE).
 
-One process works in it: `run.lock` is locked, and the directory itself, which nobody can delete by mistake. Some file
-servers lock files only. There a `run.lock` that was deleted is noticed by the heartbeats of the ranks that still work
-in the directory, and put back by the process that holds it.
+`run.lock` is locked and the directory itself, as some file servers lock files only; heartbeats restore a deleted lock.
 """
 
 import fcntl
@@ -63,13 +61,8 @@ class RunSource:
 
 
 def choose_run_dir(cfg: RunConfig) -> RunSource:
-    """Return where to work, with the directory made and locked. For rank 0 only.
-
-    Raises:
-        RunFolderError: if the run has finished, another process works in it, or it cannot be made.
-        RepeatedDeath: it died twice in one place.
-        CheckpointError: there is nothing to resume although there should be.
-        ConfigError: `resume` says something that cannot be.
+    """Return where to work, made and locked. For rank 0 only. Raises RunFolderError (finished, in use, cannot be made),
+    RepeatedDeath, CheckpointError (nothing to resume), ConfigError (`resume`).
     """
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     checkpoint = None if cfg.resume in (NEVER, AUTO, MUST) else _checkpoint_at(Path(cfg.resume))
@@ -231,9 +224,8 @@ def rescue(folder: Path) -> Path:
 def write_settings(
     folder: Path, config_yaml: str, ds_config: dict[str, object], hosts: Sequence[str], device: str
 ) -> None:
-    """Write config.yaml, ds_config.json and environment.json, without secrets. For rank 0 only.
-
-    `hosts` are those of the ranks; `device` is what the driver calls rank 0's GPU, "" a processor.
+    """Write config.yaml, ds_config.json and environment.json, without secrets. Rank 0 only. `device`: its GPU, "" on
+    CPUs.
     """
     known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
     _write(folder / "config.yaml", config_yaml)
@@ -421,10 +413,7 @@ def release_run_dir() -> None:
 
 
 def is_lost(now: bool = False) -> bool:
-    """Whether the run directory was removed, moved or taken by another process since it was locked.
-
-    It may be on a file server, so it is looked at once a second at most, unless `now`.
-    """
+    """Whether another took, moved or removed the locked directory; looked at once a second at most, unless `now`."""
     if _lock is None:
         return False
     if not _lock.is_lost and (now or time.monotonic() >= _lock.looked + _LOOK_EVERY_S):

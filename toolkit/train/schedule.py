@@ -1,11 +1,9 @@
 """The learning rate over the steps, and whether a run has enough of them to learn. Neither torch nor deepspeed.
 
-Numerically equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR on purpose, so that an exported JSON trains
-the same in plain DeepSpeed. The first update of a run changes the weights: a warm-up begins above 0 unless
-schedule.warmup_min_ratio is 0. With such a warm-up two schedulers of DeepSpeed 0.19.8 differ from ours: its cosine
-takes the first step at a rate of 0, and its linear one falls to the lowest rate of the warm-up, where ours falls to 0.
-What DeepSpeed has no schedule for (polynomial, inverse_sqrt, wsd) equals transformers' (5.23, optimization.py) with
-that first rate in the place of its 0.
+Equal to DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, so that an exported JSON trains the same, but for a
+warm-up that begins above 0 (warmup_min_ratio): DeepSpeed 0.19.8's cosine takes the first step at 0, and its linear one
+falls to the warm-up's lowest rate, ours to 0. polynomial, inverse_sqrt and wsd equal transformers' (5.23,
+optimization.py) with that first rate in the place of its 0.
 """
 
 import math
@@ -35,11 +33,9 @@ class HasGroups(Protocol):
 
 
 def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps: int, warmup_steps: int) -> float:
-    """Return the learning rate of the next optimizer step; steps skipped for overflow do not count as `done`.
-
-    DeepSpeed counts from -1: the first two steps of a warm-up are both taken at its lowest rate, and no warm-up is
-    shorter than 2 steps. Without warm-up DeepSpeed has no such schedule; ours then starts at the peak and would reach
-    the end of its curve after `total_steps`.
+    """Return the rate of the next optimizer step; steps skipped for overflow are not `done`. DeepSpeed counts from -1:
+    two warm-up steps at the lowest rate, and at least 2 in all. Without warm-up, which DeepSpeed lacks, ours starts
+    at the peak.
     """
     if schedule.name not in _OF_DEEPSPEED:
         return peak * _as_transformers(schedule, done, total_steps, warmup_steps)
@@ -104,12 +100,9 @@ def _as_transformers(schedule: ScheduleConfig, step: int, total_steps: int, warm
 
 
 class Schedule:
-    """The scheduler that the engine drives.
-
-    `deepspeed.initialize(lr_scheduler=callable)` hands the basic optimizer to the callable. The engine calls `step()`
-    after each optimizer step that was applied: when fp16 overflows (or bf16 gradients are no numbers) it counts a
-    skipped step and leaves the scheduler alone, so the schedule does not advance. Its state has the name that
-    DeepSpeed's own schedulers use, so plain DeepSpeed can continue from our checkpoints.
+    """The scheduler that the engine drives; its state has DeepSpeed's name, so plain DeepSpeed can resume our
+    checkpoints. The engine calls `step()` after each applied step, not after one that it skips (fp16 overflow, NaN
+    in bf16).
     """
 
     def __init__(
@@ -158,11 +151,7 @@ class Schedule:
 
 
 def make_schedule(cfg: RunConfig, total_steps: int) -> Callable[[HasGroups], Schedule]:
-    """Return what makes the learning-rate schedule of an optimizer.
-
-    Raises:
-        ConfigError: the run is too short for its schedule.
-    """
+    """Return what makes an optimizer's learning-rate schedule; ConfigError if the run is too short for it."""
     warmup, decay = warmup_steps(cfg, total_steps), cfg.schedule.decay_steps
     if cfg.schedule.name is ScheduleName.wsd and warmup + decay > total_steps:
         raise ConfigError(

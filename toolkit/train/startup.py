@@ -1,7 +1,4 @@
-"""The start of a training process: a checked config, its environment, its first lines and its logs.
-
-Only `start_logs` imports torch.
-"""
+"""The start of a training process: checked config, environment, first lines and logs; only `start_logs` imports torch."""
 
 import io
 import logging
@@ -42,10 +39,8 @@ def warn_remote_code(model: ModelConfig) -> None:
 
 
 def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, environment.Ranks] | None:
-    """Compose and check the config, set this process's environment by it, and return it with who this process is.
-
-    None if `--cfg` asked for the config alone, which has been printed. `words` are overrides without what launchers
-    add; `custom`: a program trains a custom model.
+    """Check the config, set the environment; return the config and who this process is, None if `--cfg` only printed
+    it. `words` are overrides without what launchers add; `custom`: a program trains a custom model.
     """
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
@@ -103,10 +98,8 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
 
 
 def start_logs(file: Path, rank: int) -> None:
-    """Send what libraries log and print to this rank's file from here on.
-
-    Warnings of DeepSpeed and transformers stay on the terminal of rank 0, errors on those of all ranks, NCCL's warnings
-    too. What libraries print past `sys.stdout`, in C, goes to the file alone: it would tear the live view to pieces.
+    """Send libraries' output to this rank's file, what C code prints too: on the terminal it would break the live view.
+    Warnings also go to rank 0's terminal, errors and NCCL's warnings to every rank's.
     """
     import transformers
     from torch import distributed

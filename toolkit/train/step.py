@@ -29,23 +29,13 @@ def train_step(
     votes: Sequence[bool] = (),
     copies: int = 1,
 ) -> StepResult:
-    """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch.
+    """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch, N known before any
+    backward.
 
-    N, the number of trained tokens of all ranks, is known before the first backward pass. Where several ranks count the
-    same tokens, N is as many times too large as the engine averages gradients over fewer ranks.
-
-    Args:
-        engine: the DeepSpeed engine.
-        task: what is summed and counted.
-        micro_batches: this rank's accumulation window on the CPU; the same on all stages of a pipeline.
-        world_size: number of ranks.
-        guard: judges loss and gradient before the weights change.
-        votes: this rank's answers to questions on which all must act alike; they ride on a sum.
-        copies: how many ranks compute the same sequences.
-
-    Raises:
-        ValueError: no token of the global batch is trained.
-        Diverged: fp16's loss scale cannot be lowered any more.
+    `micro_batches`: this rank's accumulation window on the CPU, the same on all stages of a pipeline; `votes`: answers
+    on which all ranks must agree, sent with a sum; `copies`: how many ranks compute the same sequences. N counts these
+    copies, as the engine averages gradients over fewer ranks. ValueError if no token is trained; Diverged if fp16's
+    loss scale cannot be lowered any more.
     """
     micro_tokens, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
@@ -85,10 +75,8 @@ def _data_parallel_passes(
     world_size: int,
     forward: Stopwatch,
 ) -> _Sums:
-    """Pass each micro-batch forward and back, then update.
-
-    The engine averages gradients over the ranks, hence the factor `world_size`. `scale_wrt_gas=False`: it divides by
-    nothing else (deepspeed 0.19.8, backward).
+    """Pass each micro-batch forward and back, then update. The engine averages gradients over ranks, hence
+    `world_size`; with `scale_wrt_gas=False` it divides by nothing else (deepspeed 0.19.8, backward).
     """
     factor = (world_size / counts[0]).float()
     micro_losses, routers = torch.zeros(len(micro_batches), device=engine.device), task.router_loss(engine)
@@ -119,10 +107,8 @@ def _data_parallel_passes(
 def _pipeline_passes(
     engine: DeepSpeedEngine, task: Task, micro_batches: list[Any], guard: StepGuard, counts: torch.Tensor
 ) -> _Sums:
-    """Pass micro-batches through a model that is divided into stages, with the same loss.
-
-    PipelineEngine divides a loss by the number of micro-batches and averages gradients over the pipelines (deepspeed
-    0.19.8), hence the factor.
+    """Do the same through pipeline stages. PipelineEngine divides by the number of micro-batches and averages over
+    pipelines (deepspeed 0.19.8), hence the factor.
     """
     factor = (engine.dp_world_size * len(micro_batches) / counts[0]).float()
     micro_losses: list[torch.Tensor] = []
@@ -142,9 +128,8 @@ def _pipeline_passes(
 
 
 def _read(micro_losses: torch.Tensor, routers: RouterLoss | None, counts: torch.Tensor, guard: StepGuard) -> _Sums:
-    """Return the sums of all ranks once the guard has seen the loss.
-
-    The one wait for the device in a step; DeepSpeed's own check of the gradients follows at once.
+    """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device before the gradient
+    check.
     """
     of_routers = routers.collect() if routers else micro_losses.new_zeros(())
     sums = sum_over_ranks(torch.stack((micro_losses.sum(), of_routers)), micro_losses.device)

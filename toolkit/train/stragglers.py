@@ -1,10 +1,7 @@
-"""Which rank the others wait for: all ranks take as long for a step as the slowest, so each one's own work is compared.
+"""Which rank the others wait for: steps take equally long on all, so each rank's own work is compared.
 
-A rank's own work is what lies between two places where ranks wait for one another, so that the time it takes says
-something of this rank: from the end of a step to the first sum over the ranks in the next (data, logging, whatever else
-the host does), and the forward passes. Of the backward passes nothing is counted, as gradients are reduced in them.
-Under ZeRO-3 ranks wait for one another in the forward passes too, which hides most of a slow processor or GPU, but
-neither slow data nor a slow host.
+That is the time from the end of a step to the next first sum over ranks (data, host), and the forward passes; backward
+passes reduce gradients. Under ZeRO-3 forward passes wait too, which hides most of a slow processor or GPU.
 """
 
 import time
@@ -29,11 +26,7 @@ LEAST_SHARE = 0.03
 
 
 class Stopwatch:
-    """Adds up what a device takes for the work between one mark and the next, without waiting for it.
-
-    The host only queues a GPU's work, so its own clock would show how fast it queues: on a GPU marks are events among
-    the work itself.
-    """
+    """Adds up a device's time between marks without waiting: on GPUs marks are events, as the host only queues work."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cpu = device.type == "cpu"
@@ -145,10 +138,7 @@ class StragglerDetector:
 
 
 def _slow_rank(times: RankTimes) -> int:
-    """Return the rank that is slow, -1 if none is.
-
-    A rank whose sequences are longer than those of others takes longer, and is not slow: it has to be so per token too.
-    """
+    """Return the slow rank, -1 if none is; slow per token too, as longer sequences take longer."""
     slowest = _slowest(times.own_s)
     waits = times.own_s[slowest] - median_low(times.own_s)
     per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]

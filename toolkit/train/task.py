@@ -105,10 +105,8 @@ class RunContext:
 
 
 class Task(ABC):
-    """What a run learns, from what, and what it leaves behind: language modelling, or a user's own model.
-
-    It is created without its data. The Trainer calls its methods in the order in which they are defined, on every rank
-    unless they say otherwise; Trainer, loop, step and checkpoints know no task by name.
+    """What a run learns, and from what: language modelling or a custom model. Created without its data; the Trainer
+    calls the methods in this order, on every rank unless they say otherwise.
     """
 
     unit = TOKENS

@@ -1,7 +1,5 @@
-"""Speed and memory between two log lines, and what they are compared with: the model's FLOPs, this machine, the plan.
-
-This machine is measured by a product of large matrices, as not every datasheet is known, or true. Collectives are what
-DeepSpeed's log of them (`profile.comms`) counted.
+"""Speed and memory between two log lines, compared with the model's FLOPs, the plan and this machine's matrix products
+(not every datasheet is known, or true).
 """
 
 import json
@@ -42,10 +40,8 @@ _AT_ONCE = 5
 
 
 def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of large square matrix products of the median rank, 0 without memory for one. A collective.
-
-    All ranks measure at once, each less than a second, and those without memory for a product do not count. A GPU needs
-    0.4 GiB meanwhile, in fp32 0.8 GiB, a 16th of it at least.
+    """Return the median rank's FLOP/s in large matrix products, 0 without memory for one. A collective. All measure at
+    once, under a second; a GPU needs 0.4 GiB, in fp32 0.8 GiB, a 16th of it at least.
     """
     mine = 0.0
     for size in _sizes(device, dtype):
@@ -95,10 +91,8 @@ def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
 
 
 class Collectives:
-    """Adds up this rank's collectives.
-
-    DeepSpeed's own summary holds sums of sums, as it never resets its timers (0.19.8, comm.timed_op). So seconds are
-    taken from the timers, and calls and bytes from the log.
+    """Adds up this rank's collectives: seconds from DeepSpeed's timers, calls and bytes from its log, as its own
+    summary never resets timers (0.19.8, comm.timed_op).
     """
 
     def __init__(self) -> None:
@@ -107,10 +101,7 @@ class Collectives:
         self.seconds: Counter[str] = Counter()
 
     def take(self, counts: bool = True) -> float:
-        """Take what came since the last call out of DeepSpeed's log; return its seconds, 0 without `profile.comms`.
-
-        It is added up if it `counts`: what happens beside training does not.
-        """
+        """Take what is new in DeepSpeed's log, add it up if it `counts`; return its seconds, 0 without `profile.comms`."""
         log = comms_logger.get_raw_data()
         comms_logger.reset_data()
         spent = {name: timer.elapsed() / 1000 for name, timer in timers.timers.items()}
@@ -155,9 +146,8 @@ class Baseline:
     """Memory of a rank that the plan expects."""
 
     def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
-        """Return FLOP/s of a rank and what share they are of what is possible; {} where FLOPs are not known.
-
-        `needed` are tokens of all ranks without padding, `computed` with it; `rank_seconds` are seconds times ranks.
+        """Return a rank's FLOP/s and MFU, {} without FLOPs; `needed` tokens without padding, of all ranks, as
+        `rank_seconds`.
         """
         if self.formula is None:
             return {}
@@ -193,9 +183,8 @@ class Baseline:
 def measure_baseline(
     engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
 ) -> Baseline:
-    """Return what a run is measured by; multiplies matrices for less than a second. A collective.
-
-    `planned_bytes` is the memory of a rank by the plan: of its GPU, on a processor of the process.
+    """Return what a run is compared with. A collective. `planned_bytes` is per rank: of its GPU, on CPUs of the
+    process.
     """
     model, device = unwrap_model(engine.module), engine.device
     shapes: Shapes = {}  # of all parameters as they are before they are partitioned or quantised
@@ -235,10 +224,7 @@ _OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
 
 
 class ThroughputMeter:
-    """Adds up steps. Tokens and collectives given are those of the run so far.
-
-    With SAMPLES as `unit` the rows name samples where they would name tokens.
-    """
+    """Adds up steps; tokens (or samples, by `unit`) and collectives given are those of the run so far."""
 
     def __init__(
         self,
@@ -304,10 +290,8 @@ class ThroughputMeter:
         return RankTimes(self.steps, seconds, own_s, data_wait_s, tokens)
 
     def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
-        """Return the row of metrics.jsonl after a step and reset the sums.
-
-        `loss` is exact: sum of token losses / trained tokens over all ranks and all steps since the last row whose loss
-        is a number. `epoch` has its fraction, `lr` is what this step used, `pace` that of the call just before.
+        """Return a row of metrics.jsonl and reset the sums. `loss` is exact: sum of token losses / trained tokens over
+        all ranks since the last finite one. `lr` is what this step used, `pace` that of the call just before.
         """
         seconds, ranks = pace.seconds, world_size()
         host_bytes, device_bytes = (int(max(peaks)) for peaks in self.peaks)

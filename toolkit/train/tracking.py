@@ -33,9 +33,8 @@ _CODE = (
 
 
 class AutomaticReport:
-    """Makes RUN/report.html during a run and at its end, which waits for it. For rank 0 only.
-
-    `environ` is the environment of its process, which is no rank.
+    """Makes RUN/report.html during a run and at its end, which waits for it, with `environ` of no rank. For rank 0
+    only.
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> None:
@@ -95,19 +94,16 @@ class AutomaticReport:
 
 
 def trackers_of(cfg: RunConfig) -> Trackers:
-    """Return the trackers of a run, which have not begun.
-
-    A run waits for them a quarter of `distributed.timeout_s` at most: meanwhile the other ranks wait in a collective,
-    in the end for the report too, which may take half of it.
+    """Return a run's trackers, not yet begun. It waits for them, while ranks wait in a collective, for a quarter of
+    `distributed.timeout_s` at most; the report may take half of it.
     """
     return Trackers(min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
 
 
 @contextmanager
 def tracking(run: RunContext, data: Mapping[str, Any]) -> Iterator[None]:
-    """Begin the trackers, on the first rank, and tell them how the run ended. `data`: what it learns from, in numbers.
-
-    As hyperparameters they get what the run is made of, flat: its config, its data, the code's commit and the versions.
+    """Begin the trackers on the first rank, with config, `data`, commit and versions as hyperparameters; tell them the
+    end.
     """
     trackers = run.trackers
     if run.ranks.rank == 0 and run.cfg.track.enabled:

@@ -52,9 +52,8 @@ DATA_CARD = "data.json"
 
 
 class Trainer:
-    """Trains a task, which has no data yet. Every method is a collective; this process's environment is set.
-
-    `started` is time.monotonic() when the command was started.
+    """Trains a task, which has no data yet. Methods are collectives; `started`: time.monotonic() of the command's
+    start.
     """
 
     progress: Progress
