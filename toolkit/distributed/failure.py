@@ -70,7 +70,7 @@ def another_has_failed() -> bool:
 
 
 def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> bool:
-    """Claim the failure for the marker's `text` and exit `code`; return whether this rank was first, and so reports it."""
+    """Claim the failure with the marker's `text` and exit `code`; return whether this rank was first, to report it."""
     global _is_mine
     try:
         file = open(_marker, "x", encoding="utf-8") if _marker else None

@@ -171,7 +171,7 @@ _met: tuple[Store, int, int] | None = None
 
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return store, rank and world size by the launcher's variables; RuntimeError if a rank has not come in `timeout`."""
+    """Return store, rank, world size by the launcher's variables; RuntimeError if a rank has not come in `timeout`."""
     global _met
     if _met is None:
         found: list[tuple[Store, int, int]] = []

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object per logged step or evaluation, added whole or not at all; docs/tracking.md has the names."""
+"""metrics.jsonl: one object per logged step or evaluation, added whole or not at all; names are in docs/tracking.md."""
 
 import json
 import math

@@ -167,7 +167,7 @@ class BackendQueue:
     def _deliver_with_retries(
         self, deliver: Callable[[], object], steps: Mapping[str, int] | None = None, count: int = 1
     ) -> bool:
-        """Deliver and record the last steps; drop and count the messages if retries fail (one, once the session ends)."""
+        """Deliver and record the last steps; drop and count the messages if retries (one at the end) fail."""
         for pause_s in (*PAUSES_S, 0.0):
             is_last = self.ending.is_set()
             if self._attempt(deliver):

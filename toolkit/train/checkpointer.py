@@ -47,7 +47,7 @@ class Rotation:
         self._also: Collection[Path] | None = None
 
     def request(self, also: Collection[Path] | None = None) -> None:
-        """Remove what is too much but `also` (None: only what was discarded); returns at once, the last request counts."""
+        """Remove what is too much but `also` (None: only what is discarded); returns at once, the last request counts."""
         with self._lock:
             self._is_due, self._also = True, self._also if also is None else also
             if self._thread is None:
@@ -160,7 +160,7 @@ class Checkpointer:
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: RunState, is_last: bool = False) -> None:
-        """Publish the previous checkpoint and write one; the last is probed, as no step will show its weights are good."""
+        """Publish the previous checkpoint and write one; the last one is probed, as no step shows its weights are good."""
         self.finish()
         name = directory.checkpoint_name(state.step)
         temporary = self.folder / f"{name}.tmp"

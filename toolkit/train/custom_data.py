@@ -290,7 +290,7 @@ data; `described`: the data for the user."""
 
 
 def validation_batches(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Yield this rank's validation micro-batches, as many on every rank, and sample numbers, each once over all ranks."""
+    """Yield this rank's validation micro-batches (as many on every rank) and sample numbers, each once in all."""
     size, rank, world = micro_rows(cfg), ranks.rank, ranks.world_size
     with _generators_kept():
         _seed(f"{cfg.run.seed} validation")

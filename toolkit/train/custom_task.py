@@ -382,7 +382,7 @@ def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> di
 
 
 def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:
-    """Load the export into a new model, where the program can make one; a CheckpointError whatever its function raises."""
+    """Load the export into a new model, where the program can make one; a CheckpointError whatever its code raises."""
     if isinstance(spec.model, nn.Module):
         return
     try:

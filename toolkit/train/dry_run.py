@@ -1,4 +1,4 @@
-"""The startup dry run: tries disk, longest batch (which also finds micro_per_gpu=auto) and evaluation, without a trace."""
+"""The startup dry run: tries disk, longest batch (and so finds micro_per_gpu=auto) and evaluation, without a trace."""
 
 import os
 import shutil
@@ -208,7 +208,7 @@ def try_export(folder: Path) -> None:
 
 
 def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: int, export_bytes: int) -> None:
-    """Check the disk's room for `saves` checkpoints of at least `each_bytes` and an export (0: none). For rank 0 only."""
+    """Check the disk's room for `saves` checkpoints of at least `each_bytes` and an export (0: none). Rank 0 only."""
     # An older one goes only when its successor is complete.
     at_once = min(saves, config.keep + 1) if config.keep else saves
     count = max(at_once - len(directory.published_checkpoints(folder)), min(saves, 1))
@@ -239,7 +239,7 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
 
 @contextmanager
 def restore_after(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Restore counters, loss scale, buffers and random generators (a rejected update leaves the rest); write no events."""
+    """Restore counters, loss scale, buffers and random generators (a rejected step leaves the rest); write no events."""
     buffers = [buffer.clone() for buffer in engine.module.buffers()]  # the statistics of batch norm
     counters = {name: getattr(engine, name) for name in _COUNTERS}
     scaler = _loss_scaler(engine)

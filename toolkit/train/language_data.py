@@ -320,7 +320,7 @@ def num_evaluation_batches(cfg: RunConfig, prepared: LanguageData, world_size: i
 
 
 def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
-    """Yield this rank's validation micro-batches, each sample once over all ranks, with `sources`: int64 [T], by token."""
+    """Yield this rank's validation micro-batches, each sample once over all ranks; `sources`: int64 [T], by token."""
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
     place = mesh_of(cfg, ranks.world_size, ranks.rank)

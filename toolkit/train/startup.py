@@ -1,4 +1,4 @@
-"""The start of a training process: checked config, environment, first lines and logs; only `start_logs` imports torch."""
+"""The start of a training process: config, environment, first lines and logs; only `start_logs` imports torch."""
 
 import io
 import logging

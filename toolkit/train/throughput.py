@@ -101,7 +101,7 @@ class Collectives:
         self.seconds: Counter[str] = Counter()
 
     def take(self, counts: bool = True) -> float:
-        """Take what is new in DeepSpeed's log, add it up if it `counts`; return its seconds, 0 without `profile.comms`."""
+        """Take what is new in DeepSpeed's log, add it if it `counts`; return its seconds, 0 without `profile.comms`."""
         log = comms_logger.get_raw_data()
         comms_logger.reset_data()
         spent = {name: timer.elapsed() / 1000 for name, timer in timers.timers.items()}
