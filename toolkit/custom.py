@@ -113,8 +113,6 @@ def _run(spec: CustomSpec, words: list[str], found: list[Path]) -> int:
 
 
 def share() -> tuple[int, int]:
-    """Return this rank's number and the count, before and after startup, for a data set sharding itself:
-    `rows[rank::count]`.
-    """
+    """Return this rank's number and the count, at any time, for a dataset that shards itself: `rows[rank::count]`."""
     ranks = environment.detect(os.environ)
     return ranks.rank, ranks.world_size

@@ -130,7 +130,6 @@ def remove_old(
 
 
 def _directory_bytes(folder: Path) -> int:
-    """Return the bytes in a folder, which may be going away."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -245,9 +244,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def manifest_problems(folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint; reads every byte. PermissionError: it may be whole, so do not put it
-    aside.
-    """
+    """Return what is wrong with a checkpoint; reads every byte. PermissionError: may be whole, do not set aside."""
     try:
         files = read_manifest(folder)["files"]
     except CheckpointError as error:
@@ -311,9 +308,7 @@ class RunState:
     """Training loss of the first step, nats per token."""
     last_loss: float = math.nan
     skips_in_a_row: int = 0
-    """Steps skipped just before."""
     bad_steps: int = 0
-    """Steps whose numbers went wrong."""
     rewinds: int = 0
     """Times that the run went back to a checkpoint for them."""
     losses: list[float] = field(default_factory=list)

@@ -46,11 +46,8 @@ class EngineFiles(CheckpointEngine):
         self.waited_s = 0.0
         """Seconds that updates have waited for copies since `begin`."""
         self.unwritten: list[tuple[Any, str]] = []
-        """What is to be written, and where."""
         self.written: list[Path] = []
-        """Files of the save in progress."""
         self.failure = ""
-        """Why the save in progress cannot be completed."""
 
     def begin(self) -> None:
         """Forget the save before."""
@@ -181,7 +178,6 @@ class HostCopies:
         self.buffers: list[torch.Tensor] = []
         self.used = 0
         self.waiting: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        """What is to be copied, and where to."""
         accelerator = get_accelerator()
         # Of its own, or the copies would stand in line with the passes of the next step.
         self.stream = None if accelerator.is_synchronized_device() else accelerator.Stream()

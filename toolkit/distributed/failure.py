@@ -460,9 +460,7 @@ def _free_mib(place: str) -> float:
 
 
 def end_with_launcher() -> None:
-    """End with the launcher from now on, while a program imports before `run_guarded`; SystemExit if it has ended
-    already.
-    """
+    """End with the launcher from now on, while a program imports before `run_guarded`; SystemExit if it has ended."""
     if multiprocessing.parent_process() is None and (lost := _lost()):
         _say(lost)
         raise SystemExit(1)
@@ -476,9 +474,7 @@ def _lost() -> str:
 
 
 def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> None:
-    """Report it, unless another rank has. `trace`: "" for a user's mistake; `agreed`: all ranks know it, and rank 0
-    speaks.
-    """
+    """Report it, unless another rank has. `trace`: "" for a user's mistake; `agreed`: all ranks know, rank 0 speaks."""
     message, trace = hide(message), hide(trace)
     rank = _number("RANK", 0)
     if _reported_peer.is_set():

@@ -64,7 +64,6 @@ def build_once(
 
 
 def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
-    """Build under a temporary name beside `target`, flush, rename."""
     building = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
     try:
         build(building)
@@ -116,9 +115,7 @@ class _Signature:
             file.truncate()
 
     def read(self) -> dict[str, Any]:
-        """Return the file's signature, {} if none; reopened, as network file systems need. Half-written ones are
-        another's.
-        """
+        """Return the file's signature, {} if none; reopened, as network file systems need. Half-written: another's."""
         try:
             text = self.path.read_text(encoding="utf-8")
             value = json.loads(text) if text.strip() else {}
@@ -129,9 +126,7 @@ class _Signature:
         return value if isinstance(value, dict) else {}
 
     def another_lives(self, trusted: bool) -> bool:
-        """Whether the signature's process still beats; `trusted`: the lock was granted, so a holder on this node is
-        gone.
-        """
+        """Whether the signature's process still beats; `trusted`: the lock was granted, so a local holder is gone."""
         found = self.read()
         if not found or found.get("token") == self.me["token"]:
             return False
@@ -154,7 +149,6 @@ class _Signature:
 
 
 def _wait(file: IO[str], signature: _Signature) -> None:
-    """Return as the holder of the lock, signed."""
     started, told = time.monotonic(), False
     while True:
         granted, trusted = try_lock(file)

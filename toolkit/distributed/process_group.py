@@ -244,9 +244,7 @@ def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> st
 
 _HEARD_S = 10.0
 _MOST = 8
-"""Differences that are shown."""
 _LONGEST = 120
-"""Characters of a value that are shown."""
 
 
 def differences(store: Store, rank: int, size: int, key: str, mine: Mapping[str, str], timeout: timedelta) -> str:

@@ -55,7 +55,6 @@ class Watchdog:
         self.phase, self.step, self.detail = "", 0, ""
         self.since = time.monotonic()
         self.taken: deque[float] = deque(maxlen=100)
-        """Seconds of the last steps."""
         self.beats = 0
         self._is_excused = False
         """Whether this step has taken long because another rank waited for its data."""
@@ -66,7 +65,7 @@ class Watchdog:
                 threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
 
     def enter(self, phase: str, step: int, detail: str = "") -> None:
-        """Note what this rank does: STEP, DATA or another name, "" is not watched; `detail` (shapes) helps to find the
+        """Note what this rank does: STEP, DATA or another name, "" is not watched; `detail` (shapes) helps find the
         cause.
         """
         now = time.monotonic()

@@ -27,25 +27,18 @@ class TrackedRun:
     """What is to be known of a run before its first row. All texts are without secrets."""
 
     name: str
-    """Of its directory."""
     id: str
     """Of this run and no other; the same when it is resumed."""
     folder: Path
-    """The run directory."""
     settings: Mapping[str, Any]
-    """The tracker's section of `track`."""
     hyperparameters: Mapping[str, Any]
     """Dotted key -> value: the config, the data, the code's commit, the versions."""
     texts: Mapping[str, str]
-    """Name of a file -> its text."""
     step: int
-    """The step after which this session begins."""
 
 
 class Backend:
-    """A tracker, whose constructor imports its library. What it raises is reported once and ends nothing; it may be
-    slow.
-    """
+    """A tracker; its constructor imports its library. What it raises is reported once and ends nothing; may be slow."""
 
     redoes = False
     """Whether rows after a step can be taken back, so that they are written again."""
@@ -91,9 +84,7 @@ def as_markdown(answers: Sequence[Mapping[str, str]]) -> str:
 
 
 class CsvFile(Backend):
-    """metrics.csv: metrics.jsonl as a table, a column per metric; rewritten when a session begins or there is a new
-    column.
-    """
+    """metrics.csv: metrics.jsonl as a table, a column per metric; rewritten for a new session or a new column."""
 
     redoes = True
     most_rows = sys.maxsize

@@ -158,9 +158,7 @@ _OURS = "toolkit.run_id"
 
 
 class MlflowRun(Backend):
-    """A run on a server, in a database or a directory, found again by a tag. MLflow keeps all it gets: ask for the last
-    step.
-    """
+    """A run on a server, in a database or directory, found again by a tag; MLflow keeps every value that it gets."""
 
     def __init__(self) -> None:
         import mlflow

@@ -61,9 +61,7 @@ class MetricsLog:
         self._waiting: list[str] = []
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Append one row; non-finite numbers as strings ("nan", "inf"), as JSON has no such numbers and strict readers
-        reject.
-        """
+        """Append one row; non-finite numbers as strings ("nan", "inf"), which JSON lacks and strict readers reject."""
         clean = {
             key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
@@ -99,7 +97,6 @@ class MetricsLog:
             ) from error
 
     def _write(self) -> None:
-        """Write all that waits, or nothing of it."""
         if self._waiting:
             append_rows(self.file, "".join(self._waiting).encode())
             self._waiting.clear()

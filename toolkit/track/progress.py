@@ -58,9 +58,7 @@ class Progress:
         self.row: dict[str, float] = {}
         """The last row of metrics.jsonl with a training loss."""
         self.evaluation: dict[str, float] = {}
-        """The last row of an evaluation."""
         self.checkpoint = ""
-        """Name of the last checkpoint that was published."""
         self.started, self.warnings_before = time.monotonic(), console.num_warnings
         self.is_live = shown and terminal.is_live()
         self._stack = ExitStack()

@@ -37,13 +37,11 @@ MOST_WAITING = 10_000
 PAUSES_S = (1.0, 10.0, 60.0, 300.0, 600.0)
 """Between the attempts at one message; then it is dropped. When the session ends there is one more attempt at each."""
 BEGIN_AGAIN_S = 60.0
-"""Between the attempts to begin."""
 LOOK_EVERY_S = 0.2
 """Whether the session has ended, when there is nothing else to do."""
 RECORD_EVERY_S = 1.0
 """Between two times that the record is written: for each row it would take longer than the row."""
 SLOW_S = 60.0
-"""An answer that takes longer is reported."""
 
 
 _IMPORTING = threading.Lock()
@@ -209,7 +207,6 @@ class BackendQueue:
         return True
 
     def _warn_once(self, what: str, sentence: str) -> None:
-        """Warn the user, once for each kind of trouble."""
         if what not in self._warned:
             self._warned.add(what)
             self.reply({"warning": sentence, "failed": self.name})
@@ -321,7 +318,6 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
 
 
 def _rows_so_far(folder: Path, length: int) -> list[dict[str, Any]]:
-    """Return the rows that metrics.jsonl had when the session began."""
     with suppress(OSError, ValueError), open(folder / "metrics.jsonl", "rb") as file:
         return [json.loads(line) for line in file.read(length).splitlines()]
     return []

@@ -47,7 +47,7 @@ class Rotation:
         self._also: Collection[Path] | None = None
 
     def request(self, also: Collection[Path] | None = None) -> None:
-        """Remove what is too much but `also` (None: only what is discarded); returns at once, the last request counts."""
+        """Remove what is too much but `also` (None: only what is discarded); at once; the last request counts."""
         with self._lock:
             self._is_due, self._also = True, self._also if also is None else also
             if self._thread is None:
@@ -141,7 +141,6 @@ class Checkpointer:
         self.keep_best, self.patience_s = keep_best, patience_s
         self.files = engine_files.install_engine_files(engine, config.asynchronous)
         self.newest: Path | None = None
-        """The last checkpoint that was published."""
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
         self.ruin = ""
@@ -160,7 +159,7 @@ class Checkpointer:
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: RunState, is_last: bool = False) -> None:
-        """Publish the previous checkpoint and write one; the last one is probed, as no step shows its weights are good."""
+        """Publish the previous one and write one; the last is probed, as no step shows its weights are good."""
         self.finish()
         name = directory.checkpoint_name(state.step)
         temporary = self.folder / f"{name}.tmp"
@@ -223,9 +222,7 @@ class Checkpointer:
         return taken
 
     def load(self, checkpoint: Path, converts: bool = False) -> None:
-        """Load a checkpoint, in DeepSpeed's universal form if it `converts` (other ranks, ZeRO stage); else a
-        CheckpointError.
-        """
+        """Load a checkpoint, in universal form if it `converts` (other ranks, ZeRO stage), or a CheckpointError."""
         if not converts:
             self._load(checkpoint)
         else:
@@ -387,7 +384,6 @@ class _Pending:
     ) -> None:
         self.step, self.folder, self.files = step, folder, files
         self.evaluations = list(evaluations)
-        """Those up to this step."""
         self.mine: list[Path] = []
         """Files of this rank next to the engine's."""
         self.is_good = False
@@ -395,7 +391,6 @@ class _Pending:
         self.failure = ""
         self.records: dict[str, FileRecord] = {}
         self.thread = threading.Thread(target=self._prove, name="checkpoint", daemon=True)
-        """Proves the files next to training."""
 
     def wait(self) -> None:
         """Wait until this rank's part is proven, or has failed."""

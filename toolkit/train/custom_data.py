@@ -94,7 +94,6 @@ class MicroBatch(NamedTuple):
     """What one forward pass gets."""
 
     batch: Any
-    """What `collate` made."""
     size: int
     """Samples in it that count: 0 where it is there only for the ranks to compute in step."""
 
@@ -152,7 +151,6 @@ def _as_it_is(item: MicroBatch) -> MicroBatch:
 
 
 def _with_epochs(sampler: GlobalBatchSampler) -> Iterator[tuple[int, list[int]]]:
-    """Yield a sampler's micro-batches, each with its epoch."""
     place = sampler.start
     for number, rows in enumerate(sampler, start=1):
         yield place.epoch, rows

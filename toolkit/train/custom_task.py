@@ -253,7 +253,6 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 
 def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a batch with all its tensors changed, in whatever they lie."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if isinstance(batch, Mapping):
@@ -294,9 +293,7 @@ def _statistics_kept(model: nn.Module, is_filler: bool) -> Iterator[None]:
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a half-precision model's floating-point inputs, also in dicts and lists; what only the loss sees is not
-    cast.
-    """
+    """Cast a half-precision model's floating-point inputs, also in dicts and lists; what the loss alone sees is not."""
 
     def cast(value: torch.Tensor) -> torch.Tensor:
         return value.to(dtype) if value.is_floating_point() else value
@@ -360,7 +357,6 @@ def evaluate(
 
 
 def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
-    """Return the values of a micro-batch's samples, by name [count, ...]."""
     if spec.metrics is None:
         return {}
     values = spec.metrics(engine, on_device(micro.batch, engine.device))

@@ -84,14 +84,12 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
 
 
 def _saves(config: CheckpointConfig, steps: range) -> int:
-    """Return how many checkpoints the steps will save."""
     due = sum(1 for step in steps if config.every and step % config.every == 0)
     is_last_due = bool(config.every) and steps.stop - 1 >= steps.start and (steps.stop - 1) % config.every == 0
     return due + (config.at_end and not is_last_due)
 
 
 def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
-    """Return what the run will do besides the batch, and has been tried."""
     words = [
         tr("an update"),
         tr("a save") if saves else "",
@@ -121,9 +119,7 @@ def check_disk(run: RunContext, saves: int) -> None:
 
 
 def check_writable(track: TrackConfig, folder: Path) -> None:
-    """Check that metrics.jsonl and trackers' local directories can be written; trackers report other errors. Rank 0
-    only.
-    """
+    """Check that metrics.jsonl and trackers' local directories can be written; other errors trackers report. Rank 0."""
 
     def write_into(place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
@@ -149,7 +145,6 @@ def check_writable(track: TrackConfig, folder: Path) -> None:
 
 
 def _reason(write: Callable[..., object], *arguments: object) -> str:
-    """Return why something cannot be written, "" if it can."""
     try:
         write(*arguments)
     except (OSError, SafetensorError) as error:
@@ -239,7 +234,7 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
 
 @contextmanager
 def restore_after(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Restore counters, loss scale, buffers and random generators (a rejected step leaves the rest); write no events."""
+    """Restore counters, loss scale, buffers, random generators (a rejected step leaves the rest); write no events."""
     buffers = [buffer.clone() for buffer in engine.module.buffers()]  # the statistics of batch norm
     counters = {name: getattr(engine, name) for name in _COUNTERS}
     scaler = _loss_scaler(engine)
@@ -454,9 +449,7 @@ def search_micro_batch(
 
 
 def _next(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], room: float) -> int:
-    """Return the next of the ascending `sizes` to try, or the last if none larger fits `room` bytes; pairs: rows,
-    bytes.
-    """
+    """Return the next of the ascending `sizes` to try, or the last if none larger fits `room`; pairs: rows, bytes."""
     rows, taken = last
     per_row = (taken - before[1]) / (rows - before[0])
     larger = [size for size in sizes if size > rows]
@@ -465,9 +458,7 @@ def _next(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], 
 
 
 def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
-    """Set a config's micro-batches in an engine before its first step, and in its optimizer (offload, deepspeed
-    0.19.8).
-    """
+    """Set a config's micro-batches in an engine before its first step, and in its optimizer (deepspeed 0.19.8)."""
     rows, times = micro_rows(cfg), accumulation(cfg, world_size())
     engine.set_train_micro_batch_size(rows)
     # Not by set_train_batch_size, which takes every rank for one with rows of its own.

@@ -78,7 +78,6 @@ class Evaluation:
     """The validation split is there."""
     ranks: Ranks
     questions: list[ValidationQuestion]
-    """Of `choose_prompts`."""
     model: DeepSpeedEngine | PreTrainedModel
     """The engine, or where there is none the model."""
     device: torch.device
@@ -213,9 +212,7 @@ class Evaluation:
 
 
 def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
-    """Load a model with its adapter directory ("": none), evaluate it on data-parallel ranks, print scores. A
-    collective.
-    """
+    """Load a model and its adapter directory ("": none), evaluate it data-parallel, print scores. A collective."""
     check_settings(cfg)
     prepared = language_data.load_data(cfg)
     language_data.check_same_data(cfg, prepared)

@@ -238,9 +238,7 @@ def _key(cfg: RunConfig, prepared: LanguageData) -> str:
 def training_batches(
     cfg: RunConfig, prepared: LanguageData, ranks: Ranks, total_steps: int, start: Position = BEGINNING
 ) -> Iterator[Batch]:
-    """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares the next
-    step's.
-    """
+    """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares them ahead."""
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
     loader = build_loader(
         prepared.train,
@@ -258,9 +256,7 @@ def training_batches(
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield batches in order while a thread, which alone uses `batches`, prepares `count` more; errors keep their
-    place.
-    """
+    """Yield batches in order; a thread, which alone uses `batches`, prepares `count` more. Errors keep their place."""
     on_gpu = get_accelerator().device_name() == "cuda"  # a run on CPUs leaves a GPU that is there alone
 
     def prepare() -> Batch | None:
@@ -350,9 +346,7 @@ def longest_batch(cfg: RunConfig, prepared: LanguageData, world_size: int) -> Ba
 
 
 def repeated_batch(cfg: RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
-    """Return the plan's longest row several times over, as a larger micro-batch; a share of each sample's tokens is
-    kept.
-    """
+    """Return the plan's longest row several times over, as a larger micro-batch; a share of each sample is kept."""
     [samples] = _longest(prepared, 1)
     if share < 1:
         samples = [_cut(sample, share) for sample in samples]

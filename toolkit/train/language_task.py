@@ -71,7 +71,6 @@ class LanguageTask(Task):
     data: LanguageData
     epoch: Epoch
     questions: list[ValidationQuestion]
-    """What the model is asked at each evaluation."""
     evaluation: Evaluation | None = None
 
     # Data
@@ -367,9 +366,7 @@ class LanguageTask(Task):
 def build_engine(
     cfg: RunConfig, data: LanguageData, ds: DsConfig, total_steps: int, source: RunSource
 ) -> DeepSpeedEngine:
-    """Load the model, freeze as `tuning` says, hand it to DeepSpeed; ModelError, ConfigError if they reject it. A
-    collective.
-    """
+    """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
     packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
     if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
         raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)

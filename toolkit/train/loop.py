@@ -39,9 +39,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class TrainLoop:
-    """Does all steps; the attributes are the state between two. Methods are collectives, `begin_report` for rank 0
-    only.
-    """
+    """Does all steps; attributes are the state between two. Methods are collectives, `begin_report` for rank 0 only."""
 
     def __init__(
         self, task: Task, run: RunContext, baseline: Baseline, progress: Progress, begin_report: Callable[[], object]
@@ -271,7 +269,6 @@ class TrainLoop:
         self.state.last_loss = row["loss"]
 
     def _evaluates(self) -> bool:
-        """Whether there is an evaluation at the present step."""
         if not self.task.has_validation or not self.step:
             return self.task.has_validation and self.cfg.evaluate.at_start
         return _due(self.step, self.cfg.evaluate.every) or self.step == self.run.total_steps

@@ -149,9 +149,7 @@ def rewind_to(run: RunContext, checkpoint: Path) -> RunState:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return key, old and new value of what differs, in the config's order, no secrets; an older run had today's
-    defaults.
-    """
+    """Return key, old and new value of what differs, in the config's order, no secrets; missing keys are defaults."""
     old, new = dict(leaves(before)), dict(leaves(now))
     defaults = leaves(to_dict(RunConfig()))
     old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old

@@ -55,7 +55,6 @@ class RunSource:
     """Where a run works and what it resumes from."""
 
     folder: Path
-    """The run directory."""
     checkpoint: Path | None
     """Verified; None starts over."""
 
@@ -224,9 +223,7 @@ def rescue(folder: Path) -> Path:
 def write_settings(
     folder: Path, config_yaml: str, ds_config: dict[str, object], hosts: Sequence[str], device: str
 ) -> None:
-    """Write config.yaml, ds_config.json and environment.json, without secrets. Rank 0 only. `device`: its GPU, "" on
-    CPUs.
-    """
+    """Write config.yaml, ds_config.json and environment.json, without secrets, on rank 0. `device`: GPU, "" on CPUs."""
     known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
     _write(folder / "config.yaml", config_yaml)
     for name, values in (("ds_config", ds_config), ("environment", known)):
@@ -368,7 +365,6 @@ class _Lock:
 
     folder: Path
     status: os.stat_result
-    """Of the directory."""
     files: list[IO[str]]
     """`run.lock`; several if it was deleted and made again."""
     descriptor: int | None
@@ -462,7 +458,6 @@ def _look(lock: _Lock) -> bool:
 
 
 def _sign(file: IO[str]) -> None:
-    """Write into run.lock which process holds it."""
     me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     file.truncate(0)
     file.write(json.dumps(me))

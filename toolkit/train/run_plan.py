@@ -103,7 +103,7 @@ def _as_before(cfg: RunConfig, checkpoint: Path, world_size: int) -> RunConfig:
 
 
 def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
-    """Return the machines of this run, each as small as the smallest. A collective."""
+    """Return this run's nodes, each as small as the smallest. A collective."""
     host = own_memory()
     on_cpu = device.type == "cpu"
     local = ranks.local_world_size or ranks.world_size

@@ -172,7 +172,6 @@ class Epoch:
     sequences: int
     """What samples are packed into, or samples; with `grouped` micro-batches."""
     per_step: int
-    """Sequences per optimizer step."""
 
     @property
     def steps(self) -> int:
@@ -214,7 +213,6 @@ def tell_length(cfg: RunConfig, epoch: Epoch | None, total_steps: int, world_siz
 
 
 def _longer(cfg: RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
-    """Yield overrides, and the steps of the run with them."""
     epochs, size = cfg.train.epochs, cfg.batch.global_size
     if cfg.data.packing is not Packing.none and epoch.samples > epoch.sequences:
         unpacked = math.ceil(epoch.samples / size)

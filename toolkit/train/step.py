@@ -128,9 +128,7 @@ def _pipeline_passes(
 
 
 def _read(micro_losses: torch.Tensor, routers: RouterLoss | None, counts: torch.Tensor, guard: StepGuard) -> _Sums:
-    """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device before the gradient
-    check.
-    """
+    """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device."""
     of_routers = routers.collect() if routers else micro_losses.new_zeros(())
     sums = sum_over_ranks(torch.stack((micro_losses.sum(), of_routers)), micro_losses.device)
     total, router_sum, *others = torch.cat((sums, counts)).tolist()

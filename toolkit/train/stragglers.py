@@ -59,7 +59,6 @@ class RankTimes:
     own_s: Sequence[float]
     """Of each rank's own work, waiting for data included."""
     data_wait_s: Sequence[float]
-    """That each rank waited for its data."""
     tokens: Sequence[float]
     """Of each rank, padding included."""
 
@@ -82,7 +81,6 @@ class RankTimes:
         return row
 
     def __add__(self, other: "RankTimes") -> "RankTimes":
-        """Return both together."""
 
         def both(name: str) -> list[float]:
             return [one + more for one, more in zip(getattr(self, name), getattr(other, name), strict=True)]

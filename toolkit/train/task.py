@@ -32,7 +32,6 @@ class StepResult:
     loss: float
     """Sum of the losses / trained tokens (or samples), nats per token."""
     trained_tokens: int
-    """Tokens whose loss counted."""
     total_tokens: int
     """Tokens that are not padding."""
     computed_tokens: int
@@ -42,7 +41,6 @@ class StepResult:
     grad_norm: float
     """Norm of the gradient before clipping; inf where it overflowed."""
     votes: list[int]
-    """How many ranks voted for each question."""
     micro_losses: torch.Tensor
     """Sums of the losses of this rank's micro-batches, float32 [accumulation] on the device."""
     micro_tokens: list[int]
@@ -52,7 +50,6 @@ class StepResult:
     arrived: float
     """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
     forward_s: float
-    """Seconds of this rank's forward passes."""
     router_loss: float | None = None
     """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
 
@@ -79,7 +76,6 @@ class RunContext:
     """Settled: nothing in it is `auto` any more."""
     ranks: Ranks
     folder: Path
-    """The run directory."""
     ds: DsConfig
     engine: DeepSpeedEngine
     guard: StepGuard
@@ -87,13 +83,9 @@ class RunContext:
     start: RunState
     """Where the run begins, and what is the same in all its checkpoints."""
     trackers: Trackers
-    """Get what metrics.jsonl gets."""
     watchdog: Watchdog
-    """Notices what does not come to an end."""
     total_steps: int
-    """Optimizer steps of the run."""
     accumulation: int
-    """Micro-batches of one rank per step."""
     started: float
     """time.monotonic() when the command was started, with its launcher."""
 
@@ -122,7 +114,6 @@ class Task(ABC):
     identity: dict[str, str]
     """What is the same if a run learns from the same data in the same sequences."""
     has_validation: bool
-    """Whether there is something to evaluate on."""
     vocab_size: int | None = None
     """Tokens of the vocabulary, with which memory is planned; None: the model is not known to the plan."""
 

@@ -35,7 +35,6 @@ _CPU_SIZES = (96, 192, 384, 768)
 """The first that takes long enough to be timed: one of 768 in bf16 takes 2.8 s where the processor has no such unit."""
 _LONG_ENOUGH_S = 0.005
 _GPU_S, _CPU_S = 0.3, 0.1
-"""How long products are repeated."""
 _AT_ONCE = 5
 
 
@@ -101,7 +100,7 @@ class Collectives:
         self.seconds: Counter[str] = Counter()
 
     def take(self, counts: bool = True) -> float:
-        """Take what is new in DeepSpeed's log, add it if it `counts`; return its seconds, 0 without `profile.comms`."""
+        """Take what is new in DeepSpeed's log, add it if it `counts`; return its seconds (0: no `profile.comms`)."""
         log = comms_logger.get_raw_data()
         comms_logger.reset_data()
         spent = {name: timer.elapsed() / 1000 for name, timer in timers.timers.items()}
@@ -133,22 +132,16 @@ class Baseline:
     formula: Formula | None
     """FLOPs of the model; None if they are not known."""
     recomputes: bool
-    """Whether activations are computed again."""
     dtype: str
-    """Of the model: bf16, fp16, fp32."""
     matmul_flops: float
     """FLOP/s of a large matrix product, measured; 0 where there was no memory for it."""
     device: str
     """What the driver calls the card; "" is a processor."""
     card: Gpu | None
-    """Its datasheet, if known."""
     planned_bytes: int | None
-    """Memory of a rank that the plan expects."""
 
     def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
-        """Return a rank's FLOP/s and MFU, {} without FLOPs; `needed` tokens without padding, of all ranks, as
-        `rank_seconds`.
-        """
+        """Return a rank's FLOP/s and MFU, {} without FLOPs; `needed` (no padding) and `rank_seconds`: all ranks'."""
         if self.formula is None:
             return {}
         hardware = self.formula.hardware_flops if self.recomputes else self.formula.model_flops
@@ -183,9 +176,7 @@ class Baseline:
 def measure_baseline(
     engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
 ) -> Baseline:
-    """Return what a run is compared with. A collective. `planned_bytes` is per rank: of its GPU, on CPUs of the
-    process.
-    """
+    """Return what runs are compared with. A collective; `planned_bytes` per rank: of its GPU, on CPUs its process."""
     model, device = unwrap_model(engine.module), engine.device
     shapes: Shapes = {}  # of all parameters as they are before they are partitioned or quantised
     trained: set[str] = set()

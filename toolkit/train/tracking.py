@@ -33,9 +33,7 @@ _CODE = (
 
 
 class AutomaticReport:
-    """Makes RUN/report.html during a run and at its end, which waits for it, with `environ` of no rank. For rank 0
-    only.
-    """
+    """Makes RUN/report.html during a run and at its end, which waits for it; `environ` is no rank's. Rank 0 only."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str], patience_s: float = PATIENCE_S) -> None:
         self.folder, self.environ, self.patience_s = folder, environ, patience_s
@@ -87,7 +85,6 @@ class AutomaticReport:
             )
 
     def _end(self) -> None:
-        """End the one that is not ready."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -102,9 +99,7 @@ def trackers_of(cfg: RunConfig) -> Trackers:
 
 @contextmanager
 def tracking(run: RunContext, data: Mapping[str, Any]) -> Iterator[None]:
-    """Begin the trackers on the first rank, with config, `data`, commit and versions as hyperparameters; tell them the
-    end.
-    """
+    """Begin the trackers on rank 0, with config, `data`, commit and versions as hyperparameters; tell them the end."""
     trackers = run.trackers
     if run.ranks.rank == 0 and run.cfg.track.enabled:
         track, environment = to_plain(run.cfg.track), json.loads((run.folder / "environment.json").read_text("utf-8"))

@@ -52,9 +52,7 @@ DATA_CARD = "data.json"
 
 
 class Trainer:
-    """Trains a task, which has no data yet. Methods are collectives; `started`: time.monotonic() of the command's
-    start.
-    """
+    """Trains a task that has no data yet. Methods are collectives; `started`: time.monotonic() of the command."""
 
     progress: Progress
     run: RunContext
