@@ -97,9 +97,7 @@ _LIST_FIELDS = {RowFormat.sharegpt: "conversations", RowFormat.messages: "messag
 
 
 class RowReader:
-    """Turns parsed rows of one source into conversations. `columns`: the format's name -> the file's; `answered`: rows
-    without an answer are errors.
-    """
+    """Turns a source's rows into conversations. `columns`: format's name -> file's; `answered`: answers are required."""
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
         self.row_format, self.answered = row_format, answered

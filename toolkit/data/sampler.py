@@ -158,9 +158,7 @@ def sequential(num_rows: int, micro_per_gpu: int, rank: int, world_size: int) ->
 
 
 def length_limits(curriculum: CurriculumConfig, max_length: int) -> NDArray[np.float64]:
-    """Return the longest sample of each step, tokens [curriculum.steps]: start + (max - start) x d, x sqrt(d), or x the
-    stair below d, with d from 0 to 1.
-    """
+    """Return the longest sample of each step, tokens [curriculum.steps], growing from start as d, sqrt(d) or stairs."""
     done = np.arange(curriculum.steps) / max(curriculum.steps, 1)
     if curriculum.shape is CurriculumShape.root:
         done = np.sqrt(done)

@@ -117,9 +117,7 @@ class TokenizedCache:
         return of_file[self.files[self.members]]
 
     def to_dataset(self) -> "datasets.Dataset":
-        """Return this split as `input_ids` and `labels` (-100 untrained), mapped from a copy in the cache of
-        `datasets`.
-        """
+        """Return this split as `input_ids` and `labels` (-100 untrained), mapped from a copy in `datasets`' cache."""
         import datasets
 
         def samples() -> Iterator[dict[str, NDArray[np.int32]]]:

@@ -139,9 +139,7 @@ def split_sample(
 
 
 class AnswerFile:
-    """JSON lines in OUTPUT.part until all are written; OUTPUT.part.json holds the `settings` that answers depend on. An
-    incomplete window of `window` lines is written again.
-    """
+    """JSON lines in OUTPUT.part until all are written, window by window; OUTPUT.part.json holds the `settings`."""
 
     def __init__(self, output: Path, settings: Mapping[str, Any], window: int) -> None:
         self.output = output

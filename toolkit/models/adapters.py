@@ -101,9 +101,7 @@ def check_numbers(known: BaseModel, name: str, found: list[float], path: object,
 
 
 def find_base(folder: Path, given: str = "") -> Path:
-    """Return the base of an adapter or checkpoint with base.json: `given`, or if "" where it was, or in the run
-    directory.
-    """
+    """Return the base of an adapter or checkpoint with base.json: `given`, or if "" where it was, or in its run."""
     known = read_base(folder)
     recorded = given or ("" if known is None else known.path)
     near = [] if given else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
@@ -155,9 +153,7 @@ def trained_names(model: PreTrainedModel) -> list[str]:
 
 
 def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
-    """Return the numbers of the base in memory; a collective under ZeRO-3. Quantised or tensor-parallel parameters are
-    skipped.
-    """
+    """Return the numbers of the base in memory, without quantised or divided ones. A collective under ZeRO-3."""
     known, found = model.tuned.base.numbers, {}
     for name, parameter in model.named_parameters():
         of_base = name.replace(".base_layer", "").replace(".original_module", "")

@@ -138,9 +138,7 @@ def isolation_rows(vocab_size: int, times: int = 1) -> dict[str, torch.Tensor]:
 
 
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return forward's arguments that hide padding and other samples; `cu_seq_lens`: a packed batch, `part`: parts of
-    rows.
-    """
+    """Return forward's arguments that hide padding and other samples, of packed batches and of parts of rows."""
     segments, bounds = batch["segment_ids"], batch.get("cu_seq_lens")
     implementation = module.config._attn_implementation
     if "part" in batch and implementation != SEQUENCE:

@@ -317,9 +317,7 @@ class TemplateChatEncoder:
             )
 
     def _turn_marks(self) -> set[str]:
-        """Return the added tokens, special or not, by which the template begins and ends turns. A `<think>` after the
-        first of what asks for an answer begins no turn.
-        """
+        """Return the added tokens, special or not, by which the template begins and ends turns; not `<think>`."""
         added = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
         answer = _PROBE[1]["content"]
 
@@ -448,9 +446,7 @@ _Rendering = TypeVar("_Rendering")
 
 
 def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Sequence[Message]) -> _Rendering:
-    """Return a template's rendering, a call's arguments as text where it wants that; RowError if it rejects them or
-    fails.
-    """
+    """Return a template's rendering, a call's arguments as text if it wants that; RowError if it fails."""
     bound_templates()
     try:
         with time_limit(_RENDERING_S):

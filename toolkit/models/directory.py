@@ -22,9 +22,7 @@ _trusted: set[str] = set()
 
 
 def read_config(path: str, *, with_weights: bool = True) -> dict[str, Any]:
-    """Return config.json of a directory in transformers' layout, or an official ChatGLM's, whose Python files are
-    ignored.
-    """
+    """Return config.json of a directory in transformers' layout or an official ChatGLM's, ignoring its Python files."""
     folder = Path(path)
     config_file = folder / "config.json"
     if not config_file.is_file():
@@ -222,9 +220,7 @@ def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMetho
 
 
 def sequence_parallel_unsupported(model: ModelConfig, max_length: int) -> str:
-    """Return what mixes tokens otherwise than causal attention, so that sequences can be neither packed nor divided; or
-    "".
-    """
+    """Return what mixes tokens otherwise than causal attention, so that sequences cannot be packed; or ""."""
     if model.init is Init.random:
         return ""
     config = read_config(model.path)

@@ -61,9 +61,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tile_mlp(model: nn.Module, pieces: int) -> None:
-    """Let feed-forward layers, but not experts, take tokens in `pieces`: equal on all ranks, as ZeRO-3 gathers for
-    each.
-    """
+    """Let feed-forward layers, not experts, take tokens in `pieces`: equal on all ranks, as ZeRO-3 gathers for each."""
     found = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
     if not found:
         raise ConfigError(

@@ -48,9 +48,7 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
-    """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`. Uncompiled,
-    as compiling for it would take minutes.
-    """
+    """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`."""
     given = _on_device(engine, batch)
     with torch.compiler.set_stance("force_eager"):
         losses = loss_head(engine).losses(engine, given)
@@ -409,9 +407,7 @@ class RouterLoss:
 
 
 def balance(logits: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-    """Return the loss of one layer's router, float32 scalar; `logits` [tokens, E], `chosen` [tokens, K], `is_token`
-    [tokens].
-    """
+    """Return a router's loss, float32 scalar; `logits` [tokens, E], `chosen` [tokens, K], `is_token` [tokens]."""
     size, counts = logits.size(-1), is_token.float()
     total = counts.sum().clamp(min=1)
     probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)

@@ -226,9 +226,7 @@ def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], fini
 
 
 def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run some rows forward, the same on every rank, and return what `pick` takes of their logits `[B, S, V]`, float32
-    on every rank's CPU. A collective.
-    """
+    """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, float32, CPU. A collective."""
     given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     was_training = engine.module.training
     picked = evaluate_window(engine, [given], lambda model, one: pick(logits_of(model, one)).float().cpu())

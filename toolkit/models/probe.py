@@ -130,9 +130,7 @@ def coarser(found: Probe, probe: Probe) -> str:
 
 
 def other_precision(found: Probe, probe: Probe) -> torch.dtype | None:
-    """Return the precision to run again to learn how a model rounds, or None; bfloat16 rounds as TF32, with fewer
-    digits.
-    """
+    """Return the precision to run again to learn how a model rounds, or None; bfloat16 rounds like TF32."""
     if coarser(found, probe) not in _STEPS:
         return None
     return torch.bfloat16 if found.dtype == "float32" else torch.float32

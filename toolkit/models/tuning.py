@@ -189,9 +189,7 @@ PREFIX = "transformer.prefix_encoder."
 
 
 class PrefixEncoder(nn.Module):
-    """The prefix of one model, under the official names. `projection`: an MLP after the embedding, else [P, W] as it
-    is.
-    """
+    """The prefix of one model, under the official names. `projection`: an MLP after the embedding, else [P, W]."""
 
     def __init__(self, config: Any, num_tokens: int, projection: bool, dropout: float) -> None:
         super().__init__()

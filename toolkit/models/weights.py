@@ -57,8 +57,8 @@ class Layout:
 
 
 def predicting(config: Any) -> str:
-    """Return a pattern of the names in multi-token prediction layers, which are not loaded; transformers (5.23) knows
-    them by the numbers of published sizes only.
+    """Return a pattern of multi-token prediction layers' names; transformers (5.23) skips only published sizes'
+    numbers.
     """
     config = config.get_text_config()
     count, last = getattr(config, "num_nextn_predict_layers", 0) or 0, getattr(config, "num_hidden_layers", 0)
@@ -199,9 +199,7 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
 
 def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a torch file, nothing executed; `mapped` leaves values in the file (torch 1.6 and
-    later).
-    """
+    """Return the named tensors of a torch file, nothing executed; `mapped` leaves values in it (from torch 1.6)."""
     try:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # whatever a damaged archive makes torch raise
@@ -223,9 +221,7 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
 
 
 def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] | None) -> PreTrainedModel:
-    """Return a model with empty parameters, partitioned with `ds_config`, else on the meta device; rotary ones
-    computed.
-    """
+    """Return a model with empty parameters, partitioned with `ds_config`, else meta; rotary ones are computed."""
     device: AbstractContextManager[Any] = torch.device("meta")
     if ds_config is not None:
         import deepspeed
@@ -254,9 +250,7 @@ def read_weights(
     dtype: torch.dtype | None,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
 ) -> None:
-    """Fill every parameter and stored buffer that `own` names; partitioned, a collective: rank 0 reads. `dtype` None
-    keeps each file's own.
-    """
+    """Fill what `own` names, or all; partitioned, a collective: rank 0 reads. `dtype` None keeps the files' own."""
     held = _stored_as(model)
     check_weights_fit(model, files, layout)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())

@@ -25,9 +25,7 @@ class Piece(NamedTuple):
 
 
 class Format:
-    """One family's format. `original` trains what the original trains; else only what the assistant says and its end
-    token.
-    """
+    """One family's format. `original` trains what the original does; else only answers and the token that ends them."""
 
     stops: tuple[str, ...]
     """Tokens at which an answer ends."""
@@ -216,9 +214,7 @@ class ChatGLM3Format(_Roles):
 
 
 class Glm4Format(_Roles):
-    """glm-4-9b: `<|role|>`, metadata, a line break and content as one text; tools take a system turn in the official
-    words.
-    """
+    """glm-4-9b: `<|role|>`, metadata, a line break and content as one text; tools take a system turn."""
 
     sop, end, text_end = "<sop>", "<|user|>", "<|endoftext|>"
     stops = ("<|endoftext|>", "<|user|>", "<|observation|>")

@@ -63,9 +63,7 @@ def glm_config(official: dict[str, Any], generation: dict[str, Any], *, divides_
 
 
 class GlmLayout(Layout):
-    """Official names and GlmForCausalLM's; `interleaved`: q, k and v together for each head (multi_query_attention
-    false).
-    """
+    """Official names and GlmForCausalLM's; `interleaved`: q, k and v per head (multi_query_attention false)."""
 
     def __init__(self, config: GlmConfig, interleaved: bool) -> None:
         self._rows = [
