@@ -97,7 +97,7 @@ _LIST_FIELDS = {RowFormat.sharegpt: "conversations", RowFormat.messages: "messag
 
 
 class RowReader:
-    """Turns a source's rows into conversations. `columns`: format's name -> file's; `answered`: answers are required."""
+    """Turns a source's rows into conversations. `columns`: format's name -> file's; `answered`: an answer is due."""
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
         self.row_format, self.answered = row_format, answered

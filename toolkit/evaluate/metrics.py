@@ -47,7 +47,7 @@ def evaluate_loss(
 
     Returns:
         `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens` (trained), and with several sources
-            `eval_loss/SOURCE`.
+        `eval_loss/SOURCE`.
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     was_training = getattr(model, "module", model).training
@@ -153,9 +153,7 @@ class Scores:
 
 
 def tokenization(references: Iterable[str]) -> str:
-    """Return sacrebleu's tokenization: zh where a reference holds a Chinese character, else 13a, its default, which
-    takes a Chinese sentence for one word, so that BLEU is 0 even for equal ones.
-    """
+    """Return zh where a reference holds a Chinese character, else sacrebleu's 13a, for which a sentence is one word."""
     return "zh" if any(_CHINESE.search(reference) for reference in references) else "13a"
 
 

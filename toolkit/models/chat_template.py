@@ -35,9 +35,8 @@ Span = tuple[int, int]
 
 
 class SpanTokenizer:
-    """Tokenizes texts, whose control strings `shield` has covered, and returns which tokens belong to spans of them.
-    Where `frame`, which surrounds every answer, begins with a special token, answers are found among the ids:
-    several times as fast as by each token's position.
+    """Tokenizes texts covered by `shield`; returns which tokens belong to spans. Where `frame`, around every answer,
+    begins with a special token, answers are found among the ids: several times as fast as by positions.
     """
 
     def __init__(

@@ -80,9 +80,8 @@ def runs_code(path: str) -> bool:
 
 
 def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool) -> None:
-    """Reject code that is in no file of the directory, as nobody has read or hashed it. transformers (5.23) takes
-    SUB/MODULE.CLASS and OWNER/NAME--MODULE.CLASS for classes, and OWNER/NAME for attention and experts
-    (`is_kernel`).
+    """Reject code that is in no file of the directory, as nobody has read or hashed it: in transformers (5.23) classes
+    SUB/MODULE.CLASS and OWNER/NAME--MODULE.CLASS, and attention or experts OWNER/NAME (`is_kernel`).
     """
     modules = {file.stem for file in code_files(folder) if file.parent == folder}
     names = []

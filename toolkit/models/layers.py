@@ -1,12 +1,12 @@
 """What changes a model's layers while it is trained.
 
-- - Liger: liger-kernel's Triton kernels for GPUs, written against its release 0.8.5.
-- - Tiled MLP of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996, section 3.1): feed-forward layers take
-- tokens in pieces and compute each again backward. DeepSpeed 0.19.8's TiledMLP loses gradients of weights where the
-- pieces do not divide the tokens, or nothing before it has a gradient.
-- - NEFTune: noise on the embeddings of training rows (Jain et al., 2023, arXiv 2310.05914).
-- - Random layerwise token dropping, after random-LTD (Yao et al., 2022, arXiv 2211.11586): each middle layer draws the
-- tokens that it computes, more and more until all. DeepSpeed (0.19.8) has it with its own data loader only.
+- Liger: liger-kernel's Triton kernels for GPUs, written against its release 0.8.5.
+- Tiled MLP of ALST (Bekman et al. 2025, https://arxiv.org/abs/2506.13996, section 3.1): feed-forward layers take tokens
+  in pieces and compute each again backward. DeepSpeed 0.19.8's TiledMLP loses gradients of weights where the pieces do
+  not divide the tokens, or nothing before it has a gradient.
+- NEFTune: noise on the embeddings of training rows (Jain et al., 2023, arXiv 2310.05914).
+- Random layerwise token dropping, after random-LTD (Yao et al., 2022, arXiv 2211.11586): each middle layer draws the
+  tokens that it computes, more and more until all. DeepSpeed (0.19.8) has it with its own data loader only.
 
 B rows, S tokens, K tokens that are kept, H hidden width.
 """
@@ -124,9 +124,8 @@ _PER_TOKEN = ("position_ids", "position_embeddings")
 
 
 class TokenDropping:
-    """What the middle layers of a model compute in training; `model.token_dropping`. ModelError if they cannot drop
-    tokens. What is drawn follows from seed, step, micro-batch and `data_rank`: nothing is saved, and ranks with the
-    same rows agree.
+    """What the middle layers compute in training; `model.token_dropping`. ModelError if they cannot drop tokens. Drawn
+    from seed, step, micro-batch and `data_rank`: nothing is saved, and ranks with the same rows agree.
     """
 
     def __init__(self, model: PreTrainedModel, config: RandomLtdConfig, seed: int, data_rank: int) -> None:

@@ -45,7 +45,7 @@ def load_model(
 
     Returns:
         The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
-            `chatglm.modeling.ChatGLMForConditionalGeneration` for ChatGLM-6B, what transformers has for anything else.
+        `chatglm.modeling.ChatGLMForConditionalGeneration` for ChatGLM-6B, what transformers has for anything else.
 
     Raises:
         ModelError: the directory cannot be loaded; the message says why.
@@ -224,9 +224,8 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _known_config(folder: Path) -> Any:
-    """Return the config of an architecture that transformers has, and import it before zero.Init begins: DeepSpeed
-    0.19.8 undoes decorated constructors of classes that are defined meanwhile (transformers' experts would lose
-    their config).
+    """Return the config of an architecture of transformers, imported before zero.Init begins: DeepSpeed 0.19.8 undoes
+    decorated constructors of classes defined meanwhile (transformers' experts would lose their config).
     """
     trusted = is_trusted(folder)
     try:

@@ -353,9 +353,9 @@ def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dt
 
 
 class RouterLoss:
-    """The routers' loss of a model; `model.router_loss`, None where it has none. Its gradient enters where the weights
-    of the chosen experts leave the router, so it also reaches recomputed layers. `routers` return logits [tokens,
-    E], and weights and numbers [tokens, K] of the K chosen of E experts.
+    """The routers' loss; `model.router_loss`, or None. Its gradient enters at the chosen experts' weights, so it
+    reaches recomputed layers too. `routers` return logits [tokens, E]; weights and numbers [tokens, K] of the
+    chosen.
     """
 
     def __init__(self, coefficient: float, routers: list[nn.Module]) -> None:

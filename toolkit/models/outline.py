@@ -1,6 +1,5 @@
-"""Print the outline of a model directory as JSON: `python -m toolkit.models.outline DIR`. No weights are read: the
-model runs on the meta device, once with two layers less; what a layer keeps for backward is the difference.
-Attention counts as a fused kernel, which keeps query, key, value and its result.
+"""Print the outline of a model directory as JSON: `python -m toolkit.models.outline DIR`. No weights are read: a
+layer's activations are the difference to two layers less, on the meta device, with attention as a fused kernel.
 """
 
 import json

@@ -1,12 +1,12 @@
 """Fine-tuning methods: what each adds to a model, and which parameters it trains.
 
-- - LoRA, through peft, in place. Hu et al. 2021, https://arxiv.org/abs/2106.09685; rsLoRA: Kalajdzievski 2023,
-- https://arxiv.org/abs/2312.03732; DoRA: Liu et al. 2024, https://arxiv.org/abs/2402.09353. QLoRA: frozen weights in 4
-- bits (NF4, double quantisation), by bitsandbytes. Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
-- - P-Tuning v2: learned keys and values before every layer's own; unlike peft's, positions begin at 0 after the prefix.
-- Liu et al. 2021, https://arxiv.org/abs/2110.07602.
-- - Prompt tuning: learned embeddings before the first token, in peft's files. Lester et al. 2021,
-- https://arxiv.org/abs/2104.08691.
+- LoRA, through peft, in place. Hu et al. 2021, https://arxiv.org/abs/2106.09685; rsLoRA: Kalajdzievski 2023,
+  https://arxiv.org/abs/2312.03732; DoRA: Liu et al. 2024, https://arxiv.org/abs/2402.09353. QLoRA: frozen weights in 4
+  bits (NF4, double quantisation), by bitsandbytes. Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
+- P-Tuning v2: learned keys and values before every layer's own; unlike peft's, positions begin at 0 after the prefix.
+  Liu et al. 2021, https://arxiv.org/abs/2110.07602.
+- Prompt tuning: learned embeddings before the first token, in peft's files. Lester et al. 2021,
+  https://arxiv.org/abs/2104.08691.
 
 P learned tokens, L layers, H hidden width, W = 2 * L * width of one layer's keys.
 """

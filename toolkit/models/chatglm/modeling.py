@@ -1,9 +1,8 @@
 """ChatGLM-6B: post-norm blocks, prefix attention, two-dimensional rotary positions; modules carry the official names.
 
-A sequence is `context [gMASK] <sop> answer`: the context is seen by every token, what follows is causal. Position
-channel 0 counts the context and then stays at the mask token's position; channel 1 is 0 in the context and counts from
-<sop> on. B batch, S sequence, H hidden, N heads, D head size. GLM, Du et al. 2022, https://arxiv.org/abs/2103.10360,
-section 2.
+A sequence is `context [gMASK] <sop> answer`: every token sees the context, what follows is causal. Position channel 0
+counts the context and stays at the mask token's; channel 1 is 0 there and counts from <sop> on. B batch, S sequence, H
+hidden, N heads, D head size. GLM, Du et al. 2022, https://arxiv.org/abs/2103.10360, section 2.
 """
 
 from collections.abc import Callable
