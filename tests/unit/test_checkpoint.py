@@ -449,7 +449,7 @@ def test_no_code_in_a_checkpoint_is_run_for_its_weights(stage: int, tmp_path: Pa
         state = {"buffer_names": [], "module": {}, "param_shapes": [], "shared_params": {}}
         torch.save(state, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
         torch.save({"optimizer_state_dict": evil}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    with pytest.raises(CheckpointError, match="a pickle that wants to run code, which is refused"):
+    with pytest.raises(CheckpointError, match="a pickle that wants to run code, which is rejected"):
         list(iter_weights(tmp_path, torch.bfloat16))
     assert not (tmp_path / "canary").exists()
 
