@@ -97,33 +97,33 @@ def printable(text: str) -> str:
 
 
 def say(line: str, /, **values: object) -> None:
-    """Tell the user, on the main rank alone: a template, filled in with `values`, or a line that is whole."""
+    """Print a line to the user, on the main rank only: a template with its `values`, or a finished line."""
     _logger.info("%s", _fill(line, values) if values else translated(line))
 
 
 def warn(line: str, /, **values: object) -> None:
-    """Tell the user, as `say` does, of something that is wrong or may become so."""
+    """Print a warning to the user, on the main rank only."""
     _logger.warning("%s", _fill(line, values) if values else translated(line))
 
 
 def set_main_rank(is_main: bool) -> None:
-    """Choose whether this process tells its user anything: of the ranks of a run one does."""
+    """Choose whether this process prints to the user: one rank of a run does (`launch.environment.apply`)."""
     _logger.setLevel(logging.INFO if is_main else logging.CRITICAL)
 
 
 def is_main_rank() -> bool:
-    """Return what `set_main_rank` chose; a process that is no rank is main."""
+    """Return whether this process prints to the user; one that is not a rank does."""
     return _logger.isEnabledFor(logging.INFO)
 
 
 def write_to_stdout(line: str) -> None:
-    """Write a line at once, as stdout may be a pipe that somebody watches."""
+    """Write a line and flush: stdout may be a pipe that is being followed."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 class _Console(logging.Handler):
-    """Where `say` and `warn` lead: to stdout, or to `write`, which a live view sets while it is there."""
+    """The handler of `say` and `warn`: writes to stdout, or through `write`, which a live view replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Console(logging.Handler):
         self.num_warnings = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, a warning with its mark."""
+        """Write a record; a warning has its prefix."""
         line = record.getMessage()
         if record.levelno >= logging.WARNING:
             self.num_warnings += 1
