@@ -242,7 +242,7 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.train.neftune_alpha == 5
     assert "ddp_timeout = 180000000: distributed.timeout_s" in said
     assert "template: the model's own format" in said
-    assert "is not a folder here" not in said  # a name on Hugging Face
+    assert "is not a directory here" not in said  # a name on Hugging Face
     assert cfg.model.path == "Qwen/Qwen3-4B-Instruct-2507"
 
 

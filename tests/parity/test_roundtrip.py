@@ -131,7 +131,7 @@ def test_what_was_never_official_has_no_official_layout(tmp_path: Path) -> None:
         pad_token_id=None, eos_token_id=1,
     )  # fmt: skip
     transformers.GlmForCausalLM(config).save_pretrained(tmp_path / "hf")
-    with pytest.raises(ModelError, match="this GlmForCausalLM did not come from an official ChatGLM folder"):
+    with pytest.raises(ModelError, match="this GlmForCausalLM did not come from an official ChatGLM directory"):
         save_model(load_model(tmp_path / "hf"), tmp_path / "out", "official")
 
 

@@ -129,7 +129,7 @@ def test_the_command_overwrites_nothing(
     words = tiny(rows_file, evaluated["1"].parent, "", METRICS)
     before = evaluated["1"].read_bytes()
     assert main(["eval", *words, f"output={evaluated['1']}"]) == 2
-    assert "is there already. Choose another output, or remove it." in capsys.readouterr().err
+    assert "already exists. Choose another output, or remove it." in capsys.readouterr().err
     assert evaluated["1"].read_bytes() == before
     assert main(["eval", *words, "output=x.txt"]) == 2
     assert "output = x.txt must end with .jsonl." in capsys.readouterr().err

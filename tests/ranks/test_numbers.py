@@ -150,7 +150,7 @@ def output(folder: Path, name: str) -> str:
     """Return what was said during one cell."""
     text = (folder / "output").read_text()
     place = list(CELLS).index(name)
-    parts = re.split(r"(?m)^.*Run folder: .*$", text)
+    parts = re.split(r"(?m)^.*Run directory: .*$", text)
     return parts[place + 1]
 
 

@@ -51,7 +51,7 @@ def test_the_headline(cluster: Cluster, typed: Path, rows_file: Path, four: list
     assert finished.code == 0, finished.output[-4000:]
     folder = typed / "runs" / "run"
     assert losses(folder) == pytest.approx(four, abs=1e-6)
-    assert finished.output.count("Run folder: ") == 1
+    assert finished.output.count("Run directory: ") == 1
     hosts = {json.loads(path.read_text())["host"] for path in (folder / "logs").glob("heartbeat-rank-*.json")}
     assert hosts == {"node1", "node2"}
     stores = [sorted(path.name for path in (typed / "cache" / "stores").iterdir())]

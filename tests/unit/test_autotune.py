@@ -100,7 +100,7 @@ def test_what_has_no_room_is_left_out_alone(
     monkeypatch.setattr("toolkit.jobs.autotune.this_machine", lambda nodes: machine)
     assert main(["autotune", "--num_gpus", "2", *RECIPE, "stages=1,3", f"run.dir={tmp_path}"]) == 0
     assert sorted(tried) == sorted(name for name, peak in peaks.items() if peak <= machine.usable_bytes)
-    assert "zero=stage1 batch.micro_per_gpu=4  left out: by plan a rank needs " in capfd.readouterr().out
+    assert "zero=stage1 batch.micro_per_gpu=4  skipped: by plan a rank needs " in capfd.readouterr().out
 
 
 def test_what_the_recipe_offloads_stays_there(tried: list[str], tmp_path: Path) -> None:

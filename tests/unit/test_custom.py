@@ -58,8 +58,8 @@ def read(dataset: Any, rank: int, steps: int, place: Position, *words: str, **mo
         (["data.max_length=77"], "data.max_length = 77 has no effect"),
         (["train.activation_checkpointing.enabled=true"], "enabled = true has no effect"),
         (["parallel.tensor=2"], "parallel.tensor = 2: how to split a custom model is not known"),
-        (["batch.micro_per_gpu=auto"], "batch.micro_per_gpu = auto: nobody knows what a custom model takes"),
-        (["plan.auto=true"], "plan.auto = true: nobody knows"),
+        (["batch.micro_per_gpu=auto"], "batch.micro_per_gpu = auto: the memory of a custom model is unknown"),
+        (["plan.auto=true"], "plan.auto = true: the memory of a custom model is unknown"),
         (
             ["optim.decay=hidden", "optim.weight_decay=0.1"],
             "optim.decay = hidden: which parameters of a custom model",
@@ -85,7 +85,7 @@ def test_settings_that_can_be() -> None:
     [
         (3, [], {}, "int is no dataset: it needs __len__ and __getitem__, or __iter__"),
         ([], [], {}, "the dataset is empty"),
-        ([1], [], {"shards_itself": True}, "shards_itself= is for iterable data sets"),
+        ([1], [], {"shards_itself": True}, "shards_itself= is for iterable datasets"),
         (DataLoader([1]), [], {}, "give the dataset, not a DataLoader"),
         ([1], [], {"validation": DataLoader([1])}, "give the dataset, not a DataLoader"),
         (
@@ -97,7 +97,7 @@ def test_settings_that_can_be() -> None:
         (iter([1]), ["train.max_steps=0"], {}, "has no length: say how long to train"),
         (iter([1]), ["data.num_workers=1"], {}, "data.num_workers = 1: an iterable dataset is read by the training"),
         (iter([]), [], {}, "list_iterator gives no sample"),
-        (iter([1, 2]), [], {}, r"list_iterator ends for good: iter\(\) of it must begin anew"),
+        (iter([1, 2]), [], {}, r"list_iterator ends for good: iter\(\) of it must start again"),
     ],
 )
 def test_data_that_cannot_be(dataset: Any, words: list[str], more: dict[str, Any], message: str) -> None:

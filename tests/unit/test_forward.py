@@ -175,7 +175,7 @@ MENDS = {
     ("deepspeed", "1"): "Set it where you type the command:  export NAME=value",
     ("openmpi", ""): "add `-x NAME` to mpirun",
     ("slurm", ""): "where you type srun or sbatch",
-    ("torchrun", ""): "on each machine where you type torchrun",
+    ("torchrun", ""): "on each node where you type torchrun",
     ("mpich", ""): "export NAME=value",
 }
 

@@ -267,7 +267,7 @@ def test_full_disk(tmp_path: Path, small_disk: Path) -> None:
 
     message = attempt()
     assert message == (
-        f"ERROR No space left while writing below '{small_disk}/cache/stores'. Free some, or choose another folder "
+        f"ERROR No space left while writing below '{small_disk}/cache/stores'. Free some, or choose another directory "
         "with prepare.dir=FOLDER."
     )
     assert not list((small_disk / "cache" / "stores").glob("*/manifest.json"))

@@ -184,7 +184,7 @@ def test_ranks_that_would_not_be_bound_to_cores(tmp_path: Path, monkeypatch: pyt
         deepspeed.check_binding(hosts, options)
     deepspeed.check_binding(both, {**bind, "--bind_core_list": "0-1", "--launcher": "impi"})
     for options, launcher in (({}, "pdsh"), ({"--launcher": "OpenMPI"}, "openmpi")):
-        with pytest.raises(LaunchError, match=f"machines that it starts through {launcher}; their ranks"):
+        with pytest.raises(LaunchError, match=f"nodes that it starts through {launcher}; their ranks"):
             deepspeed.check_binding(both, {**bind, **options})
     with pytest.raises(LaunchError, match="through pdsh"):
         deepspeed.check_binding(here, {**bind, "--force_multi": ""})

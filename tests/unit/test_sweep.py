@@ -206,7 +206,7 @@ def test_what_is_wrong_with_some_runs_names_the_first_of_them() -> None:
         (["optim.lr=1e-3"], "nothing is swept"),
         (["optim.lr=1,2", "run.name=x"], "sweep=NAME names the sweep"),
         (["run.name=x,y"], "sweep=NAME names the sweep"),
-        (["run.dir=x,y"], "one folder for the whole sweep"),
+        (["run.dir=x,y"], "one directory for the whole sweep"),
         (["optim.lr=1,2", "optim.lr=3,4"], "optim.lr names several values twice"),
         (["run.seed=range(0,100)"], "these are 100 runs. Add max_jobs=100"),
         (["optim.lr=1,2", "sweep=../x"], "must be a plain directory name"),
@@ -337,7 +337,7 @@ def test_a_trial_that_does_not_compose_is_left_out(capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     left_out = [name for name, state in states().items() if state == ("failed", 2)]
     assert code == 0 and 0 < len(left_out) < 9
-    assert "9] left out: schedule.warmup_steps=99: " in said and "is more than train.max_steps = 9" in said
+    assert "9] skipped: schedule.warmup_steps=99: " in said and "is more than train.max_steps = 9" in said
     assert calls() == [name for name in states() if name not in left_out]
     assert len(states()) == 9 and not [name for name in left_out if Path("runs/s", name).exists()]
     # So is one that was begun before this was known, and one whose values were not all drawn.
