@@ -163,7 +163,7 @@ def test_a_bad_row_can_be_skipped_and_is_counted(rows_file: Path, tmp_path: Path
     ]
     finished = run(forked(0, RUN, *(word for word in command if word != "train.max_steps=20")), cwd=tmp_path)
     assert finished.code == 0, finished.output
-    assert re.search(r"Left out 2 rows: .*bad\.jsonl:38", finished.output)
+    assert re.search(r"Skipped 2 rows: .*bad\.jsonl:38", finished.output)
 
 
 def test_fp16_and_bf16_together(rows_file: Path, tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_whatever_fails_is_told_and_ends_nothing(make: Made, tmp_path: Path, mon
     assert "eval_bleu" in found and "eval_chrf" not in found and found["eval_loss"] > 0
     assert said == [
         f"WARNING: 4 of {count} validation samples could not be answered: RuntimeError: out of memory.",
-        "WARNING: the metric chrf failed and is omitted: ZeroDivisionError: none.",
+        "WARNING: the metric chrf failed and is skipped: ZeroDivisionError: none.",
         f"WARNING: {tmp_path}/file/x.jsonl cannot be written: File exists.",
     ]
     monkeypatch.setattr(answers, "generate", broken)

@@ -31,7 +31,7 @@ def test_a_slow_rank_is_told_of_once() -> None:
     first, second, third, fourth = told(steps([0.3, 0.3, 0.45, 0.31]), 4)
     assert (first, second, fourth) == ("", "", "")
     assert third.startswith(
-        "WARNING: all ranks wait for rank 2 on b: its own work takes 0.45 s per step, 1.5 times that of the median "
+        "all ranks wait for rank 2 on b: its own work takes 0.45 s per step, 1.5 times that of the median "
         "rank (0.3 s). It is not the data: look at what else runs on b,"
     )
     assert "Most of that it waits for its data" in told(steps([0.3, 0.5], [0.1, 0.25]))[-1]

@@ -44,7 +44,7 @@ def test_brackets_hold_what_is_trained(words: list[str], capsys: pytest.CaptureF
         number = block.split("rows.jsonl:")[1].split(",")[0]
         assert f"<|user|>\nq{int(number) - 1}<|assistant|>\n⟦the answer {int(number) - 1}<|endoftext|>⟧" in block
     assert re.search(r" train +40 +40 +\d+ +\d+\n", output)
-    assert "Left out: 0 rows." in output
+    assert "Skipped: 0 rows." in output
     assert "1 - " in output and "█" in output
     assert "── row " not in shown(capsys, "show", "n=0", *words)
 
