@@ -7,8 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from toolkit import children
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 
 TESTS = Path(__file__).parents[1] / "tests"
 

@@ -14,8 +14,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from toolkit.config.schema import AioConfig
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 
 BLOCK_SIZES = (256 << 10, 1 << 20, 8 << 20)
 QUEUE_DEPTHS = (8, 32, 128)

@@ -15,9 +15,8 @@ import psutil
 
 from toolkit.children import start_tree, workers
 from toolkit.distributed.process_group import remove_shared_memory
-from toolkit.errors import LaunchError
 from toolkit.launch.environment import free_port
-from toolkit.messages import tr
+from toolkit.messages import LaunchError, tr
 
 LIMIT_S = 3600.0
 """Of a launch."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import children
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 from toolkit.plan.machine import own_memory
 from toolkit.train.run_dir import describe_environment
 

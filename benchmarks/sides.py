@@ -10,8 +10,7 @@ from benchmarks.processes import Launch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.data.sampler import BEGINNING, next_position
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.train.language_data import LanguageData, epoch_rows, load_data, rows_per_step, step_samples
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toolkit import errors
+from toolkit import messages
 from toolkit.cli import main
 from toolkit.config import rule_tables
 from toolkit.config.schema import all_keys
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 CHINESE = chinese()["messages"]
 
 
-ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+ERRORS = {name for name, kind in vars(messages).items() if isinstance(kind, type) and issubclass(kind, Exception)}
 
 
 FILLED = {"key", "value", *all_keys()}

@@ -11,8 +11,8 @@ from toolkit.config.mesh import model_ranks, with_micro_batch
 from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import OWNED, build_ds_config
 from toolkit.engine.ds_keys import check_extra
-from toolkit.errors import ConfigError, Problems
-from toolkit.messages import set_language, tr
+from toolkit.errors import Problems
+from toolkit.messages import ConfigError, set_language, tr
 
 _MAX_DIGITS = 18
 """Python refuses to read thousands."""

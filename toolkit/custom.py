@@ -19,10 +19,9 @@ from torch.utils.data import default_collate
 from toolkit.config.rules import check_without_validation
 from toolkit.distributed.failure import run_guarded
 from toolkit.distributed.process_group import gather_metrics
-from toolkit.errors import ConfigError
 from toolkit.launch import environment
 from toolkit.launch.deepspeed import age_s
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 from toolkit.train.custom_data import CustomSpec, Loss, Metrics, Score
 from toolkit.train.startup import greet, make_ready
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from toolkit.errors import ToolkitError, user_name
-from toolkit.messages import tr, warn
+from toolkit.errors import user_name
+from toolkit.messages import ToolkitError, tr, warn
 
 _BLOCK_BYTES = 1 << 22
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -5,7 +5,7 @@ import pytest
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 ANSWERS = "the layers that an answer needs are on several ranks. Ask the model after the run: toolkit generate."
 ONE, OFF = "it was not tried. Set it to 1.", "it was not tried. Set it to false."

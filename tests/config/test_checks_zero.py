@@ -17,7 +17,7 @@ from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device
 from toolkit.engine.ds_config import build_ds_config, leaves
 from toolkit.engine.ds_import import import_json
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.messages import CheckpointError, ConfigError
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import published_models
 from toolkit.plan.parameters import shapes_of_config, tuned

@@ -15,7 +15,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName
 from toolkit.engine.ds_config import OWNED, build_ds_config, explain, leaves, read_key
 from toolkit.engine.ds_keys import dotted_keys
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).parents[2]
 WORLD = 8

@@ -12,7 +12,7 @@ from toolkit.config.load import LoadedConfig, load
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 TUTORIAL: dict[str, Any] = {
     "train_batch_size": "auto",

@@ -8,8 +8,8 @@ import pytest
 from toolkit.arguments import positive_int
 from toolkit.config.load import load
 from toolkit.engine.ds_import import read_json
-from toolkit.errors import ConfigError, LaunchError
 from toolkit.launch.environment import detect
+from toolkit.messages import ConfigError, LaunchError
 
 CODE = "{_target_: os.system, command: 'touch CANARY'}"
 RECIPES = {

@@ -28,8 +28,7 @@ from toolkit.config.schema import (
     get_value,
 )
 from toolkit.config.validate import field_type
-from toolkit.errors import ConfigError
-from toolkit.messages import read_table
+from toolkit.messages import ConfigError, read_table
 from toolkit.translate.draft import keys_of, sentence
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,7 @@ from toolkit.config.load import LEARNING_RATES, TYPED, load, replace, to_yaml
 from toolkit.config.schema import Dtype, TuningMethod, all_keys
 from toolkit.engine import ds_config
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.errors import ConfigError
-from toolkit.messages import read_table
+from toolkit.messages import ConfigError, read_table
 
 KNOWN = (
     "Known: chatglm, chatglm2_6b, chatglm3_lora, chatglm3_qlora, chatglm_6b, chatglm_full_adgen, "

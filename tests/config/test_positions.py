@@ -11,7 +11,7 @@ import pytest
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.config.preflight import check_positions, position_limit
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).parents[2]
 LLAMA: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 2048, "rope_theta": 10000.0}

@@ -26,7 +26,7 @@ from toolkit.config.schema import Init, RunConfig, TuningConfig
 from toolkit.distributed.process_group import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.parameters import exchanged_bytes, shapes_of_config, tensor_part, tuned
 

@@ -12,7 +12,7 @@ from toolkit.config.rules import check_rules
 from toolkit.config.schema import TRACKERS
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 RECIPE = "recipe=quickstart"
 

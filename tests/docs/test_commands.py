@@ -26,8 +26,8 @@ from toolkit.config.mesh import with_micro_batch
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.errors import ConfigError
 from toolkit.launch import deepspeed
+from toolkit.messages import ConfigError
 
 ELSEWHERE = {
     "scripts/": "makes environments and trains; CI runs scripts/test, and its parts one by one",

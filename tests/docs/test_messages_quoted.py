@@ -6,7 +6,7 @@ import re
 import pytest
 from pages import ROOT, Block, blocks, chinese
 
-from toolkit import errors, messages
+from toolkit import messages
 
 PAGE = ROOT / "docs" / "debugging.md"
 QUOTES = [
@@ -15,7 +15,7 @@ QUOTES = [
     for block in blocks(page, "text")
     for line in block.body.splitlines()
 ]
-KINDS = "|".join(["Hang", *(name for name, kind in vars(errors).items() if isinstance(kind, type))])
+KINDS = "|".join(["Hang", *(name for name, kind in vars(messages).items() if isinstance(kind, type))])
 PLACEHOLDER = re.compile(r"\{\w+\}")
 
 

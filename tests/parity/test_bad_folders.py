@@ -12,7 +12,7 @@ from golden import GOLDEN
 from official import random_weights, write
 
 from toolkit.config.schema import Dtype, ModelConfig
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models import load_model, load_tokenizer
 from toolkit.models.directory import read_config
 from toolkit.models.load import create_model

@@ -17,7 +17,7 @@ from golden import (
 )
 from transformers import PreTrainedModel
 
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 
 ALL_CASES = [(name, case) for name in SETS for case in cases(name)]
 BOTH = pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from toolkit.cli import main
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models.adapters import apply_tuning, attach_adapter, base_of, load_adapter, prefix_settings, stored_names
 
 NAMES = pytest.mark.parametrize("name", ["v1", "v2", "v3"])

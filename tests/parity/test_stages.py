@@ -11,7 +11,7 @@ import transformers
 from official import write
 
 from toolkit.config.mesh import FAMILIES, Mesh
-from toolkit.errors import CheckpointError, ModelError
+from toolkit.messages import CheckpointError, ModelError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import load_model
 from toolkit.models.loss import hidden_states, token_loss_sum

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.tiny_model import SIZES
 from toolkit.engine.memory import PeakMemory
-from toolkit.errors import CheckpointError
 from toolkit.export.huggingface import write_folder
 from toolkit.export.verify import verify_logits
+from toolkit.messages import CheckpointError
 from toolkit.models import load_model, probe
 from toolkit.models.load import streamed_model
 from toolkit.models.save import describe

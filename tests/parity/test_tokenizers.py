@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from official import write
 
 from toolkit.config.schema import Family
-from toolkit.errors import ModelError, RowError
+from toolkit.messages import ModelError, RowError
 from toolkit.models import load_chat_encoder, load_model, load_tokenizer
 from toolkit.models.chatglm.formats import Format, Piece
 

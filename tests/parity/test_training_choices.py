@@ -12,7 +12,7 @@ from golden import GOLDEN
 from tests.unit.data_tools import trained_stretches
 from toolkit.config.schema import TrainOn
 from toolkit.data.formats import Conversation, mark_trained
-from toolkit.errors import RowError
+from toolkit.messages import RowError
 from toolkit.models import load_chat_encoder
 
 ROLES = ["v3", "glm4"]

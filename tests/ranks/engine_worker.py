@@ -22,8 +22,8 @@ from toolkit.config.schema import (
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.engine.parameters import gathered_parameters
-from toolkit.errors import Diverged, ModelError
 from toolkit.launch import environment
+from toolkit.messages import Diverged, ModelError
 from toolkit.models import load_model
 from toolkit.train import language_task, step
 from toolkit.train.anomalies import AnomalyKind, StepGuard

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, DistributedConfig, TrainConfig, When
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.models.loss import LossPath, loss_head, with_label_positions
 from toolkit.train import language_task, step
 from toolkit.train.anomalies import StepGuard

@@ -111,7 +111,7 @@ def main() -> None:
 
     from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
-    from toolkit.errors import Diverged, ToolkitError
+    from toolkit.messages import Diverged, ToolkitError
     from toolkit.train import checkpointer, run_dir
     from toolkit.train.language_data import load_data
     from toolkit.train.language_task import LanguageTask

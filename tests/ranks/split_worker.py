@@ -13,8 +13,8 @@ import transformers
 from toolkit.cli import main
 from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
-from toolkit.errors import ModelError
 from toolkit.evaluate.generate import FAMILIES, split_inference
+from toolkit.messages import ModelError
 
 SHAPE = {
     "vocab_size": 320,

@@ -14,7 +14,7 @@ from shared import experts, tiny
 from toolkit.checkpoint import directory
 from toolkit.cli import main
 from toolkit.config.load import load
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.models import probe
 from toolkit.train import run_dir
 

@@ -10,7 +10,7 @@ from test_trajectory import TOLERANCE, furthest
 
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 ALL = "zero.stage3_param_persistence_threshold=0"

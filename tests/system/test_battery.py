@@ -238,7 +238,7 @@ def children(pid: int) -> list[int]:
 CHOOSE = """
 import sys, time
 from toolkit.config.load import load
-from toolkit.errors import RunFolderError
+from toolkit.messages import RunFolderError
 from toolkit.train import run_dir
 folder, rounds = sys.argv[1], int(sys.argv[2])
 for number in range(rounds):

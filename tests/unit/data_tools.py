@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.config.schema import RunConfig, SourceConfig
 from toolkit.data.encode import Encoded
 from toolkit.data.formats import Message
-from toolkit.errors import RowError
+from toolkit.messages import RowError
 
 END = 1
 

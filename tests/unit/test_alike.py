@@ -12,7 +12,7 @@ from toolkit.config.load import load
 from toolkit.config.validate import field_type
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import differences
-from toolkit.errors import LaunchError
+from toolkit.messages import LaunchError
 from toolkit.train import resume
 
 KEY = "hf_" + "a" * 30

@@ -14,10 +14,10 @@ import pytest
 
 from tests.unit.made_processes import make_processes
 from toolkit.cli import main
-from toolkit.errors import LaunchError
 from toolkit.launch import deepspeed
 from toolkit.launch.deepspeed import age_s, check_launcher, hostfile_of, launcher_options, split_words, typed_options
 from toolkit.launch.environment import Ranks
+from toolkit.messages import LaunchError
 
 RANKS = Ranks(0, 0, 2, 0, "deepspeed")
 TWO_HOSTS = "a slots=1\nb slots=1\n"

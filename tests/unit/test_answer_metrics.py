@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from toolkit.config.load import load
 from toolkit.config.schema import Metric
-from toolkit.errors import ConfigError
 from toolkit.evaluate.metrics import Scores, score, tokenization
+from toolkit.messages import ConfigError
 
 ANSWERS = [
     "这件连衣裙采用了柔软的雪纺面料，穿着舒适。",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.architectures import CONFIGS, write
 from toolkit.config.schema import Attention, LossKernel
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models import load_model
 from toolkit.models.attention import check_isolation, choose_attention
 from toolkit.models.load import stream

@@ -12,7 +12,7 @@ from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import Attention, Init, ModelConfig
 from toolkit.data.loader import collate
 from toolkit.data.store import Sample
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models import attention
 from toolkit.models.attention import attention_arguments, check_isolation, choose_attention
 from toolkit.models.directory import packing_unsupported

@@ -15,7 +15,7 @@ from toolkit.data.packing import PackingPlan, plan_sequences
 from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, TokenizedCache
 from toolkit.data.tokenize import build_caches
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 from toolkit.train.language_data import ahead
 
 

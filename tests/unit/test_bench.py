@@ -17,7 +17,7 @@ from benchmarks.run import run as bench
 from toolkit.cli import bench as door
 from toolkit.cli import main
 from toolkit.config.schema import RunConfig
-from toolkit.errors import ConfigError, LaunchError
+from toolkit.messages import ConfigError, LaunchError
 
 ROOT = Path(__file__).parents[2]
 

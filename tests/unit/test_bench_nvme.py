@@ -12,7 +12,7 @@ from benchmarks.run import run as bench
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import AioConfig
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 # Asked once, before anything is loaded: afterwards the builder says no (0.19.8).
 needs_aio = pytest.mark.skipif(not AsyncIOBuilder().is_compatible(verbose=False), reason="no libaio here")

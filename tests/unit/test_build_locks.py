@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.ops import check_build_locks
-from toolkit.errors import LaunchError
+from toolkit.messages import LaunchError
 
 
 def lock(root: Path, age_s: float) -> Path:

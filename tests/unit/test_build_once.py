@@ -12,7 +12,7 @@ import pytest
 
 from toolkit.distributed import file_lock as module
 from toolkit.distributed.file_lock import build_once
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 
 SPAWN = multiprocessing.get_context("spawn")
 

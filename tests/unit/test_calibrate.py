@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.plan.machine import Machine, parse_machine
 from toolkit.plan.outline import outline_of
 from toolkit.plan.parameters import Outline

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.data_tools import ByteEncoder, run_config, write_rows
 from toolkit.config.schema import Packing, RunConfig, WeightPoint
 from toolkit.data.sampler import BEGINNING, next_position
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.train.language_data import (
     LanguageData,
     changing_order,

@@ -15,10 +15,10 @@ import pytest
 
 from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
-from toolkit.errors import ModelError
 from toolkit.evaluate.chat import ChatSession
 from toolkit.evaluate.generate import Sampling
 from toolkit.export.load import LoadedModel, load_any
+from toolkit.messages import ModelError
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", "LC_ALL": "", "TERM": "dumb"}

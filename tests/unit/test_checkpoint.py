@@ -30,7 +30,7 @@ from toolkit.cli import main
 from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
 from toolkit.engine.parameters import are_finite
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.messages import CheckpointError, ConfigError
 from toolkit.train import resume, run_dir
 from toolkit.train.checkpointer import Checkpointer, Rotation, _Pending
 

@@ -18,9 +18,9 @@ from toolkit.config.rules import check_rules, check_without_validation
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather_metrics
-from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.export import checkpoint as export
 from toolkit.launch.environment import Ranks
+from toolkit.messages import CheckpointError, ConfigError, DataError
 from toolkit.train import custom_data, custom_task
 from toolkit.train.custom_data import CustomSpec, digest, is_map_style
 from toolkit.train.custom_task import _metrics, cast_inputs, evaluate, losses_of, on_device

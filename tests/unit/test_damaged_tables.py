@@ -19,7 +19,7 @@ READ = """
 import sys
 from pathlib import Path
 from toolkit.data.readers import blocks
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 
 for name in sys.argv[1:]:
     print("begin", name, flush=True)

@@ -10,7 +10,7 @@ import pytest
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.disk import check_no_symlinks, set_permissions, umask
-from toolkit.errors import DataError, RunFolderError
+from toolkit.messages import DataError, RunFolderError
 from toolkit.train.language_data import build_encoder
 from toolkit.train.run_dir import choose_run_dir, release_run_dir
 

@@ -12,8 +12,7 @@ from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.cli import check
 from toolkit.config.schema import RowFormat, SourceConfig, TooLong
 from toolkit.data.tokenize import build_caches, first_equal
-from toolkit.errors import ToolkitError
-from toolkit.messages import set_language
+from toolkit.messages import ToolkitError, set_language
 from toolkit.report.run import read_run
 from toolkit.report.tables import data_card
 from toolkit.train.language_data import load_data_with

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data_tools import trained_stretches
-from toolkit.errors import ModelError, RowError
+from toolkit.messages import ModelError, RowError
 from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, _read_template, fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import SpanTokenizer, TemplateChatEncoder
 

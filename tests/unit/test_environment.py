@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import LaunchError
 from toolkit.launch import deepspeed, environment
 from toolkit.launch.environment import Ranks, apply, check_port, detect, set_interface, strip_launcher_arguments
+from toolkit.messages import LaunchError
 
 TORCH = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
 STARTED_BY = {

@@ -16,10 +16,10 @@ from toolkit.config.schema import RunConfig
 from toolkit.data.loader import collate
 from toolkit.data.packing import evaluated_samples
 from toolkit.data.sampler import sequential
-from toolkit.errors import DataError, ModelError
 from toolkit.evaluate import answers, metrics
 from toolkit.evaluate.generate import Sampling, decode_answer, generate
 from toolkit.launch.environment import Ranks
+from toolkit.messages import DataError, ModelError
 from toolkit.models.load import create_model
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.secrets import hide

@@ -16,7 +16,7 @@ import pytest
 from toolkit.distributed import failure
 from toolkit.distributed.failure import run_guarded
 from toolkit.distributed.process_group import on_rank0
-from toolkit.errors import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
+from toolkit.messages import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
 
 CODES = {ConfigError: 2, DataError: 2, ModelError: 2, LaunchError: 2, Diverged: 70, CheckpointError: 74, Stopped: 75}
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ SIGNALLED = """
 import os, signal, sys
 from toolkit.distributed.failure import run_guarded
 from toolkit.distributed import failure
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 class Lost(ConfigError if sys.argv[1] == "ours" else RuntimeError):
     def __str__(self):

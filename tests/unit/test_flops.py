@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.deepspeed_patches import _want_gradient
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
 from toolkit.plan.outline import published_models

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from toolkit.cli import eval
 from toolkit.config.schema import ModelConfig
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models.directory import code_files, is_trusted, read_config, runs_code, trust_code
 from toolkit.train.startup import warn_remote_code
 

@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.config.schema import RowFormat, TrainOn
 from toolkit.data.formats import Conversation, RowReader, detect_format, mark_trained, turns
-from toolkit.errors import RowError
+from toolkit.messages import RowError
 
 
 def user(text: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import pytest
 from toolkit import secrets
 from toolkit.config.load import LoadedConfig, load, replace, to_yaml
 from toolkit.config.rules import check_rules
-from toolkit.errors import ConfigError, LaunchError
 from toolkit.launch import environment
 from toolkit.launch.environment import VARIABLES, Ranks
+from toolkit.messages import ConfigError, LaunchError
 
 STRANGE = " {a} ${HOME} 'b' \"c\" 中文 * \\ \\${d} $e `f`"
 """What shells, YAML, Hydra and OmegaConf each read something into."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.errors import LaunchError
 from toolkit.launch.hostfile import parse_hostfile, read_hostfile
+from toolkit.messages import LaunchError
 
 WRONG = {
     "node1 slots=8\nnode1 slots=8\n": "h:2: node1 is listed twice: give all its slots in one line.",

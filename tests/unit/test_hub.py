@@ -36,7 +36,7 @@ ASK = """
 import json, sys
 from toolkit.config.preflight import resolve_model_path
 from toolkit.config.load import load
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.messages import console, set_language
 
 set_language("en")

@@ -12,10 +12,10 @@ from torch.distributed import HashStore
 
 from tests.unit.made_processes import make_processes
 from toolkit.distributed.process_group import agree_on_store
-from toolkit.errors import LaunchError, RepeatedDeath
 from toolkit.jobs import launch
 from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.environment import Ranks
+from toolkit.messages import LaunchError, RepeatedDeath
 from toolkit.train import run_dir
 
 SPLIT: dict[str, tuple[list[str], list[str]]] = {

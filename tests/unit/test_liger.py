@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from toolkit.config.schema import KernelsConfig, LossKernel, When
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.models import layers
 from toolkit.models.layers import apply_liger
 from toolkit.models.loss import LossHead, LossPath, loss_head, token_loss_sum

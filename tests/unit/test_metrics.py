@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.errors import CheckpointError
+from toolkit.messages import CheckpointError
 from toolkit.track.metrics import MetricsLog
 
 

@@ -13,7 +13,7 @@ import pytest
 from toolkit.config import ops
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.train import startup, trainer
 from toolkit.train.run_dir import RunSource
 

@@ -17,7 +17,7 @@ from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig
 from toolkit.engine.build import Lion, client_optimizer, parameter_groups
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.models.load import random_config
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of

@@ -19,7 +19,7 @@ from toolkit.data.sampler import (
     length_classes,
     length_limits,
 )
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 
 
 def places(order: Order, global_size: int, count: int) -> list[Position]:

@@ -15,7 +15,7 @@ from tests.unit.data_tools import END, ByteEncoder, UntrainedEncoder, pairs, run
 from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
 from toolkit.data.store import TokenizedCache, damaged_files
 from toolkit.data.tokenize import build_caches, split_rows
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 from toolkit.train.language_data import _tell
 
 

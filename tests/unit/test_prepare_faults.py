@@ -25,7 +25,7 @@ from toolkit.data.sources import read_blocks
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches, prepare_shard
 from toolkit.data.tokenize_workers import PartBuilder, Rules
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 
 ROWS = 4000
 SPAWN = multiprocessing.get_context("spawn")
@@ -240,7 +240,7 @@ import sys
 from pathlib import Path
 from tests.unit.data_tools import ByteEncoder, run_config
 from toolkit.data.tokenize import build_caches
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 folder, data = map(Path, sys.argv[1:])
 cfg = run_config(folder, str(data))
 cfg.prepare.num_workers = 2

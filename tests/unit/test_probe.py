@@ -10,8 +10,8 @@ from transformers import GlmConfig
 
 from toolkit.config.schema import PrecisionConfig
 from toolkit.engine.build import use_tf32
-from toolkit.errors import CheckpointError, ModelError, ProofDiffers
 from toolkit.export.verify import verify_logits
+from toolkit.messages import CheckpointError, ModelError, ProofDiffers
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig
 from toolkit.models.save import describe, save_model

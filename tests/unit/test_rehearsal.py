@@ -10,7 +10,7 @@ from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import CheckpointConfig, Packing
 from toolkit.data.packing import PackingPlan
-from toolkit.errors import CheckpointError, OutOfMemory
+from toolkit.messages import CheckpointError, OutOfMemory
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.train.dry_run import (
     _next,

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.cli import main
-from toolkit.errors import LaunchError
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.launch.hostfile import check_visible_devices, is_here, rank_table, select_gpus
+from toolkit.messages import LaunchError
 
 HOSTS = {"node1": 4, "node2": 4, "gpu-3": 2}
 WRONG = {

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.architectures import CONFIGS
 from toolkit.config.load import load
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.models.loss import RouterLoss, balance, router_loss, token_loss_sum
 
 SCALE = 0.5

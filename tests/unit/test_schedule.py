@@ -10,7 +10,7 @@ from transformers import get_scheduler
 
 from toolkit.config.schema import Decay, RunConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import build_ds_config, warmup_steps
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.train.schedule import Schedule, learning_rate, make_schedule
 
 STEPS = 60

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.errors import ConfigError
 from toolkit.export.merge import TunedPart
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 from toolkit.models.adapters import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn
 from toolkit.train.resume import check_changes, differences

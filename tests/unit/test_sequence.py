@@ -7,7 +7,7 @@ import transformers
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.data.packing import pad_multiple
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models.directory import sequence_parallel_unsupported
 from toolkit.models.loss import with_label_positions
 from toolkit.models.sequence import local_part, split_sequences

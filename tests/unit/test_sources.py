@@ -16,7 +16,7 @@ from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
 from toolkit.data import readers as files_module
 from toolkit.data import sources
 from toolkit.data.tokenize import CachePair, build_caches
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 
 GOOD = b'{"prompt": "a", "response": "b"}\n'
 ONE_OF = "A file holds one {…} per line, or one list [{…}, …]"

@@ -17,7 +17,7 @@ from toolkit.data.packing import pack, weighted_samples
 from toolkit.data.sources import locate_source
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.data.tokenize_workers import make_parts
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 
 GOOD = {"prompt": "a", "response": "b"}
 

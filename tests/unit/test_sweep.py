@@ -15,10 +15,10 @@ import pytest
 
 from toolkit.cli import _dispatch, sweep
 from toolkit.config.load import grid, split_axes
-from toolkit.errors import ConfigError, DataError, LaunchError
 from toolkit.jobs import sweep as sweeps
 from toolkit.jobs.sweep import read_result
 from toolkit.launch.processes import SIGNALS
+from toolkit.messages import ConfigError, DataError, LaunchError
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests" / "unit" / "fake_launch.py")]

@@ -11,7 +11,7 @@ import transformers
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.models.layers import tile_mlp
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of

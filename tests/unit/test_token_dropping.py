@@ -12,7 +12,7 @@ from tests.unit.test_attention import CONFIGS, samples
 from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import Attention, RandomLtdConfig
 from toolkit.data.loader import collate
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models.attention import attention_arguments, choose_attention
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.layers import TokenDropping, begin_step, dropping_metrics

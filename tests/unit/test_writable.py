@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.schema import TrackConfig
-from toolkit.errors import TrackError
+from toolkit.messages import TrackError
 from toolkit.train.dry_run import check_writable
 
 

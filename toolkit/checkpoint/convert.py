@@ -14,9 +14,8 @@ import torch
 from toolkit.checkpoint.engine_files import read_file, unreadable_error
 from toolkit.distributed.file_lock import build_once
 from toolkit.distributed.process_group import join_parts
-from toolkit.errors import CheckpointError, NotExportable
 from toolkit.launch.processes import run_module
-from toolkit.messages import say
+from toolkit.messages import CheckpointError, NotExportable, say
 
 SUFFIX = ".universal"
 

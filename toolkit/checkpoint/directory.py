@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.disk import flush, sha256, unused_path
-from toolkit.errors import CheckpointError
-from toolkit.messages import say, tr, warn
+from toolkit.messages import CheckpointError, say, tr, warn
 
 LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""

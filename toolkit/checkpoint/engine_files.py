@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from toolkit.errors import CheckpointError
+from toolkit.messages import CheckpointError
 from toolkit.secrets import hide_all
 
 # Everything beside tensors and plain values that DeepSpeed's files name (deepspeed 0.19.8, measured).

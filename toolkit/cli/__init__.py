@@ -9,8 +9,7 @@ from importlib import import_module
 
 from toolkit import __version__
 from toolkit.distributed.failure import run_guarded
-from toolkit.errors import ConfigError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, tr
 
 COMMANDS = tuple(
     [

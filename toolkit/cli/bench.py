@@ -25,7 +25,7 @@ import sys
 
 from toolkit import children
 from toolkit.config.files import PACKAGE
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 
 
 def run(words: list[str]) -> int:

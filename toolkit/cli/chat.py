@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, number, positive_int
-from toolkit.errors import ConfigError, ModelError
+from toolkit.messages import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from toolkit.evaluate.generate import Sampling

@@ -16,9 +16,8 @@ from toolkit.config.schema import RunConfig
 from toolkit.doctor import agents
 from toolkit.doctor.examine import Examination, plan_examination
 from toolkit.doctor.findings import ERROR, NOTE, WARNING
-from toolkit.errors import ConfigError
 from toolkit.launch import deepspeed
-from toolkit.messages import say, tr
+from toolkit.messages import ConfigError, say, tr
 
 CHECKS = (
     "ssh",

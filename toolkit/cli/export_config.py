@@ -14,8 +14,7 @@ from pathlib import Path
 
 from toolkit.arguments import parse_checked, positive_int
 from toolkit.engine.ds_config import build_ds_config, explain
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 
 
 def run(words: list[str]) -> int:

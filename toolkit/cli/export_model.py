@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, one_of
-from toolkit.errors import ConfigError, ToolkitError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, ToolkitError, tr
 
 if TYPE_CHECKING:
     from toolkit.models.save import Format

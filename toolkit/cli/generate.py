@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 from toolkit.arguments import named_arguments, one_of, positive_int
 from toolkit.cli.chat import MODEL, SAMPLING, check_model, sampling_arguments
 from toolkit.config.schema import DistributedConfig, RowFormat
-from toolkit.errors import ConfigError
-from toolkit.messages import printable, tr
+from toolkit.messages import ConfigError, printable, tr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,9 +10,8 @@ toolkit hostfile output=FILE [nodes=LIST] [slots=N]
 import os
 
 from toolkit.arguments import named_arguments, positive_int, write_output
-from toolkit.errors import LaunchError
 from toolkit.launch import hostfile
-from toolkit.messages import say
+from toolkit.messages import LaunchError, say
 
 
 def run(words: list[str]) -> int:

@@ -17,8 +17,8 @@ import textwrap
 
 from toolkit.arguments import check_output, named_arguments, positive_int, write_output
 from toolkit.config.preflight import FILES, check_tuning_here
-from toolkit.errors import ConfigError, Problems
-from toolkit.messages import printable, tr
+from toolkit.errors import Problems
+from toolkit.messages import ConfigError, printable, tr
 from toolkit.secrets import hide
 from toolkit.translate.convert import Converted, convert
 from toolkit.translate.draft import ForeignConfig

@@ -9,8 +9,7 @@ An interrupted run goes on where it stopped. Data that is prepared already is ve
 
 from toolkit.arguments import parse_checked
 from toolkit.config.preflight import check_positions, resolve_model_path
-from toolkit.errors import DataError
-from toolkit.messages import say
+from toolkit.messages import DataError, say
 
 
 def run(words: list[str]) -> int:

@@ -15,8 +15,7 @@ network. A report that is there is replaced, any other file is left alone.
 
 from pathlib import Path
 
-from toolkit.errors import ConfigError
-from toolkit.messages import say, set_language, tr
+from toolkit.messages import ConfigError, say, set_language, tr
 
 _ARGUMENTS = ("output", "language")
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, one_of, parse_checked
 from toolkit.config.preflight import resolve_model_path
-from toolkit.errors import ConfigError
-from toolkit.messages import say, tr
+from toolkit.messages import ConfigError, say, tr
 
 if TYPE_CHECKING:
     from toolkit.data.preview import Style

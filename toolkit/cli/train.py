@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 
 from toolkit.config.preflight import check_positions, resolve_model_path
-from toolkit.errors import ConfigError
 from toolkit.launch import deepspeed, environment
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import greet, make_ready
 
 

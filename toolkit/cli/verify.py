@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 
 from toolkit.checkpoint import directory
-from toolkit.errors import BaseMissing, CheckpointError, ConfigError, ToolkitError
-from toolkit.messages import tr
+from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ToolkitError, tr
 from toolkit.models.directory import read_config
 
 

@@ -13,8 +13,7 @@ import yaml
 from omegaconf._utils import get_yaml_loader
 
 from toolkit.config.schema import DataConfig, RowFormat
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_FILE_BYTES = 1_000_000

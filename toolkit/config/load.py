@@ -33,8 +33,8 @@ from toolkit.config import files
 from toolkit.config.files import YamlDocument, known_recipes
 from toolkit.config.schema import RunConfig, TuningMethod, as_text, get_value, set_leaf
 from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
-from toolkit.errors import ConfigError, Problems
-from toolkit.messages import did_you_mean, filled, joined, tr
+from toolkit.errors import Problems
+from toolkit.messages import ConfigError, did_you_mean, filled, joined, tr
 from toolkit.secrets import hide_all
 
 JSON, TYPED = 500, 1000

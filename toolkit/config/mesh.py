@@ -7,8 +7,7 @@ from enum import Enum
 from typing import Any
 
 from toolkit.config.schema import AUTO, RunConfig
-from toolkit.errors import ConfigError
-from toolkit.messages import joined, tr
+from toolkit.messages import ConfigError, joined, tr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from toolkit.config.load import LoadedConfig
 from toolkit.config.schema import AUTO, Device, OptimizerName, RunConfig
-from toolkit.errors import LaunchError
-from toolkit.messages import tr
+from toolkit.messages import LaunchError, tr
 
 _KINDS = {OptimizerName.adamw: "adam", OptimizerName.adam: "adam", OptimizerName.muon: "adam"}
 _KINDS[OptimizerName.lion] = "lion"

@@ -31,8 +31,8 @@ from toolkit.config.schema import (
 )
 from toolkit.config.validate import about
 from toolkit.disk import try_lock
-from toolkit.errors import ConfigError, raise_all
-from toolkit.messages import did_you_mean, joined, say, tr
+from toolkit.errors import raise_all
+from toolkit.messages import ConfigError, did_you_mean, joined, say, tr
 
 
 def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:

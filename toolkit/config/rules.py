@@ -23,8 +23,8 @@ from toolkit.config.schema import (
     bounds,
     get_value,
 )
-from toolkit.errors import ConfigError, Problems, raise_all
-from toolkit.messages import did_you_mean, tr
+from toolkit.errors import Problems, raise_all
+from toolkit.messages import ConfigError, did_you_mean, tr
 from toolkit.secrets import is_under_secret_name
 
 

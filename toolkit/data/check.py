@@ -11,8 +11,8 @@ from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, Sour
 from toolkit.data.formats import RowReader, parse_row
 from toolkit.data.readers import blocks, files_of, rows_of
 from toolkit.data.sources import DataFile, with_format
-from toolkit.errors import DataError, Problems, RowError, ToolkitError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.errors import Problems
+from toolkit.messages import DataError, RowError, ToolkitError, did_you_mean, joined, tr
 
 _ROWS = 1000
 """Rows that are looked at in each file."""

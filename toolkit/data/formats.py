@@ -11,8 +11,7 @@ from typing import Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat, TrainOn
 from toolkit.data.readers import DECODER, check_characters, parse_line
-from toolkit.errors import RowError
-from toolkit.messages import tr
+from toolkit.messages import RowError, tr
 
 Message = Mapping[str, Any]
 """One turn: `role` and `content`; an assistant's may have `tool_calls` (as OpenAI writes them, arguments as an object)

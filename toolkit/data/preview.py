@@ -16,8 +16,7 @@ from toolkit.data.sampler import Permutation
 from toolkit.data.sources import locate_all
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import PrepareReport
-from toolkit.errors import DataError
-from toolkit.messages import printable, tr
+from toolkit.messages import DataError, printable, tr
 from toolkit.secrets import hide
 from toolkit.terminal import text_table
 

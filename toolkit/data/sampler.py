@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig
-from toolkit.errors import DataError
+from toolkit.messages import DataError
 
 _ROUNDS = 6
 

@@ -25,8 +25,8 @@ from toolkit.data.formats import Conversation, RowReader, detect_format, parse_r
 from toolkit.data.readers import Block, block_bytes, blocks, files_of, first_row, rows_of
 from toolkit.disk import sha256, write_atomically
 from toolkit.distributed.file_lock import build_once
-from toolkit.errors import DataError, RowError, reading
-from toolkit.messages import tr
+from toolkit.errors import reading
+from toolkit.messages import DataError, RowError, tr
 
 _SETTLED_S = 2.0
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.tokenize_workers import Part
-from toolkit.errors import DataError, reading
-from toolkit.messages import tr
+from toolkit.errors import reading
+from toolkit.messages import DataError, tr
 
 if TYPE_CHECKING:
     import datasets

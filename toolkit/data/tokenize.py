@@ -37,9 +37,8 @@ from toolkit.data.tokenize_workers import (
     read_part,
 )
 from toolkit.distributed.file_lock import build_once, explain_lock_error
-from toolkit.errors import DataError
 from toolkit.launch.deepspeed import age_s
-from toolkit.messages import say, tr, warn
+from toolkit.messages import DataError, say, tr, warn
 from toolkit.secrets import hide
 
 

@@ -27,8 +27,7 @@ from toolkit.data.encode import ChatEncoder, Encoded, LengthRule
 from toolkit.data.formats import Conversation, RowReader, mark_trained, parse_row
 from toolkit.data.readers import Block, rows_of
 from toolkit.data.sources import DataFile
-from toolkit.errors import DataError, RowError
-from toolkit.messages import current_language, say, set_language, tr
+from toolkit.messages import DataError, RowError, current_language, say, set_language, tr
 
 CODE_VERSION = 4
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""

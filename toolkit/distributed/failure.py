@@ -34,9 +34,9 @@ from typing import Any
 import psutil
 
 from toolkit import terminal
-from toolkit.errors import LaunchError, Stopped, ToolkitError, is_failure, system_text
+from toolkit.errors import is_failure, system_text
 from toolkit.launch import environment, processes, rank_status
-from toolkit.messages import joined, tr
+from toolkit.messages import LaunchError, Stopped, ToolkitError, joined, tr
 from toolkit.secrets import hide
 
 _marker: Path | None = None

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.disk import flush, set_permissions, try_lock
-from toolkit.errors import DataError
-from toolkit.messages import say, tr
+from toolkit.messages import DataError, say, tr
 
 NOTICE_AFTER_S = 5.0
 _POLL_S = 0.1

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from toolkit import errors
+from toolkit import messages
 from toolkit.config.mesh import Split, split_of, unsplit_shape
 from toolkit.config.schema import Backend, DistributedConfig
-from toolkit.errors import LaunchError, system_text
+from toolkit.errors import system_text
 from toolkit.launch import processes
-from toolkit.messages import tr
+from toolkit.messages import LaunchError, tr
 from toolkit.secrets import are_same
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ _comparisons = count()
 """Each has a place of its own in the store; all ranks compare the same in the same order."""
 
 
-def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[errors.ToolkitError]) -> None:
+def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[messages.ToolkitError]) -> None:
     """Raise `error` on every rank unless `mine`, by name, is the same on all: else collectives hang or train something
     else. A collective, before or after the process group exists.
     """
@@ -153,7 +153,7 @@ def on_rank0(function: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             outcome = [(function(), "", "")]
-        except errors.ToolkitError as error:
+        except messages.ToolkitError as error:
             outcome = [(None, type(error).__name__, str(error))]
         except OSError as error:
             outcome = [(None, type(error).__name__, system_text(error))]
@@ -161,7 +161,7 @@ def on_rank0(function: Callable[[], T]) -> T:
         dist.broadcast_object_list(outcome, src=0)
     result, kind, message = outcome[0]
     if kind:
-        raise getattr(errors, kind, errors.CheckpointError)(message)  # the system's own: input or output has failed
+        raise getattr(messages, kind, messages.CheckpointError)(message)  # the system's own: input or output has failed
     return result  # type: ignore[return-value]
 
 

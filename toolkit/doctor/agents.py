@@ -22,9 +22,8 @@ from typing import IO, Any
 from toolkit import children
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import facts, network
-from toolkit.errors import LaunchError, ToolkitError
 from toolkit.launch.environment import PACKED
-from toolkit.messages import set_language, tr
+from toolkit.messages import LaunchError, ToolkitError, set_language, tr
 
 MARK = "toolkit-doctor "
 """Begins each answer: what a shell greets with is none."""

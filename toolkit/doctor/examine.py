@@ -14,10 +14,9 @@ from toolkit.doctor import findings, network
 from toolkit.doctor.agents import Hosts, SshOptions
 from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
 from toolkit.doctor.findings import ERROR, WARNING, Finding, finding
-from toolkit.errors import LaunchError
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.launch.hostfile import Resources
-from toolkit.messages import current_language, joined, tr
+from toolkit.messages import LaunchError, current_language, joined, tr
 
 _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
 

@@ -25,8 +25,8 @@ from toolkit import children
 from toolkit.config import ops
 from toolkit.config.load import to_dict
 from toolkit.config.schema import Device, Init, RunConfig, leaves
-from toolkit.errors import ToolkitError
 from toolkit.launch.environment import EXPORTED_PREFIXES
+from toolkit.messages import ToolkitError
 
 _DISK_BLOCK = 1 << 22
 _DISK_BLOCKS = 64

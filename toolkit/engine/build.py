@@ -30,8 +30,7 @@ from toolkit.engine.deepspeed_patches import (
     rotary_frequencies,
     scale_fp16_loss,
 )
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 from toolkit.plan.parameters import layer_of
 
 STAGE = "stage"

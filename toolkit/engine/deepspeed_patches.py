@@ -22,8 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config.mesh import check_split
 from toolkit.config.schema import ActivationCheckpointingConfig
 from toolkit.distributed.process_group import is_tensor_part, tensor_group
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 
 # 1.2 s each time; for an op of the CPU DeepSpeed asks twice, to compare with what it was built on (0.19.8,
 # op_builder/builder.py, cpu_arch and simd_width).

@@ -22,8 +22,8 @@ from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import AUTO, RunConfig, get_value, leaves, set_leaf
 from toolkit.engine.ds_config import OWNED, SAME, SCHEDULERS, build_ds_config, read_key
 from toolkit.engine.ds_keys import INSTEAD, KEYS, REMOVED, RENAMED, dotted_keys, name_problems
-from toolkit.errors import ConfigError, raise_all, reason_of
-from toolkit.messages import tr
+from toolkit.errors import raise_all, reason_of
+from toolkit.messages import ConfigError, tr
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTOTP = "tensor_parallel.autotp_size"

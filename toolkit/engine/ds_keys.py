@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import leaves
-from toolkit.errors import ConfigError, raise_all
-from toolkit.messages import nearest, tr
+from toolkit.errors import raise_all
+from toolkit.messages import ConfigError, nearest, tr
 
 _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 KEYS: dict[str, Any] = _TABLE["keys"]

@@ -26,9 +26,8 @@ from toolkit.data.sources import DataFile, read_blocks, total_bytes
 from toolkit.data.store import TokenizedCache
 from toolkit.disk import lock_or_warn, sha256
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank, world_size
-from toolkit.errors import CheckpointError, ConfigError, DataError, ModelError, RowError, Stopped
 from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, until_stop, with_system
-from toolkit.messages import say, tr
+from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, RowError, Stopped, say, tr
 from toolkit.models.chat import AnyChatEncoder
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from toolkit.data.formats import Message
-from toolkit.errors import ConfigError, ModelError, RowError
 from toolkit.evaluate.generate import (
     AnswerStream,
     Sampling,
@@ -19,7 +18,7 @@ from toolkit.evaluate.generate import (
     generate,
     with_system,
 )
-from toolkit.messages import did_you_mean, joined, printable, tr
+from toolkit.messages import ConfigError, ModelError, RowError, did_you_mean, joined, printable, tr
 from toolkit.models.chat import AnyChatEncoder
 
 COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")

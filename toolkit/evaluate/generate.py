@@ -15,8 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from toolkit.config import mesh
 from toolkit.config.preflight import position_limit
 from toolkit.data.formats import Message
-from toolkit.errors import ConfigError, ModelError, RowError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, ModelError, RowError, tr
 from toolkit.models.adapters import has_adapter
 from toolkit.models.chat import AnyChatEncoder
 

@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 from toolkit.config.schema import EVAL_LOSS, Metric
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import sum_over_ranks
-from toolkit.errors import Stopped
 from toolkit.evaluate.answers import Answers, ValidationQuestion
 from toolkit.evaluate.generate import decode_answer
-from toolkit.messages import tr
+from toolkit.messages import Stopped, tr
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.loss import token_losses
 from toolkit.models.pipeline import evaluate_window, is_pipeline

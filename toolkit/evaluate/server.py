@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.preflight import position_limit
-from toolkit.errors import ConfigError, ModelError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models.directory import read_object
 
 _NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")

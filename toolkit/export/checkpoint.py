@@ -20,7 +20,6 @@ from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.config.schema import Dtype, TuningMethod
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
-from toolkit.errors import CheckpointError, ConfigError, NotExportable, ToolkitError
 from toolkit.export.huggingface import (
     CARD_FILE,
     atomic_directory,
@@ -33,7 +32,7 @@ from toolkit.export.huggingface import (
 )
 from toolkit.export.merge import TunedPart, load_part, merge_adapter, part_of_adapter, part_of_checkpoint
 from toolkit.launch.processes import run_module
-from toolkit.messages import tr
+from toolkit.messages import CheckpointError, ConfigError, NotExportable, ToolkitError, tr
 from toolkit.models import adapters, probe, weights
 from toolkit.models.adapters import CONFIG as ADAPTER_FILE
 from toolkit.models.adapters import FILE as BASE_FILE

@@ -22,8 +22,7 @@ from toolkit.config.schema import TuningMethod
 from toolkit.disk import flush, set_permissions
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
-from toolkit.errors import CheckpointError
-from toolkit.messages import tr
+from toolkit.messages import CheckpointError, tr
 from toolkit.models import probe
 from toolkit.models.adapters import (
     CONFIG,

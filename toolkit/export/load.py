@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint import directory
 from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.config.schema import Dtype, ModelConfig
-from toolkit.errors import ConfigError, ModelError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models.adapters import base_of, base_of_adapter, is_adapter, load_adapter
 from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
 from toolkit.models.load import TORCH_DTYPES, create_model

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from toolkit.checkpoint.convert import iter_weights
 from toolkit.config.schema import TuningMethod
-from toolkit.errors import CheckpointError, ConfigError
+from toolkit.messages import CheckpointError, ConfigError
 from toolkit.models import adapters, tuning
 from toolkit.models.adapters import BaseModel, base_of, check_base, check_numbers, find_base, fingerprint_of, read_base
 from toolkit.models.directory import read_object

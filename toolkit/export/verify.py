@@ -4,10 +4,9 @@ import math
 from collections import deque
 from pathlib import Path
 
-from toolkit.errors import CheckpointError, NotExportable, ProofDiffers
 from toolkit.export.checkpoint import is_custom, load_checkpoint
 from toolkit.export.merge import load_part, part_of_adapter
-from toolkit.messages import tr
+from toolkit.messages import CheckpointError, NotExportable, ProofDiffers, tr
 from toolkit.models import probe
 from toolkit.models.adapters import CONFIG, is_original_prefix
 from toolkit.models.load import load_model, stream, streamed_model

@@ -13,9 +13,8 @@ from toolkit import secrets
 from toolkit.config.schema import RunConfig
 from toolkit.doctor.examine import plan_examination
 from toolkit.doctor.findings import ERROR, WARNING
-from toolkit.errors import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError
 from toolkit.launch import deepspeed, environment, hostfile, processes, rank_status
-from toolkit.messages import say, tr
+from toolkit.messages import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError, say, tr
 from toolkit.train import run_dir
 
 SCRIPT = Path(__file__).parents[2] / "run.py"

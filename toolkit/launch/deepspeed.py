@@ -22,12 +22,11 @@ from typing import Any
 import psutil
 
 from toolkit import children
-from toolkit.errors import LaunchError
 from toolkit.launch import rank_status
 from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, strip_launcher_arguments, variables_of_files
 from toolkit.launch.hostfile import SELECTING, Resources, is_here, read_hostfile, select_gpus
 from toolkit.launch.processes import DEEPSPEED, LAUNCHERS, TYPED_LAUNCHERS
-from toolkit.messages import tr
+from toolkit.messages import LaunchError, tr
 from toolkit.secrets import MASK, hide_all, is_under_secret_name
 
 # Options of `deepspeed` that take a value; needed to tell its own words from the training program's.

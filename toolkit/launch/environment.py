@@ -24,9 +24,8 @@ import psutil
 
 from toolkit import secrets
 from toolkit.config.schema import INTERFACES, LaunchConfig
-from toolkit.errors import LaunchError
 from toolkit.launch import rank_status
-from toolkit.messages import set_main_rank, tr
+from toolkit.messages import LaunchError, set_main_rank, tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
 VARIABLES = {

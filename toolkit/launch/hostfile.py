@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.errors import LaunchError, RowError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import LaunchError, RowError, did_you_mean, joined, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\S+)")

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.children import run
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.process_group import is_tensor_part
-from toolkit.errors import BaseMissing, ConfigError, ModelError, json_object, reading
-from toolkit.messages import tr
+from toolkit.errors import json_object, reading
+from toolkit.messages import BaseMissing, ConfigError, ModelError, tr
 from toolkit.models import tuning
 from toolkit.models.directory import check_sizes, read_object
 from toolkit.models.weights import full_params, read_tensors

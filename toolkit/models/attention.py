@@ -15,8 +15,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from toolkit.config.schema import Attention
-from toolkit.errors import ModelError
-from toolkit.messages import tr
+from toolkit.messages import ModelError, tr
 
 VARLEN = "varlen"
 SEQUENCE = "sequence"

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from toolkit.config.files import located
 from toolkit.config.schema import Family
 from toolkit.distributed.file_lock import build_once
-from toolkit.errors import ModelError, reading
-from toolkit.messages import tr
+from toolkit.errors import reading
+from toolkit.messages import ModelError, tr
 from toolkit.models.chat_template import Encoded, Message, TemplateChatEncoder
 from toolkit.models.chatglm.formats import FORMATS, with_tools
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer

@@ -21,8 +21,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from toolkit.errors import ModelError, RowError, is_failure, reason_of
-from toolkit.messages import tr
+from toolkit.errors import is_failure, reason_of
+from toolkit.messages import ModelError, RowError, tr
 from toolkit.models.shield import Shield, any_of
 
 if TYPE_CHECKING:

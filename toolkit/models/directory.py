@@ -13,8 +13,8 @@ from typing import Any
 from safetensors import safe_open
 
 from toolkit.config.schema import Init, ModelConfig, TuningMethod
-from toolkit.errors import ConfigError, ModelError, json_object, reading
-from toolkit.messages import tr
+from toolkit.errors import json_object, reading
+from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models.chatglm.family import Architecture, architecture_of, check_supported
 
 _trusted: set[str] = set()

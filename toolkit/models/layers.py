@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from toolkit.config.schema import KernelsConfig, LossKernel, RandomLtdConfig, When
-from toolkit.errors import ConfigError, ModelError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models.attention import segment_arguments, trains_on_gpu
 from toolkit.models.tuning import arguments_by_name, decoder_layers
 

@@ -13,7 +13,8 @@ from transformers import GenerationConfig, GlmConfig, PreTrainedModel, PreTraine
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
-from toolkit.errors import ModelError, reason_of
+from toolkit.errors import reason_of
+from toolkit.messages import ModelError
 from toolkit.models import weights
 from toolkit.models.attention import choose_attention
 from toolkit.models.chatglm.family import Architecture, architecture_of, divides_positions

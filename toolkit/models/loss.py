@@ -24,8 +24,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.config.schema import LossKernel, RunConfig
-from toolkit.errors import ConfigError
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 from toolkit.models.attention import attention_arguments
 from toolkit.models.chatglm.modeling import check_rows
 

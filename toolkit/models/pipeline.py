@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.mesh import FAMILIES
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models import probe
 from toolkit.models.loss import Batch, hidden_states, logits_of
 from toolkit.models.weights import tied_names

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from toolkit.errors import CheckpointError, ModelError
+from toolkit.messages import CheckpointError, ModelError
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.chatglm.glm import official_layout
 from toolkit.models.weights import Layout, WeightFiles, tied_names

@@ -17,8 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from toolkit.config.schema import Attention
 from toolkit.distributed.process_group import sum_over_ranks
-from toolkit.errors import ModelError
-from toolkit.messages import tr
+from toolkit.messages import ModelError, tr
 from toolkit.models import attention
 from toolkit.models.loss import Batch, with_label_positions
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from toolkit.config.schema import TuningConfig
-from toolkit.errors import ConfigError
+from toolkit.messages import ConfigError
 from toolkit.models.weights import set_value
 from toolkit.plan.parameters import ALL_LINEAR, check_matches, default_targets, select_names
 

@@ -7,8 +7,7 @@ import subprocess
 from dataclasses import dataclass
 
 from toolkit import children
-from toolkit.errors import ConfigError
-from toolkit.messages import read_table
+from toolkit.messages import ConfigError, read_table
 
 GIB = 1 << 30
 RESERVE = 0.05

@@ -14,8 +14,7 @@ from typing import Any
 from toolkit import children
 from toolkit.config.files import conf_folder, read
 from toolkit.config.schema import Init, RunConfig
-from toolkit.errors import ConfigError
-from toolkit.messages import say, tr
+from toolkit.messages import ConfigError, say, tr
 from toolkit.plan.parameters import Outline, Shapes, Sizes, shape_of_random, shapes_of_config, tuned
 
 _MEASURE_S = 300

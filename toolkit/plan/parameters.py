@@ -14,8 +14,7 @@ from typing import Any
 
 from toolkit.config.mesh import check_split, part_shape, split_of
 from toolkit.config.schema import ShapeConfig, TuningConfig, TuningMethod
-from toolkit.errors import ConfigError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, tr
 
 Shapes = dict[str, tuple[int, ...]]
 Sizes = dict[str, int]

@@ -37,9 +37,8 @@ from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import Device, RunConfig
-from toolkit.errors import ConfigError
 from toolkit.launch.environment import free_port
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, tr
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import WIDTHS, longest_rows
 from toolkit.plan.outline import cache_file, write_cache

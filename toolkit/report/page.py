@@ -19,8 +19,7 @@ from markupsafe import Markup
 
 import toolkit
 from toolkit.disk import check_no_symlinks, write_atomically
-from toolkit.errors import ConfigError, TrackError
-from toolkit.messages import current_language, printable, set_language, tr
+from toolkit.messages import ConfigError, TrackError, current_language, printable, set_language, tr
 from toolkit.report import figures, tables
 from toolkit.report.figures import NAMES, Drawing, draw
 from toolkit.report.run import PAGE, Run, Sample, distinct_names, expand_sweeps, read_run

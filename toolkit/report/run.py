@@ -20,8 +20,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from toolkit.errors import RunFolderError
-from toolkit.messages import printable
+from toolkit.messages import RunFolderError, printable
 from toolkit.secrets import hide, hide_all
 
 LIMIT = 400

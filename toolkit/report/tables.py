@@ -13,8 +13,7 @@ from toolkit.config import files
 from toolkit.config.files import known_recipes
 from toolkit.config.load import load, to_dict
 from toolkit.config.schema import RunConfig, leaves
-from toolkit.errors import ToolkitError
-from toolkit.messages import joined, printable, tr
+from toolkit.messages import ToolkitError, joined, printable, tr
 from toolkit.report.figures import GIB, events_of, is_own
 from toolkit.report.run import DONE, FAILED, RUNNING, Run
 from toolkit.secrets import are_same

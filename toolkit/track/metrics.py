@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from toolkit.errors import CheckpointError
-from toolkit.messages import warn
+from toolkit.messages import CheckpointError, warn
 
 
 def append_rows(file: Path, content: bytes) -> None:

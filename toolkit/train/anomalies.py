@@ -17,8 +17,7 @@ from toolkit.config.schema import TrainConfig
 from toolkit.disk import unused_path
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.deepspeed_patches import UpdateVeto
-from toolkit.errors import Diverged
-from toolkit.messages import tr
+from toolkit.messages import Diverged, tr
 
 WINDOW = 100
 """Good steps whose median a step is compared with."""

@@ -27,8 +27,7 @@ from toolkit.config.schema import EVAL_LOSS, CheckpointConfig
 from toolkit.disk import flush
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.engine.parameters import is_partitioned, repair_counts, ruined_ranks
-from toolkit.errors import CheckpointError
-from toolkit.messages import say, tr, warn
+from toolkit.messages import CheckpointError, say, tr, warn
 from toolkit.models import probe
 from toolkit.models.pipeline import capture_probe, is_pipeline, unwrap_model
 from toolkit.models.save import MODEL_DIR

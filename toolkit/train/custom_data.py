@@ -17,9 +17,8 @@ from toolkit.config.mesh import accumulation, micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
-from toolkit.errors import ConfigError, DataError
 from toolkit.launch.environment import Ranks
-from toolkit.messages import tr
+from toolkit.messages import ConfigError, DataError, tr
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Given the model and a batch, returns one loss per sample, [n]."""

@@ -22,11 +22,10 @@ from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather_metrics, on_rank0, sum_over_ranks, world_size
 from toolkit.engine.build import initialize_engine, use_tf32
 from toolkit.engine.ds_config import DsConfig
-from toolkit.errors import CheckpointError, ConfigError, DataError
 from toolkit.evaluate import metrics
 from toolkit.export.checkpoint import CUSTOM_CARD, WEIGHTS, export_custom, export_in_background
 from toolkit.launch.environment import Ranks
-from toolkit.messages import joined, tr
+from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.models.save import MODEL_DIR
 from toolkit.terminal import phase

@@ -25,9 +25,8 @@ from toolkit.data.sampler import Position
 from toolkit.disk import flush
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
-from toolkit.errors import CheckpointError, ConfigError, OutOfMemory, TrackError
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr
+from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, say, tr
 from toolkit.models.adapters import has_adapter
 from toolkit.models.pipeline import is_pipeline, unwrap_model
 from toolkit.train.anomalies import StepGuard

@@ -21,12 +21,11 @@ from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.build import initialize_untrained, use_tf32
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import is_out_of_memory
-from toolkit.errors import DataError, ModelError
 from toolkit.evaluate.answers import Answers, ValidationQuestion, choose_questions, generate_all
 from toolkit.evaluate.generate import Sampling, generate, most_tokens
 from toolkit.evaluate.metrics import evaluate_loss, score_answers
 from toolkit.launch.environment import Ranks
-from toolkit.messages import joined, say, tr, warn
+from toolkit.messages import DataError, ModelError, joined, say, tr, warn
 from toolkit.models.adapters import base_of, load_adapter
 from toolkit.models.attention import check_isolation
 from toolkit.models.load import create_model

@@ -35,9 +35,8 @@ from toolkit.data.store import BAD_ROWS, Sample, TokenizedCache
 from toolkit.data.tokenize import FOLDERS, PrepareReport, build_caches
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
-from toolkit.errors import ConfigError, DataError
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say
+from toolkit.messages import ConfigError, DataError, say
 from toolkit.models.chat import AnyChatEncoder, chat_encoder, fit_tokenizer, load_tokenizer
 from toolkit.models.directory import packing_unsupported, read_config, trust_code
 from toolkit.models.loss import with_label_positions

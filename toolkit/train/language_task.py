@@ -23,7 +23,6 @@ from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.build import initialize_engine, use_tf32
 from toolkit.engine.ds_config import DsConfig
 from toolkit.engine.parameters import count_parameters, is_partitioned
-from toolkit.errors import CheckpointError, ConfigError, ProofDiffers
 from toolkit.evaluate.answers import ValidationQuestion
 from toolkit.evaluate.generate import answer, check_length
 from toolkit.evaluate.metrics import ngram_baselines
@@ -31,7 +30,7 @@ from toolkit.export.checkpoint import export_in_background
 from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_model, prove_adapter, write_folder
 from toolkit.export.verify import verify_logits
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr, warn
+from toolkit.messages import CheckpointError, ConfigError, ProofDiffers, say, tr, warn
 from toolkit.models import pipeline, probe
 from toolkit.models.adapters import FILE as BASE_FILE
 from toolkit.models.adapters import RUN_BASE, apply_tuning, check_base, has_adapter, read_base

@@ -17,9 +17,8 @@ from toolkit.data.sampler import Position
 from toolkit.distributed import failure
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.distributed.watchdog import DATA, STEP
-from toolkit.errors import CheckpointError, Diverged, RunFolderError, Stopped
 from toolkit.evaluate.metrics import describe_evaluation
-from toolkit.messages import say, tr, warn
+from toolkit.messages import CheckpointError, Diverged, RunFolderError, Stopped, say, tr, warn
 from toolkit.models.layers import begin_step, dropping_metrics
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog

@@ -17,9 +17,8 @@ from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import Influence, RunConfig, influence_of, leaves
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import on_rank0
-from toolkit.errors import CheckpointError, ConfigError
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr
+from toolkit.messages import CheckpointError, ConfigError, say, tr
 from toolkit.secrets import are_same, hide_all
 from toolkit.train.checkpointer import Checkpointer
 from toolkit.train.run_dir import RunSource, describe_environment, versions

@@ -24,11 +24,10 @@ from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
 from toolkit.disk import check_no_symlinks, lock_or_warn, try_lock, unused_path, write_atomically
 from toolkit.distributed import watchdog
-from toolkit.errors import CheckpointError, ConfigError, RepeatedDeath, RunFolderError
 from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import detect
-from toolkit.messages import joined, say, tr
+from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, joined, say, tr
 from toolkit.report.run import json_lines
 from toolkit.secrets import hide_all
 

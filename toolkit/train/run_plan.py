@@ -11,9 +11,8 @@ from toolkit.config.mesh import micro_sizes
 from toolkit.config.schema import Device, RunConfig
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.memory import limit_bytes
-from toolkit.errors import OutOfMemory
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr, warn
+from toolkit.messages import OutOfMemory, say, tr, warn
 from toolkit.plan import table as view
 from toolkit.plan.machine import Machine, find_gpu, own_memory
 from toolkit.plan.memory import process_bytes

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from toolkit.config.mesh import mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Decay, Packing, RunConfig, ScheduleConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import warmup_lowest, warmup_steps
-from toolkit.errors import ConfigError
-from toolkit.messages import say, tr, warn
+from toolkit.messages import ConfigError, say, tr, warn
 
 _OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
 _TIMESCALE = 10_000

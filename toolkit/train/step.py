@@ -9,7 +9,7 @@ from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
 from toolkit.distributed.process_group import sum_over_ranks
-from toolkit.errors import Diverged
+from toolkit.messages import Diverged
 from toolkit.models.loss import RouterLoss
 from toolkit.models.pipeline import is_pipeline, train_window
 from toolkit.train.anomalies import StepGuard

@@ -13,8 +13,7 @@ from typing import Any
 from toolkit import children
 from toolkit.config.load import to_dict, to_plain
 from toolkit.config.schema import RunConfig, leaves
-from toolkit.errors import Stopped
-from toolkit.messages import current_language, say, tr, warn
+from toolkit.messages import Stopped, current_language, say, tr, warn
 from toolkit.report.run import PAGE
 from toolkit.track.backends import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
 from toolkit.track.metrics import is_evaluation, metric_values

@@ -26,10 +26,9 @@ from toolkit.distributed.process_group import on_rank0
 from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import memory
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
-from toolkit.errors import RunFolderError
 from toolkit.launch import environment, rank_status
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr
+from toolkit.messages import RunFolderError, say, tr
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.progress import Progress

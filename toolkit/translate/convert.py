@@ -18,8 +18,7 @@ from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName
 from toolkit.config.validate import field_type
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
-from toolkit.errors import ConfigError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, tr
 from toolkit.secrets import hide_all
 from toolkit.translate.draft import ForeignConfig, RecipeDraft, sentence, typed
 from toolkit.translate.programs import (

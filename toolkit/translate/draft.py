@@ -6,8 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ConfigError
-from toolkit.messages import read_table, translated
+from toolkit.messages import ConfigError, read_table, translated
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from typing import Any
 from toolkit.config.files import is_hub_name
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import TRACKERS, OptimizerName
-from toolkit.errors import ConfigError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, tr
 from toolkit.translate.draft import ForeignConfig, RecipeDraft, names_of, typed
 
 _LR_END = 1e-7

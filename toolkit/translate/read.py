@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.config import files
-from toolkit.errors import ConfigError
-from toolkit.messages import did_you_mean, joined, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, tr
 from toolkit.translate.draft import ForeignConfig, Key, keys_of
 
 _QUOTED, _UNKNOWN = "\ue000", "\ue001"

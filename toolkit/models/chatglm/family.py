@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import Family
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 
 
 class Architecture(str, Enum):

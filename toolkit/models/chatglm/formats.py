@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from toolkit.config.schema import Family
-from toolkit.errors import RowError
-from toolkit.messages import tr
+from toolkit.messages import RowError, tr
 from toolkit.models.chatglm.vocabulary import SOP
 
 Message = Mapping[str, Any]

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 
 _ROTARY_BASE = 10000.0
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models.chatglm.formats import FORMATS, TEMPLATES, Format, with_tools
 from toolkit.models.chatglm.vocabulary import (
     EOP,

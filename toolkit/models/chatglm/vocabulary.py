@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.schema import Family
-from toolkit.errors import ModelError
+from toolkit.messages import ModelError
 from toolkit.models.chatglm.family import TOKENIZER_CODE, architecture_of, named_family, read_text
 from toolkit.models.directory import is_lfs_pointer
 
