@@ -17,7 +17,7 @@ CHUNK = 1000
 def library_calls(encoder: AnyChatEncoder) -> Calls:
     """Return tokenizers' `encode_batch` and `encode_batch_fast`, or twice sentencepiece's `encode`, which is alone."""
     if isinstance(encoder.tokenizer, ChatGLMTokenizer):
-        encode = partial(encoder.tokenizer.ice.pieces.encode, num_threads=-1)
+        encode = partial(encoder.tokenizer.pieces.encode, num_threads=-1)
         return encode, encode
     backend = encoder.tokenizer.backend_tokenizer
     backend.encode_special_tokens = isinstance(encoder, FamilyChatEncoder)

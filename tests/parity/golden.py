@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from toolkit.models import load_model
-from toolkit.models.chatglm.glm import GlmLayout
+from toolkit.models.chatglm.modeling import GlmLayout
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chatglm"
 SETS = ["v1", "v2", "v3", "glm4"]

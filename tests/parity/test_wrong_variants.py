@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from toolkit.models.chatglm import modeling
-from toolkit.models.chatglm.glm import GlmLayout
+from toolkit.models.chatglm.modeling import GlmLayout
 
 Patch = Callable[[pytest.MonkeyPatch, PreTrainedModel], None]
 

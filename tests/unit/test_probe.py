@@ -10,7 +10,7 @@ from transformers import GlmConfig
 
 from toolkit.config.schema import PrecisionConfig
 from toolkit.engine.build import use_tf32
-from toolkit.export.verify import verify_logits
+from toolkit.export.checkpoint import verify_logits
 from toolkit.messages import CheckpointError, ModelError, ProofDiffers
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig

@@ -40,7 +40,7 @@ def run(words: list[str]) -> int:
     check_model(given, USAGE)
     sampling = sampling_arguments(given, max_new_tokens=512)
     path, family, adapter = (given.get(name, "") for name in MODEL)
-    from toolkit.evaluate.chat import ChatSession
+    from toolkit.evaluate.generate import ChatSession
     from toolkit.export.load import load_any
 
     loaded = load_any(path, adapter=adapter, family=family or "auto")

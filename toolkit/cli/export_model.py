@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
     export_any(path, output, options, **chosen)
     print(tr("wrote {folder}.", folder=output))
     if forward == "yes":
-        from toolkit.export.verify import verify_logits
+        from toolkit.export.checkpoint import verify_logits
 
         try:
             print("  " + verify_logits(output))

@@ -1,10 +1,13 @@
-"""Answers of a model: batched, padded on the left, with a KV cache, greedy or sampled by a seed; also streamed."""
+"""Answers of a model: batched, padded on the left, with a KV cache, greedy or sampled by a seed; also streamed, as in
+a conversation in the terminal.
+"""
 
 import contextlib
 import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from toolkit.config import mesh
 from toolkit.config.preflight import position_limit
 from toolkit.data.formats import Message
-from toolkit.messages import ConfigError, ModelError, RowError, tr
+from toolkit.messages import ConfigError, ModelError, RowError, did_you_mean, joined, printable, tr
 from toolkit.models.adapters import has_adapter
 from toolkit.models.chat import AnyChatEncoder
 
@@ -224,3 +227,134 @@ class AnswerStream(BaseStreamer):
         if len(text) > len(self.text):
             self.write(text[len(self.text) :])
             self.text = text
+
+
+COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")
+
+
+class ChatSession:
+    """One conversation with a model; with `is_terminal` mistakes are reported, else they end the command."""
+
+    def __init__(
+        self, model: PreTrainedModel, encoder: AnyChatEncoder, sampling: Sampling, is_terminal: bool, help_text: str
+    ) -> None:
+        self.model, self.encoder, self.sampling = model, encoder, sampling
+        self.is_terminal, self.help_text = is_terminal, help_text
+        self.system = ""
+        self.asked = 0
+        """Questions so far, those that were undone too: each draws from a seed of its own."""
+        self.history: list[Message] = []
+        """Question, answer, question, answer …"""
+
+    def talk(self) -> None:
+        """Answer until there is nothing more to answer."""
+        if self.is_terminal:
+            _tell(tr("{commands}; Ctrl-C stops an answer, Ctrl-D ends.", commands=" ".join(COMMANDS)))
+        for line in self._lines():
+            try:
+                if line.startswith("/"):
+                    if not self._obey(line):
+                        return
+                elif line.strip():
+                    self._answer(line.strip())
+            except (ConfigError, ModelError, RowError) as error:
+                if not self.is_terminal:
+                    raise error if isinstance(error, ConfigError | ModelError) else ModelError(str(error)) from None
+                _tell(str(error))
+
+    def set_system(self, text: str) -> None:
+        """Set the system message, "" for none; an error if the model would not see it."""
+        check_system(self.encoder, text)
+        self.system = text
+
+    def _lines(self) -> Iterator[str]:
+        """Yield what is typed, or what comes through a pipe."""
+        # Half a character, as a terminal may send it, is no reason to end.
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        if not self.is_terminal:
+            for line in sys.stdin:
+                yield line.removesuffix("\n")
+            return
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  editing and history of `input`
+        while True:
+            try:
+                yield input("> ")
+            except EOFError:
+                _show("\n")
+                return
+            except KeyboardInterrupt:
+                _show("\n")
+                _tell(tr("Ctrl-D ends."))
+
+    def _obey(self, line: str) -> bool:
+        """Carry a command out, and return whether the conversation goes on."""
+        command, _, text = line.partition(" ")
+        if command == "/reset":
+            self.history.clear()
+            _tell(tr("Everything that was said is forgotten."))
+        elif command == "/undo":
+            if self.history:
+                _tell(tr("Forgotten: {question}", question=self.history[-2]["content"][:60]))
+            else:
+                _tell(tr("Nothing has been said yet."))
+            del self.history[-2:]
+        elif command == "/system":
+            self.set_system(text.strip())
+            _tell(tr("System message: {text}", text=self.system or "-"))
+        elif command == "/help":
+            _tell(self.help_text)
+        elif command != "/exit":
+            unknown = tr("unknown command '{command}'.", command=command)
+            known = tr("Known: {commands}.", commands=", ".join(COMMANDS))
+            raise ConfigError(joined(unknown, did_you_mean(command, COMMANDS), known))
+        return command != "/exit"
+
+    def _answer(self, question: str) -> None:
+        """Ask the model, show the answer as it comes, and remember both."""
+        stream = AnswerStream(self.encoder, _show)
+        try:
+            prompt = self._prompt(question)
+            drawn = replace(self.sampling, seed=self.sampling.seed + self.asked)
+            self.asked += 1
+            [ids] = generate(self.model, self.encoder, [prompt], drawn, self.model.device, streamer=stream)
+            answer = decode_answer(self.encoder, ids)
+            _show("\n")
+        except KeyboardInterrupt:
+            if not self.is_terminal:
+                raise
+            answer = stream.text
+            _show("\n")
+            _tell(tr("Stopped."))
+        if answer:
+            self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def _prompt(self, question: str) -> list[int]:
+        """Return the prompt, after dropping the oldest turns that have no room; an error if none of them is left."""
+        dropped = 0
+        while True:
+            messages = [*self.history[dropped:], {"role": "user", "content": question}]
+            prompt = self.encoder.prompt(with_system(messages, self.system))
+            try:
+                check_length(self.model, len(prompt), self.sampling.max_new_tokens)
+                break
+            except ModelError:
+                if dropped == len(self.history):
+                    raise
+                dropped += 2
+        if dropped:
+            del self.history[:dropped]
+            _tell(tr("The context window is full: the oldest {count} questions were dropped.", count=dropped // 2))
+        return prompt
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    """Write what is no answer."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

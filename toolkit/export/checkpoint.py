@@ -1,9 +1,13 @@
-"""A model out of a checkpoint, without the ranks that saved it; also other models, adapters and custom models. Exports
-in a process of its own (`python -m`), as writing weights holds Python's lock, which training needs.
+"""Models out of checkpoints and adapters, without the ranks that saved them: loaded, merged, exported, verified.
+
+What a run trained of a model is put together with the rest one parameter at a time. Exports in a process of its own
+(`python -m`), as writing weights holds Python's lock, which training needs.
 """
 
 import json
+import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +16,8 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import directory
@@ -20,27 +26,162 @@ from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.config.schema import Dtype, TuningMethod
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
-from toolkit.export.huggingface import (
-    CARD_FILE,
-    atomic_directory,
-    cannot_write,
-    card,
-    save_checked,
-    write_adapter,
-    write_folder,
-    write_original_prefix,
-)
-from toolkit.export.merge import TunedPart, load_part, merge_adapter, part_of_adapter, part_of_checkpoint
+from toolkit.export import huggingface
 from toolkit.launch.processes import run_module
-from toolkit.messages import CheckpointError, ConfigError, NotExportable, ToolkitError, tr
+from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofDiffers, ToolkitError, tr
 from toolkit.models import adapters, probe, weights
-from toolkit.models.adapters import CONFIG as ADAPTER_FILE
-from toolkit.models.adapters import FILE as BASE_FILE
 from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
-from toolkit.models.chatglm.vocabulary import official_vocabulary
+from toolkit.models.chatglm.tokenizers import official_vocabulary
 from toolkit.models.directory import read_object
-from toolkit.models.load import TORCH_DTYPES, empty, load_model
+from toolkit.models.load import TORCH_DTYPES, empty, load_model, stream, streamed_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format, describe
+from toolkit.secrets import hide
+
+
+@dataclass(frozen=True, slots=True)
+class TunedPart:
+    """Trained parameters, and the model that the others are of."""
+
+    source: Path
+    """Checkpoint or adapter, for messages."""
+    settings: dict[str, Any]
+    """Content of adapter_config.json; {} where parameters of the model itself were trained."""
+    known: adapters.BaseModel | None
+    """Identifies the model; None where an adapter of other programs says nothing."""
+    base: Path
+    values: dict[str, torch.Tensor]
+    """By name: in the model, or of an adapter in its file."""
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether it can become a part of the model's own weights."""
+        return not self.settings or adapters.method_of(self.settings) is TuningMethod.lora
+
+    def describe(self) -> dict[str, bytes]:
+        """Return the files that describe an adapter, and where its base is now."""
+        path = hide(str(self.base.absolute()))
+        base = adapters.BaseModel(path, {} if self.known is None else self.known.numbers)
+        settings = self.settings | {"base_model_name_or_path": path}
+        return adapters.AdapterState(adapters.method_of(self.settings), settings, base).describe()
+
+
+def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
+    """Return what a verified checkpoint holds, None if that is the whole model; `given` "" finds the base."""
+    described = checkpoint / MODEL_DIR
+    known = adapters.read_base(described)
+    if known is None:
+        return None
+    settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
+    dtype = getattr(torch, read_object(described / "config.json")["dtype"])
+    values = dict(iter_weights(checkpoint, dtype))
+    if settings:
+        shell = empty(described)
+        adapters.attach_adapter(shell, settings, known)
+        stored = adapters.stored_names(shell)
+        # Beside it stand buffers, and what is tied under its second name: DeepSpeed takes neither for frozen.
+        frozen = {*shell.state_dict()} - {*stored}
+        values = {name: value for name, value in values.items() if name not in frozen}
+        if wrong := sorted({*values} ^ {*stored}):
+            raise CheckpointError("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
+        values = {stored[name]: value for name, value in values.items()}
+    return TunedPart(checkpoint, settings, known, adapters.find_base(described, given), values)
+
+
+def part_of_adapter(folder: Path, given: str = "") -> TunedPart:
+    """Return an adapter; `given` "" finds the base."""
+    base = adapters.base_of_adapter(folder, given)
+    settings, values = adapters.read_settings(folder), adapters.read_adapter_weights(folder)
+    return TunedPart(folder, settings, adapters.read_base(folder), base, values)
+
+
+def load_part(part: TunedPart) -> PreTrainedModel:
+    """Return the model with what was trained in it or added to it, on the CPU."""
+    dtype = next(iter(part.values.values())).dtype
+    model = load_model(part.base, dtype=dtype)
+    found = adapters.base_of(model, part.base)
+    if part.known is not None:
+        adapters.check_base(part.known, found, part.source)
+    if not part.settings:
+        model.load_state_dict(part.values, strict=False)
+        return model
+    adapters.attach_adapter(model, part.settings, found)
+    adapters.load_values(model, part.values, part.source)
+    return model.eval()
+
+
+def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
+    """Return the model with empty parameters, and their values, in the precision of the base's files, or float32 where
+    changed.
+
+    While they are read, ConfigError is raised for an addition to one of two tied weights, CheckpointError for values
+    that are not finite or not of this model.
+    """
+    if not part.can_merge:
+        raise ConfigError(
+            "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Export it without "
+            "merge=true, and use it as an adapter of its base.",
+            folder=part.source,
+        )
+    model, values = stream(part.base)
+    return model, _with_trained(part, values, getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _with_trained(
+    part: TunedPart, values: Iterator[tuple[str, torch.Tensor]], tied: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    whole = dict(part.values)
+    if part.settings:
+        layers, whole = _by_weight(part)
+        if apart := sorted({*layers, *whole} & {*tied, *tied.values()}):
+            raise ConfigError(
+                "{folder} changes {names} alone, which in the model is one with another weight (tie_word_embeddings): "
+                "merged, both would change. Use it as an adapter of its base.",
+                folder=part.source,
+                names=", ".join(apart),
+            )
+    unused = {*layers, *whole} - {*tied}
+    for name, value in values:
+        unused.discard(name)
+        if part.known is not None and name in part.known.numbers:
+            adapters.check_numbers(part.known, name, adapters.fingerprint_of(value), part.base, part.source)
+        if name in layers:
+            layer, added = layers[name]
+            try:
+                yield name, adapters.merge_lora(layer, value, added)
+            except ValueError as error:  # peft looks for NaN
+                raise CheckpointError("{name} is NaN or Inf: the run had diverged.", name=name) from error
+        else:
+            yield name, whole.get(name, value)
+    if unused:
+        raise CheckpointError(
+            "{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5]
+        )
+
+
+def _by_weight(
+    part: TunedPart,
+) -> tuple[dict[str, tuple[Any, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+    """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight."""
+    shell = empty(part.base)
+    adapters.attach_adapter(shell, part.settings, part.known or adapters.BaseModel(str(part.base), {}))
+    stored = adapters.stored_names(shell)
+    values = {name: part.values[stored_name] for name, stored_name in stored.items() if stored_name in part.values}
+    layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, module in shell.named_modules():
+        if not isinstance(module, LoraLayer | ModulesToSaveWrapper):
+            continue
+        own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
+        if isinstance(module, LoraLayer):
+            # Of experts in one tensor each parameter has a layer around the layer of the one before.
+            added = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
+            layers[f"{name.replace('.base_layer', '')}.{adapters.parameter_of(module)}"] = (module, added)
+        else:
+            prefix = f"modules_to_save.{adapters.ADAPTER}."
+            whole |= {f"{name}.{key.removeprefix(prefix)}": value for key, value in own.items()}
+    return layers, whole
+
 
 Rebuilt = tuple[PreTrainedModel, dict[str, torch.Tensor]]
 """A model with empty parameters, and its weights by name, tied ones once."""
@@ -106,7 +247,7 @@ def _map(value: torch.Tensor, file: Path) -> torch.Tensor:
     try:
         torch.save(value.clone(), file)  # the value alone, not all of its storage
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        raise cannot_write(file.parent, error) from error
+        raise huggingface.cannot_write(file.parent, error) from error
     mapped: torch.Tensor = torch.load(file, weights_only=True, mmap=True)
     return mapped
 
@@ -161,7 +302,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
     names = [name for name in directory.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
     files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in names}
     is_adapter = part is not None and bool(part.settings) and not wanted.merge
-    files[CARD_FILE] = card(directory.read_run_state(checkpoint), is_adapter)
+    files[huggingface.CARD_FILE] = huggingface.card(directory.read_run_state(checkpoint), is_adapter)
 
     def build(scratch: Path) -> Rebuilt:
         return rebuild(checkpoint, scratch, part, wanted.precision)
@@ -195,17 +336,17 @@ def export_part(
                 folder=part.source,
             )
         if wanted.format == "official":
-            write_original_prefix(part.values, part.settings, part.base, folder)
+            huggingface.write_original_prefix(part.values, part.settings, part.base, folder)
         else:
-            write_adapter(part.values, {**files, **part.describe()}, folder, probed)
+            huggingface.write_adapter(part.values, {**files, **part.describe()}, folder, probed)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
         model, state = build(Path(scratch))
-        own = {name: content for name, content in files.items() if name not in (BASE_FILE, ADAPTER_FILE)}
+        own = {name: content for name, content in files.items() if name not in (adapters.BASE_FILE, adapters.CONFIG)}
         if wanted.dtype:
             own["config.json"] = json.dumps(json.loads(own["config.json"]) | {"dtype": wanted.dtype}, indent=2).encode()
-        write_folder(model, own, folder, wanted.format, probed, state, wanted.max_shard_size)
+        huggingface.write_folder(model, own, folder, wanted.format, probed, state, wanted.max_shard_size)
 
 
 def _nothing_to_merge() -> ConfigError:
@@ -237,7 +378,7 @@ def convert_model(path: Path, folder: Path, wanted: ExportOptions, family: str =
     before = probe.read(path)
     probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
     files = describe(model, _encoder(path, family))
-    write_folder(model, files, folder, wanted.format, probed, max_shard_size=wanted.max_shard_size)
+    huggingface.write_folder(model, files, folder, wanted.format, probed, max_shard_size=wanted.max_shard_size)
 
 
 def export_adapter_folder(
@@ -250,10 +391,12 @@ def export_adapter_folder(
     model.to(precision)
     own_tokenizer = (path / "tokenizer_config.json").is_file()
     files = describe(model, _encoder(path if own_tokenizer else part.base, family))
-    if (path / CARD_FILE).is_file():
-        files[CARD_FILE] = (path / CARD_FILE).read_bytes()
+    if (path / huggingface.CARD_FILE).is_file():
+        files[huggingface.CARD_FILE] = (path / huggingface.CARD_FILE).read_bytes()
         if wanted.merge:
-            files[CARD_FILE] = files[CARD_FILE].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
+            files[huggingface.CARD_FILE] = files[huggingface.CARD_FILE].replace(
+                b'library_name: "peft"', b'library_name: "transformers"', 1
+            )
 
     def build(scratch: Path) -> Rebuilt:
         return collect_files(*merge_adapter(part), path, precision, scratch)
@@ -277,10 +420,10 @@ def export_custom(engine: DeepSpeedEngine, card: dict[str, Any], folder: Path) -
 
 
 def _write_custom(state: dict[str, torch.Tensor], card: dict[str, Any], folder: Path) -> None:
-    with atomic_directory(folder) as temporary:
+    with huggingface.atomic_directory(folder) as temporary:
         temporary.mkdir()
         (temporary / CUSTOM_CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        save_checked(state, temporary / WEIGHTS, folder)
+        huggingface.save_checked(state, temporary / WEIGHTS, folder)
 
 
 def is_custom(folder: Path) -> bool:
@@ -302,3 +445,71 @@ def export_custom_checkpoint(checkpoint: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def verify_logits(folder: Path) -> str:
+    """Run the model of a checkpoint or an export once, on the CPU, and return the comparison with its probe as text.
+
+    Raises:
+        ProofDiffers: if the logits differ by more than rounding was measured to, but by less than damage does.
+        CheckpointError: if weights are missing, empty, of another shape, or others than were saved: see `probe.WRONG`.
+        ModelError: the same, of an export.
+    """
+    if adapters.is_original_prefix(folder):
+        reason = tr("the layout of the ChatGLM repositories does not say of which model a prefix is")
+        return tr("no forward: {reason}", reason=reason)
+    if is_custom(folder):
+        return tr("no forward: {reason}", reason=tr("it holds a custom model, which its program alone can build"))
+    saved = probe.read(folder)
+    is_model = (folder / "config.json").is_file()
+    if is_model:
+        model = streamed_model(folder)
+    elif (folder / adapters.CONFIG).is_file():
+        model = load_part(part_of_adapter(folder))
+    else:
+        try:
+            model = load_checkpoint(folder)
+        except NotExportable as error:
+            return tr("no forward: {reason}", reason=error)
+    if is_model and (saved is None or not saved.logits.isfinite().all()):
+        deque(stream(folder)[1], maxlen=0)  # no forward pass reads it
+    if saved is None:
+        return tr("it loads; there is no probe to compare its logits with")
+    if not saved.logits.isfinite().all():
+        return tr("it loads; its logits were NaN or Inf when it was saved: the model had diverged")
+    found = probe.capture(model, saved.ids)
+    if is_model and not found.logits.isfinite().all():  # a layer that is used elsewhere too
+        found = probe.capture(load_model(folder), saved.ids)
+    difference = probe.difference_of(found, saved)
+    tolerance, wrong = _bounds(folder if is_model else None, found, saved, difference)
+    if difference <= tolerance:
+        return tr(
+            "forward: the logits are those of the save (difference {difference} of their spread, tolerance "
+            "{tolerance})",
+            difference=f"{difference:.1e}",
+            tolerance=f"{tolerance:.2g}",
+        )
+    shown = {"difference": f"{difference:.2g}", "tolerance": f"{tolerance:.2g}"}
+    if difference <= wrong:
+        raise ProofDiffers(
+            "the logits differ from those of the save by {difference} of their spread (tolerance {tolerance})", **shown
+        )
+    raise CheckpointError(  # nan too
+        "other weights than were saved: the logits differ by {difference} of their spread (tolerance {tolerance})",
+        **shown,
+    )
+
+
+def _bounds(folder: Path | None, found: probe.Probe, saved: probe.Probe, difference: float) -> tuple[float, float]:
+    """Return what a difference may be, and from what on the weights are wrong; see `probe.WRONG`. A directory's model
+    in half precision or TF32 runs twice to learn how it rounds, unless it has experts, whose choice may flip.
+    """
+    kind = probe.coarser(found, saved)
+    bounds = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)
+    other = probe.other_precision(found, saved)
+    if not difference or folder is None or other is None or "expert" in (folder / "config.json").read_text("utf-8"):
+        return bounds
+    rounding = probe.rounding(found, probe.capture(streamed_model(folder, other), saved.ids), saved)
+    if not math.isfinite(rounding):
+        return bounds
+    return probe.TIMES_ROUNDING * rounding, probe.TIMES_WRONG * rounding

@@ -23,18 +23,7 @@ from toolkit.disk import flush, set_permissions
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.messages import CheckpointError, tr
-from toolkit.models import probe
-from toolkit.models.adapters import (
-    CONFIG,
-    WEIGHTS,
-    base_numbers,
-    check_numbers,
-    read_adapter_weights,
-    read_base,
-    read_settings,
-    stored_names,
-)
-from toolkit.models.adapters import FILE as BASE_FILE
+from toolkit.models import adapters, probe
 from toolkit.models.directory import read_object
 from toolkit.models.pipeline import capture_probe, unwrap_model
 from toolkit.models.probe import Probe
@@ -205,7 +194,7 @@ def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_id
 
 
 def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    names = stored_names(engine.module)
+    names = adapters.stored_names(engine.module)
     return {names[name]: value for name, value in gathered_parameters(engine.module, names)}
 
 
@@ -225,24 +214,25 @@ def write_adapter(
     with atomic_directory(folder) as temporary:
         temporary.mkdir()
         write_files(own, temporary, probed)
-        save_checked(state, temporary / WEIGHTS, folder)
+        save_checked(state, temporary / adapters.WEIGHTS, folder)
 
 
 def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
     """Compare an adapter's directory with the adapter and base in memory; raises on every rank. A collective. Equal
     numbers, settings and base give the logits of the directory's probe, so no model is loaded.
     """
-    state, numbers, tuned = _adapter_state(engine), base_numbers(engine.module), engine.module.tuned
+    state, numbers, tuned = _adapter_state(engine), adapters.base_numbers(engine.module), engine.module.tuned
 
     def compare() -> None:
-        values, base = read_adapter_weights(folder), read_base(folder)
+        values, base = adapters.read_adapter_weights(folder), adapters.read_base(folder)
         wrong = sorted({*values} ^ {*state})
         wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
-        wrong += [CONFIG] * (read_settings(folder) != tuned.settings) + [BASE_FILE] * (base != tuned.base)
+        wrong += [adapters.CONFIG] * (adapters.read_settings(folder) != tuned.settings)
+        wrong += [adapters.BASE_FILE] * (base != tuned.base)
         if wrong or base is None:
             raise _not_as_trained(folder, wrong)
         for name, found in numbers.items():
-            check_numbers(base, name, found, base.path, folder)
+            adapters.check_numbers(base, name, found, base.path, folder)
 
     on_rank0(compare)
 

@@ -15,8 +15,15 @@ from toolkit.errors import reading
 from toolkit.messages import ModelError, tr
 from toolkit.models.chat_template import Encoded, Message, TemplateChatEncoder
 from toolkit.models.chatglm.formats import FORMATS, with_tools
-from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer, GlmTokenizer
-from toolkit.models.chatglm.vocabulary import family_of, image_tokens, no_cycles, official_vocabulary, read_json
+from toolkit.models.chatglm.tokenizers import (
+    ChatGLMTokenizer,
+    GlmTokenizer,
+    family_of,
+    image_tokens,
+    no_cycles,
+    official_vocabulary,
+    read_json,
+)
 from toolkit.models.directory import check_growth
 
 FIT_VERSION = 1

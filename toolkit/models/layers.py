@@ -25,8 +25,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from toolkit.config.schema import KernelsConfig, LossKernel, RandomLtdConfig, When
 from toolkit.messages import ConfigError, ModelError, tr
+from toolkit.models.adapters import arguments_by_name, decoder_layers
 from toolkit.models.attention import segment_arguments, trains_on_gpu
-from toolkit.models.tuning import arguments_by_name, decoder_layers
 
 
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models.chat import AnyChatEncoder
-from toolkit.models.chatglm.glm import official_layout
+from toolkit.models.chatglm.modeling import official_layout
 from toolkit.models.weights import Layout, WeightFiles, tied_names
 
 Format = Literal["hf", "official"]

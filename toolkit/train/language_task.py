@@ -26,14 +26,12 @@ from toolkit.engine.parameters import count_parameters, is_partitioned
 from toolkit.evaluate.answers import ValidationQuestion
 from toolkit.evaluate.generate import answer, check_length
 from toolkit.evaluate.metrics import ngram_baselines
-from toolkit.export.checkpoint import export_in_background
+from toolkit.export.checkpoint import export_in_background, verify_logits
 from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_model, prove_adapter, write_folder
-from toolkit.export.verify import verify_logits
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, ProofDiffers, say, tr, warn
 from toolkit.models import pipeline, probe
-from toolkit.models.adapters import FILE as BASE_FILE
-from toolkit.models.adapters import RUN_BASE, apply_tuning, check_base, has_adapter, read_base
+from toolkit.models.adapters import BASE_FILE, RUN_BASE, apply_tuning, check_base, has_adapter, read_base
 from toolkit.models.attention import check_isolation
 from toolkit.models.directory import sequence_parallel_unsupported
 from toolkit.models.layers import TokenDropping, add_neftune, apply_liger, tile_mlp

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 from toolkit.config.schema import Family
 from toolkit.messages import RowError, tr
-from toolkit.models.chatglm.vocabulary import SOP
 
 Message = Mapping[str, Any]
 TEXT = "text"
+SOP, EOP = "<|sop|>", "<|eop|>"
+"""Names, in ChatGLM2's and 3's tokenizers, of what the original calls `sop` and `eop`. As added tokens, those would be
+found inside words (philosophy, people operations)."""
 
 
 class Piece(NamedTuple):
