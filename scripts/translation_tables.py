@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from toolkit.messages import current_language, set_language
-from toolkit.translate.draft import Key, keys_of, sentence
+from toolkit.translate.read import Key, keys_of, sentence
 
 TABLES: dict[str, Mapping[str, Key]] = {
     "chatglm": {name: key for name, key in keys_of("chatglm").items() if name not in keys_of("trainer")},

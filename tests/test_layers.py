@@ -25,7 +25,7 @@ LAYERS = {
     "toolkit.arguments": 1,
     "toolkit.report": 1,
     "toolkit.translate": 2,
-    "toolkit.translate.draft": 0,
+    "toolkit.translate.read": 0,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
     "toolkit.engine.ds_keys": 1,

@@ -18,10 +18,9 @@ from toolkit.config.schema import Device
 from toolkit.engine.ds_config import build_ds_config, leaves
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import CheckpointError, ConfigError
+from toolkit.plan.layouts import overrides, with_layout
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import published_models
-from toolkit.plan.parameters import shapes_of_config, tuned
-from toolkit.plan.search import overrides, with_layout
+from toolkit.plan.outline import published_models, shapes_of_config, tuned
 from toolkit.train.resume import _check_layout
 
 ZENFLOW = "zero=stage2_zenflow train.rehearse=false train.on_bad_step=stop batch.global_size=8"

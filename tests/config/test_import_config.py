@@ -29,7 +29,7 @@ from toolkit.config.schema import (
 )
 from toolkit.config.validate import field_type
 from toolkit.messages import ConfigError, read_table
-from toolkit.translate.draft import keys_of, sentence
+from toolkit.translate.read import keys_of, sentence
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,8 +21,8 @@ from toolkit.messages import CheckpointError, ConfigError, ModelError
 from toolkit.models import load as load_module
 from toolkit.models import load_tokenizer, probe
 from toolkit.models.adapters import apply_tuning, base_of, base_of_adapter, load_adapter, stored_names, trained_names
-from toolkit.plan.parameters import shapes_of_config
-from toolkit.plan.parameters import tuned as plan
+from toolkit.plan.outline import shapes_of_config
+from toolkit.plan.outline import tuned as plan
 
 LORA = TuningMethod.lora
 

@@ -13,8 +13,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.messages import ConfigError
 from toolkit.plan.machine import Machine, parse_machine
-from toolkit.plan.outline import outline_of
-from toolkit.plan.parameters import Outline
+from toolkit.plan.outline import Outline, outline_of
 from toolkit.plan.speed import Rates, calibrate, rates_of
 
 BEGIN = f"""#!{sys.executable}

@@ -16,8 +16,7 @@ from toolkit.engine.deepspeed_patches import _want_gradient
 from toolkit.messages import ConfigError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
-from toolkit.plan.outline import published_models
-from toolkit.plan.parameters import Shapes, shapes_of_config, tuned
+from toolkit.plan.outline import Shapes, published_models, shapes_of_config, tuned
 from toolkit.plan.speed import Work, causal_pairs, formula
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96

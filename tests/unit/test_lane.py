@@ -1,9 +1,7 @@
 """A tracker that fails, hangs, cannot keep up or is taken back: what it gets, and what the user is told."""
 
-import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,6 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
     """Return what starts a tracker in a thread."""
     monkeypatch.setattr(lanes, "PAUSES_S", (0.01, 0.01))
     monkeypatch.setattr(lanes, "BEGIN_AGAIN_S", 0.01)
-    monkeypatch.setitem(lanes.BACKENDS, "memory", ("memory_for_tests", "memory"))
 
     def started(
         fault: Callable[[str, int], None] = lambda what, step: None,
@@ -52,9 +49,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple
         rows: list[dict[str, Any]] | None = None,
     ) -> tuple[BackendQueue, Memory, list[str]]:
         client, said = Memory(fault, redoes), []
-        module = types.ModuleType("memory_for_tests")
-        module.memory = lambda: client  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "toolkit.track.memory_for_tests", module)
+        monkeypatch.setitem(lanes.BACKENDS, "memory", lambda: client)
         run = TrackedRun(name="r", id="", folder=tmp_path, settings={}, hyperparameters={}, texts={}, step=step)
         return (
             BackendQueue("memory", run, rows or [], lambda reply: said.append(reply.get("warning", ""))),

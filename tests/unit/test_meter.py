@@ -14,7 +14,7 @@ from toolkit.messages import set_language
 from toolkit.plan.machine import find_gpu
 from toolkit.plan.speed import FlopRates, Formula, formula
 from toolkit.terminal import set_display
-from toolkit.track.progress import Progress
+from toolkit.track.metrics import Progress
 from toolkit.train import throughput
 from toolkit.train.step import StepResult
 from toolkit.train.throughput import Baseline, ThroughputMeter, measure_baseline

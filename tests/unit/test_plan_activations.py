@@ -11,8 +11,8 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.models.adapters import apply_tuning
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.outline import outline, saved_by_layer
-from toolkit.plan.activations import Rows, layer_bytes, saved_bytes
-from toolkit.plan.parameters import shapes_of_config, tuned
+from toolkit.plan.memory import Rows, layer_bytes, saved_bytes
+from toolkit.plan.outline import shapes_of_config, tuned
 
 ROWS, LENGTH = 2, 24
 SIZES: dict[str, Any] = {"hidden_size": 96, "vocab_size": 200, "num_attention_heads": 6}

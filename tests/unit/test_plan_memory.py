@@ -17,13 +17,11 @@ from toolkit.config.load import load
 from toolkit.config.mesh import micro_sizes
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
+from toolkit.plan.layouts import cheapest, evaluate_layout, layouts, overrides, plan_json, with_layout
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, plan_rank, process_bytes
-from toolkit.plan.outline import outline_of, published_models
-from toolkit.plan.parameters import Outline, shapes_of_config, tuned
-from toolkit.plan.search import cheapest, evaluate_layout, layouts, overrides, with_layout
+from toolkit.plan.outline import Outline, outline_of, published_models, shapes_of_config, tuned
 from toolkit.plan.speed import assumed, step_time
-from toolkit.plan.table import plan_json
 
 WORLDS = st.sampled_from([1, 2, 4, 8, 16, 64])
 STAGES = st.sampled_from([0, 1, 2, 3])

@@ -8,8 +8,7 @@ import torch
 import transformers
 
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.plan.outline import published_models
-from toolkit.plan.parameters import shapes_of_config
+from toolkit.plan.outline import published_models, shapes_of_config
 
 COMMON = {
     "hidden_size": 48,

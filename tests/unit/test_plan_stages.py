@@ -11,8 +11,7 @@ from deepspeed.runtime.utils import partition_balanced
 from toolkit.config.load import load
 from toolkit.models.pipeline import stage_parameters
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import published_models
-from toolkit.plan.parameters import Outline, balance_stages, shapes_of_config, stage_outlines, tuned
+from toolkit.plan.outline import Outline, balance_stages, published_models, shapes_of_config, stage_outlines, tuned
 
 WORDS = [
     "recipe=zero1",

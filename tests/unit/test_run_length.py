@@ -9,7 +9,7 @@ import pytest
 from toolkit.cli import main as toolkit_main
 from toolkit.config.load import load
 from toolkit.config.schema import Packing, RunConfig
-from toolkit.data.check import estimate
+from toolkit.data.sources import estimate
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from toolkit import terminal
 from toolkit.messages import say, set_language, set_main_rank, warn
-from toolkit.track.progress import Progress
+from toolkit.track.metrics import Progress
 from toolkit.train.startup import LastingStdout, pass_on_warnings
 
 COLUMNS, LINES = 100, 24
@@ -262,7 +262,7 @@ def test_other_commands_keep_stdout_for_their_answers(
 
 def test_the_time_left_after_going_back(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("toolkit.track.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("toolkit.track.metrics.time.monotonic", lambda: now[0])
     progress = Progress(100, shown=True, done=50)
     progress.start()
     now[0] += 600

@@ -15,10 +15,10 @@ from tests import series
 from toolkit.config.load import to_plain
 from toolkit.config.schema import TrackConfig
 from toolkit.messages import console, write_to_stdout
-from toolkit.track import trackers as tracking
+from toolkit.track import queue as tracking
 from toolkit.track.backends import ANSWERS, FINISHED, SAMPLES, STOPPED
 from toolkit.track.metrics import MetricsLog, hf_name, tracked_name
-from toolkit.track.trackers import Trackers
+from toolkit.track.queue import Trackers
 from toolkit.train.resume import trim_metrics
 
 KEY = "5ecre7" * 7

@@ -15,12 +15,11 @@ from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
 from toolkit.config.ops import check_compiler
 from toolkit.config.preflight import check_positions, check_track_here, resolve_model_path
 from toolkit.config.schema import AUTO, Init, RunConfig
-from toolkit.data.check import check_distinct, check_sources, estimate
-from toolkit.data.sources import local_files
+from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
 from toolkit.errors import Problems
 from toolkit.messages import tr
 from toolkit.models.directory import read_config, trust_code
-from toolkit.plan.parameters import Outline, shapes_of_config, tensor_part, tuned
+from toolkit.plan.outline import Outline, shapes_of_config, tensor_part, tuned
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 

@@ -21,8 +21,7 @@ from toolkit.errors import Problems
 from toolkit.messages import ConfigError, printable, tr
 from toolkit.secrets import hide
 from toolkit.translate.convert import Converted, convert
-from toolkit.translate.draft import ForeignConfig
-from toolkit.translate.read import read_all
+from toolkit.translate.read import ForeignConfig, read_all
 
 _WIDTH = 118
 _USAGE = "toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]"

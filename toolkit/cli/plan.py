@@ -23,10 +23,9 @@ from toolkit.config.preflight import resolve_model_path
 from toolkit.config.schema import RunConfig
 from toolkit.errors import Problems
 from toolkit.messages import say
-from toolkit.plan import table
+from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import outline_of
-from toolkit.plan.search import evaluate_layout, layouts
 from toolkit.plan.speed import calibrate, rates_of
 
 _USUAL = "8x80GB"
@@ -45,10 +44,10 @@ def run(words: list[str]) -> int:
     rates = rates_of(cfg, machine, outline)
     mine = evaluate_layout(outline, cfg, machine, rates)
     found = list(layouts(outline, cfg, machine, rates))
-    for line in table.plan_lines(outline, machine, rates, mine, found):
+    for line in plan_lines(outline, machine, rates, mine, found):
         say(line)
     if given.get("output"):
-        write_output(given, json.dumps(table.plan_json(outline, machine, mine, found), indent=2) + "\n")
+        write_output(given, json.dumps(plan_json(outline, machine, mine, found), indent=2) + "\n")
     return 0
 
 

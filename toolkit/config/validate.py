@@ -13,7 +13,7 @@ from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 from toolkit.config.schema import AUTO, RunConfig, all_keys, types_of
 from toolkit.errors import Problems
 from toolkit.messages import ConfigError, did_you_mean, joined, nearest, read_table, tr
-from toolkit.translate.draft import keys_of
+from toolkit.translate.read import keys_of
 
 Place = Callable[[str], str]
 """From a dotted path to where it stands: "recipes/x.yaml:3" or "command line"."""

@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import OnBadRow, RunConfig
-from toolkit.data.check import check_distinct
-from toolkit.data.encode import ChatEncoder
 from toolkit.data.readers import Block, block_bytes
-from toolkit.data.sources import DataFile, content_hash, locate_all, read_blocks, total_bytes
+from toolkit.data.sources import DataFile, check_distinct, content_hash, locate_all, read_blocks, total_bytes
 from toolkit.data.store import BAD_ROWS, MANIFEST, CacheIndex, CacheWriter, TokenizedCache, is_complete, read_manifest
 from toolkit.data.tokenize_workers import (
     CODE_VERSION,
@@ -27,6 +25,7 @@ from toolkit.data.tokenize_workers import (
     LEAST_BYTES_FOR_PROCESSES,
     BuildProgress,
     BuiltPart,
+    ChatEncoder,
     Part,
     PartBuilder,
     RowPosition,

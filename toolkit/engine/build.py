@@ -31,7 +31,7 @@ from toolkit.engine.deepspeed_patches import (
     scale_fp16_loss,
 )
 from toolkit.messages import ConfigError, tr
-from toolkit.plan.parameters import layer_of
+from toolkit.plan.outline import layer_of
 
 STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.pipeline)."""

@@ -16,8 +16,7 @@ from toolkit.launch.processes import SignalRequests
 from toolkit.messages import ConfigError, LaunchError, Stopped, say, tr
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import outline_of
-from toolkit.plan.parameters import Outline
+from toolkit.plan.outline import Outline, outline_of
 
 _OWN = ("stages", "micro", "sweep")
 _MOST = 16

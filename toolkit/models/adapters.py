@@ -41,7 +41,7 @@ from toolkit.errors import json_object, reading
 from toolkit.messages import BaseMissing, ConfigError, ModelError, tr
 from toolkit.models.directory import check_sizes, read_object
 from toolkit.models.weights import full_params, read_tensors, set_value
-from toolkit.plan.parameters import ALL_LINEAR, check_matches, default_targets, select_names
+from toolkit.plan.outline import ALL_LINEAR, check_matches, default_targets, select_names
 from toolkit.secrets import hide
 
 

@@ -221,13 +221,13 @@ class FamilyChatEncoder:
         self.fingerprint = digest.hexdigest()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
-        """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
+        """Return ids and mask of one conversation; see `toolkit.data.tokenize_workers.ChatEncoder`."""
         return self.encode_many([messages], [tools])[0]
 
     def encode_many(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
     ) -> list[Encoded]:
-        """Return ids and mask of several conversations; see `toolkit.data.encode.ChatEncoder`."""
+        """Return ids and mask of several conversations; see `toolkit.data.tokenize_workers.ChatEncoder`."""
         pairs = zip(conversations, tools or [None] * len(conversations), strict=True)
         with no_cycles():
             return self.format.encode(self.format.example(with_tools(*pair)) for pair in pairs)

@@ -327,7 +327,7 @@ class TemplateChatEncoder:
         self.span_tokenizer = SpanTokenizer(tokenizer, self.frame, self.shield)
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
-        """Return ids and mask of one conversation; see `toolkit.data.encode.ChatEncoder`."""
+        """Return ids and mask of one conversation; see `toolkit.data.tokenize_workers.ChatEncoder`."""
         return self.encode_many([messages], [tools])[0]
 
     def encode_many(

@@ -1,21 +1,365 @@
-"""The outline of the model that a config names: by formula, or measured once and cached. No torch here."""
+"""The outline of the model that a config names: its parameters by name and shape, what tuning adds and trains, and what
+a stage or a rank has of it. No torch.
+
+Known by formula are ChatGLM-6B's own class and, of transformers, GLM, GLM-4, Llama, Mistral, Qwen2 and Qwen3; any other
+model is measured once and cached.
+"""
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import version
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from toolkit import children
 from toolkit.config.files import conf_folder, read
-from toolkit.config.schema import Init, RunConfig
-from toolkit.messages import ConfigError, say, tr
-from toolkit.plan.parameters import Outline, Shapes, Sizes, shape_of_random, shapes_of_config, tuned
+from toolkit.config.mesh import check_split, part_shape, split_of
+from toolkit.config.schema import Init, RunConfig, ShapeConfig, TuningConfig, TuningMethod
+from toolkit.messages import ConfigError, did_you_mean, joined, say, tr
+
+Shapes = dict[str, tuple[int, ...]]
+Sizes = dict[str, int]
+"""layers, hidden, inner, heads, head_size, keys (width of all keys of a token), prefix (where P-Tuning's network
+begins), norms (in a layer), rotary (dimensions of a head that turn with the position)."""
+_HEAD = "lm_head.weight"
+_OUTPUT = (_HEAD, "lm_head.modules_to_save.default.weight")
+_DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+
+
+def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
+    """Return parameters and sizes by a config.json, official ChatGLM or transformers; None for an unknown model."""
+    if "inner_hidden_size" in config:
+        return _v1(config)
+    if "padded_vocab_size" in config:
+        is_grouped = config.get("multi_query_attention")
+        return _dense(
+            {
+                "model_type": "glm",
+                "vocab_size": config["padded_vocab_size"],
+                "hidden_size": config["hidden_size"],
+                "intermediate_size": config["ffn_hidden_size"],
+                "num_hidden_layers": config["num_layers"],
+                "num_attention_heads": config["num_attention_heads"],
+                "num_key_value_heads": config["multi_query_group_num" if is_grouped else "num_attention_heads"],
+                "head_dim": config["kv_channels"],
+                "attention_bias": bool(config.get("add_qkv_bias", False)),
+            }
+        )
+    is_known = config.get("model_type") in _DENSE and "quantization_config" not in config
+    return _dense(config) if is_known else None
+
+
+def shape_of_random(vocab_size: int, shape: ShapeConfig) -> tuple[Shapes, Sizes]:
+    """Return the same of a random model (`model.init=random`)."""
+    return _dense(
+        {
+            "model_type": "glm",
+            "vocab_size": vocab_size,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "attention_bias": True,
+        }
+    )
+
+
+def _dense(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+    kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    layers, heads, vocab = config["num_hidden_layers"], config["num_attention_heads"], config["vocab_size"]
+    groups = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or hidden // heads
+    is_glm = kind in ("glm", "glm4")
+    bias = kind == "qwen2" or bool(config.get("attention_bias", False))
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["post_self_attn_layernorm", "post_mlp_layernorm"] if kind == "glm4" else []
+    rows = {"q": heads * size, "k": groups * size, "v": groups * size}
+    layer: Shapes = {f"self_attn.{name}_proj.weight": (width, hidden) for name, width in rows.items()}
+    layer |= {f"self_attn.{name}_proj.bias": (width,) for name, width in rows.items() if bias}
+    layer["self_attn.o_proj.weight"] = (hidden, heads * size)
+    if bias and kind in ("llama", "qwen3"):
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if kind == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (size,), "self_attn.k_norm.weight": (size,)}
+    into = {"gate_up": 2 * inner} if is_glm else {"gate": inner, "up": inner}
+    layer |= {f"mlp.{name}_proj.weight": (width, hidden) for name, width in into.items()}
+    layer["mlp.down_proj.weight"] = (hidden, inner)
+    if config.get("mlp_bias"):
+        layer |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
+    layer |= {f"{name}.weight": (hidden,) for name in norms}
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+    shapes |= {f"model.layers.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings"):
+        shapes[_HEAD] = (vocab, hidden)
+    rope = config.get("rope_parameters") or {}
+    rotary = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if is_glm else 1.0))
+    return shapes, {
+        "layers": layers,
+        "hidden": hidden,
+        "inner": inner,
+        "heads": heads,
+        "head_size": size,
+        "keys": groups * size,
+        "prefix": 2 * layers * groups * size,
+        "norms": len(norms),
+        "rotary": int(size * rotary),
+    }
+
+
+def _v1(config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+    hidden, inner, layers = config["hidden_size"], config["inner_hidden_size"], config["num_layers"]
+    norms = ("input_layernorm", "post_attention_layernorm")
+    matrices = {
+        "attention.query_key_value": (3 * hidden, hidden),
+        "attention.dense": (hidden, hidden),
+        "mlp.dense_h_to_4h": (inner, hidden),
+        "mlp.dense_4h_to_h": (hidden, inner),
+    }
+    layer: Shapes = {f"{name}.{end}": (hidden,) for name in norms for end in ("weight", "bias")}
+    layer |= {f"{name}.weight": shape for name, shape in matrices.items()}
+    layer |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    shapes: Shapes = {"transformer.word_embeddings.weight": (config["vocab_size"], hidden)}
+    shapes |= {f"transformer.layers.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
+    shapes |= {f"transformer.final_layernorm.{end}": (hidden,) for end in ("weight", "bias")}
+    shapes[_HEAD] = (config["vocab_size"], hidden)
+    heads = config["num_attention_heads"]
+    return shapes, {
+        "layers": layers,
+        "hidden": hidden,
+        "inner": inner,
+        "heads": heads,
+        "head_size": hidden // heads,
+        "keys": hidden,
+        # The original's prefix network begins with embeddings of the hidden width.
+        "prefix": hidden,
+        "norms": 2,
+        "rotary": hidden // heads,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is trained, and in what."""
+
+    shapes: Shapes
+    """Every parameter, with what tuning adds, named as the real model's."""
+    trained: frozenset[str]
+    sizes: Sizes
+    targets: frozenset[str] = frozenset()
+    """Names of the linear layers that LoRA is added to."""
+
+    @property
+    def is_v1(self) -> bool:
+        """Whether the model is ChatGLM-6B's own class."""
+        return any(name.startswith(("transformer.layers.", "transformer.final_layernorm.")) for name in self.shapes)
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        """Rows and columns of the output layer, which may be the embedding."""
+        matrices = [shape for name, shape in self.shapes.items() if name in _OUTPUT] or [
+            shape for name, shape in self.shapes.items() if len(shape) == 2 and layer_of(name) < 0
+        ]
+        return max(matrices)[0], max(matrices)[1]
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the output layer's own gradient is needed."""
+        tied = not any(name in self.shapes for name in _OUTPUT)
+        return any(("embed" in name if tied else name in _OUTPUT) for name in self.trained)
+
+    def largest_layer(self) -> int:
+        """Return the number of parameters of the largest layer; what is in none counts as a layer."""
+        layers: Counter[int] = Counter()
+        for name, shape in self.shapes.items():
+            layers[layer_of(name)] += math.prod(shape)
+        return max(layers.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def num_trained(self) -> int:
+        """Those that are trained."""
+        return sum(math.prod(self.shapes[name]) for name in self.trained)
+
+
+def tuned(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
+    """Return a model with what a fine-tuning method adds to it, and what is trained; `tuning.adapter` is not read."""
+    if tuning.method is TuningMethod.full:
+        return Outline(shapes, frozenset(shapes), sizes)
+    if tuning.method is TuningMethod.freeze:
+        names = {name for name in shapes if layer_of(name) >= sizes["layers"] - tuning.last_layers}
+        for pattern in tuning.patterns:
+            names.update(check_matches("tuning.patterns", pattern, shapes))
+        return Outline(shapes, frozenset(names), sizes)
+    if tuning.method in (TuningMethod.lora, TuningMethod.qlora):
+        return _with_lora(shapes, sizes, tuning)
+    added: Shapes = {"soft_prompt.embedding.weight": (tuning.num_tokens, sizes["hidden"])}
+    if tuning.method is TuningMethod.ptuning_v2:
+        width = 2 * sizes["layers"] * sizes["keys"]
+        added = {"prefix_encoder.embedding.weight": (tuning.num_tokens, width)}
+        if tuning.projection:
+            begin, hidden = sizes["prefix"], sizes["hidden"]
+            added = {
+                "prefix_encoder.embedding.weight": (tuning.num_tokens, begin),
+                "prefix_encoder.trans.0.weight": (hidden, begin),
+                "prefix_encoder.trans.0.bias": (hidden,),
+                "prefix_encoder.trans.2.weight": (width, hidden),
+                "prefix_encoder.trans.2.bias": (width,),
+            }
+    return Outline(shapes | added, frozenset(added), sizes)
+
+
+def _with_lora(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
+    modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    linear = [name for name in modules if layer_of(name) >= 0]
+    patterns = tuning.target_modules or default_targets("", linear)
+    targets = linear
+    if ALL_LINEAR not in patterns:
+        targets = [name for one in patterns for name in check_matches("tuning.target_modules", one, modules)]
+    owners = {name.rpartition(".")[0] for name in shapes}
+    saved = {name for one in tuning.save_modules for name in check_matches("tuning.save_modules", one, owners)}
+    added: Shapes = {}
+    for name in dict.fromkeys(targets):
+        out, width = modules[name]
+        added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
+        added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
+        if tuning.dora:
+            added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
+    for name, shape in shapes.items():
+        owner, _, end = name.rpartition(".")
+        if owner in saved:  # peft keeps the original beside the copy that it trains
+            added[f"{owner}.modules_to_save.default.{end}"] = shape
+    return Outline(shapes | added, frozenset(added), sizes, frozenset(targets))
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer that a parameter belongs to, -1 for none."""
+    if name.startswith("prefix_encoder."):
+        return -1
+    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
+
+
+ALL_LINEAR = "all-linear"
+_ATTENTION = {"chatglm": ["query_key_value"], "glm": ["q_proj", "k_proj", "v_proj"]}
+"""By model type, what the ChatGLM repositories train: query, key and value, one matrix in their own code."""
+_USUAL = (["q_proj", "k_proj", "v_proj"], ["query_key_value"], ["qkv_proj"], ["c_attn"], ["Wqkv"])
+"""What query, key and value are called elsewhere."""
+
+
+def select_names(names: Iterable[str], patterns: Collection[str]) -> list[str]:
+    """Return the names that match any of the patterns (`*`, `?`) as a whole or from a dot on."""
+    return [name for name in names if any(fnmatchcase(f".{name}", f"*.{pattern}") for pattern in patterns)]
+
+
+def default_targets(model_type: str, linear: Collection[str]) -> list[str]:
+    """Return LoRA's default `target_modules`: query, key and value, else every linear layer."""
+    usual = (names for names in _USUAL if all(select_names(linear, [name]) for name in names))
+    return _ATTENTION.get(model_type) or next(usual, [ALL_LINEAR])
+
+
+def check_matches(key: str, pattern: str, names: Collection[str]) -> list[str]:
+    """Return the names that match a pattern; an error if there are none."""
+    if found := select_names(names, [pattern]):
+        return found
+    ends = sorted({".".join(name.split(".")[-2:]) if "." in pattern else name.rpartition(".")[2] for name in names})
+    raise ConfigError(
+        joined(
+            tr("{key}: nothing in this model is called '{pattern}'.", key=key, pattern=pattern),
+            did_you_mean(pattern, ends),
+            tr("Known: {names}.", names=", ".join(ends)),
+        )
+    )
+
+
+def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
+    """Return the pipeline stages of a model as models, in the order in which they compute.
+
+    What a stage lacks is in it with no rows: an embedding, as the states that come in have a gradient, and a head.
+    """
+    layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
+    before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
+    head = {name: shape for name, shape in outline.shapes.items() if name == _HEAD} or before
+    norm = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in (before | head)}
+    inner = [{name: s for name, s in outline.shapes.items() if layer_of(name) == layer} for layer in range(layers)]
+    parts = [before, *inner, norm, head]
+    bounds = balance_stages([sum(map(math.prod, part.values())) for part in parts], num_stages)
+    found = []
+    for first, end in pairwise(bounds):
+        own = [index for index in range(first, end) if 1 <= index <= layers]
+        start = own[0] - 1 if own else 0  # layers are counted from the stage's first
+        shapes: Shapes = {} if first == 0 else {name: (0, hidden) for name in before}
+        shapes |= {} if end == len(parts) else {_HEAD: (0, hidden)}
+        for name, shape in (pair for part in parts[first:end] for pair in part.items()):
+            number = layer_of(name)
+            shapes[name.replace(f".{number}.", f".{number - start}.", 1)] = shape
+        sizes = outline.sizes | {"layers": len(own)}
+        found.append(replace(outline, shapes=shapes, trained=frozenset(shapes), sizes=sizes))
+    return found
+
+
+def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Return where the parts of a sequence begin and end that differ least: as DeepSpeed divides layers by parameters.
+
+    Step by step the division is kept whose largest and smallest part differ least, of equal ones the one whose last
+    part is the shortest (deepspeed 0.19.8, runtime/utils.py, partition_balanced). There are more `sizes` than parts, of
+    which none is empty.
+    """
+    ends = [0, *accumulate(sizes)]
+    found: dict[int, tuple[float, float, list[int]]] = {0: (0, math.inf, [0])}
+    for _ in range(num_parts):
+        longer = {}
+        for end in range(1, len(ends)):
+            ways = [
+                (max(largest, ends[end] - ends[begin]), min(smallest, ends[end] - ends[begin]), [*bounds, end])
+                for begin, (largest, smallest, bounds) in found.items()
+                if begin < end
+            ]
+            if ways:
+                longer[end] = min(reversed(ways), key=lambda way: way[0] - way[1])
+        found = longer
+    return found[len(sizes)][2]
+
+
+def tensor_part(outline: Outline, size: int) -> Outline:
+    """Return a rank's part of a model under tensor parallelism."""
+    if size == 1:
+        return outline
+    sizes = outline.sizes
+    check_split(
+        {"heads": sizes["heads"], "key_heads": sizes["keys"] // sizes["head_size"], "inner": sizes["inner"]}, size
+    )
+    shapes = {name: part_shape(name, shape, size) for name, shape in outline.shapes.items()}
+    own = {name: sizes[name] // size for name in ("heads", "keys", "inner")}
+    return replace(outline, shapes=shapes, sizes=sizes | own)
+
+
+def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[float, int]:
+    """Return the bytes that a rank sends to its neighbours for a micro-batch, and in how many collectives.
+
+    Of each matrix that is split by columns the output is added up in the forward pass, of each other one what goes back
+    in the backward pass (deepspeed 0.19.8, module_inject/layers.py: one all-reduce for each matrix, also of three that
+    share an input); ring algorithms taken for granted. `states_bytes`: hidden states of a micro-batch.
+    """
+    if size == 1:
+        return 0.0, 0
+    times = sum(1 for name, shape in outline.shapes.items() if len(shape) == 2 and split_of(name))
+    return times * 2 * (size - 1) / size * states_bytes, times
+
 
 _MEASURE_S = 300
 _FORM = 1

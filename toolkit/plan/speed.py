@@ -41,8 +41,7 @@ from toolkit.launch.environment import free_port
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import WIDTHS, longest_rows
-from toolkit.plan.outline import cache_file, write_cache
-from toolkit.plan.parameters import Outline, Shapes, exchanged_bytes, layer_of, tensor_part
+from toolkit.plan.outline import Outline, Shapes, cache_file, exchanged_bytes, layer_of, tensor_part, write_cache
 
 _UNKNOWN_FLOPS = 100e12
 _CPU_FLOPS = 20e9

@@ -1,13 +1,22 @@
-"""metrics.jsonl: one object per logged step or evaluation, added whole or not at all; names are in docs/tracking.md."""
+"""What rank 0 records and shows while training: metrics.jsonl, one object per logged step or evaluation, added whole or
+not at all (names are in docs/tracking.md), and the same on a terminal, live or as plain lines.
+"""
 
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolkit.messages import CheckpointError, warn
+from toolkit import terminal
+from toolkit.messages import CheckpointError, console, say, tr, warn
+from toolkit.plan.machine import GIB
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def append_rows(file: Path, content: bytes) -> None:
@@ -99,3 +108,147 @@ class MetricsLog:
         if self._waiting:
             append_rows(self.file, "".join(self._waiting).encode())
             self._waiting.clear()
+
+
+WORTH_SHOWING = 0.05
+"""Share of time, or of tokens, that is mentioned; the others are left to metrics.jsonl."""
+
+
+def clock(seconds: float) -> str:
+    """Return hours:minutes:seconds."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+def _speed_and_memory(row: dict[str, float]) -> list[str]:
+    units = ("tokens", "samples")
+    parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.0%}")
+    elif row.get("mfu_matmul", math.inf) <= 1:  # more shows that the machine was busier when the product was measured
+        parts.append(tr("{share} of matmul", share=f"{row['mfu_matmul']:.0%}"))
+    if row.get("data_wait_fraction", 0) >= WORTH_SHOWING:
+        parts.append(tr("waits {share} for data", share=f"{row['data_wait_fraction']:.0%}"))
+    if row.get("padding_fraction", 0) >= WORTH_SHOWING:
+        parts.append(tr("{share} padding", share=f"{row['padding_fraction']:.0%}"))
+    if "communication_fraction" in row:
+        parts.append(tr("{share} communication", share=f"{row['communication_fraction']:.0%}"))
+    peak = f"{row.get('device_memory_peak_bytes', row.get('host_memory_peak_bytes', 0)) / GIB:.1f}"
+    if "planned_memory_bytes" in row:
+        planned = f"{row['planned_memory_bytes'] / GIB:.1f}"
+        parts.append(tr("memory {peak} of {planned} GiB planned", peak=peak, planned=planned))
+    else:
+        parts.append(tr("memory {peak} GiB", peak=peak))
+    return parts
+
+
+class Progress:
+    """How far a run is, after the steps `done` before this session. Ranks other than 0 show none (`shown=False`)."""
+
+    def __init__(
+        self, total_steps: int, shown: bool, done: int = 0, on_first_step: Callable[[], None] = lambda: None
+    ) -> None:
+        self.total_steps, self.shown = total_steps, shown
+        self.step = self.done = done
+        self.on_first_step: Callable[[], None] | None = on_first_step if shown else None
+        self.row: dict[str, float] = {}
+        """The last row of metrics.jsonl with a training loss."""
+        self.evaluation: dict[str, float] = {}
+        self.checkpoint = ""
+        self.started, self.warnings_before = time.monotonic(), console.num_warnings
+        self.is_live = shown and terminal.is_live()
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        """The first step of this session begins."""
+        self.started = time.monotonic()
+        if self.is_live:
+            self._stack.enter_context(terminal.showing(self._render))
+
+    def advance(self) -> None:
+        """One step is done."""
+        if self.on_first_step:
+            self.on_first_step()
+            self.on_first_step = None
+        self.step += 1
+
+    def back_to(self, step: int) -> None:
+        """The steps after this one are done again; what they took says nothing of those to come."""
+        self.step = self.done = step
+        self.started = time.monotonic()
+
+    def show(self, row: dict[str, float]) -> None:
+        """Show a logged step."""
+        if not self.shown:
+            return
+        self.row = row
+        if self.is_live:
+            return
+        parts = ["loss {loss:.4f}  lr {lr:.2e}  grad-norm {grad_norm:.3f}".format(**row), *_speed_and_memory(row)]
+        if row.get("skipped_steps"):
+            parts.append(tr("skipped {count}", count=int(row["skipped_steps"])))
+        if "loss_scale" in row:
+            parts.append(f"loss scale {row['loss_scale']:g}")
+        step = int(row["step"])
+        say(f"step {step}/{self.total_steps}  {'  '.join(parts)}  ETA {self._remaining(step)}")
+
+    def note(self, evaluation: dict[str, float] | None = None, checkpoint: Path | None = None) -> None:
+        """Keep for the live view what is printed in lines of its own."""
+        if evaluation is not None:
+            self.evaluation = evaluation
+        if checkpoint is not None:
+            self.checkpoint = checkpoint.name
+
+    def close(self) -> None:
+        """Take the live view away."""
+        self._stack.close()
+
+    def _remaining(self, step: int) -> str:
+        done = step - self.done
+        return clock((time.monotonic() - self.started) / done * (self.total_steps - step)) if done > 0 else "?"
+
+    def _render(self) -> "RenderableType":
+        """Return the live view as it is now; called several times a second."""
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1, min_width=10)
+        for _ in range(2):
+            head.add_column(no_wrap=True)
+        total, elapsed = max(self.total_steps, 1), clock(time.monotonic() - self.started)
+        head.add_row(
+            f"[bold]{self.step:,}[/]/{self.total_steps:,}",
+            ProgressBar(total=total, completed=self.step),
+            f"{self.step / total:.0%}",
+            tr("{elapsed}, ETA {left}", elapsed=elapsed, left=self._remaining(self.step)),
+        )
+        figures = Table.grid(padding=(0, 3))
+        for line in self._figures():
+            figures.add_row("   ".join(f"[dim]{name}[/] {value}" if name else value for name, value in line))
+        return Panel(Group(head, figures), title=tr("training"), title_align="left", border_style="dim")
+
+    def _figures(self) -> list[list[tuple[str, str]]]:
+        """Return names and values of the live view, line by line: learning, speed, safety."""
+        row, losses = self.row, []
+        if row:
+            losses += [
+                (tr("loss"), f"[bold]{row['loss']:.4f}[/]"),
+                (tr("learning rate"), f"{row['lr']:.2e}"),
+                (tr("gradient norm"), f"{row['grad_norm']:.3f}"),
+                (tr("epoch"), f"{row['epoch']:.2f}"),
+            ]
+        if self.evaluation:
+            value, step = f"{self.evaluation['eval_loss']:.4f}", int(self.evaluation["step"])
+            losses.insert(1, (tr("validation loss"), tr("{value} (step {step})", value=value, step=f"{step:,}")))
+        safety = [(tr("last checkpoint"), self.checkpoint or tr("none"))]
+        if skipped := int(row.get("skipped_steps", 0)):
+            safety.append((tr("skipped steps"), f"[yellow]{skipped:,}[/]"))
+        if "loss_scale" in row:
+            safety.append((tr("loss scale"), f"{row['loss_scale']:g}"))
+        if warnings := console.num_warnings - self.warnings_before:
+            safety.append((tr("warnings above"), f"[yellow]{warnings:,}[/]"))
+        return [losses, [("", part) for part in _speed_and_memory(row)] if row else [], safety]

@@ -37,8 +37,7 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.models.loss import Batch, token_loss_sum
 from toolkit.plan.memory import WIDTHS, longest_rows
-from toolkit.plan.outline import config_of, outline_of
-from toolkit.plan.parameters import Outline
+from toolkit.plan.outline import Outline, config_of, outline_of
 from toolkit.plan.speed import Rates, Work, causal_pairs, formula, gathered_bytes
 
 _REPEATS = 7

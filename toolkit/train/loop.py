@@ -21,8 +21,7 @@ from toolkit.evaluate.metrics import describe_evaluation
 from toolkit.messages import CheckpointError, Diverged, RunFolderError, Stopped, say, tr, warn
 from toolkit.models.layers import begin_step, dropping_metrics
 from toolkit.terminal import phase
-from toolkit.track.metrics import MetricsLog
-from toolkit.track.progress import Progress
+from toolkit.track.metrics import MetricsLog, Progress
 from toolkit.train import anomalies, run_dir
 from toolkit.train.anomalies import Anomaly
 from toolkit.train.resume import rewind_to

@@ -13,11 +13,20 @@ from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.memory import limit_bytes
 from toolkit.launch.environment import Ranks
 from toolkit.messages import OutOfMemory, say, tr, warn
-from toolkit.plan import table as view
+from toolkit.plan.layouts import (
+    Layout,
+    cheapest,
+    evaluate_layout,
+    gib,
+    layout_numbers,
+    layouts,
+    memory_table,
+    overrides,
+    with_layout,
+)
 from toolkit.plan.machine import Machine, find_gpu, own_memory
 from toolkit.plan.memory import process_bytes
 from toolkit.plan.outline import cached_outline, outline_of
-from toolkit.plan.search import Layout, cheapest, evaluate_layout, layouts, overrides, with_layout
 from toolkit.plan.speed import rates_of
 from toolkit.train.run_dir import RunSource
 
@@ -41,7 +50,7 @@ class RunPlan:
 
     def lines(self) -> str:
         """Return the plan of a rank's memory as a table."""
-        return "\n".join(view.memory_table(self.layout))
+        return "\n".join(memory_table(self.layout))
 
 
 def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, file: Path) -> RunPlan | None:
@@ -54,7 +63,7 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
             if outline is None:
                 return None
             found = RunPlan(evaluate_layout(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
-            file.write_text(json.dumps(view.layout_numbers(found.layout), indent=2) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(layout_numbers(found.layout), indent=2) + "\n", encoding="utf-8")
         except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
             warn("this run has no plan of its memory: {reason}", reason=repr(error))
             return None
@@ -78,7 +87,7 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
         raise OutOfMemory(
             "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
             machine=machine.name,
-            usable=view.gib(machine.usable_bytes),
+            usable=gib(machine.usable_bytes),
         )
     words = " ".join(overrides(cfg, found.cfg)) or tr("the recipe as it is")
     say("plan.auto: {words}  ({layout})", words=words, layout=found.name)

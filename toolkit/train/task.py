@@ -16,7 +16,7 @@ from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine.ds_config import DsConfig
 from toolkit.launch.environment import Ranks
 from toolkit.models.loss import RouterLoss
-from toolkit.track.trackers import Trackers
+from toolkit.track.queue import Trackers
 from toolkit.train.anomalies import Samples, StepGuard
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.run_dir import RunSource

@@ -24,7 +24,7 @@ from toolkit.messages import tr
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.models.pipeline import unwrap_model
 from toolkit.plan.machine import Gpu, find_gpu
-from toolkit.plan.parameters import Shapes
+from toolkit.plan.outline import Shapes
 from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.train.stragglers import RankTimes
 from toolkit.train.task import SAMPLES, TOKENS, StepResult

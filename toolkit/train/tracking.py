@@ -17,7 +17,7 @@ from toolkit.messages import Stopped, current_language, say, tr, warn
 from toolkit.report.run import PAGE
 from toolkit.track.backends import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
 from toolkit.track.metrics import is_evaluation, metric_values
-from toolkit.track.trackers import Trackers
+from toolkit.track.queue import Trackers
 from toolkit.train.task import FitResult, RunContext
 
 PATIENCE_S = 60.0

@@ -31,7 +31,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import RunFolderError, say, tr
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
-from toolkit.track.progress import Progress
+from toolkit.track.metrics import Progress
 from toolkit.train import run_dir
 from toolkit.train.anomalies import StepGuard
 from toolkit.train.checkpointer import Checkpointer

@@ -20,15 +20,15 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
 from toolkit.secrets import hide_all
-from toolkit.translate.draft import ForeignConfig, RecipeDraft, sentence, typed
 from toolkit.translate.programs import (
+    RecipeDraft,
     translate_chatglm,
     translate_evaluation,
     translate_factory,
     translate_model,
     translate_trainer,
 )
-from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME
+from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, ForeignConfig, sentence, typed
 
 _LIMITS = frozenset(
     (

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,28 @@ from toolkit.config.files import is_hub_name
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import TRACKERS, OptimizerName
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
-from toolkit.translate.draft import ForeignConfig, RecipeDraft, names_of, typed
+from toolkit.translate.read import ForeignConfig, names_of, typed
 
 _LR_END = 1e-7
 """Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RecipeDraft:
+    """Settings of ours on their way into a recipe, and what there is to say about them."""
+
+    given: ForeignConfig
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Our key -> (value, the keys that it comes from; "" for a default of the other program)."""
+    groups: dict[str, str] = field(default_factory=dict)
+    """Groups that are chosen by name: {model: chatglm_6b}."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Key of the other program -> why its value cannot be had here; beside what the tables say."""
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, key: str, value: Any, *sources: str) -> None:
+        """Set a key of ours; of the keys that say so those that are given, none for the other program's default."""
+        self.values[key] = (value, ", ".join(filter(self.given.has, sources)))
 
 
 OWNERS = ("thudm", "zai-org", "zhipuai")

@@ -1,4 +1,4 @@
-"""Files of other programs: which program's they are, and what they say.
+"""Configs of other programs: whose they are, what they say, and their keys (keys.yaml says what becomes of each).
 
 Shell scripts are read, not executed, without the environment: what only a shell could say is an error where needed.
 """
@@ -6,12 +6,119 @@ Shell scripts are read, not executed, without the environment: what only a shell
 import json
 import re
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.config import files
-from toolkit.messages import ConfigError, did_you_mean, joined, tr
-from toolkit.translate.draft import ForeignConfig, Key, keys_of
+from toolkit.messages import ConfigError, did_you_mean, joined, read_table, tr, translated
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of another program."""
+
+    default: Any = None
+    """What it means there when it is not given; a config that says the same needs no word."""
+    to: str = ""
+    """Our keys, joined by ", "; "" where there is none."""
+    says: str = ""
+    """Name of the sentence about it in keys.yaml: what differs here, or why there is no such key."""
+    made: bool = False
+    """Its value is computed together with others, not copied."""
+    is_harmless: bool = False
+    """Leaving it out changes nothing that is trained, so it is not counted as lost."""
+
+
+_table = cache(partial(read_table, "translate/keys.yaml"))
+
+
+@cache
+def keys_of(program: str) -> dict[str, Key]:
+    """Return a program's keys by name."""
+    own = {name: Key(**row) for name, row in _table()[program].items()}
+    return own if program == "trainer" else keys_of("trainer") | own
+
+
+def names_of(what: str) -> dict[str, Any]:
+    """Return a table of names of values: the other program's -> ours."""
+    found: dict[str, Any] = _table()["names"][what]
+    return found
+
+
+def sentence(name: str) -> str:
+    """Return a sentence by its name in the tables, in the user's language; "" for none."""
+    return translated(_table()["sentences"][name]) if name else ""
+
+
+@dataclass(kw_only=True, slots=True)
+class ForeignConfig:
+    """One config of another program, read and not yet understood."""
+
+    program: str
+    """Whose config it is, as a person says it."""
+    keys: Mapping[str, Key]
+    """All keys of that program."""
+    shown: str
+    """The file, as messages name it."""
+    folder: Path
+    """Where it lies: paths in it may be relative to that."""
+    values: dict[str, Any]
+    """What it gives, without nulls."""
+    lines: dict[str, int] = field(default_factory=dict)
+    """Line of each key, where known."""
+    world_size: int | None = None
+    """Number of ranks that it is started on."""
+
+    def get(self, name: str) -> Any:
+        """Return a key's value, the program's default where it is not given."""
+        value = self.values.get(name)
+        return self.keys[name].default if value is None else value
+
+    def has(self, name: str) -> bool:
+        """Say whether a key is given."""
+        return self.values.get(name) is not None
+
+    def place(self, name: str) -> str:
+        """Return "file:line" of a key, or the file."""
+        line = self.lines.get(name)
+        return f"{self.shown}:{line}" if line else self.shown
+
+    def number(self, name: str, kind: type = float) -> Any:
+        """Return a key's value as a number; an error if it is none."""
+        return typed(self.get(name), kind, f"{self.place(name)}: {name}")
+
+    def flag(self, name: str) -> bool:
+        """Return a key's value as true or false, false for null; an error if it is neither."""
+        value = self.get(name)
+        return value is not None and bool(typed(value, bool, f"{self.place(name)}: {name}"))
+
+    def names(self, name: str) -> list[str]:
+        """Return a key's value, a list or a text with commas, as a list."""
+        value = self.get(name)
+        listed = value if isinstance(value, list) else [] if value is None else str(value).split(",")
+        return [str(item).strip() for item in listed]
+
+
+def typed(value: Any, kind: Any, place: str) -> Any:
+    """Return a value of a file or a command line as a type of the schema; an error if it cannot be read as that."""
+    wrong = ConfigError(
+        "{place} = {value} must be of type {kind}.", place=place, value=value, kind=getattr(kind, "__name__", kind)
+    )
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
+        if kind in (int, float):
+            number = float(value)
+            if isinstance(value, bool) or (kind is int and not number.is_integer()):
+                raise wrong
+            return kind(number)
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise wrong from error
+    return str(value) if kind is str else value
+
 
 _QUOTED, _UNKNOWN = "\ue000", "\ue001"
 """Stand for a dollar sign that means itself, and for what only a shell could say."""
@@ -156,8 +263,7 @@ def _world_size(launcher: list[str], variables: dict[str, str]) -> int | None:
 
 
 FACTORY_NAME, CHATGLM_NAME, HF_NAME = "LLaMA-Factory", "ChatGLM", "TrainingArguments"
-HF = keys_of("hf")
-PROGRAMS: dict[str, dict[str, Key]] = {CHATGLM_NAME: keys_of("chatglm"), FACTORY_NAME: keys_of("factory"), HF_NAME: HF}
+_TABLES = {CHATGLM_NAME: "chatglm", FACTORY_NAME: "factory", HF_NAME: "hf"}
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 
@@ -211,7 +317,7 @@ def _read(path: Path) -> ForeignConfig | None:
     if not values:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
     program = _program(values, path)
-    keys = PROGRAMS[program]
+    keys = keys_of(_TABLES[program])
     known: dict[str, Any] = {}
     for name, value in ((str(name), value) for name, value in values.items() if value is not None):
         bare = name.removeprefix("no_")
@@ -246,17 +352,17 @@ def _json(text: str, path: Path) -> dict[str, Any]:
 
 def _program(values: dict[str, Any], path: Path) -> str:
     """Return whose keys these are: whose own ones are most, and the Trainer's where nobody's are."""
-    own = {name: len(values.keys() & (keys.keys() - HF.keys())) for name, keys in PROGRAMS.items()}
+    known = {name: keys_of(table).keys() for name, table in _TABLES.items()}
+    own = {name: len(values.keys() & (keys - known[HF_NAME])) for name, keys in known.items()}
     best = max(own, key=lambda name: own[name])
     if own[best]:
         return best
-    if values.keys() & HF.keys():
+    if values.keys() & known[HF_NAME]:
         return HF_NAME
-    known = {name for keys in PROGRAMS.values() for name in keys}
     first = str(next(iter(values)))
     raise ConfigError(
         joined(
             tr("{file}: none of its keys is known; the first is '{key}'.", file=path, key=first),
-            did_you_mean(first, known),
+            did_you_mean(first, set().union(*known.values())),
         )
     )
