@@ -1,23 +1,28 @@
 """The only place that starts processes: none of them outlives the one that started it, however that ends.
 
 Linux sends a child a signal when the thread that started it ends (PR_SET_PDEATHSIG), so `start` belongs on a thread
-that lasts. A launcher does not hand that on to what it starts: `start_tree` puts a keeper between, this file run as a
-program, which takes over whatever loses its parent below it and leaves nothing of it behind.
+that lasts. This file, run as a program, asks for the signal and then becomes the command: subprocess's `preexec_fn`
+would run Python between fork and exec, where a thread of PyTorch that held a lock of the interpreter at the fork stops
+it for good (CPython issue 112275, seen in 3.11.7). A launcher does not hand the signal on to what it starts:
+`start_tree` puts a keeper between, which takes over whatever loses its parent below it and leaves nothing of it behind.
 """
 
 import ctypes
-import multiprocessing
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported where they are used: this file is run for each child
+    from concurrent.futures import ProcessPoolExecutor
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 5.0
@@ -26,30 +31,46 @@ _POLL_S = 0.05
 
 def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[Any]":
     """Run a command to its end; options as of `subprocess.run`."""
-    return subprocess.run(command, preexec_fn=_tie(), **{"check": False, **options})  # noqa: S603
+    return subprocess.run(_tied_to_this("tie", command, options), **{"check": False, **options})  # noqa: S603
 
 
 def start(command: Sequence[str], *, ends_with_input: bool = False, **options: Any) -> "subprocess.Popen[Any]":
-    """Start a command.
+    """Start a command; options as of `subprocess.Popen`.
 
     `ends_with_input`: it ends by itself as soon as its standard input, a pipe from here, does; it may need time then.
     """
-    return subprocess.Popen(command, preexec_fn=None if ends_with_input else _tie(), **options)  # noqa: S603
+    return subprocess.Popen(command if ends_with_input else _tied_to_this("tie", command, options), **options)  # noqa: S603
 
 
 def start_tree(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
     """Start a command that starts others, such as a launcher; its exit code is the one that is returned."""
-    return start([sys.executable, "-I", "-S", str(Path(__file__).resolve()), *command], **options)
+    return subprocess.Popen(_tied_to_this("keep", command, options), **options)  # noqa: S603
 
 
-def workers(count: int, begin: Callable[..., None] | None = None, *arguments: Any) -> ProcessPoolExecutor:
+def _tied_to_this(way: str, command: Sequence[str], options: dict[str, Any]) -> list[str]:
+    """Return this file's command line for a command.
+
+    Raises:
+        FileNotFoundError: there is no such program, as subprocess says it.
+    """
+    if not shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH")):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), way, str(os.getpid()), *command]
+
+
+def workers(count: int, begin: Callable[..., None] | None = None, *arguments: Any) -> "ProcessPoolExecutor":
     """Return a pool of new interpreters, each of which calls `begin` first."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     context = multiprocessing.get_context("spawn")  # a forked copy of a process that runs threads may hang
     return ProcessPoolExecutor(count, context, initializer=_tied, initargs=(os.getpid(), begin, *arguments))
 
 
 def process(function: Callable[..., None], *arguments: Any) -> Any:
     """Start a function of a module in a new interpreter; return the `multiprocessing.Process`."""
+    import multiprocessing
+
     context = multiprocessing.get_context("spawn")
     made = context.Process(target=_tied, args=(os.getpid(), function, *arguments))
     made.start()
@@ -73,11 +94,6 @@ def end_with(parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _tie() -> Callable[[], None]:
-    parent = os.getpid()
-    return lambda: end_with(parent)
 
 
 def _keep(command: Sequence[str]) -> int:
@@ -136,4 +152,10 @@ def _below(root: int) -> set[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(_keep(sys.argv[1:]))
+    end_with(int(sys.argv[2]))
+    if sys.argv[1] == "keep":
+        sys.exit(_keep(sys.argv[3:]))
+    try:
+        os.execvp(sys.argv[3], sys.argv[3:])  # noqa: S606
+    except OSError as error:
+        sys.exit(f"{sys.argv[3]}: {error.strerror}")

@@ -1,10 +1,12 @@
 """Padding, labels, the filler row, and the loader that joins store, sampler and collate."""
 
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -90,6 +92,19 @@ def test_loader_gives_each_sample_once(
         seen += sum(int((batch["input_ids"] != 0).sum()) for batch in batches)
     assert trained == store.num_trained_tokens
     assert seen == store.num_tokens
+
+
+def test_signals_to_all_processes_leave_the_workers_alone(store: TokenizedCache) -> None:
+    loader = build_loader(
+        store, PackingPlan(len(store)), sequential(len(store), 1, 0, 1), 0, Packing.none, seed=1, num_workers=2
+    )
+    batches = iter(loader)
+    first = [next(batches), next(batches)]  # both workers are at work
+    workers = psutil.Process().children()
+    assert len([one for one in workers if "spawn_main" in " ".join(one.cmdline())]) == 2  # no copies of this process
+    for one in workers:
+        one.send_signal(signal.SIGTERM)
+    assert len([*first, *batches]) == len(store)
 
 
 def test_loader_leaves_the_global_generator_alone(store: TokenizedCache) -> None:

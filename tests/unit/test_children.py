@@ -38,6 +38,17 @@ def test_processes_are_started_in_one_place(path: Path) -> None:
         assert not names_called(path) & STARTS, "use toolkit.children"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_python_runs_between_fork_and_exec(path: Path) -> None:
+    calls = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    assert not [call.lineno for call in calls if any(word.arg == "preexec_fn" for word in call.keywords)]
+
+
+def test_a_program_that_is_not_there_is_told_as_subprocess_does(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        children.run(["no-such-program", "x"], env={"PATH": str(tmp_path)})
+
+
 PARENT = """
 import sys, time
 from toolkit import children

@@ -105,6 +105,17 @@ def test_data_that_cannot_be(dataset: Any, words: list[str], more: dict[str, Any
         read(dataset, 0, 2, Position(), *words, **more)
 
 
+@pytest.mark.parametrize(
+    ("version", "warns"), [((3, 10, 14), 1), ((3, 10, 15), 0), ((3, 11, 9), 1), ((3, 11, 10), 0), ((3, 12, 0), 0)]
+)
+def test_forks_that_may_hang_are_told(
+    version: tuple[int, ...], warns: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(custom_data.sys, "version_info", version)
+    read([1, 2, 3, 4], 0, 0, Position(), "data.num_workers=1")
+    assert len([line for line in said if "a forked data-loader process can hang" in line]) == warns
+
+
 def test_settings_of_evaluations_without_validation_data() -> None:
     for word in ("evaluate.every=3", "evaluate.at_start=false", "evaluate.keep_best=eval_loss"):
         with pytest.raises(ConfigError, match="has no effect: the program gives no validation="):

@@ -1,5 +1,6 @@
 """The torch loader that joins cache, plan, sampler and collation. B: rows of the micro-batch; S: padded length."""
 
+import signal
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -86,8 +87,18 @@ def build_loader(
         batch_sampler=micro_batches,
         collate_fn=partial(_collate, pad_id=pad_id, packing=packing, multiple=multiple),
         num_workers=num_workers,
+        # A forked copy of a rank can stop for good: a thread of the process group that held a lock of the interpreter
+        # at the fork is not there to give it back (CPython issue 112275; seen in 3.11.7, one fork of about 400).
+        multiprocessing_context="spawn" if num_workers else None,
+        worker_init_fn=_outlive_signals,
         generator=generator,
     )
+
+
+def _outlive_signals(worker: int) -> None:
+    """Leave it to the rank what a signal to all processes means: it saves first, and its workers end with it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _collate(rows: Sequence[Sequence[Sample]], pad_id: int, packing: Packing, multiple: int) -> Batch:

@@ -1,6 +1,8 @@
 """What a program brings to train (its model, datasets and loss), and the micro-batches of its data."""
 
+import platform
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
 from toolkit.launch.environment import Ranks
-from toolkit.messages import ConfigError, DataError, tr
+from toolkit.messages import ConfigError, DataError, tr, warn
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Given the model and a batch, returns one loss per sample, [n]."""
@@ -97,6 +99,11 @@ class MicroBatch(NamedTuple):
     """Samples in it that count: 0 where it is there only for the ranks to compute in step."""
 
 
+def _forks_may_hang(version: tuple[Any, ...]) -> bool:
+    """Whether a fork inherits a locked list of threads; mended in 3.10.15, 3.11.10 and 3.12."""
+    return version[:3] < (3, 10, 15) or (3, 11) <= version[:3] < (3, 11, 10)
+
+
 class _MapSamples:
     """A map-style dataset: each sample once per epoch over all ranks, in an order of `run.seed`."""
 
@@ -106,6 +113,14 @@ class _MapSamples:
             raise DataError(tr("the dataset is empty."))
         if spec.shards_itself:
             raise DataError(tr("shards_itself= is for iterable datasets; of this one ranks read their own samples."))
+        if cfg.data.num_workers and _forks_may_hang(sys.version_info):
+            # The program's own data need not survive being pickled, nor the program being imported: these are forks.
+            warn(
+                "data.num_workers = {count}: on Python {version} a forked data-loader process can hang when it "
+                "starts (CPython issue 112275). Use Python 3.11.10, 3.12 or newer, or data.num_workers=0.",
+                count=cfg.data.num_workers,
+                version=platform.python_version(),
+            )
         self.identity = {"samples": f"{type(spec.dataset).__name__} {self.size}"}
         self.described = tr("{count} samples of {kind}", count=f"{self.size:,}", kind=type(spec.dataset).__name__)
         self.steps_per_epoch = steps_per_epoch(self.size, cfg.batch.global_size)
