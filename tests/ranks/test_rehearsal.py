@@ -91,9 +91,9 @@ def test_nothing_is_left_behind(name: str, rehearsed: tuple[Path, str]) -> None:
 
 
 def test_it_is_told_in_one_line(rehearsed: tuple[Path, str]) -> None:
-    told = [line for line in rehearsed[1].splitlines() if line.startswith("Rehearsed in ")]
+    told = [line for line in rehearsed[1].splitlines() if line.startswith("Dry run passed in ")]
     assert len(told) == len(CELLS) + len(RESUMED)
-    assert all("the longest batch (" in line and "Memory: " in line for line in told)
+    assert all("the longest batch (" in line and "Peak memory: " in line for line in told)
 
 
 def test_what_cannot_be_written_is_told(rehearsed: tuple[Path, str]) -> None:

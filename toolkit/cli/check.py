@@ -89,12 +89,12 @@ def _rows(cfg: RunConfig, world_size: int) -> str:
     size = cfg.batch.global_size
     if cfg.batch.micro_per_gpu == AUTO:
         return tr(
-            "{size} rows per step on {world_size} ranks; how many of them at once, training finds out.",
+            "{size} sequences per step on {world_size} ranks; the micro-batch size is determined at the start of training.",
             size=size,
             world_size=world_size,
         )
     return tr(
-        "{size} rows per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
+        "{size} sequences per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
         size=size,
         micro=cfg.batch.micro_per_gpu,
         times=accumulation(cfg, world_size),

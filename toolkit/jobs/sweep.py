@@ -518,7 +518,7 @@ def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = EVAL_LOSS) -> 
                 text = (sweep.run_dir(job) / "FAILED").read_text(encoding="utf-8", errors="replace")
                 errors.append(f"  {job.name}: {' '.join(text.split())[:200]}")
     say("")
-    for line in text_table((*heads, tr("tokens/s"), tr("folder")), rows):
+    for line in text_table((*heads, tr("tokens/s"), tr("directory")), rows):
         say(line)
     for line in [tr("Errors:"), *errors] if errors else []:
         say(line)

@@ -70,7 +70,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
     run.watchdog.enter("", start.step)
     peak, before = max(device_bytes)
     return tr(
-        "Rehearsed in {seconds} s: {tried}. Memory: {peak} at most, on rank {rank} ({before} before the step{limit})"
+        "Dry run passed in {seconds} s: {tried}. Peak memory: {peak} on rank {rank} ({before} before the step{limit})"
         "{planned}.",
         seconds=f"{time.monotonic() - began:.1f}",
         tried=f"{name}, {_tried(cfg, saves, task.has_validation)}",

@@ -82,7 +82,7 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
     is_found = cfg.batch.micro_per_gpu == AUTO
     say(
         "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
-        "{micro} x {times} x {parts} = {size} rows per step (micro-batch x accumulation x data-parallel ranks).",
+        "{micro} x {times} x {parts} = {size} sequences per step (micro-batch x accumulation x data-parallel ranks).",
         recipe=cfg.recipe,
         model=model,
         stage=cfg.zero.stage,

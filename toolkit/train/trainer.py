@@ -152,7 +152,7 @@ class Trainer:
         if self.task.unit == TOKENS:
             say(baseline.describe())
         if cfg.train.rehearse and run.start.step < run.total_steps:
-            with phase(tr("Rehearsing")):
+            with phase(tr("Dry run")):
                 line = dry_run(self.task, run, self.plan)
             say(line)
         seconds = f"{time.monotonic() - self.started:.0f}"
