@@ -517,7 +517,8 @@ def test_check_shows_the_batch_for_every_number_of_ranks(capsys: pytest.CaptureF
     run([*words, "world_size=3"])
     lines = [line for line in capsys.readouterr().out.splitlines() if "sequences per step" in line]
     sums = [line.partition(" (")[0] for line in lines]
-    assert sums == [f"24 sequences per step = 2 x {times} x {ranks}" for times, ranks in ((12, 1), (6, 2), (4, 3), (3, 4))]
+    shares = ((12, 1), (6, 2), (4, 3), (3, 4))
+    assert sums == [f"24 sequences per step = 2 x {times} x {ranks}" for times, ranks in shares]
 
 
 def test_keys_that_a_higher_layer_switched_off_are_noticed(tmp_path: Path) -> None:

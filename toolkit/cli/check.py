@@ -89,7 +89,7 @@ def _rows(cfg: RunConfig, world_size: int) -> str:
     size = cfg.batch.global_size
     if cfg.batch.micro_per_gpu == AUTO:
         return tr(
-            "{size} sequences per step on {world_size} ranks; the micro-batch size is determined at the start of training.",
+            "{size} sequences per step on {world_size} ranks; the micro-batch size is measured at startup.",
             size=size,
             world_size=world_size,
         )
