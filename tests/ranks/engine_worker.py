@@ -6,6 +6,8 @@ Arguments: a model directory. Each finding is asserted here, on every rank; a fa
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
 import pytest
@@ -21,7 +23,8 @@ from toolkit.config.schema import (
 )
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
-from toolkit.engine.parameters import gathered_parameters
+from toolkit.engine.parameters import gathered_parameters, is_partitioned
+from toolkit.evaluate.generate import answer
 from toolkit.launch import environment
 from toolkit.messages import Diverged, ModelError
 from toolkit.models import load_model
@@ -152,14 +155,32 @@ def check_refusals(path: str) -> None:
         assert part in str(refusal.value), refusal.value
 
 
+def check_answers(path: str) -> None:
+    """Ranks whose answers differ in length, as GPUs may round to another token, come to an end together."""
+    config = {**DS_CONFIG, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    model = load_model(path, dtype=torch.bfloat16, ds_config=config)
+    engine = initialize_engine(model, config, ActivationCheckpointingConfig(), no_schedule)
+    is_first = torch.distributed.get_rank() == 0
+    tokenizer = SimpleNamespace(
+        eos_token_id=1, pad_token_id=1, decode=lambda ids, skip_special_tokens: " ".join(map(str, ids))
+    )
+    encoder: Any = SimpleNamespace(
+        tokenizer=tokenizer, stop_ids=list(range(64)) if is_first else [64], prompt=lambda messages: [2, 3, 4]
+    )
+    text = answer(engine.module, encoder, "?", 6, engine.device, in_step=is_partitioned(engine))
+    torch.distributed.barrier()
+    assert len(text.split()) == (0 if is_first else 6), text
+
+
 def main() -> None:
     """Run all checks."""
     path = environment.strip_launcher_arguments(sys.argv[1:])[0]
-    process_group.start(DistributedConfig())
+    process_group.start(DistributedConfig(timeout_s=60))
     check_loading(path)
     check_recomputation(path)
     check_skipped_steps(path)
     check_refusals(path)
+    check_answers(path)
     print("ALL CHECKED", flush=True)
     process_group.stop()
 

@@ -56,7 +56,7 @@ def generate(
         encoder: its `stop_ids` end an answer.
         prompts: ids of `encoder.prompt`, of any lengths; too long ones are a ModelError.
         device: where the model computes; under ZeRO-3 with offload its parameters are elsewhere.
-        in_step: ZeRO-3 with different prompts: a collective, every rank with as many batches, until the last ends.
+        in_step: of a partitioned model: a collective, every rank with as many batches, until the last ends.
         **options: for `transformers`' generate, such as `streamer`.
     """
     longest = max(map(len, prompts))
@@ -92,11 +92,19 @@ def generate(
 
 
 def answer(
-    model: PreTrainedModel, encoder: AnyChatEncoder, question: str, max_new_tokens: int, device: torch.device
+    model: PreTrainedModel,
+    encoder: AnyChatEncoder,
+    question: str,
+    max_new_tokens: int,
+    device: torch.device,
+    *,
+    in_step: bool,
 ) -> str:
-    """Return the model's greedy answer to one question; under ZeRO-3 every rank asks the same one."""
+    """Return the model's greedy answer to one question, which all ranks ask of a partitioned model, `in_step`: GPUs may
+    round differently, so one rank's answer may be longer than another's.
+    """
     prompt = encoder.prompt([{"role": "user", "content": question}])
-    [ids] = generate(model, encoder, [prompt], Sampling(max_new_tokens=max_new_tokens), device)
+    [ids] = generate(model, encoder, [prompt], Sampling(max_new_tokens=max_new_tokens), device, in_step=in_step)
     return decode_answer(encoder, ids)
 
 

@@ -234,7 +234,8 @@ class LanguageTask(Task):
             encoded = encoder.prompt([{"role": "user", "content": prompt}])
             check_length(engine.module, len(encoded), cfg.max_new_tokens)
         if cfg.prompts:
-            answer(engine.module, encoder, cfg.prompts[0], min(2, cfg.max_new_tokens), engine.device)
+            new, in_step = min(2, cfg.max_new_tokens), is_partitioned(engine)
+            answer(engine.module, encoder, cfg.prompts[0], new, engine.device, in_step=in_step)
 
     # Steps
 
@@ -275,10 +276,11 @@ class LanguageTask(Task):
 
     def samples(self, run: RunContext) -> list[dict[str, str]]:
         """Answer the recipe's questions, and write samples.jsonl."""
-        cfg, engine = run.cfg.evaluate, run.engine
+        cfg, engine, encoder = run.cfg.evaluate, run.engine, self.data.encoder
 
         def answered(prompt: str) -> str:
-            return answer(engine.module, self.data.encoder, prompt, cfg.max_new_tokens, engine.device)
+            in_step = is_partitioned(engine)
+            return answer(engine.module, encoder, prompt, cfg.max_new_tokens, engine.device, in_step=in_step)
 
         samples = [{"prompt": hide(prompt), "answer": answered(prompt)} for prompt in cfg.prompts]
         if samples and run.ranks.rank == 0:
