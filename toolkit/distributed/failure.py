@@ -398,6 +398,10 @@ def run_guarded(function: Callable[[], int]) -> int:
     return code
 
 
+def _local_rank() -> int:
+    return environment.local_rank or _number("LOCAL_RANK", 0)
+
+
 def _number(name: str, default: int) -> int:
     """Return a launcher's variable; the default where it is no number, which the command itself reports."""
     text = os.environ.get(name, "")
@@ -482,7 +486,7 @@ def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> N
     if agreed:
         # A launcher signals the ranks that are left when one has failed: that one has the last word.
         if not another_has_failed():
-            if _number("LOCAL_RANK", 0) == 0:
+            if _local_rank() == 0:
                 rank_status.report_status(code=code)
             if rank == 0:
                 _say(message, trace)
@@ -494,7 +498,7 @@ def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> N
         return
     if not announce_failure(rank, message + ("\n" + trace if trace else ""), code):
         return
-    if _marker is None and _number("LOCAL_RANK", 0) != 0:
+    if _marker is None and _local_rank() != 0:
         for number in _CAUGHT:  # end without a word: it is only waiting for whether it has to speak
             signal.signal(number, signal.SIG_DFL)
         time.sleep(OTHER_RANKS_WAIT_S)

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -79,10 +79,12 @@ def start(config: DistributedConfig) -> torch.device:
     if config.backend is Backend.auto:
         # DeepSpeed's CPU accelerator would ask for oneCCL, which plain PyTorch builds do not have.
         backend = "gloo" if on_cpu else accelerator.communication_backend_name()
-    if not on_cpu:
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     timeout = timedelta(seconds=config.timeout_s)
+    if not on_cpu:
+        accelerator.set_device(own_gpu(accelerator.device_count(), os.environ))
     try:
+        if backend == "nccl" and world_size() > 1:
+            _check_own_gpu(timeout)
         deepspeed.init_distributed(
             dist_backend=backend,
             timeout=timeout,
@@ -93,6 +95,44 @@ def start(config: DistributedConfig) -> torch.device:
     except (RuntimeError, ValueError) as error:
         raise _not_together(config, error) from error
     return torch.device(accelerator.current_device_name())
+
+
+def own_gpu(visible: int, environ: MutableMapping[str, str]) -> int:
+    """Return which of the visible GPUs is this rank's: that of its local rank, or the only one, as where Slurm shows
+    each task its own; LOCAL_RANK is then 0, as DeepSpeed takes it for the GPU's number (0.19.8, zero/utils.py).
+    """
+    local_rank = int(environ["LOCAL_RANK"])
+    if visible == 1:
+        # DeepSpeed wants these two equal (0.19.8, engine.py).
+        environ.update({name: "0" for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in environ})
+        return 0
+    if local_rank >= visible:
+        raise LaunchError(
+            "rank {rank} on {host} is number {local_rank} on its node, counted from 0, and {visible} GPUs are visible "
+            "(CUDA_VISIBLE_DEVICES={value}). Start as many ranks per node as GPUs, or let each rank see its own alone "
+            "(srun --gpus-per-task=1).",
+            rank=environ.get("RANK", "0"),
+            host=socket.gethostname(),
+            local_rank=local_rank,
+            visible=visible,
+            value=environ.get("CUDA_VISIBLE_DEVICES", tr("not set")),
+        )
+    return local_rank
+
+
+def _check_own_gpu(timeout: timedelta) -> None:
+    """Raise a LaunchError if another rank has taken this rank's GPU: NCCL allows one rank per GPU."""
+    store, rank, _ = meet(timeout)
+    gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    if store.add(f"gpu/{gpu}", 1) > 1:
+        raise LaunchError(
+            "rank {rank} on {host} sees the same GPU as another rank (CUDA_VISIBLE_DEVICES={value}), and NCCL takes "
+            "one rank per GPU. Start as many ranks per node as GPUs, or let each rank see its own alone "
+            "(srun --gpus-per-task=1).",
+            rank=rank,
+            host=socket.gethostname(),
+            value=os.environ.get("CUDA_VISIBLE_DEVICES", tr("not set")),
+        )
 
 
 def stop() -> None:

@@ -115,6 +115,10 @@ def refuse_ranks() -> None:
         raise LaunchError("this command starts the ranks itself: type it once, without {launcher}.", launcher=launcher)
 
 
+local_rank = 0
+"""As the launcher has numbered this process; LOCAL_RANK becomes 0 where a rank sees one GPU alone."""
+
+
 def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
     """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH.
 
@@ -127,6 +131,8 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
             "each, or unset WORLD_SIZE to train on one rank.",
             size=environ["WORLD_SIZE"],
         )
+    global local_rank
+    local_rank = ranks.local_rank
     set_main_rank(ranks.rank == 0)
     environ["RANK"] = str(ranks.rank)
     environ["LOCAL_RANK"] = str(ranks.local_rank)

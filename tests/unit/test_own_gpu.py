@@ -1,0 +1,83 @@
+"""Which GPU a rank takes, with an accelerator that counts in place of GPUs."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from toolkit.config.schema import Backend, DistributedConfig
+from toolkit.distributed import process_group
+from toolkit.messages import LaunchError
+
+
+class Gpus:
+    """An accelerator with so many GPUs, which none of them is."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.taken = count, -1
+
+    def device_name(self) -> str:
+        return "cuda"
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device(self, number: int) -> None:
+        if number >= self.count:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        self.taken = number
+
+    def current_device_name(self) -> str:
+        return f"cuda:{self.taken}"
+
+
+def start(
+    monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, rank: int = 0, **environ: str
+) -> tuple[torch.device, dict[str, str]]:
+    """Start as a rank of two; return its device and environment."""
+    gpus = Gpus(visible)
+    found = {"LOCAL_RANK": str(local_rank), "RANK": str(rank), "WORLD_SIZE": "2", **environ}
+    monkeypatch.setattr(os, "environ", found)
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: gpus)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: None)
+    monkeypatch.setattr(process_group, "init_method", lambda timeout: None)
+    monkeypatch.setattr(process_group.processes, "tie_builds", lambda: None)
+    return process_group.start(DistributedConfig(backend=Backend(environ.get("BACKEND", "gloo")))), found
+
+
+def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, environ = start(monkeypatch, visible=4, local_rank=3)
+    assert (device, environ["LOCAL_RANK"]) == (torch.device("cuda:3"), "3")
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under srun --gpus-per-task=1; DeepSpeed too takes LOCAL_RANK for the number of the GPU."""
+    device, environ = start(monkeypatch, visible=1, local_rank=3, OMPI_COMM_WORLD_LOCAL_RANK="3")
+    assert device == torch.device("cuda:0")
+    assert environ["LOCAL_RANK"] == environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "0"
+
+
+@pytest.mark.parametrize("visible", [0, 2])
+def test_too_few_gpus_are_told_with_what_is_visible(visible: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match=rf"rank 1 on .* {visible} GPUs are visible \(CUDA_VISIBLE_DEVICES=5,6\)"):
+        start(monkeypatch, visible=visible, local_rank=2, rank=1, CUDA_VISIBLE_DEVICES="5,6")
+
+
+def test_two_ranks_on_one_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = HashStore()
+    properties = SimpleNamespace(uuid="GPU-7")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for rank in (0, 1):
+        monkeypatch.setattr(process_group, "_met", (store, rank, 2))
+        if rank == 0:
+            start(monkeypatch, visible=1, local_rank=0, rank=0, BACKEND="nccl")
+        else:
+            with pytest.raises(LaunchError, match=r"rank 1 on .* the same GPU as another rank"):
+                start(monkeypatch, visible=1, local_rank=1, rank=1, BACKEND="nccl")
+    properties.uuid = "GPU-8"
+    start(monkeypatch, visible=1, local_rank=1, rank=1, BACKEND="nccl")
