@@ -26,11 +26,10 @@ from toolkit.export.checkpoint import export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
 from toolkit.models.save import describe
-from toolkit.train.anomalies import StepGuard
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.language_data import LanguageData, training_batches
 from toolkit.train.language_task import LanguageTask
-from toolkit.train.step import train_step
+from toolkit.train.step import StepGuard, train_step
 
 
 def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, folder: Path) -> dict[str, Any]:

@@ -34,12 +34,11 @@ from toolkit.models.attention import choose_attention
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
-from toolkit.train.anomalies import StepGuard
 from toolkit.train.language_data import Batch
 from toolkit.train.language_task import LanguageTask
 from toolkit.train.schedule import Schedule
-from toolkit.train.step import train_step
-from toolkit.train.throughput import ThroughputMeter, measure_baseline, memory_peaks
+from toolkit.train.step import StepGuard, train_step
+from toolkit.train.tracking import ThroughputMeter, measure_baseline, memory_peaks
 
 MEDIAN_TOKENS, SIGMA = 300, 0.8
 """Of the log-normal lengths of samples."""

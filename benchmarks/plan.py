@@ -20,11 +20,10 @@ from toolkit.plan.machine import Machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.plan.speed import Rates, step_time
-from toolkit.train.anomalies import StepGuard
 from toolkit.train.calibration import longest_batch
 from toolkit.train.language_data import Batch
 from toolkit.train.language_task import LanguageTask
-from toolkit.train.step import train_step
+from toolkit.train.step import StepGuard, train_step
 
 _STEPS = 2
 _TIMED_STEPS = 3

@@ -22,11 +22,10 @@ from toolkit.launch.environment import Ranks
 from toolkit.models.adapters import apply_tuning
 from toolkit.models.load import create_model
 from toolkit.track.metrics import MetricsLog
-from toolkit.train.anomalies import StepGuard
 from toolkit.train.language_data import Batch, LanguageData, training_batches
 from toolkit.train.language_task import LanguageTask
-from toolkit.train.step import train_step
-from toolkit.train.throughput import ThroughputMeter, measure_baseline
+from toolkit.train.step import StepGuard, train_step
+from toolkit.train.tracking import ThroughputMeter, measure_baseline
 
 
 def compare(

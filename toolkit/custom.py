@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,8 +22,10 @@ from toolkit.distributed.process_group import gather_metrics
 from toolkit.launch import environment
 from toolkit.launch.deepspeed import age_s
 from toolkit.messages import ConfigError, tr
-from toolkit.train.custom_data import CustomSpec, Loss, Metrics, Score
 from toolkit.train.startup import greet, make_ready
+
+if TYPE_CHECKING:
+    from toolkit.train.custom_task import Loss, Metrics, Score
 
 __all__ = ["gather_metrics", "share", "train"]
 _BASE = Path(__file__).with_name("custom.yaml")
@@ -32,11 +34,11 @@ _BASE = Path(__file__).with_name("custom.yaml")
 def train(
     model: nn.Module | Callable[[], nn.Module],
     dataset: Any,
-    loss: Loss,
+    loss: "Loss",
     *,
     validation: Any = None,
-    metrics: Metrics | None = None,
-    score: Score | None = None,
+    metrics: "Metrics | None" = None,
+    score: "Score | None" = None,
     collate: Callable[[list[Any]], Any] = default_collate,
     shards_itself: bool = False,
     recipe: str | Path = "",
@@ -71,42 +73,43 @@ def train(
     Raises:
         SystemExit: the run did not come to its end; with the exit code of `toolkit train`. The reason has been told.
     """
-    spec = CustomSpec(
-        model=model,
-        dataset=dataset,
-        loss=loss,
-        validation=validation,
-        metrics=metrics,
-        score=score,
-        collate=collate,
-        shards_itself=shards_itself,
-    )
+    parts = {
+        "model": model,
+        "dataset": dataset,
+        "loss": loss,
+        "validation": validation,
+        "metrics": metrics,
+        "score": score,
+        "collate": collate,
+        "shards_itself": shards_itself,
+    }
     typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
     found: list[Path] = []
-    code = run_guarded(lambda: _run(spec, [f"recipe={recipe or _BASE}", *overrides, *typed], found))
+    code = run_guarded(lambda: _run(parts, [f"recipe={recipe or _BASE}", *overrides, *typed], found))
     if code or not found:
         raise SystemExit(code)
     return found[0]
 
 
-def _run(spec: CustomSpec, words: list[str], found: list[Path]) -> int:
-    if spec.score is not None and spec.metrics is None:
+def _run(parts: dict[str, Any], words: list[str], found: list[Path]) -> int:
+    if parts["score"] is not None and parts["metrics"] is None:
         raise ConfigError(tr("score= makes figures of what metrics= returns: give both."))
-    if spec.metrics is not None and spec.validation is None:
+    if parts["metrics"] is not None and parts["validation"] is None:
         raise ConfigError(tr("metrics= are of the validation data: give validation= too."))
     ready = make_ready(words, custom=True)
     if ready is None:
         return 0
     arguments, ranks = ready
-    if spec.validation is None:
+    if parts["validation"] is None:
         check_without_validation(arguments.loaded)
     if "OMP_NUM_THREADS" in os.environ:  # torch, which the program has imported, read it before it was set
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    if ranks.rank == 0:
-        greet(arguments, ranks, spec.model_name)
-    from toolkit.train.custom_task import CustomTask
+    from toolkit.train.custom_task import CustomSpec, CustomTask
     from toolkit.train.trainer import Trainer
 
+    spec = CustomSpec(**parts)
+    if ranks.rank == 0:
+        greet(arguments, ranks, spec.model_name)
     found.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - age_s()).train())
     return 0
 

@@ -14,14 +14,14 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.config import preflight
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import Device
-from toolkit.engine.ds_config import build_ds_config, leaves
+from toolkit.config.schema import Device, leaves
+from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import CheckpointError, ConfigError
 from toolkit.plan.layouts import overrides, with_layout
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import published_models, shapes_of_config, tuned
-from toolkit.train.resume import _check_layout
+from toolkit.train.checkpointer import _check_layout
 
 ZENFLOW = "zero=stage2_zenflow train.rehearse=false train.on_bad_step=stop batch.global_size=8"
 WHY = " cannot be with the other settings; docs/zero.md says why. Add "

@@ -130,7 +130,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
 @pytest.mark.parametrize(("stages", "ranks", "zero"), [(1, 4, 1), (2, 8, 1), (2, 4, 0)])
 def test_a_checkpoint_goes_on_in_its_own_layout_only(stages: int, ranks: int, zero: int) -> None:
     from toolkit.checkpoint.directory import RunState
-    from toolkit.train.resume import _check_layout
+    from toolkit.train.checkpointer import _check_layout
 
     state = RunState(world_size=4, config={"parallel": {"pipeline": 2}, "zero": {"stage": 1}})
     _check_layout(state, state.config, 4)

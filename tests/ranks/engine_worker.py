@@ -27,11 +27,11 @@ from toolkit.engine.parameters import gathered_parameters, is_partitioned
 from toolkit.evaluate.generate import answer
 from toolkit.launch import environment
 from toolkit.messages import Diverged, ModelError
-from toolkit.models import load_model
+from toolkit.models.load import load_model
 from toolkit.train import language_task, step
-from toolkit.train.anomalies import AnomalyKind, StepGuard
 from toolkit.train.language_task import LanguageTask
 from toolkit.train.schedule import Schedule
+from toolkit.train.step import AnomalyKind, StepGuard
 
 LAYERS = 2
 DS_CONFIG = {

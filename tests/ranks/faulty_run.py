@@ -77,7 +77,7 @@ def before(module: Any, name: str, when: Callable[..., bool]) -> None:
 
 def in_step(step: int) -> Callable[..., bool]:
     """Return whether the loop is in a step, by what it tells its watchdog."""
-    from toolkit.distributed.watchdog import Watchdog
+    from toolkit.distributed.failure import Watchdog
 
     entered: list[int] = []
     real = Watchdog.enter
@@ -141,7 +141,7 @@ def turn_back_the_clock(loop: Any) -> None:
 
 def install() -> None:
     """Put the fault in its place."""
-    from toolkit.checkpoint import directory, engine_files
+    from toolkit.checkpoint import directory, state_files
     from toolkit.train import checkpointer, dry_run, loop
 
     at, step = FAULT["at"], FAULT.get("step")
@@ -166,7 +166,7 @@ def install() -> None:
     elif at == "step":
         before(loop, "train_step", nth)
     elif at == "save.shard":
-        before(engine_files.torch, "save", lambda _state, path: of_step(path))
+        before(state_files.torch, "save", lambda _state, path: of_step(path))
     elif at == "save.random":
         real_begin = checkpointer.Checkpointer.begin
 

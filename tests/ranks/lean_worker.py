@@ -20,8 +20,8 @@ from toolkit.engine.build import initialize_engine
 from toolkit.messages import ConfigError
 from toolkit.models.loss import LossPath, loss_head, with_label_positions
 from toolkit.train import language_task, step
-from toolkit.train.anomalies import StepGuard
 from toolkit.train.language_task import LanguageTask
+from toolkit.train.step import StepGuard
 
 ACCUMULATION = 4
 # A host that asks one of these of a device waits for all that the device has been told to do.

@@ -39,7 +39,7 @@ def die(of: str, step: int, folder: str) -> None:
 
 def copy_late() -> list[int]:
     """Make asynchronous saves copy only when somebody waits for the copies; return a list with the updates that did."""
-    from toolkit.checkpoint.engine_files import EngineFiles, HostCopies
+    from toolkit.checkpoint.state_files import EngineFiles, HostCopies
     from toolkit.train.checkpointer import _Pending
 
     begin, update, finish, complete = EngineFiles.begin, EngineFiles.wait_for_copies, _Pending.wait, HostCopies.complete

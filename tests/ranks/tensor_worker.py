@@ -26,9 +26,8 @@ from toolkit.engine.parameters import count_parameters, gathered_parameters
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import TORCH_DTYPES
-from toolkit.train.anomalies import StepGuard
 from toolkit.train.language_task import LanguageTask
-from toolkit.train.step import train_step
+from toolkit.train.step import StepGuard, train_step
 
 STEPS, ROWS, LENGTH, LR, CLIP = 3, 4, 10, 0.01, 1.0
 SIZES = {

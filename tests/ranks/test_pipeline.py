@@ -11,7 +11,7 @@ from ranks import REPOSITORY, deepspeed, run
 from safetensors.torch import load_file
 from shared import SHORT_FIRST, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny, trained
 
-from toolkit.checkpoint.convert import iter_weights
+from toolkit.checkpoint.state_files import iter_weights
 from toolkit.cli import main
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
@@ -23,7 +23,7 @@ STEPS = 6
 
 def tied_glm(folder: Path) -> Path:
     """Write a tiny GLM of four layers whose head is its embedding."""
-    from toolkit.models import load_tokenizer
+    from toolkit.models.chat import load_tokenizer
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
     config = transformers.GlmConfig(

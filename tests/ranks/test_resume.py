@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from shared import default_first, losses, of_tier, rows_of, tiny, trained
 
 from toolkit.checkpoint.directory import manifest_problems, published_checkpoints, step_of
-from toolkit.checkpoint.engine_files import EngineFiles
+from toolkit.checkpoint.state_files import EngineFiles
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS, EVERY = 10, 4

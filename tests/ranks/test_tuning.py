@@ -13,7 +13,7 @@ from ranks import BIN, REPOSITORY, deepspeed, environment, forked, run
 from safetensors.torch import load_file
 from shared import eval_losses, experts, losses, tiny
 
-from toolkit.checkpoint.convert import iter_weights
+from toolkit.checkpoint.state_files import iter_weights
 from toolkit.cli import main
 from toolkit.export.load import load_any
 from toolkit.models import probe

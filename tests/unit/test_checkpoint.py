@@ -21,17 +21,16 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.checkpoint import directory, engine_files, random_state
-from toolkit.checkpoint.convert import iter_weights
+from toolkit.checkpoint import directory, state_files
 from toolkit.checkpoint.directory import RunState, manifest_problems, record_file, write_manifest
 from toolkit.checkpoint.directory import read_run_state as read_state
-from toolkit.checkpoint.engine_files import EngineFiles
+from toolkit.checkpoint.state_files import EngineFiles, iter_weights
 from toolkit.cli import main
 from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
 from toolkit.engine.parameters import are_finite
 from toolkit.messages import CheckpointError, ConfigError
-from toolkit.train import resume, run_dir
+from toolkit.train import checkpointer, run_dir
 from toolkit.train.checkpointer import Checkpointer, Rotation, _Pending
 
 
@@ -336,7 +335,7 @@ def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path:
 def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_files, "install_engine_files", mock.Mock())
+    monkeypatch.setattr(state_files, "install_engine_files", mock.Mock())
     engine = mock.Mock(**{"module.parameters.return_value": []})
 
     def resumed() -> Path | None:
@@ -433,10 +432,10 @@ def test_pickles_with_code_are_refused(tmp_path: Path, wrap: Any) -> None:
     with pytest.raises(
         CheckpointError, match=r"a pickle that wants to run code, which is rejected: .*Nothing was executed"
     ):
-        engine_files.EngineFiles().load(str(path))
+        state_files.EngineFiles().load(str(path))
     path.write_bytes(pickle.dumps(wrap(Evil(canary))))
     with pytest.raises(CheckpointError):
-        engine_files.EngineFiles().load(str(path))
+        state_files.EngineFiles().load(str(path))
     assert not canary.exists()
 
 
@@ -455,7 +454,7 @@ def test_no_code_in_a_checkpoint_is_run_for_its_weights(stage: int, tmp_path: Pa
 
 
 def test_errors_of_writing_are_kept(tmp_path: Path) -> None:
-    files = engine_files.EngineFiles()
+    files = state_files.EngineFiles()
     files.save({"a": torch.ones(3)}, str(tmp_path / "a.pt"))
     assert files.written == [tmp_path / "a.pt"]
     files.save({"a": torch.ones(3)}, str(tmp_path / "no such folder" / "b.pt"))
@@ -468,20 +467,20 @@ def test_errors_of_writing_are_kept(tmp_path: Path) -> None:
 
 
 def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
-    random_state.seed_all(5)
+    state_files.seed_all(5)
     random.gauss(0, 1), np.random.normal(), torch.rand(3)
-    random_state.save(tmp_path / "r.safetensors")
+    state_files.save_generators(tmp_path / "r.safetensors")
 
     def draw() -> list[Any]:
         return [random.random(), random.gauss(0, 1), np.random.normal(), np.random.randint(99), torch.rand(2).tolist()]
 
     first = draw()
     assert draw() != first
-    random_state.restore(tmp_path / "r.safetensors")
+    state_files.load_generators(tmp_path / "r.safetensors")
     assert draw() == first
-    random_state.seed_all(5)
+    state_files.seed_all(5)
     before = draw()
-    random_state.seed_all(6)
+    state_files.seed_all(6)
     assert all(a != b for a, b in zip(before, draw(), strict=True))
 
 
@@ -503,54 +502,54 @@ CONFIG = {"run": {"seed": 1, "name": "a"}, "optim": {"lr": 0.1}, "zero": {"stage
 
 def test_changes_that_move_work_about_are_told() -> None:
     now = {"run": {"seed": 1, "name": "b"}, "optim": {"lr": 0.1}, "zero": {"stage": 2}, "data": {"sources": ["y"]}}
-    lines = resume.check_changes(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
+    lines = checkpointer.check_changes(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
     assert lines == ["  run.name: a -> b", "  data.sources: ['x'] -> ['y']"]
-    assert resume.check_changes(CONFIG, CONFIG, {}, {}, []) == []
+    assert checkpointer.check_changes(CONFIG, CONFIG, {}, {}, []) == []
 
 
 @pytest.mark.fault("R2")
 def test_changes_that_change_the_mathematics_are_refused() -> None:
     now = {**CONFIG, "optim": {"lr": 0.2}, "run": {"seed": 2, "name": "a"}}
     with pytest.raises(ConfigError) as error:
-        resume.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
+        checkpointer.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
     assert str(error.value) == (
         "the checkpoint belongs to a run that computes something else:\n"
         "  run.seed: 1 -> 2\n  optim.lr: 0.1 -> 0.2\n  the prepared data: store is another one\n"
         "Undo this, or allow it: checkpoint.allow_changes=[run.seed,optim.lr,data]; or start over under another "
         "run.name."
     )
-    lines = resume.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
+    lines = checkpointer.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
     assert len(lines) == 3
     with pytest.raises(ConfigError):
-        resume.check_changes(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
+        checkpointer.check_changes(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
 
 
 def test_the_base_of_a_tuned_run_may_have_moved() -> None:
     """That it is the same one is told by its numbers, when it is loaded; with all of it trained, nothing tells."""
     old, new = {**CONFIG, "model": {"path": "/old"}}, {**CONFIG, "model": {"path": "/new"}}
     lora, full = {"tuning": {"method": "lora"}}, {"tuning": {"method": "full"}}
-    assert resume.check_changes(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
+    assert checkpointer.check_changes(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
     with pytest.raises(ConfigError, match=r"allow_changes=\[model.path\]"):
-        resume.check_changes(old | full, new | full, {}, {}, [])
+        checkpointer.check_changes(old | full, new | full, {}, {}, [])
 
 
 def test_what_is_trained_never_changes() -> None:
     """A checkpoint holds the trained parameters alone. One of a version without a key says nothing about it."""
     before, now = ({**CONFIG, "tuning": {"method": "lora", "rank": rank}} for rank in (8, 4))
     with pytest.raises(ConfigError, match=r"trains other parameters:\n  tuning.rank: 8 -> 4\nUndo this, or start over"):
-        resume.check_changes(before, now, {}, {}, ["tuning"])
+        checkpointer.check_changes(before, now, {}, {}, ["tuning"])
     older = {**CONFIG, "tuning": {"method": "lora"}}
-    assert resume.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
+    assert checkpointer.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
 
 
 def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
     now = json.loads(json.dumps(to_dict(RunConfig())))
     before = json.loads(json.dumps(now))
     del before["parallel"], before["optim"]["decay"], before["train"]["neftune_alpha"]
-    assert resume.check_changes(before, now, {}, {}, []) == []
+    assert checkpointer.check_changes(before, now, {}, {}, []) == []
     now["train"]["neftune_alpha"] = 5.0
     with pytest.raises(ConfigError, match=r"train.neftune_alpha: 0.0 -> 5.0"):
-        resume.check_changes(before, now, {}, {}, [])
+        checkpointer.check_changes(before, now, {}, {}, [])
 
 
 def test_every_key_says_what_it_influences_or_cannot_change() -> None:
@@ -567,7 +566,7 @@ def test_every_key_says_what_it_influences_or_cannot_change() -> None:
         *("run", "model", "data", "batch", "optim", "parallel", "train")
     }, "of these sections single keys are free"
     for key in ("run.display", "run.name", "evaluate.every", "zero.stage", "distributed.timeout_s", "model.hub_id"):
-        assert resume.is_allowed_change(key), key
+        assert checkpointer.is_allowed_change(key), key
     for key in ("optim.lr", "run.seed", "batch.global_size", "model.path", "data.max_length", "train.epochs"):
         assert influence_of(key, RunConfig) is Influence.result, key
     assert influence_of("tuning.rank", RunConfig) is Influence.trained
@@ -593,7 +592,7 @@ def test_the_display_of_a_run_may_change() -> None:
     now = json.loads(json.dumps(to_dict(RunConfig())))
     now["run"]["display"], now["deepspeed_json"] = "plain", "other.json"
     before = json.loads(json.dumps(to_dict(RunConfig())))
-    assert sorted(resume.check_changes(before, now, {}, {}, [])) == [
+    assert sorted(checkpointer.check_changes(before, now, {}, {}, [])) == [
         "  deepspeed_json:  -> other.json",
         "  run.display: auto -> plain",
     ]
@@ -686,7 +685,7 @@ def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(
     def fail(copies: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("toolkit.checkpoint.engine_files.HostCopies.complete", fail)
+    monkeypatch.setattr("toolkit.checkpoint.state_files.HostCopies.complete", fail)
     pending = _Pending(3, tmp_path, files, [])
     pending.thread.start()
     files.wait_for_copies()

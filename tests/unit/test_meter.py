@@ -15,9 +15,9 @@ from toolkit.plan.machine import find_gpu
 from toolkit.plan.speed import FlopRates, Formula, formula
 from toolkit.terminal import set_display
 from toolkit.track.metrics import Progress
-from toolkit.train import throughput
+from toolkit.train import tracking
 from toolkit.train.step import StepResult
-from toolkit.train.throughput import Baseline, ThroughputMeter, measure_baseline
+from toolkit.train.tracking import Baseline, ThroughputMeter, measure_baseline
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0, fp16_enabled=lambda: False)
 FORMULA = Formula(FlopRates(10, 1, 5), FlopRates(20, 2, 10), FlopRates(10, 1, 0))
@@ -59,7 +59,7 @@ def a_step(loss: float = 2.0) -> StepResult:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return the clock that the meter reads."""
     found = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: found.now)
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: found.now)
     return found
 
 
@@ -96,15 +96,15 @@ def test_a_card_by_its_datasheet() -> None:
     card = find_gpu("NVIDIA H20")
     assert card
     known = an_account(device="NVIDIA H20", card=card)
-    assert known.speed(*2 * (throughput.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.bf16_flops
+    assert known.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.bf16_flops
     assert "the datasheet of the H20 says 148" in known.describe()
     assert (
         "What the datasheet of 'NVIDIA X1' says of that is not known here" in an_account(device="NVIDIA X1").describe()
     )
-    assert an_account(formula=None).speed(*2 * (throughput.Work(8, 20, 4),), 2.0) == {}
+    assert an_account(formula=None).speed(*2 * (tracking.Work(8, 20, 4),), 2.0) == {}
     v100 = find_gpu("Tesla V100-SXM2-16GB")
     beyond = an_account(device="V100", card=v100)
-    assert "mfu" not in beyond.speed(*2 * (throughput.Work(8, 20, 4),), 2.0)
+    assert "mfu" not in beyond.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)
     assert "What the datasheet of 'V100' says of that is not known here" in beyond.describe()
 
 
@@ -117,14 +117,14 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
             raise torch.OutOfMemoryError
         return 5.0
 
-    monkeypatch.setattr(throughput, "_measured", measured)
-    monkeypatch.setattr(throughput, "_sizes", lambda device, dtype: (4, 2))
+    monkeypatch.setattr(tracking, "_measured", measured)
+    monkeypatch.setattr(tracking, "_sizes", lambda device, dtype: (4, 2))
     for room, found in ((4, 5.0), (2, 5.0), (1, 0.0)):
         rooms.append(room)
-        assert throughput.median_of_ranks(torch.device("cpu"), torch.float32) == found
+        assert tracking.median_of_ranks(torch.device("cpu"), torch.float32) == found
     assert tried == [4, 4, 2, 4, 2]
     unmeasured = an_account(matmul_flops=0.0)
-    assert set(unmeasured.speed(*2 * (throughput.Work(8, 20, 4),), 2.0)) == {
+    assert set(unmeasured.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)) == {
         "model_flops_per_s",
         "hardware_flops_per_s",
     }
@@ -132,7 +132,7 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_account_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.train.throughput._CPU_S", 0.0)
+    monkeypatch.setattr("toolkit.train.tracking._CPU_S", 0.0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8
@@ -195,6 +195,6 @@ def test_a_product_that_the_processor_can_do(per_s: float, size: int, monkeypatc
         def __matmul__(self, other: "Square") -> None:
             now[0] += 2 * self.rows**3 / per_s
 
-    monkeypatch.setattr(throughput.torch, "ones", lambda rows, columns, dtype: Square(rows))
-    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
-    assert throughput._sizes(torch.device("cpu"), torch.bfloat16) == (size,)
+    monkeypatch.setattr(tracking.torch, "ones", lambda rows, columns, dtype: Square(rows))
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
+    assert tracking._sizes(torch.device("cpu"), torch.bfloat16) == (size,)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.train import stragglers
-from toolkit.train.stragglers import IN_A_ROW, WINDOW, RankTimes, Stopwatch, StragglerDetector
+from toolkit.train import step
+from toolkit.train.step import COMPARED_STEPS, IN_A_ROW, RankTimes, Stopwatch, StragglerDetector
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -15,10 +15,10 @@ def steps(own_s: list[float], data_wait_s: list[float] | None = None, tokens: li
     """Return a window of steps that take a second each; figures are per step."""
 
     def of_all(values: list[float]) -> list[float]:
-        return [value * WINDOW for value in values]
+        return [value * COMPARED_STEPS for value in values]
 
     waits, lengths = data_wait_s or [0.0] * len(own_s), tokens or [100.0] * len(own_s)
-    return RankTimes(WINDOW, float(WINDOW), of_all(own_s), of_all(waits), of_all(lengths))
+    return RankTimes(COMPARED_STEPS, float(COMPARED_STEPS), of_all(own_s), of_all(waits), of_all(lengths))
 
 
 def told(found: RankTimes, times: int = IN_A_ROW) -> list[str]:
@@ -39,8 +39,8 @@ def test_a_slow_rank_is_told_of_once() -> None:
 
 def test_short_rows_are_put_together() -> None:
     ranks, one = StragglerDetector(HOSTS), RankTimes(1, 1.0, [0.1, 0.1, 0.1, 0.9], [0.0] * 4, [9.0] * 4)
-    said = [bool(ranks.see(one)) for _ in range(IN_A_ROW * WINDOW)]
-    assert said == [False] * (IN_A_ROW * WINDOW - 1) + [True]
+    said = [bool(ranks.see(one)) for _ in range(IN_A_ROW * COMPARED_STEPS)]
+    assert said == [False] * (IN_A_ROW * COMPARED_STEPS - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_watch_of_a_gpu_is_not_that_of_the_host(monkeypatch: pytest.MonkeyPa
         def __getattr__(self, name: str) -> Any:
             return {"Event": Event}[name]
 
-    monkeypatch.setattr(stragglers, "get_accelerator", Accelerator)
+    monkeypatch.setattr(step, "get_accelerator", Accelerator)
     watch = Stopwatch(torch.device("cuda", 0))
     for _ in range(4):
         watch.mark()

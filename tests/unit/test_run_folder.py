@@ -14,7 +14,7 @@ import pytest
 
 from toolkit.config.schema import RunConfig
 from toolkit.disk import try_lock
-from toolkit.distributed.watchdog import heartbeat_file
+from toolkit.distributed.failure import heartbeat_file
 from toolkit.launch import deepspeed
 from toolkit.messages import CheckpointError, RunFolderError
 from toolkit.train import run_dir

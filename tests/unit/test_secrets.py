@@ -10,7 +10,7 @@ from toolkit.export.checkpoint import TunedPart
 from toolkit.messages import ConfigError, tr
 from toolkit.models.adapters import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn
-from toolkit.train.resume import check_changes, differences
+from toolkit.train.checkpointer import check_changes, differences
 
 PASSWORD = "pa\"ss\\wörd'1"
 

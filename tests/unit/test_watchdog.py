@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.distributed import watchdog
-from toolkit.distributed.watchdog import Watchdog, heartbeat_file
+from toolkit.distributed import failure
+from toolkit.distributed.failure import Watchdog, heartbeat_file
 
 
 def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
 ) -> None:
     """A file server that stands still, or a full disk, is no lost machine; nor is one that nobody waits for."""
     for name, value in (("_EVERY_S", 0.01), ("_LOST_BEATS", 50), ("_LOOK_EVERY", 2)):
-        monkeypatch.setattr(watchdog, name, value)
+        monkeypatch.setattr(failure, name, value)
     told: list[str] = []
     monkeypatch.setattr(Watchdog, "_tell", lambda self, text, _: (told.append(text), self.stop()))
     logs = tmp_path / "logs"
@@ -52,14 +52,14 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
         json.dumps({"pid": 7, "host": "far", "machine": "far", "beats": 3, "step": 5})
     )
     one = Watchdog(tmp_path, 0, 2, hang_after_s=3600.0, patience_s=3600.0)
-    one.enter(watchdog.STEP, 5)
+    one.enter(failure.STEP, 5)
     time.sleep(0.1)  # both have counted
     if not can_write:
         logs.rename(tmp_path / "gone")
     until = time.monotonic() + (10 if is_lost else 1.5)
     while time.monotonic() < until and not told:
         if not is_waiting:
-            one.enter(watchdog.STEP, 5)
+            one.enter(failure.STEP, 5)
         time.sleep(0.001)
     one.stop()
     assert bool(told) is is_lost
@@ -73,7 +73,7 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Look every few milliseconds; what would end the process is collected instead."""
     for name, value in (("_EVERY_S", 0.02), ("_LOOK_S", 0.2), ("_LEAST_S", 0.1)):
-        monkeypatch.setattr(watchdog, name, value)
+        monkeypatch.setattr(failure, name, value)
     told: list[str] = []
     monkeypatch.setattr(Watchdog, "_tell", lambda self, text, _: (told.append(text), self.stop()))
     return told
@@ -83,18 +83,18 @@ def test_a_rank_that_waits_for_data_is_no_hang(tmp_path: Path, quick: list[str])
     """Neither its own step before, nor that of the rank that waits for it; once it has its data, it may hang."""
     (tmp_path / "logs").mkdir()
     waits, computes = (Watchdog(tmp_path, rank, 2, hang_after_s=0.1, patience_s=3600.0) for rank in (0, 1))
-    waits.enter(watchdog.STEP, 4)
-    waits.enter(watchdog.DATA, 5)
-    computes.enter(watchdog.STEP, 5)
+    waits.enter(failure.STEP, 4)
+    waits.enter(failure.DATA, 5)
+    computes.enter(failure.STEP, 5)
     until = time.monotonic() + 2
     while time.monotonic() < until:
         assert not quick
         time.sleep(0.01)
     assert computes._is_excused
-    computes.enter(watchdog.DATA, 6)
+    computes.enter(failure.DATA, 6)
     assert not computes.taken, "what it waited for another rank says nothing of how long steps take"
-    computes.enter(watchdog.STEP, 6)
-    waits.enter(watchdog.STEP, 5)
+    computes.enter(failure.STEP, 6)
+    waits.enter(failure.STEP, 5)
     until = time.monotonic() + 30
     while time.monotonic() < until and not quick:
         time.sleep(0.01)
@@ -110,7 +110,7 @@ def test_a_run_that_ends_while_it_is_judged_ends_as_it_is(
     judged, read = threading.Event(), Watchdog._read
     monkeypatch.setattr(Watchdog, "_read", lambda self, ranks: (judged.set(), read(self, ranks))[1])
     one = Watchdog(tmp_path, 0, 1, hang_after_s=0.1, patience_s=3600.0)
-    one.enter(watchdog.STEP, 5)
+    one.enter(failure.STEP, 5)
     assert judged.wait(60)
     one.stop()
     time.sleep(1)
@@ -120,7 +120,7 @@ def test_a_run_that_ends_while_it_is_judged_ends_as_it_is(
 def test_a_wait_for_data_has_a_limit_and_words_of_its_own(tmp_path: Path, quick: list[str]) -> None:
     (tmp_path / "logs").mkdir()
     one = Watchdog(tmp_path, 0, 1, hang_after_s=0.0, patience_s=1.0)
-    one.enter(watchdog.DATA, 5)
+    one.enter(failure.DATA, 5)
     assert one.limit() == 0.5
     until = time.monotonic() + 30
     while time.monotonic() < until and not quick:
@@ -133,7 +133,7 @@ def test_data_and_step_share_a_heartbeat(tmp_path: Path, monkeypatch: pytest.Mon
     """Two files per step, written while the loop waits, would be felt on a file server."""
     (tmp_path / "logs").mkdir()
     one = Watchdog(tmp_path, 0, 1, hang_after_s=3600.0, patience_s=3600.0)
-    one.enter(watchdog.DATA, 1)
+    one.enter(failure.DATA, 1)
     written: list[str] = []
 
     def beat() -> bool:
@@ -143,8 +143,8 @@ def test_data_and_step_share_a_heartbeat(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(one, "_beat", beat)
     for step in range(1, 4):
-        one.enter(watchdog.DATA, step)
-        one.enter(watchdog.STEP, step)
+        one.enter(failure.DATA, step)
+        one.enter(failure.STEP, step)
     one.stop()
     one.enter("checkpoint", 3)
     assert written == ["checkpoint"]

@@ -40,7 +40,7 @@ def run(words: list[str]) -> int:
         warn_remote_code(cfg.model)
     cfg = with_micro_batch(resolve_model_path(arguments.loaded).cfg)
     cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
-    from toolkit.train.evaluation import evaluate_model
+    from toolkit.train.language_task import evaluate_model
 
     evaluate_model(cfg, ranks, file, arguments.values.get("adapter", "") or cfg.tuning.adapter)
     return 0

@@ -21,8 +21,8 @@ from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import directory
-from toolkit.checkpoint.convert import iter_weights
 from toolkit.checkpoint.directory import resolve_checkpoint
+from toolkit.checkpoint.state_files import iter_weights
 from toolkit.config.schema import Dtype, TuningMethod
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters

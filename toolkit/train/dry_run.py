@@ -1,11 +1,15 @@
-"""The startup dry run: tries disk, longest batch (and so finds micro_per_gpu=auto) and evaluation, without a trace."""
+"""What is found out before the first step: the plan of memory, and the dry run, which tries disk, longest batch (and so
+finds micro_per_gpu=auto) and evaluation, without a trace.
+"""
 
+import json
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, NamedTuple
@@ -16,8 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from toolkit.checkpoint import directory, random_state
-from toolkit.checkpoint.engine_files import EngineFiles
+from toolkit.checkpoint import directory, state_files
 from toolkit.config.mesh import accumulation, micro_rows, micro_sizes
 from toolkit.config.preflight import mlflow_folder
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
@@ -26,14 +29,127 @@ from toolkit.disk import flush
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, say, tr
+from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, say, tr, warn
 from toolkit.models.adapters import has_adapter
 from toolkit.models.pipeline import is_pipeline, unwrap_model
-from toolkit.train.anomalies import StepGuard
+from toolkit.plan.layouts import (
+    Layout,
+    cheapest,
+    evaluate_layout,
+    gib,
+    layout_numbers,
+    layouts,
+    memory_table,
+    overrides,
+    with_layout,
+)
+from toolkit.plan.machine import Machine, find_gpu, own_memory
+from toolkit.plan.memory import process_bytes
+from toolkit.plan.outline import cached_outline, outline_of
+from toolkit.plan.speed import rates_of
 from toolkit.train.run_dir import RunSource
-from toolkit.train.run_plan import RunPlan
-from toolkit.train.step import train_step
+from toolkit.train.step import StepGuard, train_step
 from toolkit.train.task import RunContext, Task
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run is expected to take."""
+
+    layout: Layout
+    on_cpu: bool
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of a rank, in the phase that takes most."""
+        return self.layout.memory.peak(self.layout.memory.worst)
+
+    @property
+    def process_bytes(self) -> int:
+        """What metrics.jsonl compares with: the GPU's memory, on CPU ranks that of the process."""
+        return process_bytes(self.layout.memory) if self.on_cpu else self.tensor_bytes
+
+    def lines(self) -> str:
+        """Return the plan of a rank's memory as a table."""
+        return "\n".join(memory_table(self.layout))
+
+
+def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, file: Path) -> RunPlan | None:
+    """Write down and return the plan of a config on this machine; None if the model has no outline. A collective."""
+    machine = _machine(cfg, ranks, device)
+
+    def plan() -> RunPlan | None:
+        try:
+            outline = cached_outline(cfg, vocab_size)
+            if outline is None:
+                return None
+            found = RunPlan(evaluate_layout(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
+            file.write_text(json.dumps(layout_numbers(found.layout), indent=2) + "\n", encoding="utf-8")
+        except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
+            warn("this run has no plan of its memory: {reason}", reason=repr(error))
+            return None
+        return found
+
+    return on_rank0(plan)
+
+
+def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: RunSource) -> RunConfig:
+    """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective."""
+    if (checkpoint := origin.checkpoint) is not None:
+        return on_rank0(lambda: _as_before(cfg, checkpoint, ranks.world_size))
+    machine = _machine(cfg, ranks, device)
+
+    def best() -> Layout | None:
+        outline = outline_of(cfg, vocab_size)
+        return cheapest(list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline))))
+
+    found = on_rank0(best)
+    if found is None:
+        raise OutOfMemory(
+            "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
+            machine=machine.name,
+            usable=gib(machine.usable_bytes),
+        )
+    words = " ".join(overrides(cfg, found.cfg)) or tr("the recipe as it is")
+    say("plan.auto: {words}  ({layout})", words=words, layout=found.name)
+    return found.cfg
+
+
+def _as_before(cfg: RunConfig, checkpoint: Path, world_size: int) -> RunConfig:
+    before = directory.read_run_state(checkpoint).config
+    micro = before["batch"]["micro_per_gpu"]
+    possible = micro_sizes(cfg, world_size)
+    if micro not in possible:  # on another number of ranks: the nearest below it, which takes no more memory
+        micro = max((one for one in possible if one < micro), default=micro)
+    return with_layout(
+        cfg,
+        before["zero"]["stage"],
+        Device(before["zero"]["offload_optimizer"]["device"]),
+        Device(before["zero"]["offload_param"]["device"]),
+        before["train"]["activation_checkpointing"]["enabled"],
+        micro,
+    )
+
+
+def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
+    """Return this run's nodes, each as small as the smallest. A collective."""
+    host = own_memory()
+    on_cpu = device.type == "cpu"
+    local = ranks.local_world_size or ranks.world_size
+    available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local
+    found = gather((available, host, local))
+    local = max(one for *_, one in found)
+    return Machine(
+        ranks=local,
+        memory_bytes=min(one for one, *_ in found),
+        card=None if on_cpu else find_gpu(torch.cuda.get_device_name(device)),
+        nodes=-(-ranks.world_size // local),
+        uneven_ranks=ranks.world_size,
+        host_bytes=min(one for _, one, _ in found),
+        on_cpu=on_cpu,
+        context_bytes=0,  # it is there already, and not among what is available
+    )
+
 
 _TINY = {"rehearsal": torch.zeros(16)}
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -156,7 +272,7 @@ def try_checkpoint(folder: Path) -> None:
     was_there = on_rank0(lambda: folder.is_dir())
     reasons = gather(_reason(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
     path = folder / f".rehearsal-rank-{rank():05d}.tmp"
-    files = EngineFiles()
+    files = state_files.EngineFiles()
 
     def write() -> None:
         files.save(_TINY, str(path))
@@ -238,13 +354,13 @@ def restore_after(engine: DeepSpeedEngine) -> Iterator[None]:
     counters = {name: getattr(engine, name) for name in _COUNTERS}
     scaler = _loss_scaler(engine)
     scale = dict(vars(scaler)) if scaler is not None else {}
-    generators, is_monitored = random_state.capture(), engine.monitor.enabled
+    generators, is_monitored = state_files.capture_generators(), engine.monitor.enabled
     engine.monitor.enabled = False
     try:
         yield
     finally:
         engine.monitor.enabled = is_monitored
-        random_state.restore_state(generators)
+        state_files.restore_generators(generators)
         with torch.no_grad():
             for buffer, value in zip(engine.module.buffers(), buffers, strict=True):
                 buffer.copy_(value)

@@ -1,37 +1,54 @@
-"""Language modelling: the cross entropy of trained tokens, on tokenized conversations, of any causal language model."""
+"""Language modelling: the cross entropy of trained tokens on tokenized conversations, and its evaluation."""
 
 import gc
 import json
+import logging
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import random_state
-from toolkit.config.mesh import mesh_of, with_micro_batch
+from toolkit.checkpoint import state_files
+from toolkit.config.load import to_dict
+from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
 from toolkit.data.preview import colored_spans
 from toolkit.data.sampler import Position, next_position
 from toolkit.data.store import TokenizedCache
 from toolkit.disk import unused_path
+from toolkit.distributed import process_group
 from toolkit.distributed.process_group import on_rank0, rank, world_size
-from toolkit.engine.build import initialize_engine, use_tf32
-from toolkit.engine.ds_config import DsConfig
+from toolkit.engine.build import initialize_engine, initialize_untrained, use_tf32
+from toolkit.engine.ds_config import DsConfig, build_ds_config
+from toolkit.engine.memory import is_out_of_memory
 from toolkit.engine.parameters import count_parameters, is_partitioned
-from toolkit.evaluate.answers import ValidationQuestion
-from toolkit.evaluate.generate import answer, check_length
-from toolkit.evaluate.metrics import ngram_baselines
+from toolkit.evaluate.answers import Answers, ValidationQuestion, choose_questions, generate_all
+from toolkit.evaluate.generate import Sampling, answer, check_length, generate, most_tokens
+from toolkit.evaluate.metrics import evaluate_loss, ngram_baselines, score_answers
 from toolkit.export.checkpoint import export_in_background, verify_logits
 from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_model, prove_adapter, write_folder
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, ConfigError, ProofDiffers, say, tr, warn
+from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, ProofDiffers, joined, say, tr, warn
 from toolkit.models import pipeline, probe
-from toolkit.models.adapters import BASE_FILE, RUN_BASE, apply_tuning, check_base, has_adapter, read_base
+from toolkit.models.adapters import (
+    BASE_FILE,
+    RUN_BASE,
+    apply_tuning,
+    base_of,
+    check_base,
+    has_adapter,
+    load_adapter,
+    read_base,
+)
 from toolkit.models.attention import check_isolation
 from toolkit.models.directory import sequence_parallel_unsupported
 from toolkit.models.layers import TokenDropping, add_neftune, apply_liger, tile_mlp
@@ -45,19 +62,255 @@ from toolkit.models.loss import (
     router_loss,
     token_loss_sum,
 )
+from toolkit.models.pipeline import unwrap_model
 from toolkit.models.save import MODEL_DIR, describe
 from toolkit.models.sequence import check_sequence_parallel
 from toolkit.secrets import hide
-from toolkit.terminal import phase
+from toolkit.terminal import phase, text_table
 from toolkit.train import language_data
-from toolkit.train.anomalies import Samples
-from toolkit.train.checkpointer import ModelFiles
-from toolkit.train.evaluation import Evaluation, choose_prompts
+from toolkit.train.checkpointer import ModelFiles, check_settings
 from toolkit.train.language_data import Batch, LanguageData
 from toolkit.train.run_dir import RunSource, with_profile
 from toolkit.train.schedule import Epoch, make_schedule
+from toolkit.train.step import Samples
 from toolkit.train.task import FitResult, RunContext, Task
 from toolkit.train.tracking import log_answers
+
+
+def choose_prompts(cfg: RunConfig, prepared: LanguageData) -> list[ValidationQuestion]:
+    """Return the validation samples that the model is to answer; before it is loaded, as a DataError may come up."""
+    evaluate = cfg.evaluate
+    if prepared.validation is None:
+        if evaluate.metrics or evaluate.keep_best:
+            raise DataError(
+                "the validation split is empty: there is no row left for it. Give data.validation, more rows, or "
+                "a larger data.validation_fraction (it is {fraction}).",
+                fraction=cfg.data.validation_fraction,
+            )
+        return []
+    if not evaluate.metrics:
+        return []
+    names, limits = prepared.source_names, (evaluate.max_samples, evaluate.max_answers)
+    most = min((limit for limit in limits if limit), default=0)
+    questions, others = choose_questions(prepared.validation, prepared.encoder, names, most)
+    if not questions:
+        raise DataError(
+            "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
+            "out, or give conversations in data.validation.",
+            count=others,
+        )
+    if others:
+        say(
+            "evaluate.metrics: {count} of {all} validation samples are plain texts or pieces without a question, "
+            "and are not answered.",
+            count=others,
+            all=others + len(questions),
+        )
+    return questions
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """Evaluates a model as often as wanted, each time in the same way."""
+
+    cfg: RunConfig
+    prepared: LanguageData
+    """The validation split is there."""
+    ranks: Ranks
+    questions: list[ValidationQuestion]
+    model: DeepSpeedEngine | PreTrainedModel
+    """The engine, or where there is none the model."""
+    device: torch.device
+    in_step: bool
+    """Whether the model is partitioned over the ranks."""
+    adapter: str = ""
+    """Directory of an adapter that was loaded for this; "" in a run."""
+
+    def leave_out_too_long(self) -> None:
+        """Drop the questions whose answers could become longer than the model's positions; all: a ModelError."""
+        most, new = most_tokens(self._module), self.cfg.evaluate.max_new_tokens
+        fitting = [question for question in self.questions if len(question.prompt) + new <= most]
+        dropped = len(self.questions) - len(fitting)
+        if dropped:
+            sentence = tr(
+                "evaluate.max_new_tokens = {new}: with {count} of {all} validation prompts that is more than the "
+                "{most} positions of the model.",
+                new=new,
+                count=dropped,
+                all=len(self.questions),
+                most=most,
+            )
+            if not fitting:
+                raise ModelError(joined(sentence, tr("Set it lower.")))
+            say(joined(sentence, tr("They are not answered.")))
+        self.questions = fitting
+
+    def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
+        """Evaluate without a trace; return the figures for metrics.jsonl, the same on every rank. A collective. Each
+        answer is a line of `file`, what is true of all is in its .json; `alive` is called now and then.
+        """
+        cfg, prepared = self.cfg, self.prepared
+        count = language_data.num_evaluation_batches(cfg, prepared, self.ranks.world_size)
+        with phase(tr("Evaluating"), count, tr("batches")) as advance:
+
+            def batches() -> Iterator[language_data.Batch]:
+                for batch in language_data.evaluation_batches(cfg, prepared, self.ranks):
+                    yield batch
+                    alive()
+                    advance(1)
+
+            figures = evaluate_loss(self.model, batches(), prepared.source_names, self.device, self._layout.copies)
+        if not self.questions:
+            return figures
+        at_once = cfg.evaluate.batch_size * self._layout.data_ranks
+        with phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
+            answers = generate_all(
+                self._module,
+                prepared.encoder,
+                [question.prompt for question in self.questions],
+                self._sampling(),
+                cfg.evaluate.batch_size,
+                self.device,
+                in_step=self.in_step,
+                alive=lambda: (alive(), advance(1)),
+                place=self._layout.data_rank,
+                num_places=self._layout.data_ranks,
+            )
+        return figures | on_rank0(lambda: self._judge(answers, file, figures))
+
+    def rehearse(self) -> None:
+        """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
+        batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
+        evaluate_loss(self.model, batches, self.prepared.source_names, self.device, self._layout.copies)
+        if not self.questions:
+            return
+        longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
+        sampling = replace(self._sampling(), max_new_tokens=min(2, self.cfg.evaluate.max_new_tokens))
+        try:
+            generate(self._module, self.prepared.encoder, longest, sampling, self.device, in_step=self.in_step)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(
+                "evaluate.metrics: the model cannot answer: {kind}: {reason}. Leave the metrics out, or mend that.",
+                kind=type(error).__name__,
+                reason=error,
+            ) from error
+
+    @property
+    def _module(self) -> PreTrainedModel:
+        return unwrap_model(getattr(self.model, "module", self.model))
+
+    @property
+    def _layout(self) -> Mesh:
+        return mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
+
+    def _sampling(self) -> Sampling:
+        evaluate = self.cfg.evaluate
+        return Sampling(
+            max_new_tokens=evaluate.max_new_tokens,
+            temperature=evaluate.temperature,
+            top_p=evaluate.top_p,
+            top_k=evaluate.top_k,
+            seed=evaluate.seed,
+        )
+
+    def _judge(self, answers: Answers, file: Path, figures: dict[str, float]) -> dict[str, float]:
+        """Score and keep the answers; whatever goes wrong is told, and ends nothing."""
+        missing = len(self.questions) - len(answers.ids)
+        if missing:
+            warn(
+                "{count} of {all} validation samples could not be answered: {reason}.",
+                count=missing,
+                all=len(self.questions),
+                reason="; ".join(answers.failures),
+            )
+        if not answers.ids:
+            return {}
+        results = score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
+        for name, reason in results.failures.items():
+            warn("the metric {name} failed and is skipped: {reason}.", name=name, reason=reason)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]
+            file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+            config = to_dict(self.cfg)
+            whole = {
+                "figures": figures | results.values,
+                "tokenization": results.tokenize,
+                "signatures": results.signatures,
+                "failures": results.failures,
+                "model": config["model"],
+                "adapter": self.adapter,
+                "evaluate": config["evaluate"],
+            }
+            text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+            file.with_suffix(".json").write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))
+        return results.values
+
+
+def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
+    """Load a model and its adapter directory ("": none), evaluate it data-parallel, print scores. A collective."""
+    check_settings(cfg)
+    prepared = language_data.load_data(cfg)
+    language_data.check_same_data(cfg, prepared)
+    questions = choose_prompts(cfg, prepared)
+    if prepared.validation is None:
+        raise DataError(tr("the validation split is empty: there are too few rows."))
+    device = process_group.start(cfg.distributed)
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
+    evaluation = Evaluation(
+        cfg=cfg,
+        prepared=prepared,
+        ranks=ranks,
+        questions=questions,
+        model=_load_model(cfg, prepared, ranks.world_size, device, adapter),
+        device=device,
+        in_step=cfg.zero.stage == 3,
+        adapter=adapter,
+    )
+    evaluation.leave_out_too_long()
+    figures = evaluation.run(file)
+    say("\n".join(_lines(figures)))
+    if not cfg.evaluate.metrics:
+        say("To see its answers too: evaluate.metrics=[bleu,chrf,rouge_l]")
+    elif file.exists():
+        say("Each prompt, answer and score: {file}", file=file)
+    process_group.stop()
+
+
+def _load_model(
+    cfg: RunConfig, prepared: LanguageData, world_size: int, device: torch.device, adapter: str
+) -> DeepSpeedEngine | PreTrainedModel:
+    """Return the model: under ZeRO-3 partitioned over the ranks as in training, else whole on each of them."""
+    use_tf32(cfg.precision)
+    packed = prepared.packing is Packing.packed
+    # Steps are not taken: batch.global_size need not fit these ranks.
+    batch = replace(cfg.batch, global_size=micro_rows(cfg) * world_size)
+    ds = build_ds_config(replace(cfg, batch=batch), world_size).values
+    model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
+    if adapter:
+        load_adapter(model, Path(adapter), base_of(model, Path(cfg.model.path)), ds_config=ds)
+    loaded = initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
+    if packed:
+        check_isolation(loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path)
+    return loaded
+
+
+def _lines(figures: dict[str, float]) -> list[str]:
+    """Return the figures as a table, with a column for each source where there are several."""
+    sources = sorted({name.partition("/")[2] for name in figures} - {""})
+    rows = []
+    for name in figures:
+        if "/" not in name:
+            cells = [figures.get(key, "") for key in (name, *(f"{name}/{source}" for source in sources))]
+            shown = [f"{cell:,.4f}" if isinstance(cell, float) else f"{cell:,}" if cell != "" else "" for cell in cells]
+            rows.append([name.removeprefix("eval_"), *shown])
+    return text_table(["", tr("all"), *sources], rows)
 
 
 class LanguageTask(Task):
@@ -80,7 +333,7 @@ class LanguageTask(Task):
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""
         self.cfg, self.ranks = cfg, ranks
-        random_state.seed_all(cfg.run.seed + mesh_of(cfg, ranks.world_size, ranks.rank).data_rank)
+        state_files.seed_all(cfg.run.seed + mesh_of(cfg, ranks.world_size, ranks.rank).data_rank)
         self.questions = choose_prompts(cfg, self.data)
         self.vocab_size = len(self.data.tokenizer)
 

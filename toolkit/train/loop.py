@@ -15,20 +15,18 @@ from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import OnBadStep
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure
+from toolkit.distributed.failure import DATA, STEP
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
-from toolkit.distributed.watchdog import DATA, STEP
 from toolkit.evaluate.metrics import describe_evaluation
 from toolkit.messages import CheckpointError, Diverged, RunFolderError, Stopped, say, tr, warn
 from toolkit.models.layers import begin_step, dropping_metrics
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog, Progress
-from toolkit.train import anomalies, run_dir
-from toolkit.train.anomalies import Anomaly
-from toolkit.train.resume import rewind_to
-from toolkit.train.step import train_step
-from toolkit.train.stragglers import StragglerDetector
-from toolkit.train.task import FitResult, RunContext, StepResult, Task
-from toolkit.train.throughput import Baseline, Collectives, ThroughputMeter
+from toolkit.train import run_dir, step
+from toolkit.train.checkpointer import resume_from, trim_metrics
+from toolkit.train.step import Anomaly, StepResult, StragglerDetector, train_step
+from toolkit.train.task import FitResult, RunContext, Task
+from toolkit.train.tracking import Baseline, Collectives, ThroughputMeter
 
 MOST_REWINDS = 3
 """Times that a run rewinds to one and the same checkpoint."""
@@ -189,7 +187,7 @@ class TrainLoop:
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
         """Warn of a step that went wrong, and do as the config says; return whether the run was rewound."""
         self.state.bad_steps += 1
-        what, file = anomalies.record_bad_step(
+        what, file = step.record_bad_step(
             self.run.folder,
             self.step,
             trouble,
@@ -238,9 +236,13 @@ class TrainLoop:
             )
         self.metrics.forget()
         bad_steps, rewinds = self.state.bad_steps, self.state.rewinds + 1
-        state = replace(rewind_to(self.run, checkpoint), bad_steps=bad_steps, rewinds=rewinds)
+        run, saved = self.run, directory.read_run_state(checkpoint)
+        state = replace(saved, config=run.start.config, bad_steps=bad_steps, rewinds=rewinds)
+        is_own = checkpoint.parent.parent == run.folder  # or the one that the run began with
+        on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_own else 0))
+        resume_from(self.checkpointer, checkpoint, state, run.ranks, self.cfg.run.seed)
         self.progress.back_to(state.step)
-        self.run.trackers.back_to(state.step)
+        run.trackers.back_to(state.step)
         say(
             "Rewound to step {step}; the data of the steps up to {bad} is skipped.",
             step=state.step,

@@ -23,7 +23,7 @@ from toolkit import children
 from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
 from toolkit.disk import check_no_symlinks, lock_or_warn, try_lock, unused_path, write_atomically
-from toolkit.distributed import watchdog
+from toolkit.distributed import failure
 from toolkit.launch import deepspeed, rank_status
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import detect
@@ -308,7 +308,7 @@ def record_start(folder: Path, step: int) -> None:
     logs.mkdir(exist_ok=True)
     with open(logs / STARTS, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-    for path in logs.glob(watchdog.heartbeat_file("*")):  # of the ranks that are gone
+    for path in logs.glob(failure.heartbeat_file("*")):  # of the ranks that are gone
         path.unlink(missing_ok=True)
     rank_status.report_status(folder=str(folder))
 
@@ -338,9 +338,9 @@ def newest_step(folder: Path) -> int:
 def reached_step(folder: Path) -> int:
     """Return the step in which a run ended, as far as its rows and its ranks' heartbeats show."""
     logged = max((int(row["step"]) for row in _rows(folder / "metrics.jsonl")[-1:]), default=0)
-    beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in _rows(path)]
+    beats = [row for path in (folder / "logs").glob(failure.heartbeat_file("*")) for row in _rows(path)]
     seen = max((int(beat["step"]) for beat in beats), default=0)
-    in_step = (watchdog.STEP, watchdog.DATA)
+    in_step = (failure.STEP, failure.DATA)
     if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
         return seen
     return logged + 1
@@ -488,7 +488,7 @@ def _who_counts(folder: Path) -> str:
 
 def _heartbeats(folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
-    for path in sorted((folder / "logs").glob(watchdog.heartbeat_file("*"))):
+    for path in sorted((folder / "logs").glob(failure.heartbeat_file("*"))):
         with suppress(OSError, ValueError):
             found[path.name] = json.loads(path.read_text(encoding="utf-8"))
     return found

@@ -12,46 +12,17 @@ from deepspeed import DeepSpeedEngine
 from toolkit.checkpoint.directory import RunState
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
-from toolkit.distributed.watchdog import Watchdog
+from toolkit.distributed.failure import Watchdog
 from toolkit.engine.ds_config import DsConfig
 from toolkit.launch.environment import Ranks
 from toolkit.models.loss import RouterLoss
 from toolkit.track.queue import Trackers
-from toolkit.train.anomalies import Samples, StepGuard
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.run_dir import RunSource
 from toolkit.train.schedule import Epoch
+from toolkit.train.step import Samples, StepGuard
 
 TOKENS, SAMPLES = "tokens", "samples"
-
-
-@dataclass(kw_only=True, slots=True)
-class StepResult:
-    """What one step did. Loss and counts are those of the global batch, the same on every rank."""
-
-    loss: float
-    """Sum of the losses / trained tokens (or samples), nats per token."""
-    trained_tokens: int
-    total_tokens: int
-    """Tokens that are not padding."""
-    computed_tokens: int
-    """Tokens including padding."""
-    pairs: int
-    """Pairs of a token and one of its sample that is not behind it."""
-    grad_norm: float
-    """Norm of the gradient before clipping; inf where it overflowed."""
-    votes: list[int]
-    micro_losses: torch.Tensor
-    """Sums of the losses of this rank's micro-batches, float32 [accumulation] on the device."""
-    micro_tokens: list[int]
-    """Trained tokens of this rank's micro-batches."""
-    rank_tokens: int
-    """Tokens of this rank, including padding."""
-    arrived: float
-    """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
-    forward_s: float
-    router_loss: float | None = None
-    """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
 
 
 @dataclass(kw_only=True, slots=True)

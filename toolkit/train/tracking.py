@@ -1,24 +1,364 @@
-"""What a run hands to its trackers, and the report that it makes of itself in a process of its own."""
+"""What a run measures of its speed and memory, and hands to its trackers and to its report.
+
+Speed is compared with the model's FLOPs, the plan and this machine's matrix products (not every datasheet is known, or
+true).
+"""
 
 import json
 import math
 import os
+import resource
+import statistics
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.comm import comms_logger, timers
+
 from toolkit import children
 from toolkit.config.load import to_dict, to_plain
-from toolkit.config.schema import RunConfig, leaves
+from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod, leaves
+from toolkit.disk import write_atomically
+from toolkit.distributed.process_group import full_shape, gather, rank, sum_over_ranks, world_size
+from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import Stopped, current_language, say, tr, warn
+from toolkit.models.load import TORCH_DTYPES
+from toolkit.models.pipeline import unwrap_model
+from toolkit.plan.machine import Gpu, find_gpu
+from toolkit.plan.outline import Shapes
+from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.report.run import PAGE
-from toolkit.track.backends import ANSWERS, FAILED, FINISHED, SAMPLES, STOPPED
+from toolkit.track import backends
 from toolkit.track.metrics import is_evaluation, metric_values
 from toolkit.track.queue import Trackers
-from toolkit.train.task import FitResult, RunContext
+from toolkit.train.step import RankTimes, StepResult
+from toolkit.train.task import SAMPLES, TOKENS, FitResult, RunContext
+
+_GPU_SIZES = (8192, 4096, 2048)
+"""Of the matrices; the later ones where memory is too little for the first."""
+_CPU_SIZES = (96, 192, 384, 768)
+"""The first that takes long enough to be timed: one of 768 in bf16 takes 2.8 s where the processor has no such unit."""
+_LONG_ENOUGH_S = 0.005
+_GPU_S, _CPU_S = 0.3, 0.1
+_AT_ONCE = 5
+
+
+def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the median rank's FLOP/s in large matrix products, 0 without memory for one. A collective. All measure at
+    once, under a second; a GPU needs 0.4 GiB, in fp32 0.8 GiB, a 16th of it at least.
+    """
+    mine = 0.0
+    for size in _sizes(device, dtype):
+        try:
+            mine = _measured(size, device, dtype)
+            break
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        get_accelerator().empty_cache()
+    speeds = [speed for speed in gather(mine) if speed]
+    get_accelerator().empty_cache()
+    return float(statistics.median_low(speeds)) if speeds else 0.0
+
+
+def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return what to try: on a GPU one after another where memory is too little, on a CPU what takes long enough."""
+    if device.type != "cpu":
+        return _GPU_SIZES
+    for size in _CPU_SIZES:
+        square = torch.ones(size, size, dtype=dtype)
+        seconds = []
+        for _ in range(2):  # the first loads libraries
+            started = time.perf_counter()
+            square @ square
+            seconds.append(time.perf_counter() - started)
+        if min(seconds) > _LONG_ENOUGH_S:
+            break
+    return (size,)
+
+
+def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    seconds, times = (_CPU_S, 1) if device.type == "cpu" else (_GPU_S, _AT_ONCE)
+    # Equal numbers would take less power, so a GPU would be faster. A generator of its own: the run's stays as it is.
+    random = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=random, device=device, dtype=dtype) for _ in range(2))
+    out = left @ right  # warms up: libraries are loaded, kernels are chosen
+    fastest, begun = float("inf"), time.perf_counter()
+    while time.perf_counter() - begun < seconds or fastest == float("inf"):
+        get_accelerator().synchronize()
+        started = time.perf_counter()
+        for _ in range(times):
+            torch.mm(left, right, out=out)
+        get_accelerator().synchronize()
+        fastest = min(fastest, (time.perf_counter() - started) / times)
+    return 2.0 * size**3 / fastest
+
+
+class Collectives:
+    """Adds up this rank's collectives: seconds from DeepSpeed's timers, calls and bytes from its log, as its own
+    summary never resets timers (0.19.8, comm.timed_op).
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+
+    def take(self, counts: bool = True) -> float:
+        """Take what is new in DeepSpeed's log, add it if it `counts`; return its seconds (0: no `profile.comms`)."""
+        log = comms_logger.get_raw_data()
+        comms_logger.reset_data()
+        spent = {name: timer.elapsed() / 1000 for name, timer in timers.timers.items()}
+        if counts:
+            for name, sizes in log.items():
+                self.calls[name] += sum(entry[0] for entry in sizes.values())
+                self.bytes[name] += sum(size * entry[0] for size, entry in sizes.items())
+                self.seconds[name] += spent.get(name, 0.0)
+        return sum(spent.values())
+
+    def write(self, folder: Path) -> None:
+        """Write the sums into a run directory, where the report finds them."""
+        rows = [
+            {"operation": name, "calls": calls, "bytes": self.bytes[name], "seconds": round(self.seconds[name], 6)}
+            for name, calls in sorted(self.calls.items())
+        ]
+        write_atomically(folder / "collectives.json", json.dumps({"operations": rows}, indent=1).encode() + b"\n")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether DeepSpeed counts anything."""
+        return bool(comms_logger.enabled)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What one rank's speed and memory are compared with."""
+
+    formula: Formula | None
+    """FLOPs of the model; None if they are not known."""
+    recomputes: bool
+    dtype: str
+    matmul_flops: float
+    """FLOP/s of a large matrix product, measured; 0 where there was no memory for it."""
+    device: str
+    """What the driver calls the card; "" is a processor."""
+    card: Gpu | None
+    planned_bytes: int | None
+
+    def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
+        """Return a rank's FLOP/s and MFU, {} without FLOPs; `needed` (no padding) and `rank_seconds`: all ranks'."""
+        if self.formula is None:
+            return {}
+        hardware = self.formula.hardware_flops if self.recomputes else self.formula.model_flops
+        model_speed, hardware_speed = self.formula.model_flops(needed) / rank_seconds, hardware(computed) / rank_seconds
+        row = {"model_flops_per_s": model_speed, "hardware_flops_per_s": hardware_speed}
+        if self.matmul_flops:
+            row |= {"mfu_matmul": model_speed / self.matmul_flops, "hfu_matmul": hardware_speed / self.matmul_flops}
+        if peak := self.card and self.card.flops(self.dtype):
+            row |= {"mfu": model_speed / peak, "hfu": hardware_speed / peak}
+        return row
+
+    def describe(self) -> str:
+        """Return a line on what the shares are of."""
+        values = {"dtype": self.dtype, "measured": f"{self.matmul_flops / 1e12:.3g}" if self.matmul_flops else "?"}
+        if not self.device:
+            return tr("A matrix product ({dtype}) runs at {measured} TFLOP/s per rank.", **values)
+        if not (self.card and self.card.flops(self.dtype)):
+            return tr(
+                "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank. What the datasheet of '{device}' says "
+                "of that is not known here: the FLOPs of training are compared with the matrix product alone.",
+                device=self.device,
+                **values,
+            )
+        return tr(
+            "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank; the datasheet of the {card} says {peak}.",
+            card=self.card.name,
+            peak=f"{self.card.flops(self.dtype) / 1e12:.4g}",
+            **values,
+        )
+
+
+def measure_baseline(
+    engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
+) -> Baseline:
+    """Return what runs are compared with. A collective; `planned_bytes` per rank: of its GPU, on CPUs its process."""
+    model, device = unwrap_model(engine.module), engine.device
+    shapes: Shapes = {}  # of all parameters as they are before they are partitioned or quantised
+    trained: set[str] = set()
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):
+            shapes[name] = (owner.out_features, owner.in_features)
+        else:
+            shapes[name] = full_shape(name, parameter)
+        if parameter.requires_grad:
+            trained.add(name)
+    config = getattr(model, "config", None)
+    layers, heads, hidden = (
+        getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    flops = None
+    if layers and heads and hidden and is_countable(shapes):  # of another model attention's size is not known
+        sizes = {"layers": layers, "heads": heads, "head_size": getattr(config, "head_dim", None) or hidden // heads}
+        prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
+        flops = formula(shapes, sizes, trained, prefix)
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Baseline(
+        formula=flops,
+        recomputes=recomputes,
+        dtype=next(known.value for known, torch_dtype in TORCH_DTYPES.items() if torch_dtype == dtype),
+        matmul_flops=median_of_ranks(device, dtype),
+        device=device_name,
+        card=find_gpu(device_name),
+        planned_bytes=planned_bytes,
+    )
+
+
+_IN_SAMPLES = {"tokens_per_s": "samples_per_s", "rank_tokens_per_s": "rank_samples_per_s", "total_tokens": "samples"}
+_OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
+
+
+class ThroughputMeter:
+    """Adds up steps; tokens (or samples, by `unit`) and collectives given are those of the run so far."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        baseline: Baseline,
+        trained_tokens: int = 0,
+        total_tokens: int = 0,
+        unit: str = TOKENS,
+        collectives: Collectives | None = None,
+    ) -> None:
+        self.engine, self.baseline, self.unit = engine, baseline, unit
+        self.collectives = collectives or Collectives()
+        self.collectives.take(counts=False)  # what came before the first step
+        self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
+        self.grad_norm = math.nan
+        self.paused = 0.0
+        self.on_its_own_since = time.perf_counter()
+        """When ranks last waited for one another."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self.loss_sum = 0.0
+        self.loss_tokens = self.trained_tokens = self.total_tokens = self.computed_tokens = self.steps = 0
+        self.pairs = self.rank_tokens = 0
+        self.step_seconds: list[float] = []
+        self.own_s = self.data_wait_s = self.communication_s = 0.0
+        self.bad_loss = math.nan
+        self.router_losses: list[float] = []
+        self.started = self.step_began = time.perf_counter()
+
+    def add(self, result: StepResult) -> None:
+        """Count one step."""
+        if math.isfinite(result.loss):
+            self.loss_sum += result.loss * result.trained_tokens
+            self.loss_tokens += result.trained_tokens
+        else:
+            self.bad_loss = result.loss
+        if result.router_loss is not None:
+            self.router_losses.append(result.router_loss)
+        self.trained_tokens += result.trained_tokens
+        self.total_tokens += result.total_tokens
+        self.computed_tokens += result.computed_tokens
+        self.pairs += result.pairs
+        self.trained_tokens_so_far += result.trained_tokens
+        self.total_tokens_so_far += result.total_tokens
+        self.steps += 1
+        self.grad_norm = result.grad_norm
+        self.rank_tokens += result.rank_tokens
+        self.own_s += result.arrived - self.on_its_own_since + result.forward_s
+        now = self.on_its_own_since = time.perf_counter()
+        self.step_seconds.append(now - self.step_began)
+        self.step_began = now
+
+    def pace(self) -> RankTimes:
+        """Return how fast each rank was since the last row. A collective."""
+        seconds, device = time.perf_counter() - self.started, self.engine.device
+        self.communication_s += self.collectives.take()
+        mine = [self.own_s, self.data_wait_s, self.rank_tokens, self.communication_s, *memory_peaks(device)]
+        values = torch.zeros(len(mine), world_size(), dtype=torch.float64)  # sums of tokens are too large for float32
+        values[:, rank()] = torch.tensor(mine, dtype=torch.float64)
+        of_ranks = sum_over_ranks(values.flatten(), device).view(len(mine), -1).tolist()
+        own_s, data_wait_s, tokens, self.communication_of, *self.peaks = of_ranks
+        return RankTimes(self.steps, seconds, own_s, data_wait_s, tokens)
+
+    def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
+        """Return a row of metrics.jsonl and reset the sums. `loss` is exact: sum of token losses / trained tokens over
+        all ranks since the last finite one. `lr` is what this step used, `pace` that of the call just before.
+        """
+        seconds, ranks = pace.seconds, world_size()
+        host_bytes, device_bytes = (int(max(peaks)) for peaks in self.peaks)
+        row = {
+            "step": step,
+            "epoch": round(epoch, 6),
+            "loss": self.loss_sum / self.loss_tokens if self.loss_tokens else self.bad_loss,
+            "lr": lr,
+            "grad_norm": self.grad_norm,
+            "tokens_per_s": self.total_tokens / seconds,
+            "trained_tokens_per_s": self.trained_tokens / seconds,
+            "rank_tokens_per_s": self.total_tokens / seconds / ranks,
+            "step_s": seconds / self.steps,
+            "step_median_s": statistics.median(self.step_seconds),
+            "step_p95_s": sorted(self.step_seconds)[math.ceil(0.95 * self.steps) - 1],
+            "trained_tokens": self.trained_tokens_so_far,
+            "total_tokens": self.total_tokens_so_far,
+            "padding_fraction": 1 - self.total_tokens / self.computed_tokens,
+            "skipped_steps": self.engine.skipped_steps,
+            "time": round(time.time(), 3),
+            **pace.row(),
+            **self.baseline.speed(
+                Work(self.total_tokens, self.pairs, self.trained_tokens),
+                Work(self.computed_tokens, self.pairs, self.trained_tokens),
+                seconds * ranks,
+            ),
+            "host_memory_peak_bytes": host_bytes,
+        }
+        if device_bytes:
+            row["device_memory_peak_bytes"] = device_bytes
+        if self.baseline.planned_bytes is not None:
+            row["planned_memory_bytes"] = self.baseline.planned_bytes
+        if self.collectives.is_on:
+            row["communication_fraction"] = min(self.communication_of) / seconds
+        if self.router_losses:
+            row["router_loss"] = statistics.fmean(self.router_losses)
+        if self.engine.fp16_enabled():
+            row["loss_scale"] = float(self.engine.optimizer.loss_scale)
+        self._reset()
+        if self.unit == SAMPLES:
+            return {_IN_SAMPLES.get(name, name): row[name] for name in row if name not in _OF_TOKENS}
+        return row
+
+    def pause(self) -> None:
+        """Leave out what happens before `resume`: evaluation, saving."""
+        self.communication_s += self.collectives.take()
+        self.paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Count time again."""
+        gone = time.perf_counter() - self.paused
+        self.started += gone
+        self.step_began += gone
+        self.collectives.take(counts=False)
+        self.on_its_own_since += gone
+
+
+def memory_peaks(device: torch.device) -> tuple[float, float]:
+    """Return the most bytes so far that this process had in memory, and its tensors on a GPU (0 without one)."""
+    host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
 
 PATIENCE_S = 60.0
 """Seconds that the end of a run waits for its report."""
@@ -113,9 +453,9 @@ def tracking(run: RunContext, data: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        trackers.end(STOPPED if isinstance(error, Stopped) else FAILED)
+        trackers.end(backends.STOPPED if isinstance(error, Stopped) else backends.FAILED)
         raise
-    trackers.end(FINISHED)
+    trackers.end(backends.FINISHED)
 
 
 def log_answers(run: RunContext, step: int) -> None:
@@ -127,7 +467,7 @@ def log_answers(run: RunContext, step: int) -> None:
         suppress(OSError, ValueError),
         (run.folder / "evaluations" / f"step-{step}.jsonl").open(encoding="utf-8") as lines,
     ):
-        run.trackers.answers(step, ANSWERS, [json.loads(line) for line in lines])
+        run.trackers.answers(step, backends.ANSWERS, [json.loads(line) for line in lines])
 
 
 def log_summary(run: RunContext, result: FitResult, samples: list[dict[str, str]]) -> None:
@@ -141,7 +481,7 @@ def log_summary(run: RunContext, result: FitResult, samples: list[dict[str, str]
         "train_samples_per_second": result.steps * run.cfg.batch.global_size / seconds,
         "train_loss": _mean_loss(run),
     }
-    run.trackers.answers(run.total_steps, SAMPLES, samples)
+    run.trackers.answers(run.total_steps, backends.SAMPLES, samples)
     run.trackers.summary(run.total_steps, values)
 
 

@@ -22,8 +22,8 @@ from toolkit.config.mesh import accumulation, with_micro_batch
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import AUTO, RunConfig
 from toolkit.distributed import failure, process_group
+from toolkit.distributed.failure import Watchdog
 from toolkit.distributed.process_group import on_rank0
-from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import memory
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.launch import environment, rank_status
@@ -33,18 +33,23 @@ from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.metrics import Progress
 from toolkit.train import run_dir
-from toolkit.train.anomalies import StepGuard
-from toolkit.train.checkpointer import Checkpointer
-from toolkit.train.dry_run import dry_run, micro_batch_before, search_micro_batch, set_micro_batch
+from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
+from toolkit.train.dry_run import (
+    RunPlan,
+    choose_layout,
+    dry_run,
+    micro_batch_before,
+    plan_run,
+    search_micro_batch,
+    set_micro_batch,
+)
 from toolkit.train.loop import TrainLoop
-from toolkit.train.resume import check_settings, resume_from, starting_state
 from toolkit.train.run_dir import RunSource, choose_run_dir
-from toolkit.train.run_plan import RunPlan, choose_layout, plan_run
 from toolkit.train.schedule import tell_length
 from toolkit.train.startup import start_logs
+from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
-from toolkit.train.throughput import measure_baseline
-from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, trackers_of, tracking
+from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, measure_baseline, trackers_of, tracking
 
 DATA_CARD = "data.json"
 """What the report reads of the data, in the run directory."""

@@ -1,14 +1,22 @@
-"""How the engine's own files are written, from copies made next to training, and read: nothing in them is run."""
+"""A checkpoint's files: the engine's, written from copies made next to training, and the random generators'. Nothing in
+them is run. Also their other forms: DeepSpeed's universal one for other ranks, and weights read without ranks.
+"""
 
+import argparse
 import copy
+import io
 import os
+import random
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
@@ -17,8 +25,13 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.tensor_fragment import fragment_address
+from safetensors.torch import load_file, save_file
 
-from toolkit.messages import CheckpointError
+from toolkit.disk import set_permissions
+from toolkit.distributed.file_lock import build_once
+from toolkit.distributed.process_group import join_parts
+from toolkit.launch.processes import run_module
+from toolkit.messages import CheckpointError, NotExportable, say
 from toolkit.secrets import hide_all
 
 # Everything beside tensors and plain values that DeepSpeed's files name (deepspeed 0.19.8, measured).
@@ -216,3 +229,147 @@ class HostCopies:
             for source, target in self.waiting.values():
                 target.copy_(source)
         self.waiting = {}
+
+
+SUFFIX = ".universal"
+
+
+def make_universal(checkpoint: Path, folder: Path) -> Path:
+    """Return a checkpoint's universal form, made in `folder` (its own disk may be read-only) by the first process.
+    Others wait in no collective, however long it takes. CheckpointError if DeepSpeed cannot convert it.
+    """
+    made = folder / (checkpoint.name + SUFFIX)
+
+    def convert(target: Path) -> None:
+        say("Converting {checkpoint} for other ranks or another ZeRO stage …", checkpoint=checkpoint)
+        if reason := run_module("toolkit.checkpoint.state_files", str(checkpoint), str(target)):
+            raise CheckpointError("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason)
+
+    build_once(made, convert, lambda target: (target / "zero").is_dir(), setting="run.dir")
+    return made
+
+
+def remove_universal(universal: Path) -> None:
+    """Remove what `make_universal` made; the checkpoint itself stays."""
+    shutil.rmtree(universal, ignore_errors=True)
+    universal.with_name(universal.name + ".lock").unlink(missing_ok=True)
+
+
+_LAYERS = "layer_*-model_states.pt"
+_PARTS, _FIRST_PART = "mp_rank_*_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+def iter_weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of each parameter and buffer, in `dtype` if partitioned; tied ones may come twice.
+    CheckpointError if a file is missing, damaged or runs code; NotExportable if weights are in an NVMe offload's
+    files.
+    """
+    if layers := sorted(checkpoint.glob(_LAYERS)):
+        for file in layers:
+            yield from read_file(file, mmap=True).items()
+    elif parts := sorted(checkpoint.glob(_PARTS)):
+        modules = [read_file(part, mmap=True)["module"] for part in parts]
+        yield from ((name, join_parts(name, [module[name] for module in modules])) for name in modules[0])
+    else:
+        yield from _join_zero_parts(checkpoint, dtype)
+
+
+def _join_zero_parts(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    first = read_file(checkpoint / _FIRST_PART, mmap=True)
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # over DeepSpeed's own arguments, which allow anything
+    place = checkpoint.resolve()
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # progress, for developers
+            found = get_fp32_state_dict_from_zero_checkpoint(str(place.parent), tag=place.name, lazy_mode=True)
+    except Exception as error:  # as above; a sum that does not come out is a ValueError
+        if (checkpoint / "offloaded_tensors").is_dir():
+            raise NotExportable(
+                "the weights in {folder} are in the files of an NVMe offload, which only the run itself can read. "
+                "Resume the run (resume={folder}) and let it finish: it writes export/.",
+                folder=checkpoint,
+            ) from error
+        raise unreadable_error(checkpoint, error) from None
+    for name, value in found.items():
+        if name in first["buffer_names"]:  # DeepSpeed makes float32 of them
+            yield name, first["module"][name]
+        elif isinstance(value, torch.Tensor):  # not trained: kept as it is
+            yield name, value
+        else:
+            yield name, value.contiguous().to(dtype)
+
+
+def main() -> None:
+    """Convert, in a process of its own."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    source, target = sys.argv[1:]
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=source,
+            output_folder=target,
+            num_extract_workers=2,
+            num_merge_workers=2,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
+
+
+def generators_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"random-rank-{rank:05d}.safetensors"
+
+
+def capture_generators() -> dict[str, torch.Tensor]:
+    """Return the state of Python's, NumPy's, PyTorch's and the device's generators."""
+    _, python_words, python_gauss = random.getstate()
+    _, numpy_words, numpy_place, numpy_has_gauss, numpy_gauss = np.random.get_state()
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(python_words, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if python_gauss is None else [python_gauss], dtype=torch.float64),
+        "numpy": torch.tensor(np.asarray(numpy_words, np.int64)),
+        "numpy_place": torch.tensor([numpy_place, numpy_has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy_gauss], dtype=torch.float64),
+    }
+    if get_accelerator().device_name() != "cpu":
+        tensors["device"] = get_accelerator().get_rng_state().cpu()
+    return tensors
+
+
+def restore_generators(found: Mapping[str, torch.Tensor]) -> None:
+    """Set all generators as they were."""
+    gauss = found["python_gauss"].tolist()
+    random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
+    place, has_gauss = found["numpy_place"].tolist()
+    words = found["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, place, has_gauss, found["numpy_gauss"].item()))
+    torch.set_rng_state(found["torch"])
+    if "device" in found and get_accelerator().device_name() != "cpu":
+        get_accelerator().set_rng_state(found["device"])
+
+
+def save_generators(path: Path) -> None:
+    """Write the state of all generators."""
+    save_file(capture_generators(), path)
+    set_permissions(path)
+
+
+def load_generators(path: Path) -> None:
+    """Set all generators as they were saved; OSError if the file is missing or damaged."""
+    restore_generators(load_file(path))
+
+
+def seed_all(seed: int) -> None:
+    """Seed all generators of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
