@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from toolkit.models.chat import AnyChatEncoder, FamilyChatEncoder
+from toolkit.models.chat import AnyChatEncoder
+from toolkit.models.chatglm.formats import FamilyChatEncoder
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer
 
 Calls = tuple[Callable[[list[str]], Any], Callable[[list[str]], Any]]
@@ -30,7 +31,7 @@ def library_calls(encoder: AnyChatEncoder) -> Calls:
 def texts_of(encoder: AnyChatEncoder, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[str]:
     """Return the texts of a conversation that the encoder tokenises one by one."""
     if isinstance(encoder, FamilyChatEncoder):
-        return [content for content, _ in encoder.format.example(messages) if isinstance(content, str)]
+        return [content for content, _ in encoder.example(messages) if isinstance(content, str)]
     return [encoder.render(messages, tools, add_generation_prompt=False)]
 
 

@@ -17,7 +17,7 @@ from official import write
 from toolkit.config.schema import Family
 from toolkit.messages import ModelError, RowError
 from toolkit.models import load_chat_encoder, load_model, load_tokenizer
-from toolkit.models.chatglm.formats import Format, Piece
+from toolkit.models.chatglm.formats import FamilyChatEncoder, Piece
 
 NAMES = ["v1", "v2", "v3", "glm4"]
 # Control strings of all generations, and words that hold one.
@@ -155,24 +155,24 @@ def test_chats(name: str) -> None:
             assert template["input_ids"] == chat["input_ids"]
 
 
-def official_training(name: str, case: dict[str, Any], form: Format) -> tuple[list[int], list[int]]:
+def official_training(name: str, case: dict[str, Any], form: FamilyChatEncoder) -> tuple[list[int], list[int]]:
     """Return ids and labels as the original's training code cuts them."""
     source, target = case["max_source_length"], case["max_target_length"]
     if name in ("v3", "glm4"):
-        ids, mask = form.encode([form.example(case["messages"])])[0]
+        ids, mask = form.encode_pieces([form.example(case["messages"])])[0]
         ids, mask = ids[: source + target + 1], mask[: source + target + 1]
     else:
         *before, answer, end = form.example(case["messages"])
-        [(answer_ids, _)] = form.encode([[answer]])
+        [(answer_ids, _)] = form.encode_pieces([[answer]])
         if name == "v1":
             text, *special = before
-            [(prompt, _)] = form.encode([[text]])
+            [(prompt, _)] = form.encode_pieces([[text]])
             context, answer_ids = [*prompt[: source - 1], *special[0].content], answer_ids[: target - 2]
             ids = [*context, *special[1].content, *answer_ids, *end.content]
             assert special[1].trained
             mask = [index >= len(context) for index in range(len(ids))]
         else:
-            [(prompt, _)] = form.encode([before])
+            [(prompt, _)] = form.encode_pieces([before])
             prompt = prompt[:source]
             ids = [*prompt, *answer_ids[:target], *end.content]
             mask = [index >= len(prompt) for index in range(len(ids))]
@@ -186,7 +186,7 @@ def test_training_labels(name: str) -> None:
     assert len(cases) == 6
     whole = 0
     for case in cases:
-        ids, labels = official_training(name, case, encoder.format)
+        ids, labels = official_training(name, case, encoder)
         wanted = case["input_ids"], case["labels"]
         assert (ids, labels) == wanted
         found, mask = encoder.encode(case["messages"])
@@ -499,7 +499,7 @@ def test_control_strings_are_text_with_another_template_too(name: str, tmp_path:
 
 
 def test_pieces_are_tokenised_each_for_itself() -> None:
-    form = load_chat_encoder(GOLDEN / "tok_v3").format
-    [(ids, mask)] = form.encode([[Piece("你"), Piece((7,), True), Piece("", True), Piece("好")]])
+    form = load_chat_encoder(GOLDEN / "tok_v3")
+    [(ids, mask)] = form.encode_pieces([[Piece("你"), Piece((7,), True), Piece("", True), Piece("好")]])
     assert ids == [*form.tokenizer.encode_texts(["你"])[0], 7, *form.tokenizer.encode_texts(["好"])[0]]
     assert mask.count(True) == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.data_tools import trained_stretches
 from toolkit.messages import ModelError, RowError
-from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, _read_template, fit_tokenizer, load_tokenizer
+from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import SpanTokenizer, TemplateChatEncoder
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20
@@ -256,7 +256,7 @@ def test_ids_are_the_templates_own(tokenizer: Any, template: str, contents: list
 
 
 def test_the_shipped_template_keeps_the_reasoning_of_deepseek_r1(tokenizer: Any) -> None:
-    tokenizer.chat_template = _read_template("examples/data/deepseek_r1.jinja")
+    tokenizer.chat_template = Path("examples/data/deepseek_r1.jinja").read_text(encoding="utf-8")
     encoder = TemplateChatEncoder(tokenizer)
     messages = [{"role": "system", "content": "kind."}, *chat("hello", "<think>\nfox\n</think>\n\none", "world", "two")]
     ids, trained = encoder.encode(messages)

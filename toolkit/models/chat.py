@@ -1,7 +1,7 @@
 """Tokenizers and chat encoders: trained on the data, or loaded from a model directory."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,9 @@ from toolkit.config.schema import Family
 from toolkit.distributed.file_lock import build_once
 from toolkit.errors import reading
 from toolkit.messages import ModelError, tr
-from toolkit.models.chat_template import Encoded, Message, TemplateChatEncoder
-from toolkit.models.chatglm.formats import FORMATS, with_tools
-from toolkit.models.chatglm.tokenizers import (
-    ChatGLMTokenizer,
-    GlmTokenizer,
-    family_of,
-    image_tokens,
-    no_cycles,
-    official_vocabulary,
-    read_json,
-)
+from toolkit.models.chat_template import TemplateChatEncoder
+from toolkit.models.chatglm import tokenizers
+from toolkit.models.chatglm.formats import FORMATS, FamilyChatEncoder
 from toolkit.models.directory import check_growth
 
 FIT_VERSION = 1
@@ -80,7 +72,25 @@ def fit_tokenizer(
     target = folder / "tokenizers" / digest.hexdigest()[:32]
 
     def build(building: Path) -> None:
-        _fit(texts(), vocab_size).save_pretrained(building)
+        """Train byte-level BPE, which needs no unknown token: any text can be written in bytes."""
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=SPECIAL_TOKENS,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts(), trainer)
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            eos_token=END,
+            pad_token=PAD,
+            additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END, PAD)],
+            chat_template=_CHAT_TEMPLATE,
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(building)
 
     build_once(target, build, lambda found: (found / "tokenizer.json").is_file())
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(target, local_files_only=True)
@@ -105,7 +115,7 @@ def load_tokenizer(
             "with the tokenizer's files.",
             folder=path,
         )
-    vocabulary = official_vocabulary(folder)
+    vocabulary = tokenizers.official_vocabulary(folder)
     if vocabulary is None and family is not Family.auto:
         raise ModelError(
             "model.family = {family} has no effect: the tokenizer in '{folder}' is not an official ChatGLM one. "
@@ -119,13 +129,14 @@ def load_tokenizer(
         with reading(vocabulary, ModelError, tr("Download it again.")):
             tokenizer = _load_official(vocabulary, family)
     if chat_template:
-        tokenizer.chat_template = _read_template(chat_template)
+        with reading(chat_template, ModelError, tr("Correct model.chat_template.")):
+            tokenizer.chat_template = Path(located(chat_template)).read_text(encoding="utf-8")
         tokenizer.split_special_tokens = False
     return tokenizer
 
 
 def _load_official(vocabulary: Path, family: Family) -> PreTrainedTokenizerBase:
-    found = family_of(vocabulary)
+    found = tokenizers.family_of(vocabulary)
     shared = {Family.chatglm2, Family.chatglm3, Family.auto}
     if family not in (Family.auto, found) and not {family, found} <= shared:
         raise ModelError(
@@ -136,15 +147,15 @@ def _load_official(vocabulary: Path, family: Family) -> PreTrainedTokenizerBase:
         )
     known = found if family is Family.auto else family
     if known is Family.chatglm:
-        return ChatGLMTokenizer(vocabulary, image_tokens(vocabulary))
+        return tokenizers.ChatGLMTokenizer(vocabulary, tokenizers.image_tokens(vocabulary))
     # Undecided: ChatGLM3's special tokens are ChatGLM2's and four more.
-    return GlmTokenizer(
+    return tokenizers.GlmTokenizer(
         Family.chatglm3 if known is Family.auto else known, vocabulary, has_chat_format=known is not Family.auto
     )
 
 
 def _load_other(path: Path) -> PreTrainedTokenizerBase:
-    config = read_json(path / "tokenizer_config.json")
+    config = tokenizers.read_json(path / "tokenizer_config.json")
     if "AutoTokenizer" in str(config.get("auto_map", "")) and not (path / "tokenizer.json").is_file():
         raise ModelError(
             "The tokenizer in '{folder}' needs Python code from that directory (auto_map), which is "
@@ -166,87 +177,6 @@ def _load_other(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_template(path: str) -> str:
-    with reading(path, ModelError, tr("Correct model.chat_template.")):
-        return Path(located(path)).read_text(encoding="utf-8")
-
-
-def _fit(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE, which needs no unknown token: any text can be written in bytes."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END, PAD)],
-        chat_template=_CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-CODE_VERSION = 3
-"""Part of the fingerprint; raise it when ids or masks change."""
-
-
-class FamilyChatEncoder:
-    """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text.
-    `original_labels` trains what the original trains; False leaves out ChatGLM-6B's <sop> and observations.
-    """
-
-    def __init__(self, tokenizer: GlmTokenizer | ChatGLMTokenizer, original_labels: bool = True) -> None:
-        if not tokenizer.has_chat_format:
-            raise ModelError(
-                "nothing in {folder} tells whether its tokenizer is ChatGLM2's or ChatGLM3's, whose vocabulary is "
-                "the same. Say model.family=chatglm2 or model.family=chatglm3.",
-                folder=tokenizer.name_or_path,
-            )
-        self.tokenizer = tokenizer
-        self.format = FORMATS[tokenizer.family](tokenizer, original_labels)
-        self.vocab_size = len(tokenizer)
-        self.only_last = self.drops_system = self.format.only_last
-        # ChatGLM-6B finds its positions from the <sop> of each sample.
-        self.can_cut = tokenizer.family is not Family.chatglm
-        digest = hashlib.sha256(f"{CODE_VERSION} {tokenizer.family.value} {len(tokenizer)} {original_labels}".encode())
-        digest.update(tokenizer.vocabulary.read_bytes())
-        digest.update((tokenizer.own_template or "").encode())  # glm-4 describes tools in its words
-        self.fingerprint = digest.hexdigest()
-
-    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
-        """Return ids and mask of one conversation; see `toolkit.data.tokenize_workers.ChatEncoder`."""
-        return self.encode_many([messages], [tools])[0]
-
-    def encode_many(
-        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
-    ) -> list[Encoded]:
-        """Return ids and mask of several conversations; see `toolkit.data.tokenize_workers.ChatEncoder`."""
-        pairs = zip(conversations, tools or [None] * len(conversations), strict=True)
-        with no_cycles():
-            return self.format.encode(self.format.example(with_tools(*pair)) for pair in pairs)
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
-        """Return the ids that generation starts from."""
-        return self.format.encode([self.format.prompt(with_tools(messages, tools))])[0][0]
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """Return the ids at which an answer ends."""
-        return self.format.stop_ids
-
-    @property
-    def answer_ids(self) -> list[int]:
-        """Return the ids after which the assistant speaks, where a token of its own says so."""
-        return [int(self.tokenizer.convert_tokens_to_ids(token)) for token in self.format.asks]
-
-
 AnyChatEncoder = FamilyChatEncoder | TemplateChatEncoder
 """What turns conversations into ids, for training and for generation."""
 
@@ -260,8 +190,14 @@ def load_chat_encoder(
 
 def chat_encoder(tokenizer: Any, original_labels: bool = True) -> AnyChatEncoder:
     """Return the chat encoder of a loaded tokenizer; see `load_chat_encoder`."""
-    if isinstance(tokenizer, GlmTokenizer | ChatGLMTokenizer) and tokenizer.has_own_template:
-        return FamilyChatEncoder(tokenizer, original_labels)
+    if isinstance(tokenizer, tokenizers.GlmTokenizer | tokenizers.ChatGLMTokenizer) and tokenizer.has_own_template:
+        if tokenizer.has_chat_format:
+            return FORMATS[tokenizer.family](tokenizer, original_labels)
+        raise ModelError(
+            "nothing in {folder} tells whether its tokenizer is ChatGLM2's or ChatGLM3's, whose vocabulary is "
+            "the same. Say model.family=chatglm2 or model.family=chatglm3.",
+            folder=tokenizer.name_or_path,
+        )
     if not original_labels:
         raise ModelError(
             "model.original_labels = false has no effect: the tokenizer '{name}' does not use a ChatGLM's own chat "

@@ -4,18 +4,38 @@ A conversation becomes pieces: special tokens by id, and texts, each tokenized s
 `metadata` (a tool's name) or `tool_calls`, system messages `tools`; a message of the role `text` is trained as a whole.
 """
 
+import gc
+import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from toolkit.config.schema import Family
 from toolkit.messages import RowError, tr
 
+CODE_VERSION = 3
+"""Part of the fingerprint; raise it when ids or masks change."""
+
 Message = Mapping[str, Any]
+Encoded = tuple[list[int], list[bool]]
 TEXT = "text"
 SOP, EOP = "<|sop|>", "<|eop|>"
 """Names, in ChatGLM2's and 3's tokenizers, of what the original calls `sop` and `eop`. As added tokens, those would be
 found inside words (philosophy, people operations)."""
+
+
+@contextmanager
+def no_cycles() -> Iterator[None]:
+    """Switch Python's search for reference cycles off, which takes up to a third of the time of making many lists."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Piece(NamedTuple):
@@ -25,20 +45,52 @@ class Piece(NamedTuple):
     trained: bool = False
 
 
-class Format:
-    """One family's format. `original` trains what the original does; else only answers and the token that ends them."""
+class FamilyChatEncoder:
+    """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text. See
+    `toolkit.data.encode.ChatEncoder`. `original_labels` trains what the original trains; False only answers and the
+    token that ends them, not ChatGLM-6B's <sop> and observations.
+    """
 
     stops: tuple[str, ...]
     """Tokens at which an answer ends."""
     asks: tuple[str, ...] = ()
     """Tokens after which the assistant speaks, where there are such."""
+    sop: str
+    """Name of the token after [gMASK]."""
     only_last = False
-    """Whether only the last answer of a conversation can be trained."""
+    can_cut = True
 
-    def __init__(self, tokenizer: Any, original: bool = True) -> None:
-        self.tokenizer, self.original = tokenizer, original
+    def __init__(self, tokenizer: Any, original_labels: bool = True) -> None:
+        self.tokenizer, self.original = tokenizer, original_labels
+        self.vocab_size, self.drops_system = len(tokenizer), self.only_last
         self._known: dict[tuple[str, bool], Piece] = {}
-        self.stop_ids: list[int] = [int(tokenizer.convert_tokens_to_ids(token)) for token in self.stops]
+        self.stop_ids, self.answer_ids = (
+            [int(tokenizer.convert_tokens_to_ids(token)) for token in tokens] for tokens in (self.stops, self.asks)
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a hash of everything that decides about ids and mask."""
+        tokenizer = self.tokenizer
+        digest = hashlib.sha256(f"{CODE_VERSION} {tokenizer.family.value} {len(tokenizer)} {self.original}".encode())
+        digest.update(tokenizer.vocabulary.read_bytes())
+        digest.update((tokenizer.own_template or "").encode())  # glm-4 describes tools in its words
+        return digest.hexdigest()
+
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
+        """Return ids and mask of one conversation whose last message is the assistant's."""
+        return self.encode_many([messages], [tools])[0]
+
+    def encode_many(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None
+    ) -> list[Encoded]:
+        """Return ids and mask of several conversations; RowError if the format has no place for a message."""
+        pairs = zip(conversations, tools or [None] * len(conversations), strict=True)
+        return self.encode_pieces(self.example(with_tools(*pair)) for pair in pairs)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Return the ids that generation starts from."""
+        return self.encode_pieces([self.question(with_tools(messages, tools))])[0][0]
 
     def token(self, name: str, trained: bool = False) -> Piece:
         """Return a special token, or a line break tokenized separately; each is looked up once."""
@@ -49,7 +101,7 @@ class Format:
             self._known[key] = Piece(tuple(ids), trained)
         return self._known[key]
 
-    def prompt(self, messages: Sequence[Message]) -> list[Piece]:
+    def question(self, messages: Sequence[Message]) -> list[Piece]:
         """Return what generation starts from: the conversation so far, and what makes the assistant speak."""
         raise NotImplementedError
 
@@ -59,39 +111,37 @@ class Format:
 
     def conversation(self, messages: Sequence[Message]) -> list[Piece]:
         """Return a conversation without what would make the assistant speak."""
-        return self.example(messages) if messages[-1]["role"] == "assistant" else self.prompt(messages)
+        return self.example(messages) if messages[-1]["role"] == "assistant" else self.question(messages)
 
-    def encode(self, conversations: Iterable[list[Piece]]) -> list[tuple[list[int], list[bool]]]:
+    def encode_pieces(self, conversations: Iterable[list[Piece]]) -> list[Encoded]:
         """Return ids and mask of each conversation; all texts are tokenized in one call."""
-        listed = list(conversations)
-        texts = [content for pieces in listed for content, _ in pieces if isinstance(content, str)]
-        encoded = iter(self.tokenizer.encode_texts(texts))
-        result = []
-        for pieces in listed:
-            ids: list[int] = []
-            mask: list[bool] = []
-            for content, trained in pieces:
-                part = next(encoded) if isinstance(content, str) else content
-                ids += part
-                mask += [trained] * len(part)
-            result.append((ids, mask))
-        return result
+        with no_cycles():
+            listed = list(conversations)
+            texts = [content for pieces in listed for content, _ in pieces if isinstance(content, str)]
+            encoded = iter(self.tokenizer.encode_texts(texts))
+            result = []
+            for pieces in listed:
+                ids: list[int] = []
+                mask: list[bool] = []
+                for content, trained in pieces:
+                    part = next(encoded) if isinstance(content, str) else content
+                    ids += part
+                    mask += [trained] * len(part)
+                result.append((ids, mask))
+            return result
 
 
-class _Rounds(Format):
+class _Rounds(FamilyChatEncoder):
     """ChatGLM-6B and ChatGLM2-6B: numbered rounds as one text, no system message; only the last answer is trained."""
 
     only_last = True
-    sop: str
-    """Name of the token after [gMASK]."""
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the example; see `Format`."""
         last = messages[-1]
         if last.get("tool_calls"):
             raise RowError(tr("this model's format knows no calls of tools"))
         is_text = last["role"] == TEXT
-        beginning = [self.token("[gMASK]"), self.token(self.sop)] if is_text else self.prompt(messages[:-1])
+        beginning = [self.token("[gMASK]"), self.token(self.sop)] if is_text else self.question(messages[:-1])
         return [*beginning, Piece(str(last["content"]), True), self.token(self.stops[0], True)]
 
     def _rounds(self, messages: Sequence[Message]) -> tuple[list[tuple[str, str]], str]:
@@ -107,13 +157,13 @@ class _Rounds(Format):
         return list(zip(contents[::2], contents[1::2], strict=False)), contents[-1]
 
 
-class ChatGLMFormat(_Rounds):
+class _ChatGLM(_Rounds):
     """ChatGLM-6B: `prompt [gMASK] <sop> answer <eop>`; <sop> is trained too, as in the original."""
 
     sop, stops, asks = "<sop>", ("<eop>",), ("<sop>",)
+    can_cut = False  # positions are found from the <sop> of each sample
 
-    def prompt(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the prompt; see `Format`."""
+    def question(self, messages: Sequence[Message]) -> list[Piece]:
         history, text = self._rounds(messages)
         if history:
             rounds = [f"[Round {number}]\n问：{q}\n答：{a}\n" for number, (q, a) in enumerate(history)]
@@ -121,45 +171,39 @@ class ChatGLMFormat(_Rounds):
         return [Piece(text), self.token("[gMASK]"), self.token("<sop>")]
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the example; see `Format`."""
         pieces = super().example(messages)
         if messages[-1]["role"] != TEXT:
             pieces[2] = self.token("<sop>", self.original)
         return pieces
 
 
-class ChatGLM2Format(_Rounds):
+class _ChatGLM2(_Rounds):
     """ChatGLM2-6B: `[gMASK] sop prompt answer </s>`."""
 
     sop, stops = SOP, ("</s>",)
 
-    def prompt(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the prompt; see `Format`."""
+    def question(self, messages: Sequence[Message]) -> list[Piece]:
         history, question = self._rounds(messages)
         rounds = [f"[Round {number}]\n\n问：{q}\n\n答：{a}\n\n" for number, (q, a) in enumerate(history, start=1)]
         text = "".join(rounds) + f"[Round {len(history) + 1}]\n\n问：{question}\n\n答："
         return [self.token("[gMASK]"), self.token(SOP), Piece(text)]
 
 
-class _Roles(Format):
+class _Roles(FamilyChatEncoder):
     """ChatGLM3 and glm-4: each message after its role's token. As in the original, all but system and user messages is
     trained, tools' observations too, each with the token that ends it: the next role's.
     """
 
     asks = ("<|assistant|>",)
-    sop: str
-    """Name of the token after [gMASK]."""
     end: str
     """Token that ends the last message."""
     text_end: str
     """Token that ends a plain text."""
 
-    def prompt(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the prompt; see `Format`."""
+    def question(self, messages: Sequence[Message]) -> list[Piece]:
         return [*self.conversation(messages), self.token("<|assistant|>")]
 
     def example(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the example; see `Format`."""
         if messages[0]["role"] == TEXT:
             beginning = [self.token("[gMASK]"), self.token(self.sop)]
             return [*beginning, Piece(str(messages[0]["content"]), True), self.token(self.text_end, True)]
@@ -194,7 +238,7 @@ class _Roles(Format):
         return json.dumps(arguments, ensure_ascii=False)
 
 
-class ChatGLM3Format(_Roles):
+class _ChatGLM3(_Roles):
     """ChatGLM3-6B: `<|role|>`, metadata and a line break, content; tools as JSON below the system message."""
 
     sop, end, text_end = SOP, "</s>", "</s>"
@@ -214,7 +258,7 @@ class ChatGLM3Format(_Roles):
         return f"```python\ntool_call({given})\n```"
 
 
-class Glm4Format(_Roles):
+class _Glm4(_Roles):
     """glm-4-9b: `<|role|>`, metadata, a line break and content as one text; tools take a system turn."""
 
     sop, end, text_end = "<sop>", "<|user|>", "<|endoftext|>"
@@ -237,11 +281,11 @@ class Glm4Format(_Roles):
         return turns
 
 
-FORMATS: dict[Family, type[Format]] = {
-    Family.chatglm: ChatGLMFormat,
-    Family.chatglm2: ChatGLM2Format,
-    Family.chatglm3: ChatGLM3Format,
-    Family.glm4: Glm4Format,
+FORMATS: dict[Family, type[FamilyChatEncoder]] = {
+    Family.chatglm: _ChatGLM,
+    Family.chatglm2: _ChatGLM2,
+    Family.chatglm3: _ChatGLM3,
+    Family.glm4: _Glm4,
 }
 
 

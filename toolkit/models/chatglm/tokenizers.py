@@ -5,12 +5,10 @@ writes do parse them.
 """
 
 import base64
-import gc
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +17,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from toolkit.config.schema import Family
 from toolkit.messages import ModelError
 from toolkit.models.chatglm.family import TOKENIZER_CODE, architecture_of, named_family, read_text
-from toolkit.models.chatglm.formats import EOP, FORMATS, SOP, TEMPLATES, Format, with_tools
+from toolkit.models.chatglm.formats import EOP, FORMATS, SOP, TEMPLATES, FamilyChatEncoder, no_cycles, with_tools
 from toolkit.models.directory import is_lfs_pointer
 
 if TYPE_CHECKING:
@@ -132,18 +130,6 @@ def _unreadable(file: Path, error: Exception) -> ModelError:
         file=file,
         reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
     )
-
-
-@contextmanager
-def no_cycles() -> Iterator[None]:
-    """Switch Python's search for reference cycles off, which takes up to a third of the time of making many lists."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 _BLANKS = re.compile(" {2,80}")
@@ -260,7 +246,7 @@ class _Chats:
         raise NotImplementedError
 
     @property
-    def format(self) -> Format:
+    def format(self) -> FamilyChatEncoder:
         """Return the family's chat format over this tokenizer."""
         return FORMATS[self.family](self)
 
@@ -290,9 +276,9 @@ class _Chats:
             )
         is_batch = bool(conversation) and not isinstance(conversation[0], dict)
         form = self.format
-        pieces = form.prompt if options.get("add_generation_prompt") else form.conversation
+        pieces = form.question if options.get("add_generation_prompt") else form.conversation
         chats = conversation if is_batch else [conversation]
-        encoded = form.encode(pieces(with_tools(chat, options.get("tools"))) for chat in chats)
+        encoded = form.encode_pieces(pieces(with_tools(chat, options.get("tools"))) for chat in chats)
         ids = [one for one, _ in encoded]
         tensors = options.get("return_tensors")
         out = self.pad(  # type: ignore[attr-defined]
