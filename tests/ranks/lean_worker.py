@@ -18,7 +18,8 @@ from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig, 
 from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.messages import ConfigError
-from toolkit.models.loss import LossPath, loss_head, with_label_positions
+from toolkit.models.attention import with_label_positions
+from toolkit.models.loss import LossPath, loss_head
 from toolkit.train import language_task, step
 from toolkit.train.language_task import LanguageTask
 from toolkit.train.step import StepGuard

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
-from toolkit.evaluate import answers
-from toolkit.evaluate.answers import AnswerFile
+from toolkit.evaluate import generate
+from toolkit.evaluate.generate import AnswerFile
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_what_was_stopped_goes_on(
     tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same command continues a file, and writes what it would have written in one go; another does not."""
-    monkeypatch.setattr(answers, "BATCHES", 2)
+    monkeypatch.setattr(generate, "BATCHES", 2)
     asked = write(tmp_path / "in.jsonl", *({"prompt": "the same"} for _ in range(11)))
     drawn = [f"input={asked}", "max_new_tokens=8", "batch_size=2", "temperature=5", "seed=3"]
     ask(random_model, *drawn, f"output={tmp_path}/whole")

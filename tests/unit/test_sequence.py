@@ -8,9 +8,8 @@ from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.data.packing import pad_multiple
 from toolkit.messages import ModelError
+from toolkit.models.attention import local_part, split_sequences, with_label_positions
 from toolkit.models.directory import sequence_parallel_unsupported
-from toolkit.models.loss import with_label_positions
-from toolkit.models.sequence import local_part, split_sequences
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank
 from toolkit.plan.outline import outline_of

@@ -77,7 +77,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
     if not given.get("output"):
         raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
     row_format = RowFormat(one_of(given, "format", [known.value for known in RowFormat]))
-    from toolkit.evaluate.answers import answer_source, question_source
+    from toolkit.evaluate.generate import answer_source, question_source
 
     answer_source(
         question_source(given["input"], row_format, given.get("columns", "{}")),

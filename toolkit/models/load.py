@@ -16,13 +16,12 @@ from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.errors import reason_of
 from toolkit.messages import ModelError
 from toolkit.models import weights
-from toolkit.models.attention import choose_attention
+from toolkit.models.attention import choose_attention, split_sequences
 from toolkit.models.chatglm.family import Architecture, architecture_of, divides_positions
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config, official_layout
 from toolkit.models.chatglm.tokenizers import GlmTokenizer
 from toolkit.models.directory import alone, code_files, is_trusted, read_config, read_object
 from toolkit.models.save import load_origin, save_origin
-from toolkit.models.sequence import split_sequences
 from toolkit.models.weights import Layout, TransformersLayout, WeightFiles
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}

@@ -25,13 +25,11 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.config.schema import LossKernel, RunConfig
 from toolkit.messages import ConfigError, tr
-from toolkit.models.attention import attention_arguments
+from toolkit.models.attention import UNTRAINED, Batch, attention_arguments, with_label_positions
 from toolkit.models.chatglm.modeling import check_rows
 
-UNTRAINED = -100
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
-Batch = dict[str, torch.Tensor]
 
 
 def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
@@ -53,18 +51,6 @@ def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
         losses = loss_head(engine).losses(engine, given)
     everywhere = losses.new_zeros(given["input_ids"].numel())
     return everywhere.index_copy_(0, given["places"] - 1, losses).view(given["input_ids"].shape)
-
-
-def with_label_positions(batch: Batch) -> Batch:
-    """Return a batch with `places`, int64 [T]: indices of its trained tokens in the flattened rows; `targets`: these.
-    They give the shapes of the loss, so they are counted before the batch goes to a device.
-    """
-    if "places" in batch:
-        return batch
-    is_trained = batch["labels"] != UNTRAINED
-    is_trained[:, 0] = False  # nothing stands before it that could predict it
-    places = is_trained.flatten().nonzero().flatten()
-    return {**batch, "places": places, "targets": batch["labels"].flatten()[places]}
 
 
 def num_trained_tokens(batch: Batch) -> int:

@@ -26,7 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config.mesh import FAMILIES
 from toolkit.messages import ModelError
 from toolkit.models import probe
-from toolkit.models.loss import Batch, hidden_states, logits_of
+from toolkit.models.attention import Batch
+from toolkit.models.loss import hidden_states, logits_of
 from toolkit.models.weights import tied_names
 
 Finish = Callable[[PreTrainedModel, Batch], torch.Tensor]

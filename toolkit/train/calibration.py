@@ -32,10 +32,11 @@ from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
 from toolkit.messages import set_language, tr
+from toolkit.models.attention import Batch
 from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
 from toolkit.models.load import TORCH_DTYPES, random_config
-from toolkit.models.loss import Batch, token_loss_sum
+from toolkit.models.loss import token_loss_sum
 from toolkit.plan.memory import WIDTHS, longest_rows
 from toolkit.plan.outline import Outline, config_of, outline_of
 from toolkit.plan.speed import Rates, Work, causal_pairs, formula, gathered_bytes

@@ -37,10 +37,9 @@ from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say
+from toolkit.models.attention import local_part, with_label_positions
 from toolkit.models.chat import AnyChatEncoder, chat_encoder, fit_tokenizer, load_tokenizer
 from toolkit.models.directory import packing_unsupported, read_config, trust_code
-from toolkit.models.loss import with_label_positions
-from toolkit.models.sequence import local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,9 +31,16 @@ from toolkit.engine.build import initialize_engine, initialize_untrained, use_tf
 from toolkit.engine.ds_config import DsConfig, build_ds_config
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.engine.parameters import count_parameters, is_partitioned
-from toolkit.evaluate.answers import Answers, ValidationQuestion, choose_questions, generate_all
 from toolkit.evaluate.generate import Sampling, answer, check_length, generate, most_tokens
-from toolkit.evaluate.metrics import evaluate_loss, ngram_baselines, score_answers
+from toolkit.evaluate.metrics import (
+    Answers,
+    ValidationQuestion,
+    choose_questions,
+    evaluate_loss,
+    generate_all,
+    ngram_baselines,
+    score_answers,
+)
 from toolkit.export.checkpoint import export_in_background, verify_logits
 from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_model, prove_adapter, write_folder
 from toolkit.launch.environment import Ranks
@@ -49,7 +56,7 @@ from toolkit.models.adapters import (
     load_adapter,
     read_base,
 )
-from toolkit.models.attention import check_isolation
+from toolkit.models.attention import check_isolation, check_sequence_parallel
 from toolkit.models.directory import sequence_parallel_unsupported
 from toolkit.models.layers import TokenDropping, add_neftune, apply_liger, tile_mlp
 from toolkit.models.load import TORCH_DTYPES, create_model
@@ -64,7 +71,6 @@ from toolkit.models.loss import (
 )
 from toolkit.models.pipeline import unwrap_model
 from toolkit.models.save import MODEL_DIR, describe
-from toolkit.models.sequence import check_sequence_parallel
 from toolkit.secrets import hide
 from toolkit.terminal import phase, text_table
 from toolkit.train import language_data
