@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 class FamilyChatEncoder:
     """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text. See
-    `toolkit.data.encode.ChatEncoder`. `original_labels` trains what the original trains; False only answers and the
+    `toolkit.data.tokenize_workers.ChatEncoder`. `original_labels` trains what the original trains; False only answers and the
     token that ends them, not ChatGLM-6B's <sop> and observations.
     """
 
