@@ -46,9 +46,9 @@ class Piece(NamedTuple):
 
 
 class FamilyChatEncoder:
-    """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text. See
-    `toolkit.data.tokenize_workers.ChatEncoder`. `original_labels` trains what the original trains; False only answers and the
-    token that ends them, not ChatGLM-6B's <sop> and observations.
+    """A ChatGLM's own format, exactly as the original builds it; control strings in messages stay text.
+    `original_labels` trains what the original trains; False only answers and the token that ends them, not
+    ChatGLM-6B's <sop> and observations. See `toolkit.data.tokenize_workers.ChatEncoder`.
     """
 
     stops: tuple[str, ...]
