@@ -24,7 +24,8 @@ def main() -> None:
     cfg, given = arguments.loaded.cfg, arguments.values
     from benchmarks.encode import compare
     from toolkit.data.sources import read_conversations
-    from toolkit.models.chat import FamilyChatEncoder, load_chat_encoder
+    from toolkit.models.chat import load_chat_encoder
+    from toolkit.models.chatglm.formats import FamilyChatEncoder
 
     output = given.get("output") or f"benchmarks/{time.strftime('%Y-%m-%d')}-encode.json"
     before = results.earlier(output)

@@ -38,8 +38,6 @@ class ChatEncoder(Protocol):
     as a whole, with an end token. Implementations can be pickled.
     """
 
-    fingerprint: str
-    """Changes whenever any ids or mask could change."""
     vocab_size: int
     """Every id is below it."""
     only_last: bool
@@ -48,6 +46,10 @@ class ChatEncoder(Protocol):
     """Whether the format has no place for a system message and leaves it out."""
     can_cut: bool
     """Whether a piece from the middle of a sample's ids is a sample that the model can learn from."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever any ids or mask could change."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation whose last message is the assistant's; or raise a RowError."""
