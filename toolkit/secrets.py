@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import traceback
+from functools import cache
 from typing import Any
 
 MASK = "***"
@@ -57,7 +58,7 @@ def learn(value: str) -> None:
 
 def is_under_secret_name(name: str, value: str) -> bool:
     """Whether a variable's name says that its value is a secret, and the value is no switch and no path that exists."""
-    return bool(_NAME.search(name)) and value.lower() not in _SWITCHES and not os.path.exists(value)
+    return _says_secret(name) and value.lower() not in _SWITCHES and not os.path.exists(value)
 
 
 def _hidden(value: Any, secrets: list[str]) -> Any:
@@ -100,9 +101,15 @@ def are_same(left: Any, right: Any) -> bool:
 
 def _secrets() -> list[str]:
     """Return the known secrets, in each form in which they may be written, the longest first."""
-    named = {value for name, value in os.environ.items() if _NAME.search(name) and _is_secret(value)}
+    # Each message comes by here: of a large environment only the values are read whose names say so.
+    named = {value for name in filter(_says_secret, os.environ) if _is_secret(value := os.environ.get(name, ""))}
     forms = {form for value in named | _learned for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1])}
     return sorted(forms, key=len, reverse=True)
+
+
+@cache
+def _says_secret(name: str) -> bool:
+    return _NAME.search(name) is not None
 
 
 def _is_secret(value: str) -> bool:

@@ -21,8 +21,8 @@ from toolkit.config.mesh import micro_rows, model_ranks, partition_config, with_
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import AUTO, RunConfig, get_value, leaves, set_leaf
 from toolkit.engine.ds_config import OWNED, SAME, SCHEDULERS, build_ds_config, read_key
-from toolkit.engine.ds_keys import INSTEAD, KEYS, REMOVED, RENAMED, dotted_keys, name_problems
-from toolkit.errors import raise_all, reason_of
+from toolkit.engine.ds_keys import INSTEAD, KEYS, REMOVED, RENAMED, dotted_keys, wrong_name, wrong_names
+from toolkit.errors import Problems, reason_of
 from toolkit.messages import ConfigError, tr
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -555,7 +555,10 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
         raise ConfigError("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path)
     where, notes = _lines_of_keys(text, path), dict[str, str]()
     values = _without_ignored(values, KEYS, "", where, notes)
-    raise_all(ConfigError(f"{where.get(key, path)}: {sentence}") for key, sentence in name_problems(values).items())
+    problems = Problems()
+    for key in wrong_names(values):
+        problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {wrong_name(key)}"), key)
+    problems.raise_all()
     return values, where, notes
 
 

@@ -40,47 +40,48 @@ def dotted_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterato
             yield from dotted_keys(children, f"{prefix}{name}.")
 
 
-def name_problems(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> dict[str, str]:
-    """Return dotted key -> sentence for every name below `section` that DeepSpeed does not know."""
+def wrong_names(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every name below `section` that cannot be in DeepSpeed's JSON; see `wrong_name`."""
     known: dict[str, Any] = KEYS if tree is None else tree
-    problems: dict[str, str] = {}
     for name, value in section.items():
-        key = prefix + name
-        if key == "data_efficiency":
-            problems[key] = tr(
-                "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
-                "and use data.curriculum or train.random_ltd instead (docs/data_efficiency.md).",
-                key=key,
-            )
-        elif name not in known:
-            many = len(problems) >= MOST_PROBLEMS  # to look for a similar name takes milliseconds
-            problems[key] = tr("DeepSpeed has no key '{key}'.", key=key) if many else _unknown(key, known, prefix)
-        elif isinstance(value, dict) and known[name]:
-            problems |= name_problems(value, known[name], f"{key}.")
-        elif known[name] and value is not None and not isinstance(value, dict):
-            problems[key] = tr("'{key}' is a section, so it needs {{...}}, not a value.", key=key)
-    return problems
+        key, below = prefix + name, known.get(name)
+        if key == "data_efficiency" or name not in known or (below and not isinstance(value, dict | None)):
+            yield key
+        elif below and value:
+            yield from wrong_names(value, below, f"{key}.")
 
 
-def _unknown(key: str, siblings: dict[str, Any], prefix: str) -> str:
-    name = key.removeprefix(prefix)
+def wrong_name(key: str) -> str:
+    """Return what is wrong with a name of `wrong_names`, and what was meant; it takes milliseconds to find out."""
+    prefix, _, name = key.rpartition(".")
+    siblings: dict[str, Any] = KEYS
+    for section in prefix.split(".") if prefix else ():
+        siblings = siblings.get(section) or {}
+    if key == "data_efficiency":
+        return tr(
+            "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
+            "and use data.curriculum or train.random_ltd instead (docs/data_efficiency.md).",
+            key=key,
+        )
+    if name in siblings:
+        return tr("'{key}' is a section, so it needs {{...}}, not a value.", key=key)
     if key in INSTEAD:
+        schema, page = INSTEAD[key]
         return tr(
             "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead "
             "({page}).",
             key=key,
-            schema=INSTEAD[key][0],
-            page=INSTEAD[key][1],
+            schema=schema,
+            page=page,
         )
     if key in REMOVED:
         return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)
     if key in RENAMED:
         return tr("'{key}' is an old name. Write '{today}'.", key=key, today=RENAMED[key])
     places = [other for other in dotted_keys() if other.rpartition(".")[2] == name]
-    close = nearest(name, list(siblings))
-    guess = ELSEWHERE.get(key) or (places[0] if places else None) or (prefix + close if close else None)
-    if guess is None:
-        guess = nearest(key, list(dotted_keys()))
+    close = nearest(name, siblings)
+    guess = ELSEWHERE.get(key) or next(iter(places), None) or (key.removesuffix(name) + close if close else None)
+    guess = guess or nearest(key, dotted_keys())
     if guess is None:
         return tr("DeepSpeed has no key '{key}'.", key=key)
     if guess in places:
@@ -93,29 +94,31 @@ def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[
 
     `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> the position that set it.
     """
-    problems = name_problems(extra)
-    for key, value in leaves(extra):
+    values, wrong = dict(leaves(extra)), dict.fromkeys(wrong_names(extra))
+    for key, value in values.items():
         ours = next((name for name in accumulate(key.split("."), "{}.{}".format) if name in owned), "")
-        if ours:
-            problems[ours] = tr(
-                "set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[ours]
-            )
-        elif key in NEEDED and value is False:
-            problems[key] = tr(
+        if ours or value is None or value == "auto" or (key in NEEDED and value is False):
+            wrong[ours or key] = None
+    errors = []
+    for key in islice(wrong, MOST_PROBLEMS):
+        if key in owned:
+            sentence = tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
+        elif key in NEEDED and values[key] is False:
+            sentence = tr(
                 "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
                 "(train.on_bad_step). Take it out."
             )
-        elif value is None or value == "auto":
-            problems[key] = tr(
-                "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(value)
+        elif values.get(key, 0) in (None, "auto"):
+            sentence = tr(
+                "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(values[key])
             )
-    errors = []
-    for key, sentence in islice(problems.items(), MOST_PROBLEMS):
+        else:
+            sentence = wrong_name(key)
         full, place = f"ds_extra.{key}", ""
         for known, position in (where or {}).items():  # its own position, or the first one above or below it
             if not place and (full == known or full.startswith(f"{known}.") or known.startswith(f"{full}.")):
                 place = tr("{place}: ", place=position)
         errors.append(ConfigError(f"{place}{full}: {sentence}"))
-    if len(problems) > MOST_PROBLEMS:
-        errors.append(ConfigError("… and {count} more.", count=f"{len(problems) - MOST_PROBLEMS:,}"))
+    if len(wrong) > MOST_PROBLEMS:
+        errors.append(ConfigError("… and {count} more.", count=f"{len(wrong) - MOST_PROBLEMS:,}"))
     raise_all(errors)
