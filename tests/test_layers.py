@@ -28,7 +28,6 @@ LAYERS = {
     "toolkit.translate.read": 0,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
-    "toolkit.engine.ds_keys": 1,
     "toolkit.distributed": 2,
     "toolkit.checkpoint": 3,
     "toolkit.models": 3,
@@ -48,7 +47,6 @@ SAME_LAYER = {
     ("toolkit.plan.speed", "toolkit.launch.environment"),  # a free port for its ranks
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
-    ("toolkit.arguments", "toolkit.engine.ds_keys"),
     ("toolkit.jobs.launch", "toolkit.doctor.examine"),  # the nodes, before ranks are started there
     ("toolkit.jobs.launch", "toolkit.doctor.findings"),
 }

@@ -9,8 +9,7 @@ from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.mesh import model_ranks, with_micro_batch
 from toolkit.config.rules import check_rules
-from toolkit.engine.ds_config import OWNED, build_ds_config
-from toolkit.engine.ds_keys import check_extra
+from toolkit.engine.ds_config import OWNED, build_ds_config, check_extra
 from toolkit.errors import Problems
 from toolkit.messages import ConfigError, set_language, tr
 

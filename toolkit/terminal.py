@@ -141,21 +141,13 @@ def phase(title: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int]
 
 @contextmanager
 def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as parts
     from rich.text import Text
 
-    measured = (DownloadColumn() if unit == BYTES else MofNCompleteColumn(), TextColumn("" if unit == BYTES else unit))
-    counted = (BarColumn(), *measured, TimeRemainingColumn()) if total else ()
-    progress = Progress(SpinnerColumn(), TextColumn("{task.description}"), *counted, TimeElapsedColumn())
+    count = (parts.DownloadColumn(),) if unit == BYTES else (parts.MofNCompleteColumn(), parts.TextColumn(unit))
+    counted = (parts.BarColumn(), *count, parts.TimeRemainingColumn()) if total else ()
+    title_column = parts.TextColumn("{task.description}")
+    progress = parts.Progress(parts.SpinnerColumn(), title_column, *counted, parts.TimeElapsedColumn())
     task = progress.add_task(Text(title).markup, total=total or None)
     with showing(progress.get_renderable):
         yield lambda more: progress.update(task, advance=more)

@@ -12,9 +12,8 @@ from generate_ds_keys import key_table
 
 from toolkit.config.files import known_recipes
 from toolkit.config.load import load
-from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName
-from toolkit.engine.ds_config import OWNED, build_ds_config, explain, leaves, read_key
-from toolkit.engine.ds_keys import dotted_keys
+from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, leaves
+from toolkit.engine.ds_config import OWNED, build_ds_config, dotted_keys, explain, read_key
 from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.ops import check_build_locks
+from toolkit.config.preflight import check_build_locks
 from toolkit.messages import LaunchError
 
 

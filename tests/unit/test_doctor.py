@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.cli import main
 from toolkit.config.schema import Init, ModelConfig, RunConfig
-from toolkit.doctor import facts, network
+from toolkit.doctor import facts
 from toolkit.doctor import findings as findings_module
 from toolkit.doctor.findings import ERROR, NOTE, WARNING
 
@@ -206,13 +206,13 @@ def test_code_is_compared_with_its_tables() -> None:
 
 
 def test_a_firewall_for_datagrams_is_no_small_mtu() -> None:
-    listener = network.Listener("127.0.0.1")
+    listener = facts.Listener("127.0.0.1")
     peer = {"address": "127.0.0.1", "tcp": listener.tcp, "udp": listener.udp}
     try:
-        assert network.can_connect("127.0.0.1", 1500, {"a": peer}) == {"a": {"error": "", "meet": "", "mtu": True}}
-        assert network.can_connect("127.0.0.1", 1500, {"a": {**peer, "udp": 9}})["a"]["mtu"] is None
-        assert network.can_connect("127.0.0.1", 1500, {"a": {**peer, "tcp": 9}})["a"]["error"] == "Connection refused"
-        assert isinstance(network.speed("127.0.0.1", peer), float)
+        assert facts.can_connect("127.0.0.1", 1500, {"a": peer}) == {"a": {"error": "", "meet": "", "mtu": True}}
+        assert facts.can_connect("127.0.0.1", 1500, {"a": {**peer, "udp": 9}})["a"]["mtu"] is None
+        assert facts.can_connect("127.0.0.1", 1500, {"a": {**peer, "tcp": 9}})["a"]["error"] == "Connection refused"
+        assert isinstance(facts.link_speed("127.0.0.1", peer), float)
     finally:
         listener.close()
 
@@ -242,7 +242,7 @@ def test_clocks() -> None:
     ],
 )
 def test_the_card_that_a_backend_takes(change: dict[str, Any], interface: str, backend: str, name: str) -> None:
-    assert network.chosen({**ONE["network"], **change}, interface, backend)[0] == name
+    assert facts.chosen_card({**ONE["network"], **change}, interface, backend)[0] == name
 
 
 def test_cards() -> None:

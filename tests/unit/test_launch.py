@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from tests.unit.made_processes import make_processes
 from toolkit.distributed.process_group import agree_on_store
 from toolkit.jobs import launch
-from toolkit.launch import deepspeed, rank_status
+from toolkit.launch import deepspeed, environment
 from toolkit.launch.environment import Ranks
 from toolkit.messages import LaunchError, RepeatedDeath
 from toolkit.train import run_dir
@@ -95,16 +95,16 @@ def test_done_decides(tmp_path: Path) -> None:
 
 
 def test_the_first_word_counts(tmp_path: Path) -> None:
-    environ = {rank_status.VARIABLE: str(rank_status.create_status_file(tmp_path, restart=3))}
-    rank_status.report_status(environ, code=70)
-    rank_status.report_status(environ, code=1, folder="f")
-    told = rank_status.read_status(environ)
+    environ = {environment.STATUS_VARIABLE: str(environment.create_status_file(tmp_path, restart=3))}
+    environment.report_status(environ, code=70)
+    environment.report_status(environ, code=1, folder="f")
+    told = environment.read_status(environ)
     assert (told["code"], told["folder"], told["restart"]) == (70, "f", 3)
     assert deepspeed.restart_number(environ) == 3
-    Path(environ[rank_status.VARIABLE]).unlink()
-    rank_status.report_status(environ, code=1)
+    Path(environ[environment.STATUS_VARIABLE]).unlink()
+    environment.report_status(environ, code=1)
     assert not list(tmp_path.iterdir()), "its reader is gone: nothing is made anew"
-    assert rank_status.read_status({}) == {}
+    assert environment.read_status({}) == {}
 
 
 def test_who_starts_again_has_to_agree() -> None:

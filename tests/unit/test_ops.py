@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.config import ops
+from toolkit.config import preflight
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError
@@ -41,19 +41,19 @@ def test_auto(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ops, "lacking", lambda names, environ: lacking)
-    cfg, why = ops.with_optimizer(load([*AUTO, *words]).cfg, environ)
+    monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ: lacking)
+    cfg, why = preflight.with_optimizer(load([*AUTO, *words]).cfg, environ)
     assert (cfg.optim.torch, why) == (expected, reason)
 
 
 def test_an_op_that_is_built_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "lacking", lambda names, environ: ["nvcc"] if names else [])
+    monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ: ["nvcc"] if names else [])
     (tmp_path / "fused_adam").mkdir()
     (tmp_path / "fused_adam" / "fused_adam.so").touch()
     environ = {**GPU, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     loaded = load(AUTO)
-    assert ops.with_optimizer(loaded.cfg, environ)[0].optim.torch is False
-    ops.check_compiler(loaded, environ)
+    assert preflight.with_optimizer(loaded.cfg, environ)[0].optim.torch is False
+    preflight.check_compiler(loaded, environ)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ def test_an_op_that_is_built_needs_no_compiler(tmp_path: Path, monkeypatch: pyte
 )
 def test_a_compiler_that_is_missing_is_told_before_anything_is_loaded(words: list[str], told: str) -> None:
     environ = {**CPU, "CXX": "no-such-compiler"}
-    ops.check_compiler(load(AUTO), environ)
+    preflight.check_compiler(load(AUTO), environ)
     with pytest.raises(ConfigError, match=told):
-        ops.check_compiler(load([*AUTO, *words]), environ)
+        preflight.check_compiler(load([*AUTO, *words]), environ)
 
 
 def test_the_choice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

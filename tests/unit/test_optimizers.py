@@ -11,7 +11,7 @@ import transformers
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from toolkit.config.load import LoadedConfig, load
-from toolkit.config.ops import with_optimizer
+from toolkit.config.preflight import with_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
 from toolkit.engine.build import Lion, client_optimizer, parameter_groups

@@ -16,8 +16,7 @@ from tests.unit.made_processes import make_processes
 from toolkit.cli import main
 from toolkit.config.schema import Metric
 from toolkit.launch.deepspeed import typed_command
-from toolkit.launch.environment import without_ranks
-from toolkit.launch.rank_status import VARIABLE
+from toolkit.launch.environment import STATUS_VARIABLE, without_ranks
 from toolkit.report import page as page_module
 from toolkit.report import run as run_module
 from toolkit.report import tables
@@ -312,7 +311,7 @@ def test_nothing_else_is_touched(quick: None, tmp_path: Path, capsys: pytest.Cap
 def test_the_automatic_report_never_harms(tmp_path: Path, said: list[str]) -> None:
     folder, told = fake_run(tmp_path / "run", 3), tmp_path / "told"
     told.touch()
-    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", VARIABLE: str(told)}
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", STATUS_VARIABLE: str(told)}
     environ = without_ranks({**os.environ, "LANG": "C.UTF-8", **rank})
     reporter = AutomaticReport(folder, environ, patience_s=240)
     reporter.begin()

@@ -12,8 +12,7 @@ from toolkit.config import files
 from toolkit.config.files import is_hub_name
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
-from toolkit.config.ops import check_compiler
-from toolkit.config.preflight import check_positions, check_track_here, resolve_model_path
+from toolkit.config.preflight import check_compiler, check_positions, check_track_here, resolve_model_path
 from toolkit.config.schema import AUTO, Init, RunConfig
 from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
 from toolkit.errors import Problems

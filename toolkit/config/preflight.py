@@ -1,5 +1,12 @@
-"""Rules about what a config names outside of it (files, packages, devices, models), tried before anything is loaded."""
+"""Rules about what a config names outside of it (files, packages, devices, models), tried before anything is loaded.
 
+Also DeepSpeed's compiled ops: which a config needs, which are built, and what this machine lacks to build the others.
+They are compiled at first use, in one to three minutes, by a compiler that not every machine has. So `optim.torch =
+auto` chooses PyTorch's own Adam where DeepSpeed's would gain nothing or cannot be built. Imports neither torch nor
+deepspeed. A build that is killed leaves a lock behind, and every later run would wait for it for ever, in silence.
+"""
+
+import dataclasses
 import glob
 import importlib.util
 import json
@@ -8,40 +15,35 @@ import os
 import platform
 import re
 import shutil
+import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from toolkit.config import schema
 from toolkit.config.files import is_hub_name, located
 from toolkit.config.load import LoadedConfig, replace
-from toolkit.config.schema import (
-    ROW_FIELDS,
-    Device,
-    Dtype,
-    Init,
-    OptimizerName,
-    RowFormat,
-    SourceConfig,
-    TuningMethod,
-    get_value,
-)
 from toolkit.config.validate import about
 from toolkit.disk import try_lock
 from toolkit.errors import raise_all
-from toolkit.messages import ConfigError, did_you_mean, joined, say, tr
+from toolkit.messages import ConfigError, LaunchError, did_you_mean, joined, say, tr
 
 
 def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """An nvme path must be a folder that can be written to, found out by writing."""
     for section in ("zero.offload_optimizer", "zero.offload_param"):
-        if get_value(loaded.cfg, f"{section}.device") is not Device.nvme:
+        if schema.get_value(loaded.cfg, f"{section}.device") is not schema.Device.nvme:
             continue
         key = f"{section}.nvme_path"
-        path = str(get_value(loaded.cfg, key))
+        path = str(schema.get_value(loaded.cfg, key))
         if not path:
             yield loaded.error(f"{section}.device", "{key} = nvme needs {path}=FOLDER on the NVMe disk.", path=key)
             continue
@@ -56,7 +58,7 @@ def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
     model = loaded.cfg.model
-    if model.init is Init.random:
+    if model.init is schema.Init.random:
         shape = model.shape
         if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
             yield loaded.error(
@@ -82,7 +84,7 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "config.json and the weights, or owner/name on Hugging Face.",
         )
     for key in ("model.tokenizer", "model.chat_template"):
-        path = str(get_value(loaded.cfg, key))
+        path = str(schema.get_value(loaded.cfg, key))
         if path and not Path(located(path)).exists():
             yield loaded.error(key, "{key} = {value} does not exist.")
 
@@ -98,8 +100,8 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 yield about(loaded.position(name) + sentence, f"{name}[{index}]")
 
 
-def _wrong_source(source: SourceConfig, place: str) -> Iterator[str]:
-    if source.format is RowFormat.docstrings:
+def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
+    if source.format is schema.RowFormat.docstrings:
         for key, path in ((f"{place}.path", source.path), (f"{place}.hub", source.hub)):
             if path:
                 yield tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=path)
@@ -123,9 +125,9 @@ def _wrong_source(source: SourceConfig, place: str) -> Iterator[str]:
         )
 
 
-def check_columns(source: SourceConfig, place: str) -> str:
+def check_columns(source: schema.SourceConfig, place: str) -> str:
     """Return what is wrong with a source's `columns`: a name that its format does not read; "" if nothing is."""
-    fields = ROW_FIELDS.get(source.format) or tuple(field for names in ROW_FIELDS.values() for field in names)
+    fields = schema.ROW_FIELDS.get(source.format) or tuple(chain.from_iterable(schema.ROW_FIELDS.values()))
     for column in source.columns:
         if column not in fields:
             sentence = tr("{place}.columns: no format reads '{column}'.", place=place, column=column)
@@ -224,7 +226,7 @@ def check_positions(loaded: LoadedConfig) -> None:
     """Check that no sample can be longer than the model, which is in its directory already, has positions."""
     cfg = loaded.cfg
     config: Any = {}
-    if cfg.model.init is Init.random:
+    if cfg.model.init is schema.Init.random:
         limit: int | None = cfg.model.shape.max_positions
     else:
         file = Path(cfg.model.path) / "config.json"
@@ -233,10 +235,10 @@ def check_positions(loaded: LoadedConfig) -> None:
         except (OSError, ValueError):  # reported by what loads the model
             return
         limit = position_limit(config) if isinstance(config, dict) else None
-    learned = cfg.tuning.num_tokens if cfg.tuning.method is TuningMethod.prompt else 0
+    learned = cfg.tuning.num_tokens if cfg.tuning.method is schema.TuningMethod.prompt else 0
     if limit is None or cfg.data.max_length + learned <= limit:
         return
-    if cfg.model.init is Init.random:
+    if cfg.model.init is schema.Init.random:
         remedy = tr("or raise model.shape.max_positions")
     elif "position_encoding_2d" in config or "padded_vocab_size" in config:
         remedy = tr(
@@ -317,7 +319,7 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
     tuning = loaded.cfg.tuning
     if tuning.adapter and not Path(tuning.adapter).is_dir():
         yield loaded.error("tuning.adapter", "tuning.adapter = {value} is not a directory here.")
-    if tuning.method is not TuningMethod.qlora:
+    if tuning.method is not schema.TuningMethod.qlora:
         return
     has_package = importlib.util.find_spec("bitsandbytes") is not None
     if not has_package or shutil.which("nvidia-smi") is None:
@@ -334,7 +336,7 @@ _GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "ze
 def _devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Check that the ranks' device computes in the precision of the run, and what works on NVIDIA GPUs alone."""
     # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
-    if loaded.cfg.precision.dtype is Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
+    if loaded.cfg.precision.dtype is schema.Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
         yield loaded.error(
             "precision.dtype",
             "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in "
@@ -342,9 +344,9 @@ def _devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "DS_ACCELERATOR=cuda.",
         )
     for key in _GPU_ONLY:
-        if get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
+        if schema.get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
             yield loaded.error(key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.")
-    if loaded.cfg.optim.name is OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
+    if loaded.cfg.optim.name is schema.OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
         yield loaded.error(
             "optim.name",
             "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install bitsandbytes",
@@ -369,7 +371,7 @@ def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> Lo
     A ConfigError if there is no such model, it is not for everybody, or neither cache nor network has it.
     """
     name, revision, model = loaded.cfg.model.path, loaded.cfg.model.revision, loaded.cfg.model
-    if model.init is Init.random or not is_hub_name(name):
+    if model.init is schema.Init.random or not is_hub_name(name):
         return loaded
     try:
         folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)
@@ -475,3 +477,158 @@ def _reason(name: str, revision: str, error: Exception) -> str:
         name=of_revision,
         reason=f"{type(error).__name__}: {first}",
     )
+
+
+_KINDS = {schema.OptimizerName.adamw: "adam", schema.OptimizerName.adam: "adam", schema.OptimizerName.muon: "adam"}
+_KINDS[schema.OptimizerName.lion] = "lion"
+"""Optimizers that DeepSpeed has ops for; of Muon the Adam beside it."""
+
+
+def device_here(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what DeepSpeed will train on here, found without torch: DS_ACCELERATOR, or cuda, or cpu."""
+    if named := environ.get("DS_ACCELERATOR"):
+        return named
+    is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    has_gpu = bool(shutil.which("nvidia-smi")) or any(Path("/dev").glob("nvidia[0-9]*"))
+    return "cuda" if has_gpu and not is_hidden else "cpu"
+
+
+def with_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[schema.RunConfig, str]:
+    """Return a config whose `optim.torch` is true or false, and why auto is that here; "" where it was given."""
+    if cfg.optim.torch != schema.AUTO:
+        return cfg, ""
+    kind, is_torch = device_here(environ), False
+    if cfg.optim.name not in _KINDS:
+        reason = tr("{name} is neither's", name=cfg.optim.name.value)
+    elif cfg.zero.offload_optimizer.device is not schema.Device.none:
+        reason = tr("the optimizer is offloaded")
+    elif kind == "cpu":
+        is_torch, reason = True, tr("no GPU here")
+    else:
+        op = _optimizer_op(cfg, kind)
+        tools = lacking_tools([op], environ) if kind == "cuda" and not built_ops([op], environ) else []
+        reason = tr("{tools} not found here", tools=", ".join(tools)) if tools else tr("there is a GPU and a compiler")
+        is_torch = bool(tools)
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, torch=is_torch)), reason
+
+
+def _optimizer_op(cfg: schema.RunConfig, kind: str) -> str:
+    on_gpu = cfg.zero.offload_optimizer.device is schema.Device.none and kind != "cpu"
+    return f"{'fused' if on_gpu else 'cpu'}_{_KINDS[cfg.optim.name]}"
+
+
+def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the ops that DeepSpeed uses for a recipe, by the names under which it builds them."""
+    cfg, _ = with_optimizer(cfg, environ)
+    offloads = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
+    kind, found = device_here(environ), []
+    if not cfg.optim.torch and cfg.optim.name in _KINDS:
+        found.append(_optimizer_op(cfg, kind))
+    if schema.Device.nvme in offloads:
+        found.append("async_io")
+    if cfg.distributed.cpu_shared_memory and kind == "cpu":
+        found.append("deepspeed_shm_comm")
+    return found
+
+
+def built_ops(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return those that are compiled already, with DeepSpeed's installation or by an earlier run."""
+    shipped, folders = set[str](), op_folders(environ)
+    with suppress(OSError, metadata.PackageNotFoundError):  # importing DeepSpeed, which knows it, takes seconds
+        file = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
+        shipped.update(re.findall(r"'(\w+)': True", Path(str(file)).read_text(encoding="utf-8")))
+    return [name for name in names if name in shipped or any((root / name / f"{name}.so").exists() for root in folders)]
+
+
+def op_folders(environ: Mapping[str, str]) -> list[Path]:
+    """Return the directories in which PyTorch builds ops, one directory each."""
+    named = environ.get("TORCH_EXTENSIONS_DIR")
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return [Path(named)] if named else sorted((cache / "torch_extensions").glob("py*"))
+
+
+def lacking_tools(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return what building some ops needs and this machine does not have."""
+    has = {
+        "g++": shutil.which(environ.get("CXX", "g++")),
+        "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
+        "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
+    }
+    if "async_io" in names:
+        has["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
+    if any(name.startswith("fused_") for name in names):
+        has["nvcc"] = shutil.which("nvcc") or Path(environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").exists()
+    return [name for name, found in has.items() if not found] if names else []
+
+
+def how_to_install(tools: Sequence[str]) -> str:
+    """Return what to type, or to get, for tools of `lacking`."""
+    commands = {
+        "g++": "apt install g++",
+        "ninja": "pip install ninja",
+        "Python.h": "apt install python3-dev",
+        "libaio.h": "apt install libaio-dev",
+        "nvcc": tr("the CUDA toolkit of torch.version.cuda, with CUDA_HOME set"),
+    }
+    return "; ".join(commands[tool] for tool in tools)
+
+
+def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Check that what DeepSpeed has to compile for a recipe can be compiled here; if not, say what to install."""
+    names = needed_ops(loaded.cfg, environ)
+    missing = [name for name in names if name not in built_ops(names, environ)]
+    tools = lacking_tools(missing, environ)
+    if not tools:
+        return
+    instead = {"async_io": "zero=stage3_offload", "deepspeed_shm_comm": "distributed.cpu_shared_memory=false"}
+    key = {"async_io": "zero.offload_optimizer.device", "deepspeed_shm_comm": "distributed.cpu_shared_memory"}
+    raise loaded.error(
+        key.get(missing[0], "optim.torch"),
+        "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "
+        "({commands}), or set {other}.",
+        ops=", ".join(missing),
+        tools=", ".join(tools),
+        commands=how_to_install(tools),
+        other=instead.get(missing[0], "optim.torch=true"),
+    )
+
+
+OPS = ("fused_adam", "cpu_adam", "async_io", "gds", "deepspeed_shm_comm", "deepspeed_ccl_comm", "utils")
+"""Names under which DeepSpeed 0.19.8 builds what a run may use."""
+YOUNG_S = 120.0
+"""Where something was written so recently somebody may be building: here, or on a machine that shares the folder."""
+
+
+def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
+    """Refuse to start beside a lock that nobody holds.
+
+    PyTorch's builder makes a file `lock` and polls for its end without a limit (torch 2.13, utils/file_baton.py). While
+    it works, ninja and the compiler have the build's folder as their working folder.
+    """
+    for lock, age_s in stale_build_locks(environ, proc):
+        raise LaunchError(
+            "{lock} was left {minutes} minutes ago by a build that did not come to its end, and no "
+            "process on this machine is building there now: this run would wait for it for ever. "
+            "Remove it:  rm {lock}",
+            lock=lock,
+            minutes=f"{age_s / 60:,.0f}",
+        )
+
+
+def stale_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> Iterator[tuple[Path, float]]:
+    """Yield the locks that nobody holds, and the seconds since anything happened beside them."""
+    for root in op_folders(environ):
+        for lock in (root / name / "lock" for name in OPS):
+            try:
+                # Another machine may be building in a folder that is shared: then something in it is new.
+                age_s = time.time() - max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
+            except OSError:  # there is none, or it has just been released
+                continue
+            if age_s <= YOUNG_S:
+                continue
+            builds = set[Path]()
+            for process in proc.glob("[0-9]*"):
+                with suppress(OSError):  # gone, or somebody else's
+                    builds.add((process / "cwd").readlink())
+            if lock.parent.resolve() not in builds:
+                yield lock, age_s

@@ -7,22 +7,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from toolkit.config import rule_tables as tables
+from toolkit.config import schema
 from toolkit.config.load import JSON, LoadedConfig, as_typed
 from toolkit.config.mesh import accumulation, check_split, mesh_of, model_ranks, nearest_multiples, with_micro_batch
 from toolkit.config.preflight import CUSTOM_FILES, FILES, HERE, check_tuning_here
 from toolkit.config.rule_tables import ReadWhen, Rule
-from toolkit.config.schema import (
-    AUTO,
-    EVAL_LOSS,
-    INTERFACES,
-    Init,
-    Metric,
-    OptimizerName,
-    RunConfig,
-    as_text,
-    bounds,
-    get_value,
-)
 from toolkit.errors import Problems, raise_all
 from toolkit.messages import ConfigError, did_you_mean, tr
 from toolkit.secrets import is_under_secret_name
@@ -87,13 +76,13 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[ReadWhen]) -> Iterat
     contradicts itself. Where a higher layer switched off what reads it, as `precision=bf16` does over a recipe with
     fp16's keys, it is a notice in `loaded`.
     """
-    cfg, default, seen = loaded.cfg, RunConfig(), set[str]()
+    cfg, default, seen = loaded.cfg, schema.RunConfig(), set[str]()
     for row in table:
         unread = set() if row.is_read(cfg) else {*tables.expand(row.keys)} & loaded.where.keys() - {*row.owners, *seen}
         for key in sorted(unread):
-            layer, value = loaded.layers.get(key, 0), get_value(cfg, key)
+            layer, value = loaded.layers.get(key, 0), schema.get_value(cfg, key)
             # What DeepSpeed's JSON names without effect its import has listed; DeepSpeed ignores it too.
-            if layer == JSON or value == get_value(default, key):
+            if layer == JSON or value == schema.get_value(default, key):
                 continue
             seen.add(key)
             # A key that nothing sets has the layer of the choice of its group.
@@ -111,14 +100,14 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[ReadWhen]) -> Iterat
                     "{key} = {value} has no effect: {reason}. Remove it, or set {key}={default}.",
                     value=as_typed(value),
                     reason=reason,
-                    default=as_typed(get_value(default, key)),
+                    default=as_typed(schema.get_value(default, key)),
                 )
 
 
 def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
     tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
-    for key, limits in bounds().items():
-        value: Any = get_value(loaded.cfg, key)
+    for key, limits in schema.bounds().items():
+        value: Any = schema.get_value(loaded.cfg, key)
         named = [(name, getattr(limit, name)) for limit in limits for name in tests if hasattr(limit, name)]
         if isinstance(value, (int, float)) and not (
             value < math.inf and all(tests[name](value, end) for name, end in named)
@@ -156,7 +145,7 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if any(ranks < 1 for ranks in sizes):
         yield loaded.error(key, "{key} = {value} must hold numbers of at least 1.")
         return
-    micro = 1 if cfg.batch.micro_per_gpu == AUTO else int(cfg.batch.micro_per_gpu)
+    micro = 1 if cfg.batch.micro_per_gpu == schema.AUTO else int(cfg.batch.micro_per_gpu)
     try:
         unit = micro * math.lcm(*(mesh_of(cfg, ranks).data_ranks for ranks in sizes))
     except ConfigError as error:
@@ -209,7 +198,7 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
     shape, size = loaded.cfg.model.shape, loaded.cfg.parallel.tensor
     sizes = {"heads": shape.num_heads, "key_heads": shape.num_kv_heads, "inner": shape.intermediate_size}
     try:
-        check_split(sizes, size if loaded.cfg.model.init is Init.random else 1)
+        check_split(sizes, size if loaded.cfg.model.init is schema.Init.random else 1)
     except ConfigError as error:
         yield loaded.about("parallel.tensor", str(error))
 
@@ -223,10 +212,10 @@ def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """What has not been tried together, and would go wrong in silence if it did."""
-    cfg = loaded.cfg
-    changed = [key for key in tables.GROUPING if get_value(cfg, key) != get_value(RunConfig(), key)]
-    is_muon = cfg.optim.name is OptimizerName.muon
-    if changed or is_muon or cfg.optim.name is OptimizerName.adamw_8bit:
+    cfg, default = loaded.cfg, schema.RunConfig()
+    changed = [key for key in tables.GROUPING if schema.get_value(cfg, key) != schema.get_value(default, key)]
+    is_muon = cfg.optim.name is schema.OptimizerName.muon
+    if changed or is_muon or cfg.optim.name is schema.OptimizerName.adamw_8bit:
         for condition in tables.UNTESTED + (tables.UNTESTED_WITH_MUON if is_muon else ()):
             if tables.when(condition)(cfg):
                 [other] = tables.keys_in(condition)
@@ -234,7 +223,7 @@ def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
                     changed[0] if changed else "optim.name",
                     "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
                     other=other,
-                    theirs=as_typed(get_value(cfg, other)),
+                    theirs=as_typed(schema.get_value(cfg, other)),
                 )
 
 
@@ -252,12 +241,12 @@ def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Reject variables that cannot be set, that launchers own, and secrets; never with a value, which may be one."""
     interface = loaded.cfg.distributed.interface
     for name, value in loaded.cfg.launch.env.items():
-        text = "" if value is None else as_text(value)
+        text = "" if value is None else schema.as_text(value)
         if not _NAME.fullmatch(name):
             reason = tr("this is no name of a variable: letters, digits and _ only, and no digit in front.")
         elif _OWNED.fullmatch(name):
             reason = tr("the launcher sets this variable for each rank. Remove it.")
-        elif name in INTERFACES and interface:
+        elif name in schema.INTERFACES and interface:
             reason = tr(
                 "distributed.interface = {interface} sets this variable. Keep one of the two.", interface=interface
             )
@@ -279,9 +268,9 @@ def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
 def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
-    known = [EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric is not Metric.length)]
+    known = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
     if evaluate.keep_best and evaluate.keep_best not in known:
-        could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in Metric if metric is not Metric.length}
+        could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
         yield loaded.error(
             key,
             "{key} = {value} is none of {known}. {advice}",
@@ -300,7 +289,7 @@ def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]
             ranks=world_size,
         )
     ranks, micro = mesh_of(loaded.cfg, world_size).data_ranks, batch.micro_per_gpu
-    if zero.zenflow.enabled and micro != AUTO and batch.global_size != micro * ranks:
+    if zero.zenflow.enabled and micro != schema.AUTO and batch.global_size != micro * ranks:
         yield loaded.error(
             "zero.zenflow.enabled",
             "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "

@@ -43,7 +43,7 @@ import psutil
 
 from toolkit import terminal
 from toolkit.errors import is_failure, system_text
-from toolkit.launch import environment, processes, rank_status
+from toolkit.launch import environment, processes
 from toolkit.messages import LaunchError, Stopped, ToolkitError, joined, tr
 from toolkit.secrets import hide
 
@@ -86,7 +86,7 @@ def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> 
         return _is_mine
     except OSError:
         file = None  # the folder is gone or full: better told twice than not at all
-    rank_status.report_status(code=code, died=time.time())
+    environment.report_status(code=code, died=time.time())
     if file:
         _is_mine = True
         with suppress(OSError), file:  # a full disk leaves it empty, which still ends the others
@@ -495,7 +495,7 @@ def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> N
         # A launcher signals the ranks that are left when one has failed: that one has the last word.
         if not another_has_failed():
             if _local_rank() == 0:
-                rank_status.report_status(code=code)
+                environment.report_status(code=code)
             if rank == 0:
                 _say(message, trace)
         return

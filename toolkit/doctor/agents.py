@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from toolkit import children
 from toolkit.config.schema import RunConfig
-from toolkit.doctor import facts, network
+from toolkit.doctor import facts
 from toolkit.launch.environment import PACKED
 from toolkit.messages import LaunchError, ToolkitError, set_language, tr
 
@@ -34,7 +34,7 @@ class Agent:
 
     def __init__(self, compose: Callable[[Sequence[str]], RunConfig]) -> None:
         self.compose = compose
-        self.listener: network.Listener | None = None
+        self.listener: facts.Listener | None = None
         self.marks: list[Path] = []
 
     def facts(self, words: Sequence[str], language: str, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Agent:
                 self.marks.append(mark)
                 found["marks"][name] = str(mark)
         try:
-            self.listener = network.Listener(address, port)
+            self.listener = facts.Listener(address, port)
         except OSError as error:
             return {**found, "error": error.strerror or str(error)}
         return {**found, "address": address, "tcp": self.listener.tcp, "udp": self.listener.udp}
@@ -74,11 +74,11 @@ class Agent:
     def reach(self, address: str, mtu: int, peers: Mapping[str, Any], marks: Mapping[str, str]) -> dict[str, Any]:
         """Try the others, and look for their files."""
         shared = {name: Path(mark).exists() for name, mark in marks.items()}
-        return {"peers": network.can_connect(address, mtu, peers), "shared": shared}
+        return {"peers": facts.can_connect(address, mtu, peers), "shared": shared}
 
     def speed(self, address: str, peer: Mapping[str, Any]) -> dict[str, Any]:
         """Measure how fast another machine sends to this one."""
-        return {"mb_s": network.speed(address, peer)}
+        return {"mb_s": facts.link_speed(address, peer)}
 
     def collective(self, environments: Sequence[Mapping[str, str]], backend: str, seconds: float) -> dict[str, Any]:
         """Start this machine's ranks of a real all-reduce, and return what each of them told before the time was up."""

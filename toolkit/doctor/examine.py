@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import INTERFACES, Backend, RunConfig
-from toolkit.doctor import findings, network
+from toolkit.doctor import findings
 from toolkit.doctor.agents import Hosts, SshOptions
-from toolkit.doctor.facts import FORWARDED, MATTERING, hashed
+from toolkit.doctor.facts import FORWARDED, MATTERING, chosen_card, hashed
 from toolkit.doctor.findings import ERROR, WARNING, Finding, finding
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.launch.hostfile import Resources
@@ -48,7 +48,7 @@ class Examination:
             self._ask(hosts, ERROR if not quick else WARNING)
             if self.facts and not quick:
                 backend, interface = self.backend, self.cfg.distributed.interface
-                cards = {host: network.chosen(one["network"], interface, backend) for host, one in self.facts.items()}
+                cards = {host: chosen_card(one["network"], interface, backend) for host, one in self.facts.items()}
                 if len(cards) > 1:
                     self.findings += findings.interfaces(cards, self.facts, interface, backend)
                     first, card = next(iter(cards.values()))

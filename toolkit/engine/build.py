@@ -10,26 +10,9 @@ from deepspeed.compile.util import is_deepcompile_supported
 from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
+from toolkit.config import schema
 from toolkit.config.rule_tables import is_client, is_grouped
-from toolkit.config.schema import (
-    ActivationCheckpointingConfig,
-    CompileConfig,
-    DecayOf,
-    OptimConfig,
-    OptimizerName,
-    PrecisionConfig,
-    When,
-)
-from toolkit.engine.deepspeed_patches import (
-    assert_frequencies_unchanged,
-    checkpoint_activations,
-    fit_reduce_bucket,
-    follow_schedule_in_zenflow,
-    patch_tensor_groups,
-    patch_zenflow,
-    rotary_frequencies,
-    scale_fp16_loss,
-)
+from toolkit.engine import deepspeed_patches
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.outline import layer_of
 
@@ -37,7 +20,7 @@ STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.pipeline)."""
 
 
-def use_tf32(precision: PrecisionConfig) -> None:
+def use_tf32(precision: schema.PrecisionConfig) -> None:
     """Let this process multiply fp32 matrices in TF32, or not, on GPUs; PyTorch's own default differs by operation."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
 
@@ -45,10 +28,10 @@ def use_tf32(precision: PrecisionConfig) -> None:
 def initialize_engine(
     model: PreTrainedModel | PipelineModule,
     ds_config: dict[str, Any],
-    activation_checkpointing: ActivationCheckpointingConfig,
+    activation_checkpointing: schema.ActivationCheckpointingConfig,
     make_schedule: Callable[[torch.optim.Optimizer], Any],
-    compiling: CompileConfig | None = None,
-    optim: OptimConfig | None = None,
+    compiling: schema.CompileConfig | None = None,
+    optim: schema.OptimConfig | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """Build the engine: partitioning and precision come from `ds_config` alone, and so does the optimizer if it can.
 
@@ -56,22 +39,22 @@ def initialize_engine(
     schedule.
     """
     if activation_checkpointing.enabled:
-        checkpoint_activations(getattr(model, STAGE, model), activation_checkpointing)
+        deepspeed_patches.checkpoint_activations(getattr(model, STAGE, model), activation_checkpointing)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     zero = ds_config["zero_optimization"]
     if "zenflow" in zero:
-        patch_zenflow(trained)
+        deepspeed_patches.patch_zenflow(trained)
     engine = _initialize(
         model,
-        fit_reduce_bucket(ds_config, trained),
-        model_parameters=parameter_groups(model.named_parameters(), optim or OptimConfig()),
+        deepspeed_patches.fit_reduce_bucket(ds_config, trained),
+        model_parameters=parameter_groups(model.named_parameters(), optim or schema.OptimConfig()),
         optimizer=client_optimizer(optim, "offload_optimizer" in zero) if optim else None,
-        mpu=patch_tensor_groups(model, ds_config),
+        mpu=deepspeed_patches.patch_tensor_groups(model, ds_config),
         lr_scheduler=make_schedule,
     )
-    scale_fp16_loss(engine)
+    deepspeed_patches.scale_fp16_loss(engine)
     if "zenflow" in zero:
-        follow_schedule_in_zenflow(engine)
+        deepspeed_patches.follow_schedule_in_zenflow(engine)
     if compiling is None or not compiling.enabled:
         return engine
     known = torch.compiler.list_backends(exclude_tags=())
@@ -83,7 +66,7 @@ def initialize_engine(
         )
     if compiling.deepcompile and not is_deepcompile_supported():
         raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
-    dynamic = {When.auto: None, When.always: True, When.never: False}[compiling.dynamic]
+    dynamic = {"auto": None, "always": True, "never": False}[compiling.dynamic.value]
     try:
         engine.compile(compiling.backend, {"dynamic": dynamic, **({"mode": compiling.mode} if compiling.mode else {})})
     except (AssertionError, ValueError, RuntimeError) as error:
@@ -102,12 +85,12 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
 def _initialize(
     model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any], **options: Any
 ) -> deepspeed.DeepSpeedEngine:
-    frequencies = rotary_frequencies(getattr(model, STAGE, model))
+    frequencies = deepspeed_patches.rotary_frequencies(getattr(model, STAGE, model))
     try:
         engine, *_ = deepspeed.initialize(model=model, config=ds_config, dist_init_required=False, **options)
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise _refusal(error) from error
-    assert_frequencies_unchanged(getattr(engine.module, STAGE, engine.module), frequencies)
+    deepspeed_patches.assert_frequencies_unchanged(getattr(engine.module, STAGE, engine.module), frequencies)
     return engine
 
 
@@ -118,7 +101,7 @@ def _refusal(error: Exception) -> ConfigError:
 Groups = list[torch.nn.Parameter] | list[dict[str, Any]]
 
 
-def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: OptimConfig) -> Groups:
+def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: schema.OptimConfig) -> Groups:
     """Return what is trained: the parameters, or groups of those with the same rate and weight decay.
 
     The rate falls from layer to layer as in ELECTRA (arXiv 2003.10555, appendix B) and BEiT. The group with the highest
@@ -132,7 +115,7 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: Opt
     for name, parameter in trained:
         layer, rate = layer_of(name), optim.lr
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
-        decays = {DecayOf.all: True, DecayOf.matrices: is_matrix, DecayOf.hidden: is_matrix and layer >= 0}[optim.decay]
+        decays = {"all": True, "matrices": is_matrix, "hidden": is_matrix and layer >= 0}[optim.decay.value]
         # What DeepSpeed's Muon orthogonalizes (0.19.8, deepspeed/__init__.py, set_optimizer_flags).
         is_muon = is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
         if optim.adam_lr and not is_muon:
@@ -146,17 +129,17 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: Opt
     ]
 
 
-def client_optimizer(optim: OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:
+def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:
     """Return what makes the optimizer of parameters or groups; None where DeepSpeed does, by its name."""
     settings: dict[str, Any] = {"lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
-    if optim.name is OptimizerName.adamw_8bit:
+    if optim.name is schema.OptimizerName.adamw_8bit:
         from bitsandbytes.optim import AdamW8bit
 
         return lambda groups: AdamW8bit(groups, eps=optim.eps, **settings)
     if is_client(optim):
         return lambda groups: Lion(groups, **settings)
     on_cpu = get_accelerator().device_name() == "cpu"
-    if optim.name is OptimizerName.lion and on_cpu and not is_offloaded:
+    if optim.name is schema.OptimizerName.lion and on_cpu and not is_offloaded:
         raise ConfigError(tr("optim.name = lion: DeepSpeed has no FusedLion for CPU ranks. Add optim.torch=true."))
     return None
 

@@ -2,69 +2,162 @@
 
 Two dictionaries say which key of the schema owns which DeepSpeed key: `SAME` for values that pass unchanged,
 `DERIVED` for the others. Import (ds_import) reads the same tables backwards, so both directions cannot drift apart.
-Optimizer and learning-rate schedule have a function each.
+Optimizer and learning-rate schedule have a function each. Names are checked against ds_keys.json: DeepSpeed ignores
+unknown ones silently, so they are rejected here.
 """
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any
 
 from toolkit import messages
+from toolkit.config import schema
 from toolkit.config.mesh import accumulation, mesh_of, partition_config
-from toolkit.config.ops import with_optimizer
-from toolkit.config.rule_tables import (
-    OPTIMIZERS,
-    SOMETIMES_READ,
-    is_client,
-    is_grouped,
-)
-from toolkit.config.schema import (
-    STAGE3_KEYS,
-    SUPER_OFFLOAD_KEYS,
-    ActivationCheckpointingConfig,
-    AioConfig,
-    CommsLoggerConfig,
-    Device,
-    Dtype,
-    FlopsProfilerConfig,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
-    OptimizerName,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-    ScheduleName,
-    ZenFlowConfig,
-    ZeroConfig,
-    get_value,
-    leaves,
-    set_leaf,
-)
-from toolkit.engine.ds_keys import check_extra
-from toolkit.messages import tr
+from toolkit.config.preflight import with_optimizer
+from toolkit.config.rule_tables import OPTIMIZERS, SOMETIMES_READ, is_client, is_grouped
+from toolkit.errors import raise_all
+from toolkit.messages import ConfigError, nearest, tr
+
+_TABLE = json.loads(Path(__file__).with_name("ds_keys.json").read_text(encoding="utf-8"))
+KEYS: dict[str, Any] = _TABLE["keys"]
+"""Name -> the names below it, None where it is no section."""
+RENAMED: dict[str, str] = _TABLE["renamed"]
+REMOVED: list[str] = _TABLE["removed"]
+# Names that people write and that DeepSpeed never had at that place, or refuses there.
+ELSEWHERE = {
+    "optimizer.params.max_grad_norm": "gradient_clipping",
+    "optimizer.params.learning_rate": "optimizer.params.lr",
+}
+# What does today what a removed section did, and the page about it.
+INSTEAD = {
+    "elasticity": ("batch.world_sizes", "docs/data_efficiency.md"),
+    "curriculum_learning": ("data.curriculum", "docs/data_efficiency.md"),
+    "zero_optimization.mics_shard_size": ("zero.zero_hpz_partition_size", "docs/zero.md"),
+}
+# Without these DeepSpeed (0.19.8) does not look at a step's gradient norm, or goes on if it is not finite.
+NEEDED = ("zero_optimization.compute_grad_norm", "bf16.check_grad_overflow")
+MOST_PROBLEMS = 20
+"""So many are named one by one."""
+
+
+def dotted_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
+    """Yield every key of DeepSpeed's JSON as a dotted path, sections included."""
+    for name, children in (KEYS if tree is None else tree).items():
+        yield prefix + name
+        if children:
+            yield from dotted_keys(children, f"{prefix}{name}.")
+
+
+def wrong_names(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every name below `section` that cannot be in DeepSpeed's JSON; see `wrong_name`."""
+    known: dict[str, Any] = KEYS if tree is None else tree
+    for name, value in section.items():
+        key, below = prefix + name, known.get(name)
+        if key == "data_efficiency" or name not in known or (below and not isinstance(value, dict | None)):
+            yield key
+        elif below and value:
+            yield from wrong_names(value, below, f"{key}.")
+
+
+def wrong_name(key: str) -> str:
+    """Return what is wrong with a name of `wrong_names`, and what was meant; it takes milliseconds to find out."""
+    prefix, _, name = key.rpartition(".")
+    siblings: dict[str, Any] = KEYS
+    for section in prefix.split(".") if prefix else ():
+        siblings = siblings.get(section) or {}
+    if key == "data_efficiency":
+        return tr(
+            "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
+            "and use data.curriculum or train.random_ltd instead (docs/data_efficiency.md).",
+            key=key,
+        )
+    if name in siblings:
+        return tr("'{key}' is a section, so it needs {{...}}, not a value.", key=key)
+    if key in INSTEAD:
+        schema, page = INSTEAD[key]
+        return tr(
+            "'{key}' belongs to a feature that was removed from DeepSpeed. Take it out, and use {schema} instead "
+            "({page}).",
+            key=key,
+            schema=schema,
+            page=page,
+        )
+    if key in REMOVED:
+        return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)
+    if key in RENAMED:
+        return tr("'{key}' is an old name. Write '{today}'.", key=key, today=RENAMED[key])
+    places = [other for other in dotted_keys() if other.rpartition(".")[2] == name]
+    close = nearest(name, siblings)
+    guess = ELSEWHERE.get(key) or next(iter(places), None) or (key.removesuffix(name) + close if close else None)
+    guess = guess or nearest(key, dotted_keys())
+    if guess is None:
+        return tr("DeepSpeed has no key '{key}'.", key=key)
+    if guess in places:
+        return tr("'{key}' is in the wrong section. It belongs to '{guess}'.", key=key, guess=guess)
+    return tr("DeepSpeed has no key '{key}'. Did you mean '{guess}'?", key=key, guess=guess)
+
+
+def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
+    """Reject unknown names in ds_extra, and keys that the schema owns.
+
+    `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> the position that set it.
+    """
+    values, wrong = dict(schema.leaves(extra)), dict.fromkeys(wrong_names(extra))
+    for key, value in values.items():
+        ours = next((name for name in accumulate(key.split("."), "{}.{}".format) if name in owned), "")
+        if ours or value is None or value == "auto" or (key in NEEDED and value is False):
+            wrong[ours or key] = None
+    errors = []
+    for key in islice(wrong, MOST_PROBLEMS):
+        if key in owned:
+            sentence = tr("set {schema} instead; ds_extra is for keys that have no own place.", schema=owned[key])
+        elif key in NEEDED and values[key] is False:
+            sentence = tr(
+                "cannot be false: every step is judged by the norm of its gradient before it changes the weights "
+                "(train.on_bad_step). Take it out."
+            )
+        elif values.get(key, 0) in (None, "auto"):
+            sentence = tr(
+                "needs a value; {value} would be read as something else by DeepSpeed.", value=repr(values[key])
+            )
+        else:
+            sentence = wrong_name(key)
+        full, place = f"ds_extra.{key}", ""
+        for known, position in (where or {}).items():  # its own position, or the first one above or below it
+            if not place and (full == known or full.startswith(f"{known}.") or known.startswith(f"{full}.")):
+                place = tr("{place}: ", place=position)
+        errors.append(ConfigError(f"{place}{full}: {sentence}"))
+    if len(wrong) > MOST_PROBLEMS:
+        errors.append(ConfigError("… and {count} more.", count=f"{len(wrong) - MOST_PROBLEMS:,}"))
+    raise_all(errors)
+
 
 # DeepSpeed prints its own progress line every so many steps, and its default was 10 in older versions.
 SILENT = 2_000_000_000
 
 
-def _names(kind: type, *without: str) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(kind) if item.name not in without)
+def _shared(section: str, *without: str) -> tuple[str, tuple[str, ...]]:
+    """Return a section of the schema, and the names in it that DeepSpeed's section has too."""
+    defaults: Any = schema.get_value(schema.RunConfig(), section)
+    return section, tuple(item.name for item in fields(defaults) if item.name not in without)
 
 
 # DeepSpeed section -> (schema section, the names that both share)
 SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "zero_optimization": ("zero", _names(ZeroConfig, "offload_optimizer", "offload_param", "zenflow", "aio")),
-    "zero_optimization.offload_optimizer": ("zero.offload_optimizer", _names(OffloadOptimizerConfig)),
-    "zero_optimization.offload_param": ("zero.offload_param", _names(OffloadParamConfig)),
-    "zero_optimization.zenflow": ("zero.zenflow", _names(ZenFlowConfig, "enabled")),
-    "aio": ("zero.aio", _names(AioConfig)),
-    "fp16": ("precision", _names(PrecisionConfig, "dtype", "tf32")),
+    "zero_optimization": _shared("zero", "offload_optimizer", "offload_param", "zenflow", "aio"),
+    "zero_optimization.offload_optimizer": _shared("zero.offload_optimizer"),
+    "zero_optimization.offload_param": _shared("zero.offload_param"),
+    "zero_optimization.zenflow": _shared("zero.zenflow", "enabled"),
+    "aio": _shared("zero.aio"),
+    "fp16": _shared("precision", "dtype", "tf32"),
     "optimizer.params": ("optim", ("lr", "weight_decay", *SOMETIMES_READ)),
-    "activation_checkpointing": ("train.activation_checkpointing", _names(ActivationCheckpointingConfig, "enabled")),
-    "flops_profiler": ("profile.flops", _names(FlopsProfilerConfig)),
-    "comms_logger": ("profile.comms", _names(CommsLoggerConfig)),
+    "activation_checkpointing": _shared("train.activation_checkpointing", "enabled"),
+    "flops_profiler": _shared("profile.flops"),
+    "comms_logger": _shared("profile.comms"),
 }
 SAME: dict[str, str] = {
     "train_batch_size": "batch.global_size",
@@ -127,7 +220,7 @@ class DsConfig:
 
     def put(self, key: str, value: Any, why: str) -> None:
         """Set a dotted DeepSpeed key."""
-        set_leaf(self.values, key, value)
+        schema.set_leaf(self.values, key, value)
         self.why[key] = why
 
     def omit(self, template: str, /, **values: object) -> None:
@@ -135,13 +228,13 @@ class DsConfig:
         self.missing.append(messages.tr(template, **values))
 
 
-def read_key(cfg: RunConfig, key: str) -> Any:
+def read_key(cfg: schema.RunConfig, key: str) -> Any:
     """Return the value of a dotted schema key, with enums as their plain strings."""
-    value = get_value(cfg, key)
+    value = schema.get_value(cfg, key)
     return getattr(value, "value", list(value) if isinstance(value, list) else value)
 
 
-def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
+def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
     """Write a run's settings as DeepSpeed's JSON.
 
     Where `total_steps`, those of the whole run, is None and `train.max_steps` is 0, a scheduler that depends on it is
@@ -151,9 +244,9 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
     cfg, reason = with_optimizer(cfg)
     ds = DsConfig()
     _batch(ds, cfg, world_size)
-    ds.put("fp16.enabled", cfg.precision.dtype is Dtype.fp16, "precision.dtype")
-    ds.put("bf16.enabled", cfg.precision.dtype is Dtype.bf16, "precision.dtype")
-    if cfg.precision.dtype is Dtype.fp16:
+    ds.put("fp16.enabled", cfg.precision.dtype is schema.Dtype.fp16, "precision.dtype")
+    ds.put("bf16.enabled", cfg.precision.dtype is schema.Dtype.bf16, "precision.dtype")
+    if cfg.precision.dtype is schema.Dtype.fp16:
         _copy(ds, cfg, "fp16")
     ds.put("data_types.grad_accum_dtype", *_accumulation_dtype(cfg))
     _zero(ds, cfg)
@@ -180,7 +273,7 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
             "DeepSpeed's monitors, which stay off.",
             names=", ".join(trackers),
         )
-    for key, value in leaves(cfg.ds_extra):
+    for key, value in schema.leaves(cfg.ds_extra):
         ds.put(key, value, f"ds_extra.{key}")
     return ds
 
@@ -188,7 +281,7 @@ def build_ds_config(cfg: RunConfig, world_size: int, total_steps: int | None = N
 def explain(ds: DsConfig, where: dict[str, str]) -> str:
     """Return a table: each DeepSpeed key, its value, the schema key or formula, and `where` that was set."""
     rows = []
-    for key, value in leaves(ds.values):
+    for key, value in schema.leaves(ds.values):
         why = ds.why[key]
         if not why.startswith("="):
             above = [head for head in accumulate(why.split("."), "{}.{}".format) if head in where]
@@ -198,16 +291,16 @@ def explain(ds: DsConfig, where: dict[str, str]) -> str:
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {why}" for key, value, why in rows)
 
 
-def _same(ds: DsConfig, cfg: RunConfig, *keys: str) -> None:
+def _same(ds: DsConfig, cfg: schema.RunConfig, *keys: str) -> None:
     for key in keys:
         ds.put(key, read_key(cfg, SAME[key]), SAME[key])
 
 
-def _copy(ds: DsConfig, cfg: RunConfig, section: str, *without: str) -> None:
+def _copy(ds: DsConfig, cfg: schema.RunConfig, section: str, *without: str) -> None:
     _same(ds, cfg, *(f"{section}.{name}" for name in SECTIONS[section][1] if name not in without))
 
 
-def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
+def _batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
     times = accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
     _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
     ds.put(
@@ -225,7 +318,7 @@ def _batch(ds: DsConfig, cfg: RunConfig, world_size: int) -> None:
     ds.put("steps_per_print", SILENT, f"= {SILENT}: DeepSpeed's own progress lines are off, see train.log_every")
 
 
-def _accumulation_dtype(cfg: RunConfig) -> tuple[str, str]:
+def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
     """Return the type in which micro-batches' gradients are added up, and why (read in DeepSpeed 0.19.8).
 
     bf16 keeps 8 bits, so sums over many micro-batches lose the small ones; fp32 is right wherever DeepSpeed can:
@@ -234,26 +327,26 @@ def _accumulation_dtype(cfg: RunConfig) -> tuple[str, str]:
     fp16 gradients are scaled against loss of small values and checked for overflow, and stay fp16.
     """
     dtype, stage = cfg.precision.dtype, cfg.zero.stage
-    offloaded = cfg.zero.offload_optimizer.device is not Device.none
-    if dtype is Dtype.bf16 and (stage == 3 or (stage in (1, 2) and not offloaded)):
+    offloaded = cfg.zero.offload_optimizer.device is not schema.Device.none
+    if dtype is schema.Dtype.bf16 and (stage == 3 or (stage in (1, 2) and not offloaded)):
         return ("fp32", f"= fp32: bf16 sums lose small gradients, and stage {stage} can add up in fp32")
     return (dtype.value, f"= precision.dtype {dtype.value}: stage {stage} adds up in the model's own type")
 
 
-def _zero(ds: DsConfig, cfg: RunConfig) -> None:
+def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
     zero = cfg.zero
     if zero.stage == 0:
         _same(ds, cfg, "zero_optimization.stage")
         return
-    _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else STAGE3_KEYS))
-    if zero.stage == 3 and cfg.optim.name is OptimizerName.muon:
+    _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else schema.STAGE3_KEYS))
+    if zero.stage == 3 and cfg.optim.name is schema.OptimizerName.muon:
         ds.put("zero_optimization.reduce_scatter", False, "= false: Muon needs whole gradients")
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        if offload.device is not Device.none:
-            unread: tuple[str, ...] = () if offload.device is Device.nvme else ("nvme_path",)
-            unread += () if zero.offload_optimizer.super_offload else SUPER_OFFLOAD_KEYS
+        if offload.device is not schema.Device.none:
+            unread: tuple[str, ...] = () if offload.device is schema.Device.nvme else ("nvme_path",)
+            unread += () if zero.offload_optimizer.super_offload else schema.SUPER_OFFLOAD_KEYS
             _copy(ds, cfg, f"zero_optimization.{name}", *unread)
-    if Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
+    if schema.Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
         _copy(ds, cfg, "aio")
     if zero.zenflow.enabled:
         _copy(ds, cfg, "zero_optimization.zenflow")
@@ -261,13 +354,13 @@ def _zero(ds: DsConfig, cfg: RunConfig) -> None:
         ds.put("zero_optimization.zenflow.select_strategy", "step", "zero.zenflow.enabled")
 
 
-def optimizer_section(ds: DsConfig, cfg: RunConfig, reason: str) -> None:
+def optimizer_section(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
     """Name the optimizer and its settings, or what JSON cannot say. `reason`: why auto chose `optim.torch`, else ""."""
     optim, kind, params = cfg.optim, OPTIMIZERS[cfg.optim.name], "optimizer.params."
     # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
     if cfg.zero.stage and (is_client(optim) or not kind.is_known):
         ds.put("zero_allow_untested_optimizer", True, "= true: DeepSpeed has not tested its ZeRO with optim.name")
-    if is_client(optim) and cfg.zero.offload_optimizer.device is not Device.none:
+    if is_client(optim) and cfg.zero.offload_optimizer.device is not schema.Device.none:
         ds.put("zero_force_ds_cpu_optimizer", False, "= false: optim.name is offloaded, and not DeepSpeed's own")
     if is_grouped(optim):
         ds.omit(
@@ -297,13 +390,13 @@ def optimizer_section(ds: DsConfig, cfg: RunConfig, reason: str) -> None:
 
 
 SCHEDULERS = {
-    ScheduleName.constant: "WarmupLR",
-    ScheduleName.linear: "WarmupDecayLR",
-    ScheduleName.cosine: "WarmupCosineLR",
+    schema.ScheduleName.constant: "WarmupLR",
+    schema.ScheduleName.linear: "WarmupDecayLR",
+    schema.ScheduleName.cosine: "WarmupCosineLR",
 }
 
 
-def warmup_steps(cfg: RunConfig, total_steps: int) -> int:
+def warmup_steps(cfg: schema.RunConfig, total_steps: int) -> int:
     """Return the optimizer steps of warm-up: `schedule.warmup_steps`, or `schedule.warmup_ratio` of all, rounded up."""
     if cfg.schedule.warmup_ratio:
         # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
@@ -311,13 +404,13 @@ def warmup_steps(cfg: RunConfig, total_steps: int) -> int:
     return cfg.schedule.warmup_steps
 
 
-def warmup_lowest(schedule: ScheduleConfig, steps: int) -> float:
+def warmup_lowest(schedule: schema.ScheduleConfig, steps: int) -> float:
     """Return the first learning rate of a warm-up of so many steps as a fraction of the peak."""
     given = schedule.warmup_min_ratio
     return given if given >= 0 else 1.0 / max(2, steps)  # DeepSpeed warms up for 2 steps at least
 
 
-def scheduler_section(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> None:
+def scheduler_section(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | None) -> None:
     """Name DeepSpeed's scheduler that is equal to ours (train/schedule.py), or say what it does otherwise."""
     schedule = cfg.schedule
     if schedule.name not in SCHEDULERS:
@@ -327,7 +420,7 @@ def scheduler_section(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> 
             name=schedule.name.value,
         )
         return
-    constant = schedule.name is ScheduleName.constant
+    constant = schedule.name is schema.ScheduleName.constant
     if total_steps is None and (not constant or schedule.warmup_ratio):
         ds.omit(
             "The scheduler is omitted, because it depends on the number of steps, which comes from the "
@@ -348,13 +441,13 @@ def scheduler_section(ds: DsConfig, cfg: RunConfig, total_steps: int | None) -> 
     _named_scheduler(ds, cfg, steps, total_steps)
 
 
-def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int | None) -> None:
+def _named_scheduler(ds: DsConfig, cfg: schema.RunConfig, steps: int, total_steps: int | None) -> None:
     schedule, params = cfg.schedule, "scheduler.params."
     lowest = warmup_lowest(schedule, steps)
     is_given = schedule.warmup_min_ratio >= 0
     why = f"= schedule.warmup_min_ratio {lowest}" if is_given else f"= 1 / {round(1 / lowest)} steps of warm-up"
     ds.put("scheduler.type", SCHEDULERS[schedule.name], "schedule.name")
-    if schedule.name is ScheduleName.cosine:
+    if schedule.name is schema.ScheduleName.cosine:
         ds.put(params + "warmup_min_ratio", lowest, why)
         if lowest:
             ds.omit(
@@ -370,7 +463,7 @@ def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int 
             f"{why} x optim.lr {cfg.optim.lr}",
         )
         ds.put(params + "warmup_max_lr", cfg.optim.lr, "optim.lr")
-    if schedule.name is ScheduleName.linear and lowest:
+    if schedule.name is schema.ScheduleName.linear and lowest:
         ds.omit(
             "DeepSpeed's WarmupDecayLR ends at the learning rate of its first step, {rate}; in a run of the "
             "toolkit the learning rate falls to 0. The steps of the warm-up are equal.",
@@ -379,7 +472,7 @@ def _named_scheduler(ds: DsConfig, cfg: RunConfig, steps: int, total_steps: int 
     ratio = f"= schedule.warmup_ratio {schedule.warmup_ratio} x {total_steps} steps, rounded up"
     ds.put(params + "warmup_num_steps", steps, ratio if schedule.warmup_ratio else "schedule.warmup_steps")
     ds.put(params + "warmup_type", schedule.warmup_type.value, "schedule.warmup_type")
-    if schedule.name is not ScheduleName.constant:
+    if schedule.name is not schema.ScheduleName.constant:
         given = total_steps == cfg.train.max_steps
         why = "train.max_steps" if given else f"= train.epochs {cfg.train.epochs} x steps of one pass over the data"
         ds.put(params + "total_num_steps", total_steps, why)

@@ -20,8 +20,20 @@ from toolkit.config.load import JSON, TYPED, LoadedConfig, replace
 from toolkit.config.mesh import micro_rows, model_ranks, partition_config, with_micro_batch
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import AUTO, RunConfig, get_value, leaves, set_leaf
-from toolkit.engine.ds_config import OWNED, SAME, SCHEDULERS, build_ds_config, read_key
-from toolkit.engine.ds_keys import INSTEAD, KEYS, REMOVED, RENAMED, dotted_keys, wrong_name, wrong_names
+from toolkit.engine.ds_config import (
+    INSTEAD,
+    KEYS,
+    OWNED,
+    REMOVED,
+    RENAMED,
+    SAME,
+    SCHEDULERS,
+    build_ds_config,
+    dotted_keys,
+    read_key,
+    wrong_name,
+    wrong_names,
+)
 from toolkit.errors import Problems, reason_of
 from toolkit.messages import ConfigError, tr
 

@@ -13,7 +13,7 @@ from toolkit import secrets
 from toolkit.config.schema import RunConfig
 from toolkit.doctor.examine import plan_examination
 from toolkit.doctor.findings import ERROR, WARNING
-from toolkit.launch import deepspeed, environment, hostfile, processes, rank_status
+from toolkit.launch import deepspeed, environment, hostfile, processes
 from toolkit.messages import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError, say, tr
 from toolkit.train import run_dir
 
@@ -164,24 +164,24 @@ class Attempt:
     """One start of the ranks."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str], restart: int, most: int, died: float) -> None:
-        self.path = rank_status.create_status_file(folder, restart)
+        self.path = environment.create_status_file(folder, restart)
         # ssh alone waits for hours for a lost machine; the environment's own arguments come first, as the first counts.
         ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o ServerAliveInterval=10 -o ServerAliveCountMax=3".strip()
-        self.environ = {**environ, "PDSH_SSH_ARGS_APPEND": ssh, **rank_status.status_variables(self.path)}
+        self.environ = {**environ, "PDSH_SSH_ARGS_APPEND": ssh, **environment.status_variables(self.path)}
         self.restart, self.most, self.died = restart, most, died
 
     def final_status(self, patience_s: float) -> dict[str, Any]:
         """Return what the ranks have reported when their launcher has ended; other nodes get `patience_s` to do so."""
         until = time.monotonic() + patience_s
         while True:
-            status = rank_status.read_status(self.environ)
+            status = environment.read_status(self.environ)
             if "folder" not in status or "code" in status or time.monotonic() >= until:
                 return status
             time.sleep(0.5)
 
     def look(self) -> None:
         """Print once how long it took until a restarted run has done a new step."""
-        if self.died and (step := rank_status.read_status(self.environ).get("first_step")):
+        if self.died and (step := environment.read_status(self.environ).get("first_step")):
             say(
                 "Restart {restart} of {most}: {seconds} s from the death to the first new step (step {step}).",
                 restart=self.restart,

@@ -22,8 +22,7 @@ from typing import Any
 import psutil
 
 from toolkit import children
-from toolkit.launch import rank_status
-from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, strip_launcher_arguments, variables_of_files
+from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, read_status, strip_launcher_arguments, variables_of_files
 from toolkit.launch.hostfile import SELECTING, Resources, is_here, read_hostfile, select_gpus
 from toolkit.launch.processes import DEEPSPEED, LAUNCHERS, TYPED_LAUNCHERS
 from toolkit.messages import LaunchError, tr
@@ -328,13 +327,13 @@ def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
 
 def restart_number(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often these ranks have been started again by whoever starts them; 0 the first time."""
-    told = rank_status.read_status(environ)
+    told = read_status(environ)
     return int(told["restart"] if told else environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def check_restarts(most: int, ranks: Ranks, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
     """Refuse what would not be started again, or more often than was asked for."""
-    if rank_status.read_status(environ):
+    if read_status(environ):
         return
     if ranks.launcher == "torchrun":
         given = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

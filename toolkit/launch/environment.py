@@ -5,6 +5,11 @@ rank composes the same recipe, so it sets the variables with a value itself: no 
 the way. Secrets are in the environment where the command was typed. Launchers of several nodes get them from `toolkit
 launch` in ways in which no command line, log or file has them. Of MPI only mpirun is used: it starts the ranks, and
 they meet as under any other launcher.
+
+What ranks report to `toolkit launch` past their launcher, which drops it (exit code, run directory, first step), is a
+file of JSON lines in `run.dir`, which all nodes see. Its name is in a variable that begins with PYTHON, as DeepSpeed's
+launcher passes nothing else of ours to other nodes (deepspeed 0.19.8, runner.py, EXPORT_ENVS). To an mpirun it passes
+values with a space, and others, between quotes that no shell removes (multinode_runner.py, add_export).
 """
 
 import json
@@ -14,6 +19,7 @@ import re
 import socket
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +30,6 @@ import psutil
 
 from toolkit import secrets
 from toolkit.config.schema import INTERFACES, LaunchConfig
-from toolkit.launch import rank_status
 from toolkit.messages import LaunchError, set_main_rank, tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
@@ -195,7 +200,7 @@ def meeting_port(rank_variable: str) -> int:
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return an environment for a process of this package that is no rank, and reports nothing to `toolkit launch`."""
     names = {
-        rank_status.VARIABLE,
+        STATUS_VARIABLE,
         "MASTER_ADDR",
         "MASTER_PORT",
         *(name for names in VARIABLES.values() for name in names),
@@ -260,7 +265,7 @@ def check_port(environ: Mapping[str, str]) -> None:
 
 def mpi_notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) -> list[str]:
     """Return what a user of Open MPI's mpirun should know; `toolkit launch` takes care of it."""
-    if launcher != "openmpi" or rank_status.read_status(environ):
+    if launcher != "openmpi" or read_status(environ):
         return []
     # It would be asked in vain for more time: Open MPI 4.1 waits its odls_base_sigkill_timeout out whatever happens.
     said = [
@@ -416,3 +421,48 @@ def values_of_files(files: Iterable[Path]) -> dict[str, str]:
     """Return what the files of `variables_of_files` set, the last one winning."""
     lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
     return {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
+
+
+STATUS_VARIABLE = "PYTHON_TOOLKIT_REPORT"
+_LAUNCHED_BY = "PYTHON_TOOLKIT_LAUNCHED_BY"
+"""Host and process of `toolkit launch`: in the environment, as the file is gone with it."""
+
+
+def create_status_file(folder: Path, restart: int) -> Path:
+    """Make the file for one start of the ranks, with who reads it; `restart`: how often they were started before."""
+    handle, name = tempfile.mkstemp(prefix=".launch-", suffix=".jsonl", dir=folder)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "restart": restart}) + "\n")
+    return Path(name)
+
+
+def status_variables(file: Path) -> dict[str, str]:
+    """Return what `toolkit launch` adds to its ranks' environment."""
+    return {STATUS_VARIABLE: str(file), _LAUNCHED_BY: f"{socket.gethostname()}:{os.getpid()}"}
+
+
+def front_end(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the process of the `toolkit launch` on this machine that started this rank; 0 without one."""
+    host, _, pid = environ.get(_LAUNCHED_BY, "").rpartition(":")
+    return int(pid) if host == socket.gethostname() and pid.isdecimal() else 0
+
+
+def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None:
+    """Tell something; nothing happens where no `toolkit launch` listens."""
+    with suppress(OSError):  # it is gone with its reader
+        handle = os.open(_status_file(environ), os.O_WRONLY | os.O_APPEND)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(facts) + "\n")
+
+
+def read_status(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Return what has been told, {} where no `toolkit launch` listens. Of several words on a thing the first counts."""
+    found: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        for line in Path(_status_file(environ)).read_text(encoding="utf-8").splitlines():
+            found = {**json.loads(line), **found}
+    return found
+
+
+def _status_file(environ: Mapping[str, str]) -> str:
+    return environ.get(STATUS_VARIABLE, "").strip('"') or os.devnull

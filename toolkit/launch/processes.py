@@ -21,8 +21,7 @@ from types import FrameType, SimpleNamespace
 import psutil
 
 from toolkit import children
-from toolkit.launch import rank_status
-from toolkit.launch.environment import MPI_LAUNCHERS, VARIABLES, Ranks, without_ranks
+from toolkit.launch.environment import MPI_LAUNCHERS, STATUS_VARIABLE, VARIABLES, Ranks, front_end, without_ranks
 from toolkit.messages import tr
 
 FRONT_END, NODE_LAUNCHER = "deepspeed.launcher.runner", "deepspeed.launcher.launch"
@@ -78,14 +77,14 @@ def run_launcher(
 ) -> int:
     """Run a launcher until nothing of it is left on this machine; return its exit code, negative if a signal killed it.
 
-    Ranks are known by `environ`, which holds `rank_status.status_variables`, where they are in a session of their own,
+    Ranks are known by `environ`, which holds `status_variables`, where they are in a session of their own,
     else by their arguments `words`. `requests` are passed on to all at once; `look` is called several times a second;
     what has lost its launcher is killed after `patience_s`.
     """
     # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
     process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
     passed = ended = 0.0
-    told, seen = environ[rank_status.VARIABLE], False
+    told, seen = environ[STATUS_VARIABLE], False
     while (code := process.poll()) is None or _session_processes(process.pid) or _find_ranks(words, told):
         now = time.monotonic()
         if requests.is_new or (requests.last and now - passed > _AGAIN_S):
@@ -142,7 +141,7 @@ def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
         with suppress(psutil.Error):
             if process.cmdline()[-len(words) :] == list(words) and process.status() != psutil.STATUS_ZOMBIE:
                 environ = process.environ()
-                if _LOCAL_RANK_NAMES & environ.keys() and told in environ.get(rank_status.VARIABLE, ""):
+                if _LOCAL_RANK_NAMES & environ.keys() and told in environ.get(STATUS_VARIABLE, ""):
                     found[process.pid] = process.ppid()
     return [psutil.Process(pid) for pid, parent in found.items() if parent not in found and psutil.pid_exists(pid)]
 
@@ -157,7 +156,7 @@ def exit_with_launcher(ranks: Ranks) -> str:
     if is_watched or ranks.launcher not in ("deepspeed", "torchrun", *MPI_LAUNCHERS):
         return ""
     children.end_with_parent()
-    watched = [rank_status.front_end()]
+    watched = [front_end()]
     with suppress(OSError, psutil.Error):
         rank = psutil.Process()
         if launcher := rank.parent():

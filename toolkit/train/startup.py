@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.arguments import Arguments, parse, parse_checked
-from toolkit.config import files, ops
+from toolkit.config import files
 from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation, mesh_of
-from toolkit.config.ops import check_compiler
-from toolkit.config.preflight import check_track_here
+from toolkit.config.preflight import check_build_locks, check_compiler, check_track_here
 from toolkit.config.schema import AUTO, ModelConfig, RunConfig
 from toolkit.errors import Problems
 from toolkit.launch import deepspeed, environment
@@ -69,7 +68,7 @@ def set_environment(cfg: RunConfig, ranks: environment.Ranks, inherited: dict[st
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     environment.check_port(os.environ)
-    ops.check_build_locks(os.environ)
+    check_build_locks(os.environ)
 
 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:

@@ -16,9 +16,9 @@ from deepspeed.accelerator import get_accelerator
 
 from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files
-from toolkit.config import ops
 from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation, with_micro_batch
+from toolkit.config.preflight import with_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import AUTO, RunConfig
 from toolkit.distributed import failure, process_group
@@ -26,7 +26,7 @@ from toolkit.distributed.failure import Watchdog
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine import memory
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
-from toolkit.launch import environment, rank_status
+from toolkit.launch import environment
 from toolkit.launch.environment import Ranks
 from toolkit.messages import RunFolderError, say, tr
 from toolkit.secrets import hide_all
@@ -110,7 +110,7 @@ class Trainer:
             engine, guard = built
             set_micro_batch(engine, cfg)
             engine.lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
-        status = partial(rank_status.report_status, first_step=start.step + 1)
+        status = partial(environment.report_status, first_step=start.step + 1)
         self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
         checkpointer = Checkpointer(
             engine,
@@ -200,7 +200,7 @@ class Trainer:
         source = on_rank0(lambda: choose_run_dir(self.cfg))
         folder = source.folder
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
-            rank_status.report_status(folder=str(folder))
+            environment.report_status(folder=str(folder))
         found = process_group.gather((failure.me(), folder.is_dir()))
         blind = [peer.host for peer, sees in found if not sees]
         if blind:  # its part of a checkpoint would be lost to the others
@@ -289,7 +289,7 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
     """Return the config with `optim.torch` decided, the same on all ranks and in every start of a run. A collective."""
     if cfg.optim.torch != AUTO:
         return cfg
-    mine, reason = ops.with_optimizer(cfg)
+    mine, reason = with_optimizer(cfg)
     found = process_group.gather((bool(mine.optim.torch), reason))
     checkpoint = source.checkpoint
     before = on_rank0(lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {})
