@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
 
@@ -31,8 +31,7 @@ Record = dict[str, Any]
 """A point: x, y, s (its series); low and high where it stands for several rows."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something that happened at a step."""
 
     step: int
@@ -68,8 +67,7 @@ class Series:
     """Those that the legend leaves out, as what is written below the chart explains them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """An entry of a legend."""
 
     name: str
@@ -79,21 +77,15 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """A chart and its legend, which the page writes itself: words in HTML wrap where there is little room."""
-
-    definition: Any
-    keys: Sequence[Key] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
     """A chart with what is said about it."""
 
     name: str
     """Of its file, without ending."""
     title: str
-    chart: Chart
+    definition: Any
+    keys: Sequence[Key] = ()
+    """Its legend, which the page writes itself: words in HTML wrap where there is little room."""
     note: str = ""
     is_wide: bool = False
 
@@ -103,7 +95,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence[Event] = ()) -> Chart:
+def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence[Event] = (), **said: Any) -> Drawing:
     """Return a chart of values over steps."""
     there = {record["s"] for record in records}
     names = [name for name in looks.colors if name in there]
@@ -137,11 +129,12 @@ def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence
         kinds = {event.kind: event.color for event in events}
         keys += [Key(kind, kind_color, "event") for kind, kind_color in kinds.items()]
         chart = _with_events(chart, events, kinds, x, axes.x)
-    return _chart(chart, keys)
+    return _drawing(chart, keys, **said)
 
 
-def _chart(definition: Any, keys: Sequence[Key] = ()) -> Chart:
-    return Chart(definition=definition.properties(width="container", height=HEIGHT), keys=keys)
+def _drawing(definition: Any, keys: Sequence[Key] = (), **said: Any) -> Drawing:
+    """Return a drawing; `said`: its name, title, note, and whether it is wide."""
+    return Drawing(definition=definition.properties(width="container", height=HEIGHT), keys=keys, **said)
 
 
 def _steps(title: str) -> alt.X:
@@ -193,7 +186,7 @@ def _with_events(chart: Any, events: Sequence[Event], kinds: dict[str, str], x: 
     return alt.layer(chart, rules).resolve_scale(color="independent")
 
 
-def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str]) -> Chart:
+def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str], **said: Any) -> Drawing:
     """Return a chart of parts over steps that add up; `colors` of the parts, the lowest first."""
     order = {name: place for place, name in enumerate(colors)}
     values = [{**record, "o": order[record["s"]]} for record in records]
@@ -212,10 +205,10 @@ def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str]) -> Ch
             ],
         )
     )
-    return _chart(definition, [Key(name, color) for name, color in colors.items()])
+    return _drawing(definition, [Key(name, color) for name, color in colors.items()], **said)
 
 
-def bars(records: Sequence[Record], axes: Axes, looks: Series) -> Chart:
+def bars(records: Sequence[Record], axes: Axes, looks: Series, **said: Any) -> Drawing:
     """Return a chart with a bar for each name, which is a record's x; its s tells bars of one name apart."""
     names = list(looks.colors)
     order = list(dict.fromkeys(record["x"] for record in records))
@@ -240,10 +233,11 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series) -> Chart:
             ],
         )
     )
-    return _chart(definition, [Key(name, looks.colors[name]) for name in names] if len(names) > 1 else [])
+    keys = [Key(name, looks.colors[name]) for name in names] if len(names) > 1 else []
+    return _drawing(definition, keys, **said)
 
 
-def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: str) -> Chart:
+def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: str, **said: Any) -> Drawing:
     """Return a chart of how often values are met: the low and the high end of each bin, how often, and its text."""
     values = [{"low": low, "high": high, "y": count, "text": text} for low, high, count, text in bins]
     definition = (
@@ -256,7 +250,7 @@ def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: 
             tooltip=[alt.Tooltip("text:N", title=axes.x), alt.Tooltip("y:Q", title=axes.y, format=",d")],
         )
     )
-    return _chart(definition)
+    return _drawing(definition, **said)
 
 
 def config(ink: str, font: str) -> dict[str, Any]:
@@ -285,25 +279,21 @@ _Draw = Callable[[Sequence[Run]], list[Drawing]]
 def events_of(run: Run) -> list[Event]:
     """Return what happened in a run beside its steps, in their order."""
     found: list[Event] = []
-
-    def tell(step: int, kind: str, text: str, color: str) -> None:
-        found.append(Event(step=step, kind=kind, text=text, color=color))
-
     for row in run.starts[1:]:
         step = row.get("from_step")
         if isinstance(step, int) and not isinstance(step, bool):
-            tell(step, tr("restart"), tr("started again after step {step}", step=step), GREY)
+            found.append(Event(step, tr("restart"), tr("started again after step {step}", step=step), GREY))
     bad = {step for name, step, _ in run.history.events if name == "bad_steps"}
     for name, step, count in run.history.events:
         if name == "rewinds":
-            tell(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE)
+            found.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
         elif name == "bad_steps":
             text = printable(run.bad_steps.get(step, "")) or tr("numbers went wrong: {count} steps", count=count)
-            tell(step, tr("bad step"), text, RED)
+            found.append(Event(step, tr("bad step"), text, RED))
         elif name == "skipped_steps" and step not in bad:
-            tell(step, tr("skipped"), tr("steps skipped: {count}", count=count), CYAN)
+            found.append(Event(step, tr("skipped"), tr("steps skipped: {count}", count=count), CYAN))
         elif name not in COUNTERS:
-            tell(step, tr("NaN or Inf"), tr("{figure} was NaN or Inf", figure=name), RED)
+            found.append(Event(step, tr("NaN or Inf"), tr("{figure} was NaN or Inf", figure=name), RED))
     return sorted(found, key=lambda event: event.step)
 
 
@@ -373,8 +363,7 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         note = tr("Training loss smoothed; dashed: validation.")
     if not records:
         return []
-    chart = lines(records, axes, looks, events)
-    return [Drawing(name="loss", title=tr("Loss"), chart=chart, note=note, is_wide=True)]
+    return [lines(records, axes, looks, events, name="loss", title=tr("Loss"), note=note, is_wide=True)]
 
 
 def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Draw:
@@ -396,7 +385,7 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
             return []
         title, y, note = _WORDS[metric]()
         axes = Axes(x=tr("step"), y=y, series=tr("values") if is_one else tr("run"), **look)
-        return [Drawing(name=name, title=title, chart=lines(records, axes, looks), note=note)]
+        return [lines(records, axes, looks, name=name, title=title, note=note)]
 
     return draw_lines
 
@@ -410,8 +399,7 @@ def _scores(runs: Sequence[Run]) -> list[Drawing]:
 
     def draw_scores(records: list[Record], colors: dict[str, str], name: str, title: str, series: str) -> Drawing:
         axes = Axes(x=tr("step"), y=tr("score"), series=series, from_zero=True)
-        chart = lines(records, axes, Series(colors=colors, dotted=list(colors)))
-        return Drawing(name=name, title=title, chart=chart)
+        return lines(records, axes, Series(colors=colors, dotted=list(colors)), name=name, title=title)
 
     if len(runs) == 1:
         records = [point for name, short in shown.items() for point in _validation(runs[0], name, short)]
@@ -452,8 +440,7 @@ def _parts(run: Run) -> list[Drawing]:
     note = tr("The rest: backward, reduction over the ranks, update.")
     if len(colors) < len(names):
         note = tr("The rest: forward, backward, update.")
-    chart = stacked(records, axes, colors)
-    return [Drawing(name="step-parts", title=tr("What a step is made of"), chart=chart, note=note)]
+    return [stacked(records, axes, colors, name="step-parts", title=tr("What a step is made of"), note=note)]
 
 
 def _ranks(run: Run) -> list[Drawing]:
@@ -468,8 +455,7 @@ def _ranks(run: Run) -> list[Drawing]:
     axes = Axes(x=tr("step"), y=tr("own seconds per step"), series=tr("rank"), from_zero=True)
     looks = Series(colors=dict(zip(names.values(), (RED, BLUE, GREEN), strict=True)))
     note = tr("What each rank does by itself before it waits for the others.")
-    chart = lines(records, axes, looks)
-    return [Drawing(name="ranks", title=tr("Slowest and fastest rank"), chart=chart, note=note)]
+    return [lines(records, axes, looks, name="ranks", title=tr("Slowest and fastest rank"), note=note)]
 
 
 def _slowest(run: Run) -> list[Drawing]:
@@ -483,8 +469,8 @@ def _slowest(run: Run) -> list[Drawing]:
         for rank, count in sorted(run.history.slowest.most_common(16))
     ]
     axes = Axes(x=tr("rank"), y=tr("share of the log lines"), format=".0%")
-    chart = bars(records, axes, Series(colors={"": BLUE}))
-    return [Drawing(name="stragglers", title=tr("Which rank was the slowest"), chart=chart)]
+    looks = Series(colors={"": BLUE})
+    return [bars(records, axes, looks, name="stragglers", title=tr("Which rank was the slowest"))]
 
 
 def _memory(runs: Sequence[Run]) -> list[Drawing]:
@@ -502,12 +488,14 @@ def _memory(runs: Sequence[Run]) -> list[Drawing]:
                 records.append({"x": run.name, "y": rounded(top / GIB), "s": name})
     if not records:
         return []
+    said: dict[str, Any] = {
+        "name": "memory",
+        "title": tr("Memory of a rank, measured and planned"),
+        "note": tr("The highest of all ranks since the start, of a GPU; without one, of the process."),
+    }
     if len(runs) == 1:
-        chart = lines(records, Axes(x=tr("step"), y="GiB", series=tr("memory"), from_zero=True), looks)
-    else:
-        chart = bars(records, Axes(x=tr("run"), y="GiB", series=tr("memory"), format="~g"), looks)
-    note = tr("The highest of all ranks since the start, of a GPU; without one, of the process.")
-    return [Drawing(name="memory", title=tr("Memory of a rank, measured and planned"), chart=chart, note=note)]
+        return [lines(records, Axes(x=tr("step"), y="GiB", series=tr("memory"), from_zero=True), looks, **said)]
+    return [bars(records, Axes(x=tr("run"), y="GiB", series=tr("memory"), format="~g"), looks, **said)]
 
 
 def _padded(run: Run) -> list[Drawing]:
@@ -519,8 +507,7 @@ def _padded(run: Run) -> list[Drawing]:
         for low in range(0, 100, 5)
     ]
     axes = Axes(x=tr("share of padding"), y=tr("log lines"), format=".0%")
-    chart = histogram(bins, axes, ORANGE)
-    return [Drawing(name="padding-histogram", title=tr("How much padding there is"), chart=chart)]
+    return [histogram(bins, axes, ORANGE, name="padding-histogram", title=tr("How much padding there is"))]
 
 
 def _lengths(run: Run) -> list[Drawing]:
@@ -534,8 +521,7 @@ def _lengths(run: Run) -> list[Drawing]:
     ends = zip(pairwise(edges), counts, strict=True)
     bins = [(low, high, count, f"{low + 1:,}–{high:,}") for (low, high), count in ends]
     axes = Axes(x=tr("tokens per sample"), y=tr("samples"))
-    chart = histogram(bins, axes, GREEN)
-    return [Drawing(name="lengths", title=tr("Lengths of the training samples"), chart=chart)]
+    return [histogram(bins, axes, GREEN, name="lengths", title=tr("Lengths of the training samples"))]
 
 
 def _of_one(draw_run: Callable[[Run], list[Drawing]]) -> _Draw:

@@ -80,7 +80,7 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         examples=tables.example_data(one) if one else "",
         head=tables.head(one) if one else [run.name for run in runs],
         failure=one.failure[:4000] if one and not one.summary else "",
-        tiles=tables.tiles(one) if one else [],
+        tiles=list(tables.tiles(one)) if one else [],
         sections=[
             section
             for section in _sections(runs, drawings)
@@ -119,7 +119,7 @@ def _shown(value: Any) -> Any:
 
 def _spec(drawing: Drawing) -> dict[str, Any]:
     """Return a chart for Vega-Lite, without a look of its own."""
-    found: dict[str, Any] = drawing.chart.definition.to_dict()
+    found: dict[str, Any] = drawing.definition.to_dict()
     found.pop("config", None)
     return found
 

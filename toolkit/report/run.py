@@ -274,8 +274,7 @@ PAGE = "report.html"
 """The report of a run, in its directory."""
 
 
-@dataclass(slots=True)
-class Sample:
+class Sample(NamedTuple):
     """A question, and what the model said to it after some steps."""
 
     where: str
@@ -287,13 +286,12 @@ class Sample:
     """Metrics of the answer by step."""
 
 
-@dataclass(slots=True)
-class Answers:
+class Answers(NamedTuple):
     """The answers that are shown."""
 
-    steps: list[int] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    evaluations: int = 0
+    steps: list[int]
+    samples: list[Sample]
+    evaluations: int
     """How many have a file of answers."""
 
 
@@ -304,29 +302,23 @@ def read_answers(folder: Path) -> Answers:
     every = sorted(files)
     count = min(STEPS, len(every))
     steps = [every[round(place * (len(every) - 1) / max(count - 1, 1))] for place in range(count)]
-    asked: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    asked: dict[tuple[str, str], Sample] = {}
     for step in steps:
         with suppress(OSError):
             for row in islice(json_lines(files[step]), LINES):
                 if row is not None and isinstance(row.get("output"), str):
-                    scores = {name: value for name, value in row.items() if type(value) in (int, float)}
-                    scores.pop("output_tokens", None)
                     # Cut, but not so short that half a secret would be left.
-                    texts = {name: str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS}
-                    asked.setdefault((texts["where"], texts["prompt"]), {}).setdefault(
-                        step, {**texts, "scores": scores}
-                    )
+                    where, prompt, reference, output = (str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS)
+                    sample = asked.setdefault((where, prompt), Sample(where, prompt, reference, {}, {}))
+                    if step not in sample.said:
+                        sample.said[step] = _shown_text(output)
+                        numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
+                        sample.scores[step] = {name: numbers[name] for name in numbers if name != "output_tokens"}
     # Those first that were answered most often: a file may have been cut off.
-    chosen = sorted(asked.values(), key=lambda by_step: -len(by_step))[:SAMPLES]
-    return Answers(steps, [_sample(by_step) for by_step in chosen], len(every))
-
-
-def _sample(by_step: dict[int, dict[str, Any]]) -> Sample:
-    first = next(iter(by_step.values()))
-    said = {step: _shown_text(row["output"]) for step, row in by_step.items()}
-    scores = {step: row["scores"] for step, row in by_step.items()}
-    where, prompt, reference = (_shown_text(first[name]) for name in _TEXTS[:3])
-    return Sample(where, prompt, reference, said, scores)
+    chosen = sorted(asked.values(), key=lambda sample: -len(sample.said))[:SAMPLES]
+    for place, (where, prompt, reference, said, scores) in enumerate(chosen):
+        chosen[place] = Sample(_shown_text(where), _shown_text(prompt), _shown_text(reference), said, scores)
+    return Answers(steps, chosen, len(every))
 
 
 def _shown_text(text: str) -> str:

@@ -1,16 +1,14 @@
 """What a report says in words and numbers: figures on top, tables, settings that differ, and how to do it again."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from toolkit.config import files
-from toolkit.config.files import known_recipes
 from toolkit.config.load import load, to_dict
 from toolkit.config.schema import RunConfig, leaves
 from toolkit.messages import ToolkitError, joined, printable, tr
@@ -23,8 +21,7 @@ _GOOD, _BAD = "good", "bad"
 NONE = "—"
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A number at the top of the page."""
 
     label: str
@@ -33,15 +30,14 @@ class Tile:
     tone: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Rows with the same columns."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
     title: str = ""
-    marked: set[int] = field(default_factory=set)
+    marked: Collection[int] = ()
 
 
 def status(run: Run) -> tuple[str, str]:
@@ -54,41 +50,6 @@ def clock(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
-
-
-def _validation(run: Run) -> Tile | None:
-    history = run.history
-    if history.best is None:
-        return None
-    best, at = history.best
-    last = next((row["eval_loss"] for row in reversed(history.evaluations) if "eval_loss" in row), best)
-    detail = tr("best {loss} at step {step}", loss=f"{best:.4f}", step=f"{at:,}")
-    return Tile(tr("Validation loss"), f"{last:.4f}", detail, _GOOD if last <= best else "")
-
-
-def _training(run: Run) -> Tile | None:
-    last = run.history.training.last("loss")
-    if last is None:
-        return None
-    return Tile(tr("Training loss"), f"{last:.4f}", tr("from {loss}", loss=f"{run.history.first_loss or last:.4f}"))
-
-
-def _steps(run: Run) -> Tile:
-    epochs = run.history.training.last("epoch")
-    parts = [tr("of {total}", total=f"{run.total_steps:,}")] if run.total_steps else []
-    parts += [tr("{epochs} epochs", epochs=f"{epochs:.2f}")] if epochs is not None else []
-    return Tile(tr("Steps"), f"{run.step:,}", ", ".join(parts))
-
-
-def _tokens(run: Run) -> Tile | None:
-    last = run.history.training.last
-    if (samples := last("samples")) is not None:
-        return Tile(tr("Samples"), short(samples))
-    total, trained = last("total_tokens"), last("trained_tokens")
-    if total is None:
-        return None
-    detail = tr("{count} of them trained", count=short(trained)) if trained is not None else ""
-    return Tile(tr("Tokens"), short(total), detail)
 
 
 def short(value: float) -> str:
@@ -107,18 +68,6 @@ def speed(run: Run) -> float | None:
     return sum(one.mean * weights[step].mean for step, one in found if step in weights) / seconds if seconds else None
 
 
-def _speed(run: Run) -> Tile | None:
-    found = speed(run)
-    if found is None:
-        return None
-    detail = ""
-    for name in ("mfu_matmul", "mfu"):
-        if series := run.history.training.series(name):
-            mean = f"{sum(one.mean for _, one in series) / len(series):.0%}"
-            detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
-    return Tile(tr("Samples per second") if is_own(run) else tr("Tokens per second"), f"{found:,.0f}", detail)
-
-
 def peak(run: Run) -> tuple[float | None, float | None]:
     """Return a rank's highest memory and what was planned, bytes; of a GPU, without one of the process."""
     training = run.history.training
@@ -126,29 +75,45 @@ def peak(run: Run) -> tuple[float | None, float | None]:
     return training.most("host_memory_peak_bytes") if most is None else most, training.most("planned_memory_bytes")
 
 
-def _memory(run: Run) -> Tile | None:
+def tiles(run: Run) -> Iterator[Tile]:
+    """Yield the numbers at the top of the page, which answer first what one asks of a run."""
+    history, last = run.history, run.history.training.last
+    if history.best is not None:
+        best, at = history.best
+        newest = next((row["eval_loss"] for row in reversed(history.evaluations) if "eval_loss" in row), best)
+        detail = tr("best {loss} at step {step}", loss=f"{best:.4f}", step=f"{at:,}")
+        yield Tile(tr("Validation loss"), f"{newest:.4f}", detail, _GOOD if newest <= best else "")
+    if (loss := last("loss")) is not None:
+        yield Tile(tr("Training loss"), f"{loss:.4f}", tr("from {loss}", loss=f"{history.first_loss or loss:.4f}"))
+    epochs = last("epoch")
+    parts = [tr("of {total}", total=f"{run.total_steps:,}")] if run.total_steps else []
+    parts += [tr("{epochs} epochs", epochs=f"{epochs:.2f}")] if epochs is not None else []
+    yield Tile(tr("Steps"), f"{run.step:,}", ", ".join(parts))
+    samples, total, trained = map(last, ("samples", "total_tokens", "trained_tokens"))
+    if samples is not None:
+        yield Tile(tr("Samples"), short(samples))
+    elif total is not None:
+        detail = tr("{count} of them trained", count=short(trained)) if trained is not None else ""
+        yield Tile(tr("Tokens"), short(total), detail)
+    if (pace := speed(run)) is not None:
+        detail = ""
+        for name in ("mfu_matmul", "mfu"):
+            if series := history.training.series(name):
+                mean = f"{sum(one.mean for _, one in series) / len(series):.0%}"
+                detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
+        yield Tile(tr("Samples per second") if is_own(run) else tr("Tokens per second"), f"{pace:,.0f}", detail)
     most, planned = peak(run)
-    if most is None:
-        return None
-    detail = tr("of {planned} GiB planned", planned=f"{planned / GIB:.2f}") if planned else ""
-    tone = _BAD if planned and most > planned else ""
-    return Tile(tr("Memory of a rank"), f"{most / GIB:.2f} GiB", detail, tone)
-
-
-def _time(run: Run) -> Tile | None:
-    if not run.history.seconds:
-        return None
-    detail, ended = tr("in steps"), run.history.training.last("time")
-    with suppress(ValueError, OverflowError, IndexError):
-        began = datetime.strptime(str(run.starts[0].get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-        if ended is not None and ended > began:
-            detail = tr("in steps; {time} from the start on", time=clock(ended - began))
-    return Tile(tr("Time"), clock(run.history.seconds), detail)
-
-
-def _trouble(run: Run) -> Tile:
-    training = run.history.training
-    bad, skipped, rewinds = (int(training.last(name) or 0) for name in ("bad_steps", "skipped_steps", "rewinds"))
+    if most is not None:
+        detail = tr("of {planned} GiB planned", planned=f"{planned / GIB:.2f}") if planned else ""
+        yield Tile(tr("Memory of a rank"), f"{most / GIB:.2f} GiB", detail, _BAD if planned and most > planned else "")
+    if history.seconds:
+        detail, ended = tr("in steps"), last("time")
+        with suppress(ValueError, OverflowError, IndexError):
+            began = datetime.strptime(str(run.starts[0].get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+            if ended is not None and ended > began:
+                detail = tr("in steps; {time} from the start on", time=clock(ended - began))
+        yield Tile(tr("Time"), clock(history.seconds), detail)
+    bad, skipped, rewinds = (int(last(name) or 0) for name in ("bad_steps", "skipped_steps", "rewinds"))
     restarts = max(len(run.starts) - 1, 0)
     parts = [
         tr("restarts: {count}", count=restarts) if restarts else "",
@@ -156,16 +121,7 @@ def _trouble(run: Run) -> Tile:
         tr("rewinds: {count}", count=rewinds) if rewinds else "",
     ]
     detail = ", ".join(filter(None, parts)) or tr("no restarts")
-    return Tile(tr("Bad steps"), f"{bad:,}", detail, _BAD if bad or rewinds else "")
-
-
-TILES = (_validation, _training, _steps, _tokens, _speed, _memory, _time, _trouble)
-"""What answers first what one asks of a run; None where there is nothing to say."""
-
-
-def tiles(run: Run) -> list[Tile]:
-    """Return the numbers at the top of the page."""
-    return [tile for make in TILES if (tile := make(run))]
+    yield Tile(tr("Bad steps"), f"{bad:,}", detail, _BAD if bad or rewinds else "")
 
 
 def overview(runs: Sequence[Run]) -> Table:
@@ -372,8 +328,7 @@ _OWN = ("run.name", "run.dir", "recipe", "resume")
 """What differs between any two runs and says nothing of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(NamedTuple):
     """A setting."""
 
     key: str
@@ -387,7 +342,7 @@ def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
     ours, defaults = dict(leaves(run.config)), dict(leaves(to_dict(RunConfig())))
     name, recipe = str(run.config.get("recipe", "")), None
-    if name in known_recipes():
+    if name in files.known_recipes():
         with suppress(ToolkitError):
             recipe = dict(leaves(to_dict(load([f"recipe={name}"]).cfg)))
     found = []
