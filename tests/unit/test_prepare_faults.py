@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
-from toolkit.config.schema import OnBadRow, RunConfig, TooLong, TrainOn
+from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong, TrainOn
 from toolkit.data import tokenize as module
 from toolkit.data import tokenize_workers
 from toolkit.data.readers import block_bytes
 from toolkit.data.sources import read_blocks
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches, prepare_shard
-from toolkit.data.tokenize_workers import PartBuilder, Rules
+from toolkit.data.tokenize_workers import PartBuilder
 from toolkit.messages import DataError
 
 ROWS = 4000
@@ -219,16 +219,16 @@ def test_parts_of_other_rules_are_never_used(tmp_path: Path) -> None:
     files = module.locate_all(cfg.data, tmp_path)
     ((_, file, block),) = read_blocks(files, [0], block_bytes(1))
 
-    def path(rules: Rules, columns: dict[str, str] | None = None, fingerprint: str = "bytes") -> Path:
+    def path(rules: DataConfig, columns: dict[str, str] | None = None, fingerprint: str = "bytes") -> Path:
         encoder = ByteEncoder()
         encoder.fingerprint = fingerprint
         return PartBuilder(encoder, rules, tmp_path).path(block, file.row_format, columns or {})
 
     rules = [
-        Rules(100, TooLong.drop, TrainOn.auto),
-        Rules(101, TooLong.drop, TrainOn.auto),
-        Rules(100, TooLong.split, TrainOn.auto),
-        Rules(100, TooLong.drop, TrainOn.last),
+        DataConfig(max_length=100, too_long=TooLong.drop, train_on=TrainOn.auto),
+        DataConfig(max_length=101, too_long=TooLong.drop, train_on=TrainOn.auto),
+        DataConfig(max_length=100, too_long=TooLong.split, train_on=TrainOn.auto),
+        DataConfig(max_length=100, too_long=TooLong.drop, train_on=TrainOn.last),
     ]
     paths = [*map(path, rules), path(rules[0], {"prompt": "response"}), path(rules[0], fingerprint="other")]
     assert len(set(paths)) == 6

@@ -142,7 +142,6 @@ class CacheWriter:
 
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
         self.folder, self.dtype = folder, dtype
-        self.num_samples = self.num_tokens = 0
         self._num_rows = 0
         self._columns: dict[str, list[NDArray[Any]]] = {name: [np.empty(0, dtype)] for name, dtype in _COLUMNS.items()}
         self._checksums: dict[str, int] = {IDS: 0, TRAINED: 0}
@@ -169,8 +168,6 @@ class CacheWriter:
         for name, values in of_part.items():
             self._columns[name].append(values.astype(_COLUMNS[name], copy=False))
         self._num_rows += part.counts.rows
-        self.num_samples += len(part.lengths)
-        self.num_tokens += len(part.ids)
 
     def index(self) -> "CacheIndex":
         """Return what is known of each sample so far."""

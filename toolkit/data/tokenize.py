@@ -29,7 +29,6 @@ from toolkit.data.tokenize_workers import (
     Part,
     PartBuilder,
     RowPosition,
-    Rules,
     cores,
     id_dtype,
     make_parts,
@@ -226,7 +225,7 @@ class _Builder:
         if self.bytes < LEAST_BYTES_FOR_PROCESSES:
             self.num_workers = 1
         self.parts = Path(cfg.prepare.dir) / "parts"
-        self.rules = Rules(cfg.data.max_length, cfg.data.too_long, cfg.data.train_on)
+        self.maker = PartBuilder(encoder, cfg.data, self.parts)
         self.pace = BuildProgress(self.bytes)
         self.report = PrepareReport()
         self.used: list[Path] = []
@@ -238,7 +237,7 @@ class _Builder:
         started, report, bad_rows_file = time.monotonic(), self.report, folder / BAD_ROWS
         before = new_bytes = new_tokens = position = file_number = 0
         with closing(CacheWriter(folder, id_dtype(self.encoder.vocab_size))) as writer:
-            for made in make_parts(self._blocks(), self.encoder, self.rules, self.parts, self.num_workers):
+            for made in make_parts(self._blocks(), self.maker, self.num_workers):
                 while file_number < made.file_number:
                     before += self.files[file_number].path.stat().st_size
                     file_number, position = file_number + 1, 0
@@ -267,7 +266,7 @@ class _Builder:
         """Make every count-th part, beginning with `number`; return how many there are and how many were new."""
         mine = ((n, f, b) for place, (n, f, b) in enumerate(self._blocks()) if place % count == number)
         total = new = 0
-        for made in make_parts(mine, self.encoder, self.rules, self.parts, self.num_workers):
+        for made in make_parts(mine, self.maker, self.num_workers):
             self._check(made, self._read(made))
             total, new = total + 1, new + made.is_new
         return total, new
@@ -289,8 +288,7 @@ class _Builder:
     def _read(self, made: BuiltPart) -> Part:
         part = read_part(made.path)
         if part is None:  # another build that has it too was finished, and removed it
-            maker = PartBuilder(self.encoder, self.rules, self.parts)
-            part = read_part(maker.make(made.block, made.file.row_format, made.file.columns)[0])
+            part = read_part(self.maker.make(made.block, made.file.row_format, made.file.columns)[0])
         if part is None:
             raise DataError(
                 "{path} was changed or removed while it was being used. Start the same command again; what is "
@@ -442,12 +440,8 @@ def _place(made: BuiltPart, row: RowPosition) -> str:
 
 def first_equal(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return for each row the number of the first row with the same hash, its own if none is before it, [rows]."""
-    order = np.argsort(hashes, kind="stable")
-    ordered = hashes[order]
-    is_new = np.concatenate(([True], ordered[1:] != ordered[:-1])) if len(order) else np.empty(0, np.bool_)
-    first = np.empty(len(order), np.int64)
-    first[order] = order[is_new][np.cumsum(is_new) - 1]
-    return first
+    _, first, number = np.unique(hashes, return_index=True, return_inverse=True)
+    return first[number]
 
 
 def split_rows(num_rows: int, fraction: float, seed: int) -> dict[str, NDArray[np.int64]]:

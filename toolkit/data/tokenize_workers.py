@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit import children
-from toolkit.config.schema import RowFormat, TooLong, TrainOn
+from toolkit.config.schema import DataConfig, RowFormat, TooLong
 from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, parse_row, turns
 from toolkit.data.readers import Block, rows_of
 from toolkit.data.sources import DataFile
@@ -64,112 +64,6 @@ class ChatEncoder(Protocol):
         ...
 
 
-class FittedConversation(NamedTuple):
-    """What became of one conversation."""
-
-    samples: list[Encoded]
-    """What goes into the cache, each at most max_length tokens."""
-    left_out: str = ""
-    """Why nothing (or not all) of it could be used, "" if all is well."""
-    truncated: bool = False
-    """Whether turns were left out."""
-    split: bool = False
-    """Whether it became several samples."""
-
-
-class LengthRule:
-    """`data.too_long` for one encoder."""
-
-    def __init__(self, encoder: ChatEncoder, max_length: int, too_long: TooLong) -> None:
-        self.encoder, self.limit, self.too_long = encoder, max_length, too_long
-
-    def fit(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
-        """Return what can be used of a conversation, nothing if none is trained; RowError if it cannot be encoded."""
-        if len(encoded[0]) <= self.limit:
-            return _fitted(encoded)
-        if self.too_long is TooLong.truncate:
-            return self._truncate(conversation, encoded)
-        if self.too_long is TooLong.split:
-            return self._split(conversation, encoded)
-        return FittedConversation([], tr("longer than data.max_length = {limit}", limit=self.limit))
-
-    def _truncate(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
-        """Leave out the oldest turns; of a plain text the end, so that its beginning stays one."""
-        if conversation.is_text:
-            cut = _first_unmarked(encoded[0][: self.limit], encoded[1][: self.limit])
-            return FittedConversation([cut], truncated=True)
-        shorter = self._most_turns(conversation, *turns(conversation.messages), newest=True)[1]
-        if shorter is None:
-            reason = tr("newest turn alone longer than data.max_length = {limit}", limit=self.limit)
-            return FittedConversation([], reason)
-        return _fitted(shorter)._replace(truncated=True)
-
-    def _most_turns(
-        self, conversation: Conversation, system: list[Message], parts: list[list[Message]], newest: bool = False
-    ) -> tuple[int, Encoded | None]:
-        """Return how many of the first (or newest) turns fit after the system message, by bisection, and their ids."""
-        low, high, best = 0, len(parts), None
-        while low < high:
-            middle = (low + high + 1) // 2
-            chosen = parts[len(parts) - middle :] if newest else parts[:middle]
-            encoded = self.encoder.encode([*system, *chain.from_iterable(chosen)], conversation.tools)
-            if len(encoded[0]) <= self.limit:
-                low, best = middle, encoded
-            else:
-                high = middle - 1
-        return low, best
-
-    def _split(self, conversation: Conversation, encoded: Encoded) -> FittedConversation:
-        """Make several samples, so that each trained token is in exactly one of them."""
-        if conversation.is_text:
-            samples = list(self._windows(encoded))
-        elif self.encoder.only_last:
-            newest = self._most_turns(conversation, *turns(conversation.messages), newest=True)[1]
-            samples = [newest] if newest else list(self._windows(encoded))
-        else:
-            samples = list(self._turn_windows(conversation))
-        kept = [sample for sample in map(_usable, samples) if sample]
-        lost = sum(encoded[1][1:]) - sum(sum(mask) for _, mask in kept)
-        reason = tr("longer than data.max_length = {limit}", limit=self.limit) if lost > 0 else ""
-        return FittedConversation(kept, reason, split=len(kept) > 1)
-
-    def _turn_windows(self, conversation: Conversation) -> Iterator[Encoded]:
-        """Yield samples of whole turns, as many as fit; of a turn that is too long, windows of tokens."""
-        system, rest = turns(conversation.messages)
-        while rest:
-            count, found = self._most_turns(conversation, system, rest)
-            if found is None:
-                yield from self._windows(self.encoder.encode([*system, *rest[0]], conversation.tools))
-            else:
-                yield found
-            rest = rest[max(count, 1) :]
-
-    def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
-        """Yield pieces of the ids; each begins with the last token of the one before it, as context for the next."""
-        ids, trained = encoded
-        if not self.encoder.can_cut:
-            return
-        for start in range(0, len(ids) - 1, self.limit - 1):
-            yield _first_unmarked(ids[start : start + self.limit], trained[start : start + self.limit])
-
-
-def _fitted(encoded: Encoded) -> FittedConversation:
-    kept = _usable(encoded)
-    return FittedConversation([kept]) if kept else FittedConversation([], tr("no token the loss covers"))
-
-
-def _usable(encoded: Encoded) -> Encoded | None:
-    """Return a sample if anything in it is trained; not its first token, which nothing before it could predict."""
-    ids, trained = _first_unmarked(*encoded)
-    return (ids, trained) if any(trained) else None
-
-
-def _first_unmarked(ids: list[int], trained: list[bool]) -> Encoded:
-    if trained and trained[0]:
-        trained = [False, *trained[1:]]
-    return ids, trained
-
-
 CODE_VERSION = 4
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
 
@@ -182,15 +76,6 @@ _MOST_MESSAGES = 2000
 _MOST_TEXT = 1 << 26
 """Characters of all the samples of a row, which repeat each other where only the last answer of one is trained."""
 _EXCERPT_CHARS = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Everything beside rows, formats and encoder that decides what a part holds."""
-
-    max_length: int
-    too_long: TooLong
-    train_on: TrainOn
 
 
 class RowPosition(NamedTuple):
@@ -262,15 +147,18 @@ class Part:
     counts: PartCounts
 
 
+_ReadRow = tuple[RowPosition, object, Conversation]
+"""What is learned from a row, or a part of that; with the row as it is in the file."""
+
+
 class PartBuilder:
     """Makes parts and keeps them in a folder."""
 
-    def __init__(self, encoder: ChatEncoder, rules: Rules, folder: Path) -> None:
-        self.encoder, self.rules, self.folder = encoder, rules, folder
-        self.dtype = id_dtype(encoder.vocab_size)
-        self.length_rule = LengthRule(encoder, rules.max_length, rules.too_long)
-        key = [CODE_VERSION, encoder.fingerprint, *asdict(rules).values(), current_language()]
-        self._key = repr(key).encode()
+    def __init__(self, encoder: ChatEncoder, data: DataConfig, folder: Path) -> None:
+        self.encoder, self.folder = encoder, folder
+        self.limit, self.too_long, self.train_on = data.max_length, data.too_long, data.train_on
+        rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
+        self._key = repr(rules).encode()
 
     def path(self, block: Block, row_format: RowFormat, columns: dict[str, str]) -> Path:
         """Return where the part of a block is kept."""
@@ -300,7 +188,7 @@ class PartBuilder:
                 lines.append(row.offset)
                 ordinals.append(row.ordinal)
         counts.message_keys = dict(reader.skipped)
-        tokens = np.frombuffer(ids, np.uint32).astype(self.dtype, copy=False)
+        tokens = np.frombuffer(ids, np.uint32).astype(id_dtype(self.encoder.vocab_size), copy=False)
         mask, sizes = np.frombuffer(trained, np.bool_), np.frombuffer(lengths, np.uint32)
         rows_of_samples = np.frombuffer(ordinals, np.uint32)
         hashes = row_hashes(tokens, mask, sizes, rows_of_samples)
@@ -326,22 +214,18 @@ class PartBuilder:
                 counts.systems += 1
             if not found:
                 counts.drop(tr("no token the loss covers"), row)
-            read += [_ReadRow(row, value, conversation) for conversation in found]
+            read += [(row, value, conversation) for conversation in found]
         for some in _by_size(read):
             for (row, value, conversation), encoded in self._encoded(some, counts):
-                if self.rules.too_long is TooLong.error and len(encoded[0]) > self.rules.max_length:
+                if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]
                     continue
                 try:
-                    fitted = self.length_rule.fit(conversation, encoded)
+                    samples = self._fit(conversation, encoded, row, counts)
                 except RowError as error:
                     counts.refuse(row, error, value)
                     continue
-                if fitted.left_out:
-                    counts.drop(fitted.left_out, row)
-                counts.truncated += fitted.truncated
-                counts.split += fitted.split
-                yield from ((row, sample) for sample in fitted.samples)
+                yield from ((row, sample) for sample in samples)
 
     def _marked(self, whole: Conversation) -> list[Conversation]:
         """Return what is learned from a row; see `formats.mark_trained`."""
@@ -351,7 +235,7 @@ class PartBuilder:
                 count=f"{len(whole.messages):,}",
                 most=f"{_MOST_MESSAGES:,}",
             )
-        found = list(mark_trained(whole, self.rules.train_on, self.encoder.only_last))
+        found = list(mark_trained(whole, self.train_on, self.encoder.only_last))
         if len(found) > 1 and sum(map(_chars, found)) > _MOST_TEXT:
             raise RowError(
                 "{count} answers, each with all that is said before it, come to more than {most} million "
@@ -361,29 +245,105 @@ class PartBuilder:
             )
         return found
 
-    def _encoded(self, read: list["_ReadRow"], counts: PartCounts) -> Iterator[tuple["_ReadRow", Encoded]]:
+    def _encoded(self, read: list[_ReadRow], counts: PartCounts) -> Iterator[tuple[_ReadRow, Encoded]]:
         """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
-        conversations = [one.conversation for one in read]
+        conversations = [conversation for _, _, conversation in read]
         try:
             encoded = self.encoder.encode_many([c.messages for c in conversations], [c.tools for c in conversations])
             yield from zip(read, encoded, strict=True)
             return
         except RowError:
             pass
-        for one in read:
+        for row, value, conversation in read:
             try:
-                yield one, self.encoder.encode(one.conversation.messages, one.conversation.tools)
+                yield (row, value, conversation), self.encoder.encode(conversation.messages, conversation.tools)
             except RowError as error:
-                counts.refuse(one.row, error, one.value)
+                counts.refuse(row, error, value)
+
+    def _fit(self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts) -> list[Encoded]:
+        """Return a conversation's samples by `data.too_long`, and count what cannot be used; or raise a RowError."""
+        ids, trained = encoded
+        if len(ids) > self.limit:
+            if self.too_long is TooLong.split:
+                return self._split(conversation, encoded, row, counts)
+            reason, newest = tr("longer than data.max_length = {limit}", limit=self.limit), None
+            if self.too_long is TooLong.truncate and conversation.is_text:  # its beginning stays one
+                newest = ids[: self.limit], trained[: self.limit]
+            elif self.too_long is TooLong.truncate:
+                newest = self._most_turns(conversation, *turns(conversation.messages), newest=True)[1]
+                reason = tr("newest turn alone longer than data.max_length = {limit}", limit=self.limit)
+            if newest is None:
+                counts.drop(reason, row)
+                return []
+            encoded = newest
+            counts.truncated += 1
+        sample = _usable(encoded)
+        if sample is None:
+            counts.drop(tr("no token the loss covers"), row)
+        return [sample] if sample else []
+
+    def _most_turns(
+        self, conversation: Conversation, system: list[Message], parts: list[list[Message]], newest: bool = False
+    ) -> tuple[int, Encoded | None]:
+        """Return how many of the first (or newest) turns fit after the system message, by bisection, and their ids."""
+        low, high, best = 0, len(parts), None
+        while low < high:
+            middle = (low + high + 1) // 2
+            chosen = parts[len(parts) - middle :] if newest else parts[:middle]
+            encoded = self.encoder.encode([*system, *chain.from_iterable(chosen)], conversation.tools)
+            if len(encoded[0]) <= self.limit:
+                low, best = middle, encoded
+            else:
+                high = middle - 1
+        return low, best
+
+    def _split(
+        self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts
+    ) -> list[Encoded]:
+        """Make several samples, so that each trained token is in exactly one of them."""
+        if conversation.is_text:
+            samples = self._windows(encoded)
+        elif self.encoder.only_last:
+            newest = self._most_turns(conversation, *turns(conversation.messages), newest=True)[1]
+            samples = iter([newest]) if newest else self._windows(encoded)
+        else:
+            samples = self._turn_windows(conversation)
+        kept = [sample for sample in map(_usable, samples) if sample]
+        if sum(encoded[1][1:]) > sum(sum(mask) for _, mask in kept):
+            counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
+        counts.split += len(kept) > 1
+        return kept
+
+    def _turn_windows(self, conversation: Conversation) -> Iterator[Encoded]:
+        """Yield samples of whole turns, as many as fit; of a turn that is too long, windows of tokens."""
+        system, rest = turns(conversation.messages)
+        while rest:
+            count, found = self._most_turns(conversation, system, rest)
+            if found is None:
+                yield from self._windows(self.encoder.encode([*system, *rest[0]], conversation.tools))
+            else:
+                yield found
+            rest = rest[max(count, 1) :]
+
+    def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
+        """Yield pieces of the ids; each begins with the last token of the one before it, as context for the next."""
+        ids, trained = encoded
+        if not self.encoder.can_cut:
+            return
+        for start in range(0, len(ids) - 1, self.limit - 1):
+            yield _first_unmarked(ids[start : start + self.limit], trained[start : start + self.limit])
 
 
-class _ReadRow(NamedTuple):
-    """What is learned from a row, or a part of that."""
+def _usable(encoded: Encoded) -> Encoded | None:
+    """Return a sample if anything in it is trained; not its first token, which nothing before it could predict."""
+    ids, trained = _first_unmarked(*encoded)
+    return (ids, trained) if any(trained) else None
 
-    row: RowPosition
-    value: object
-    """The row as it is in the file."""
-    conversation: Conversation
+
+def _first_unmarked(ids: list[int], trained: list[bool]) -> Encoded:
+    if trained and trained[0]:
+        trained = [False, *trained[1:]]
+    return ids, trained
 
 
 def row_hashes(
@@ -409,7 +369,7 @@ def _by_size(read: list[_ReadRow]) -> Iterator[list[_ReadRow]]:
     group: list[_ReadRow] = []
     size = 0
     for one in read:
-        size += _chars(one.conversation)
+        size += _chars(one[2])
         group.append(one)
         if size >= _BATCH_CHARS:
             yield group
@@ -447,20 +407,16 @@ def read_part(path: Path) -> Part | None:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in ("ids", "lengths", "lines", "rows", "hashes")}
             trained = np.unpackbits(stored["trained"], count=len(arrays["ids"])).view(np.bool_)
-            part = Part(**arrays, trained=trained, counts=_from_json(stored["account"].tobytes()))
+            found = json.loads(stored["account"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return part if int(part.lengths.sum()) == len(part.ids) else None
-
-
-def _from_json(text: bytes) -> PartCounts:
-    found = json.loads(text)
     found["bad"] = [(RowPosition(*row), reason, excerpt) for row, reason, excerpt in found["bad"]]
     found["too_long"] = [(RowPosition(*row), length) for row, length in found["too_long"]]
     found["dropped_rows"] = {
         reason: [RowPosition(*row) for row in rows] for reason, rows in found["dropped_rows"].items()
     }
-    return PartCounts(**found)
+    part = Part(**arrays, trained=trained, counts=PartCounts(**found))
+    return part if int(part.lengths.sum()) == len(part.ids) else None
 
 
 LEAST_BYTES_FOR_PROCESSES = 8 << 20
@@ -479,17 +435,15 @@ class BuiltPart(NamedTuple):
 
 
 def make_parts(
-    blocks: Iterable[tuple[int, DataFile, Block]], encoder: ChatEncoder, rules: Rules, folder: Path, num_workers: int
+    blocks: Iterable[tuple[int, DataFile, Block]], maker: PartBuilder, num_workers: int
 ) -> Iterator[BuiltPart]:
     """Yield the parts of blocks in their order; a DataError if a process was killed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    maker.folder.mkdir(parents=True, exist_ok=True)
     if num_workers == 1:
-        maker = PartBuilder(encoder, rules, folder)
         for number, file, block in blocks:
-            path, is_new = maker.make(block, file.row_format, file.columns)
-            yield BuiltPart(number, file, block, path, is_new)
+            yield BuiltPart(number, file, block, *maker.make(block, file.row_format, file.columns))
         return
-    executor = children.workers(num_workers, _start, encoder, rules, folder, current_language())
+    executor = children.workers(num_workers, _start, maker, current_language())
     waiting: deque[tuple[int, DataFile, Block, Future[tuple[Path, bool]]]] = deque()
 
     def oldest() -> BuiltPart:
@@ -517,12 +471,12 @@ def make_parts(
 _maker: PartBuilder | None = None
 
 
-def _start(encoder: ChatEncoder, rules: Rules, folder: Path, language: str) -> None:
+def _start(maker: PartBuilder, language: str) -> None:
     """Prepare a process: one thread each, as there is a process for every core."""
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     set_language(language)
-    _maker = PartBuilder(encoder, rules, folder)
+    _maker = maker
 
 
 def _make(block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
@@ -538,12 +492,10 @@ def cores() -> int:
 class BuildProgress:
     """Says how far the work is, every few seconds."""
 
-    FIRST_S, EVERY_S = 5.0, 10.0
-
     def __init__(self, total: int) -> None:
         self.total = max(total, 1)
         self.started = time.monotonic()
-        self.next = self.started + self.FIRST_S
+        self.next = self.started + 5.0
         self.line = ""
 
     def update(self, done: int, rows: int, new_bytes: int, new_tokens: int) -> None:
@@ -558,5 +510,5 @@ class BuildProgress:
             minutes=f"{left / 60:.1f}",
         )
         if time.monotonic() >= self.next:
-            self.next = time.monotonic() + self.EVERY_S
+            self.next = time.monotonic() + 10.0
             say(self.line)
