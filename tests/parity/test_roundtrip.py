@@ -13,7 +13,7 @@ from official import write
 from safetensors import SafetensorError
 
 from toolkit.cli import main
-from toolkit.export import huggingface as folder_module
+from toolkit.export import model as folder_module
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import load_model, load_tokenizer, save_model
 from toolkit.models.weights import WeightFiles

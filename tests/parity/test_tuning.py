@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from toolkit.cli import main
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.parameters import count_parameters
-from toolkit.export import huggingface as export_adapter
-from toolkit.export.huggingface import write_adapter
+from toolkit.export import model as export_adapter
 from toolkit.export.load import load_any
+from toolkit.export.model import write_adapter
 from toolkit.messages import CheckpointError, ConfigError, ModelError
 from toolkit.models import load as load_module
 from toolkit.models import load_tokenizer, probe

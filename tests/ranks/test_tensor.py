@@ -8,7 +8,7 @@ from ranks import REPOSITORY, deepspeed, forked, run
 from shared import SHORT_FIRST, check_short_first, rows_of, tiny, trained
 
 from toolkit.checkpoint import directory
-from toolkit.export.checkpoint import load_checkpoint
+from toolkit.export.model import load_checkpoint
 from toolkit.models import load_model, probe
 
 HERE = REPOSITORY / "tests" / "ranks"

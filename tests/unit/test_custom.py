@@ -18,7 +18,7 @@ from toolkit.config.rules import check_rules, check_without_validation
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather_metrics
-from toolkit.export import checkpoint as export
+from toolkit.export import model as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError
 from toolkit.train import custom_task

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.export.checkpoint import TunedPart
+from toolkit.export.model import TunedPart
 from toolkit.messages import ConfigError, tr
 from toolkit.models.adapters import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn

@@ -57,7 +57,7 @@ def run(words: list[str]) -> int:
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
     import transformers
 
-    from toolkit.export.checkpoint import ExportOptions, export_any
+    from toolkit.export.model import ExportOptions, export_any, verify_logits
 
     transformers.utils.logging.disable_progress_bar()
     shards = {"max_shard_size": size} if size else {}
@@ -67,8 +67,6 @@ def run(words: list[str]) -> int:
     export_any(path, output, options, **chosen)
     print(tr("wrote {folder}.", folder=output))
     if forward == "yes":
-        from toolkit.export.checkpoint import verify_logits
-
         try:
             print("  " + verify_logits(output))
         except ToolkitError:  # what is wrong does not stay

@@ -109,24 +109,6 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
 ADAPTER = "default"
 
 
-def lora_config(model: PreTrainedModel, config: TuningConfig, base: str) -> LoraConfig:
-    """Return peft's settings for a model."""
-    modules = {name for name, part in model.named_modules() if next(part.parameters(recurse=False), None) is not None}
-    for name in config.save_modules:
-        check_matches("tuning.save_modules", name, modules)
-    return LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        r=config.rank,
-        lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft says int, and takes any number
-        lora_dropout=config.dropout,
-        use_rslora=config.rslora,
-        use_dora=config.dora,
-        target_modules=_targets(model, config.target_modules),
-        modules_to_save=config.save_modules or None,
-    )
-
-
 def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str, Any] | None) -> None:
     """Put untrained additions into a model; only they, and the modules saved whole, stay trainable."""
     precision = model.dtype
@@ -142,21 +124,6 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
     for parameter in model.parameters():  # peft keeps additions to half-precision models in float32
         if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
             parameter.data = parameter.data.to(precision)
-
-
-def _targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
-    """Return the names, or ends of names, of the layers that get additions."""
-    layers = f"{decoder_layers_name(model)}."
-    linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.startswith(layers)}
-    patterns = patterns or default_targets(model.config.model_type, linear)
-    if ALL_LINEAR in patterns:
-        return sorted({name.rpartition(".")[2] for name in linear})
-    fitting = {name for name, part in model.named_modules() if isinstance(part, nn.Linear | nn.Embedding)}
-    for pattern in patterns:
-        check_matches("tuning.target_modules", pattern, fitting)
-    if not any(sign in pattern for pattern in patterns for sign in "*?["):
-        return patterns
-    return sorted(select_names(fitting, patterns))
 
 
 def parameter_of(layer: Any) -> str:
@@ -657,7 +624,32 @@ def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> di
             num_transformer_submodules=1,
         )
     else:
-        settings = lora_config(model, config, base)
+        modules = dict(model.named_modules())
+        held = {name for name, part in modules.items() if next(part.parameters(recurse=False), None) is not None}
+        for name in config.save_modules:
+            check_matches("tuning.save_modules", name, held)
+        layers = f"{decoder_layers_name(model)}."
+        linear = {name for name, part in modules.items() if isinstance(part, nn.Linear) and name.startswith(layers)}
+        targets = config.target_modules or default_targets(model.config.model_type, linear)
+        if ALL_LINEAR in targets:
+            targets = sorted({name.rpartition(".")[2] for name in linear})
+        else:
+            fitting = {name for name, part in modules.items() if isinstance(part, nn.Linear | nn.Embedding)}
+            for pattern in targets:
+                check_matches("tuning.target_modules", pattern, fitting)
+            if any(sign in pattern for pattern in targets for sign in "*?["):
+                targets = sorted(select_names(fitting, targets))
+        settings = LoraConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base,
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft says int, and takes any number
+            lora_dropout=config.dropout,
+            use_rslora=config.rslora,
+            use_dora=config.dora,
+            target_modules=targets,
+            modules_to_save=config.save_modules or None,
+        )
     values = settings.to_dict() | {"inference_mode": True}
     plain: dict[str, Any] = json.loads(json.dumps(values, default=sorted))  # sets become lists
     return plain

@@ -188,7 +188,7 @@ def segment_arguments(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def varlen_attention(
+def sample_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -196,13 +196,33 @@ def varlen_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    in_parts: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return `attend_to_segments` within the segments of `cu_seq_lens_q`; without them `sdpa`."""
+    """Return causal attention within the segments of `cu_seq_lens_q`, int32 [segments + 1], [B, S, H, D]; `in_parts`
+    over whole rows, of which this rank has S / P tokens, in segments or not; with neither `sdpa`'s.
+
+    `query`: [B, H, S, D], `in_parts` [B, H, S / P, D]; `key`, `value`: the same with as many heads as keys have.
+    """
     bounds = options.get("cu_seq_lens_q")
-    if bounds is None:
+    if bounds is None and not in_parts:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    return attend_to_segments(query, key, value, bounds, int(options["max_length_q"]), dropout, scaling), None
+    if in_parts:
+        assert _group is not None
+        ranks = dist.get_world_size(_group)
+        # Fewer heads of keys than ranks: each is sent to all ranks whose heads of queries need it.
+        copies = ranks // math.gcd(key.size(1), ranks)
+        if copies > 1:
+            key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
+        query, key, value = (_Exchange.apply(states, 1, 2) for states in (query, key, value))  # [B, heads / P, S, D]
+    if bounds is not None:
+        mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling)
+    else:
+        grouped = key.size(1) != query.size(1)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+        ).transpose(1, 2)
+    return (_Exchange.apply(mixed, 1, 2) if in_parts else mixed), None
 
 
 def attend_to_segments(
@@ -314,41 +334,6 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     }
 
 
-def sequence_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    in_parts: bool = False,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Return causal attention over whole rows, of which this rank has a part, [B, S / P, H, D]; if not `in_parts`,
-    `sdpa`'s. `query`: [B, H, S / P, D]; `key`, `value`: [B, heads of keys, S / P, D]; `cu_seq_lens_q`: int32
-    [segments + 1], packed.
-    """
-    if not in_parts:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    assert _group is not None
-    ranks = dist.get_world_size(_group)
-    # Fewer heads of keys than ranks: each is sent to all ranks whose heads of queries need it.
-    copies = ranks // math.gcd(key.size(1), ranks)
-    if copies > 1:
-        key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
-    query, key, value = (_Exchange.apply(states, 1, 2) for states in (query, key, value))  # [B, heads / P, S, D]
-    bounds = options.get("cu_seq_lens_q")
-    if bounds is not None:
-        mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling)
-    else:
-        grouped = key.size(1) != query.size(1)
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
-        ).transpose(1, 2)
-    return _Exchange.apply(mixed, 1, 2), None
-
-
 class _Exchange(torch.autograd.Function):
     """Give each rank a piece of dimension `cut`, and join what comes along `joined`; backward the other way."""
 
@@ -394,8 +379,7 @@ def check_sequence_parallel(
         )
 
 
-AttentionInterface.register(VARLEN, varlen_attention)
-AttentionMaskInterface.register(VARLEN, training_mask)
+for _name in (VARLEN, SEQUENCE):
+    AttentionInterface.register(_name, sample_attention)
+    AttentionMaskInterface.register(_name, training_mask)
 AttentionMaskInterface.register(Attention.sdpa.value, training_mask)
-AttentionInterface.register(SEQUENCE, sequence_attention)
-AttentionMaskInterface.register(SEQUENCE, training_mask)

@@ -76,10 +76,6 @@ class Shield:
             return {self._cover(key): self._cover(one) for key, one in value.items()}
         return [self._cover(one) for one in value] if isinstance(value, (list, tuple)) else value
 
-    def is_covered(self, text: str) -> bool:
-        """Return whether something in a rendered text is broken up."""
-        return _BREAKS.search(text) is not None
-
     @cached_property
     def backend(self) -> Any:
         """A copy of a fast tokenizer's backend that drops what breaks control strings up."""
@@ -152,7 +148,7 @@ class SpanTokenizer:
         if not self.tokenizer.is_fast:
             return [self._slow(text, marks) for text, marks in zip(texts, spans, strict=True)]
         found: dict[int, Encoded] = {}
-        is_covered = [self.shield.is_covered(text) for text in texts]
+        is_covered = [_BREAKS.search(text) is not None for text in texts]
         for side in (False, True):
             chosen = [index for index, covered in enumerate(is_covered) if covered is side]
             if not chosen:
@@ -227,7 +223,7 @@ class SpanTokenizer:
         """The same for a tokenizer without offsets: by the ids that the text's beginnings share with it."""
 
         def tokens(part: str) -> list[int]:
-            if self.shield.is_covered(text):
+            if _BREAKS.search(text):
                 return self.shield.slow_ids(part)
             ids: list[int] = self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
             return ids
@@ -311,7 +307,8 @@ class TemplateChatEncoder:
                 name=tokenizer.name_or_path,
             )
         self.tokenizer = tokenizer
-        self.vocab_size = len(tokenizer)
+        self.vocab_size, self.stop_ids = len(tokenizer), [int(tokenizer.eos_token_id)]
+        self.answer_ids: list[int] = []  # what is trained begins where the assistant speaks
         self.fingerprint = _fingerprint(tokenizer)
         self.template = tokenizer.get_chat_template()
         self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _OTHERS}
@@ -361,16 +358,6 @@ class TemplateChatEncoder:
         """Return the ids that generation starts from."""
         text = self.render(self.shield.cover(messages), self.shield.cover(tools), add_generation_prompt=True)
         return self.span_tokenizer.encode_many([text], [[]])[0][0]
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """Return the ids at which an answer ends."""
-        return [int(self.tokenizer.eos_token_id)]
-
-    @property
-    def answer_ids(self) -> list[int]:
-        """Return none: what is trained begins where the assistant speaks."""
-        return []
 
     def _probe(self) -> None:
         """Look at how the template renders answers; reject marks that are not what generation would write."""
@@ -530,10 +517,7 @@ class TemplateChatEncoder:
         return text
 
 
-_Rendering = TypeVar("_Rendering")
-
-
-def _rendered(render: Callable[[Sequence[Message]], _Rendering], messages: Sequence[Message]) -> _Rendering:
+def _rendered(render: Callable[[Sequence[Message]], Any], messages: Sequence[Message]) -> Any:
     """Return a template's rendering, a call's arguments as text if it wants that; RowError if it fails."""
     bound_templates()
     try:

@@ -83,13 +83,9 @@ class LossHead:
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
         self._path: LossPath | None = None
-        self._answer: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._answer: Callable[[torch.Tensor], torch.Tensor]
         # One and the same function in all passes, which a compiled model calls but does not look into.
-        self._forward = torch.compiler.disable(self._call)
-
-    def _call(self, states: torch.Tensor) -> torch.Tensor:
-        assert self._answer is not None
-        return self._answer(states)
+        self._forward = torch.compiler.disable(lambda states: self._answer(states))
 
     @property
     def name(self) -> str:
@@ -145,8 +141,7 @@ class LossHead:
         try:
             yield
         finally:
-            del layer.forward
-            self._answer = None
+            del layer.forward, self._answer
             if instance_forward is not None:
                 layer.forward = instance_forward
 

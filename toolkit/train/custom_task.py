@@ -30,7 +30,7 @@ from toolkit.distributed.process_group import gather_metrics, on_rank0, sum_over
 from toolkit.engine.build import initialize_engine, use_tf32
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate import metrics
-from toolkit.export.checkpoint import CUSTOM_CARD, WEIGHTS, export_custom, export_in_background
+from toolkit.export.model import CUSTOM_CARD, WEIGHTS, export_custom, export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn
 from toolkit.models.load import TORCH_DTYPES

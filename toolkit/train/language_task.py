@@ -41,8 +41,7 @@ from toolkit.evaluate.metrics import (
     ngram_baselines,
     score_answers,
 )
-from toolkit.export.checkpoint import export_in_background, verify_logits
-from toolkit.export.huggingface import CARD_FILE, card, export_adapter, export_model, prove_adapter, write_folder
+from toolkit.export import model as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, ProofDiffers, joined, say, tr, warn
 from toolkit.models import pipeline, probe
@@ -430,7 +429,7 @@ class LanguageTask(Task):
             files |= tuned.describe()
         store = self.data.train
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-        return ModelFiles(files, probe.ids_of(rows, model.config), export_in_background)
+        return ModelFiles(files, probe.ids_of(rows, model.config), export.export_in_background)
 
     def prepare_evaluation(self, run: RunContext) -> None:
         """Skip questions whose answers would be too long for the model."""
@@ -555,15 +554,15 @@ class LanguageTask(Task):
             for name, content in run.checkpointer.described.files.items()
             if is_adapter or name != BASE_FILE
         }
-        files[CARD_FILE] = card(result.state, is_adapter)
+        files[export.CARD_FILE] = export.card(result.state, is_adapter)
         folder, probe_ids = run.folder / "export", run.checkpointer.described.probe_ids
         assert probe_ids is not None
         with phase(tr("Exporting")):
-            (export_adapter if is_adapter else export_model)(run.engine, files, probe_ids, folder)
+            (export.export_adapter if is_adapter else export.export_model)(run.engine, files, probe_ids, folder)
         if run.cfg.checkpoint.verify_export:
             with phase(tr("Comparing the export with the run")):
                 if is_adapter:
-                    prove_adapter(run.engine, folder)
+                    export.prove_adapter(run.engine, folder)
                 else:
                     on_rank0(lambda: _verify_export(folder))
 
@@ -701,7 +700,7 @@ def _base_folder(cfg: RunConfig, data: LanguageData, model: PreTrainedModel, fol
 
     def write() -> None:
         if not base.exists():
-            write_folder(model, describe(model, data.encoder), base, "hf", None)
+            export.write_folder(model, describe(model, data.encoder), base, "hf", None)
 
     on_rank0(write)
     return base
@@ -712,7 +711,7 @@ def _verify_export(folder: Path) -> None:
     reason to lose a model.
     """
     try:
-        verify_logits(folder)
+        export.verify_logits(folder)
     except ProofDiffers as error:
         warn(
             "the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.glm.modeling_glm import eager_attention_forward
 
 from toolkit.messages import ModelError
 from toolkit.models.weights import Layout, Shapes
@@ -138,24 +139,6 @@ class ChatGLMConfig(PreTrainedConfig):
         super().__init__(bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **kwargs)
 
 
-def _eager_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
 class ChatGLMAttention(nn.Module):
     """Multi-head attention; `query_key_value` holds q, k and v of one head after another."""
 
@@ -164,6 +147,7 @@ class ChatGLMAttention(nn.Module):
         self.config = config
         self.layer = layer
         self.head_size = config.hidden_size // config.num_attention_heads
+        self.num_key_value_groups = 1
         self.is_causal = False  # the mask decides
         self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
@@ -186,7 +170,7 @@ class ChatGLMAttention(nn.Module):
             attention_mask = functional.pad(attention_mask, (0, free), value=torch.finfo(attention_mask.dtype).min)
         # The original divides by sqrt(D) * (layer + 1) and multiplies the scores again: mathematically 1 / sqrt(D).
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, _eager_attention
+            self.config._attn_implementation, eager_attention_forward
         )
         output, _ = attend(self, query, key, value, attention_mask, scaling=self.head_size**-0.5, dropout=0.0)
         return self.dense(output.reshape(batch, size, -1))

@@ -1,14 +1,17 @@
-"""Models out of checkpoints and adapters, without the ranks that saved them: loaded, merged, exported, verified.
+"""A model or an adapter out of a run, a checkpoint or another directory: read, merged, written, verified.
 
-What a run trained of a model is put together with the rest one parameter at a time. Exports in a process of its own
-(`python -m`), as writing weights holds Python's lock, which training needs.
+Written as a directory that other programs load, checked before it gets its name; `toolkit verify` reads its probe, and
+manifest.json with size and SHA-256 of every file. What a run trained of a model is put together with the rest one
+parameter at a time, without the ranks that saved it. Exports during training have a process of their own (`python -m`),
+as writing weights holds Python's lock, which training needs.
 """
 
 import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,15 +21,17 @@ import torch
 from deepspeed import DeepSpeedEngine
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import directory
-from toolkit.checkpoint.directory import resolve_checkpoint
+from toolkit.checkpoint.directory import RunState, resolve_checkpoint
 from toolkit.checkpoint.state_files import iter_weights
 from toolkit.config.schema import Dtype, TuningMethod
+from toolkit.disk import flush, set_permissions
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
-from toolkit.export import huggingface
 from toolkit.launch.processes import run_module
 from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofDiffers, ToolkitError, tr
 from toolkit.models import adapters, probe, weights
@@ -34,8 +39,234 @@ from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
 from toolkit.models.chatglm.tokenizers import official_vocabulary
 from toolkit.models.directory import read_object
 from toolkit.models.load import TORCH_DTYPES, empty, load_model, stream, streamed_model
-from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, Format, describe
-from toolkit.secrets import hide
+from toolkit.models.pipeline import capture_probe, unwrap_model
+from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model
+from toolkit.secrets import hide, hide_all
+
+CARD_FILE = "README.md"
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft")
+
+
+def card(state: RunState, is_adapter: bool) -> bytes:
+    """Return the model card of a run, or of its adapter: what was trained, on what, how far, with what versions."""
+    config: Mapping[str, Any] = hide_all(state.config)
+    model, tuning = config["model"], config["tuning"]
+    base = model["name"] or model["path"] or "?"
+    front = {"pipeline_tag": "text-generation", "tags": ["deepspeed", f"tuning-{tuning['method']}"]}
+    if not (is_adapter and tuning["method"] == TuningMethod.ptuning_v2.value):  # which no library loads
+        front["library_name"] = "peft" if is_adapter else "transformers"
+    if model["hub_id"]:
+        front["base_model"] = model["hub_id"]
+    sources = [str(one["hub"] or one["path"] or one["format"]) for one in config["data"]["sources"]]
+    facts = [
+        tr("recipe: {recipe}", recipe=config["recipe"]),
+        tr("base model: {path}", path=model["path"] or model["name"]),
+        tr("what was trained: tuning={method}", method=tuning["method"]),
+        tr("data: {sources} (store {store})", sources=", ".join(sources), store=state.data.get("store", "?")),
+        tr(
+            "{steps} steps, {trained} trained tokens of {total}, {ranks} ranks",
+            steps=f"{state.step:,}",
+            trained=f"{state.trained_tokens:,}",
+            total=f"{state.total_tokens:,}",
+            ranks=state.world_size,
+        ),
+    ]
+    packages, commit = state.versions.get("packages", {}), state.versions.get("commit")
+    versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
+    versions += [tr("toolkit commit {commit}", commit=commit)] if commit else []
+    shown = {key: config[key] for key in ("tuning", "data", "batch", "optim", "schedule", "precision")}
+    lines = [
+        *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""),
+        *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in facts), ""),
+        *(f"## {tr('Losses')}", "", *_losses(state), ""),
+        *(f"## {tr('Versions')}", "", *(f"- {version}" for version in versions), ""),
+        *(f"## {tr('Settings')}", "", "```json"),
+        *(json.dumps(shown, indent=1, ensure_ascii=False, default=str), "```", ""),
+    ]
+    return "\n".join(lines).encode()
+
+
+def _losses(state: RunState) -> list[str]:
+    """Return a table of the evaluations, and the training loss at both ends; nats per trained token."""
+    lines = []
+    if not math.isnan(state.first_loss):
+        line = tr(
+            "training: {first} -> {last} nats/token", first=f"{state.first_loss:.4f}", last=f"{state.last_loss:.4f}"
+        )
+        lines += [line, ""]
+    if state.evaluations:
+        names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # not each source's
+        lines += [f"| step | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]
+        lines += [
+            f"| {int(row['step'])} | {' | '.join(f'{row[name]:.4g}' if name in row else '' for name in names)} |"
+            for row in state.evaluations[-20:]
+        ]
+    return lines or [tr("none were logged")]
+
+
+def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
+    """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory."""
+    probed, model = capture_probe(engine, probe_ids), unwrap_model(engine.module)
+    state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
+    on_rank0(lambda: write_folder(model, files, folder, "hf", probed, state))
+
+
+def write_folder(
+    model: PreTrainedModel,
+    files: Mapping[str, bytes],
+    folder: Path,
+    format: Format,
+    probed: probe.Probe | None,
+    state: dict[str, torch.Tensor] | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+    """Write a model directory atomically, and check every header: nothing missing or empty, every shape complete.
+
+    `files` are those of `toolkit.models.save.describe`; `folder` must not exist; `probed` are this model's logits of a
+    few ids; `state`: full parameters by name; `format`, `max_shard_size`: see `save_model`.
+    """
+    with atomic_directory(folder) as temporary:
+        save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
+        write_files(files if format == "hf" else {}, temporary, probed)
+        written = {name: info.shape for name, info in weights.WeightFiles(temporary).items()}
+        if format == "official":
+            wrong = sorted(set(written) ^ set(model.origin.tensors))
+        else:
+            tied, held = weights.tied_names(model), state if state is not None else model.state_dict()
+            held = {name: value for name, value in held.items() if name not in tied}
+            wrong = [name for name, shape in written.items() if name in held and tuple(held[name].shape) != shape]
+            # transformers may store parameters under other names (experts one by one), but never fewer numbers.
+            expected = sum(value.numel() for value in held.values())
+            found = sum(torch.Size(shape).numel() for shape in written.values())
+            if expected != found:
+                wrong += sorted(set(held) - set(written)) or [json.dumps({"expected": expected, "found": found})]
+        wrong += [name for name, shape in written.items() if 0 in shape]  # a known defect under ZeRO-3
+        if wrong or not written:
+            raise _not_as_trained(folder, wrong)
+
+
+@contextmanager
+def atomic_directory(folder: Path) -> Iterator[Path]:
+    """Yield a directory to write to; with a manifest, it then gets the name `folder`, which must not exist."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # A unique name: other files next to the directory are the user's.
+        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
+            temporary = Path(parent) / folder.name
+            yield temporary
+            paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+            for path in paths:
+                flush(path)
+            records = {path.relative_to(temporary).as_posix(): directory.record_file(path) for path in paths}
+            directory.write_manifest(temporary, records, {})
+            flush(temporary)
+            for path in temporary.rglob("*"):
+                set_permissions(path)
+            temporary.rename(folder)
+            flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(folder, error) from error
+
+
+def cannot_write(folder: Path, error: Exception) -> CheckpointError:
+    """Return the error about an export that cannot be written."""
+    return CheckpointError(
+        "cannot write the export to {folder}: {reason}. Nothing else was touched.", folder=folder, reason=error
+    )
+
+
+def _not_as_trained(folder: Path, names: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        "the export in {folder} does not hold what was trained: {names}", folder=folder, names=list(names[:5])
+    )
+
+
+def save_checked(state: Mapping[str, torch.Tensor], file: Path, folder: Path) -> None:
+    """Write tensors to a file of an export to `folder`, and read them back, bit for bit."""
+    save_file({name: value.contiguous() for name, value in state.items()}, file, {"format": "pt"})
+    written = weights.read_tensors(file)
+    if wrong := [name for name, value in state.items() if name not in written or not _is_same(value, written[name])]:
+        raise _not_as_trained(folder, wrong)
+
+
+def write_files(files: Mapping[str, bytes], folder: Path, probed: probe.Probe | None) -> None:
+    """Write files by their path in a directory, and the probe."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    if probed is not None:
+        probe.write(probed, folder)
+
+
+def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
+    """Write the adapter of a tuned model (`engine.module.tuned`), and nothing else. A collective."""
+    probed = probe.capture(engine.module, probe_ids, engine.device)
+    state = _adapter_state(engine)
+    on_rank0(lambda: write_adapter(state, files, folder, probed))
+
+
+def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    names = adapters.stored_names(engine.module)
+    return {names[name]: value for name, value in gathered_parameters(engine.module, names)}
+
+
+def write_adapter(
+    state: dict[str, torch.Tensor], files: Mapping[str, bytes], folder: Path, probed: probe.Probe | None
+) -> None:
+    """Write an adapter's directory atomically and read it back; `state` is by stored name."""
+    empty = [name for name, value in state.items() if not value.numel()]
+    if empty or not state:
+        raise _not_as_trained(folder, empty)
+    model_files = ("config.json", "generation_config.json")  # with one, or the origin, it would be taken for a model
+    own = {
+        name: content
+        for name, content in files.items()
+        if name not in model_files and not name.startswith(f"{ORIGIN_DIR}/")
+    }
+    with atomic_directory(folder) as temporary:
+        temporary.mkdir()
+        write_files(own, temporary, probed)
+        save_checked(state, temporary / adapters.WEIGHTS, folder)
+
+
+def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
+    """Compare an adapter's directory with the adapter and base in memory; raises on every rank. A collective. Equal
+    numbers, settings and base give the logits of the directory's probe, so no model is loaded.
+    """
+    state, numbers, tuned = _adapter_state(engine), adapters.base_numbers(engine.module), engine.module.tuned
+
+    def compare() -> None:
+        values, base = adapters.read_adapter_weights(folder), adapters.read_base(folder)
+        wrong = sorted({*values} ^ {*state})
+        wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
+        wrong += [adapters.CONFIG] * (adapters.read_settings(folder) != tuned.settings)
+        wrong += [adapters.BASE_FILE] * (base != tuned.base)
+        if wrong or base is None:
+            raise _not_as_trained(folder, wrong)
+        for name, found in numbers.items():
+            adapters.check_numbers(base, name, found, base.path, folder)
+
+    on_rank0(compare)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; NaN equals NaN."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    mine, theirs = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
+    return torch.equal(mine, theirs)
+
+
+def write_original_prefix(
+    state: dict[str, torch.Tensor], settings: Mapping[str, Any], base: Path, folder: Path
+) -> None:
+    """Write a P-Tuning v2 prefix as the ChatGLM repositories' training leaves it, for their programs."""
+    with atomic_directory(folder) as temporary:
+        temporary.mkdir()
+        torch.save({name: value.clone() for name, value in state.items()}, temporary / "pytorch_model.bin")
+        own = {key: settings[key] for key in ("pre_seq_len", "prefix_projection")}
+        config = json.dumps(read_object(base / "config.json") | own, indent=2, ensure_ascii=False)
+        (temporary / "config.json").write_text(config + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +342,8 @@ def load_part(part: TunedPart) -> PreTrainedModel:
 
 def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
     """Return the model with empty parameters, and their values, in the precision of the base's files, or float32 where
-    changed.
-
-    While they are read, ConfigError is raised for an addition to one of two tied weights, CheckpointError for values
-    that are not finite or not of this model.
+    changed. ConfigError for an addition to one of two tied weights; while the values are read, CheckpointError for
+    those that are not finite or not of this model.
     """
     if not part.can_merge:
         raise ConfigError(
@@ -123,40 +352,36 @@ def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str,
             folder=part.source,
         )
     model, values = stream(part.base)
-    return model, _with_trained(part, values, getattr(model, "all_tied_weights_keys", None) or {})
-
-
-def _with_trained(
-    part: TunedPart, values: Iterator[tuple[str, torch.Tensor]], tied: Mapping[str, str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
-    whole = dict(part.values)
-    if part.settings:
-        layers, whole = _by_weight(part)
-        if apart := sorted({*layers, *whole} & {*tied, *tied.values()}):
-            raise ConfigError(
-                "{folder} changes {names} alone, which in the model is one with another weight (tie_word_embeddings): "
-                "merged, both would change. Use it as an adapter of its base.",
-                folder=part.source,
-                names=", ".join(apart),
-            )
-    unused = {*layers, *whole} - {*tied}
-    for name, value in values:
-        unused.discard(name)
-        if part.known is not None and name in part.known.numbers:
-            adapters.check_numbers(part.known, name, adapters.fingerprint_of(value), part.base, part.source)
-        if name in layers:
-            layer, added = layers[name]
-            try:
-                yield name, adapters.merge_lora(layer, value, added)
-            except ValueError as error:  # peft looks for NaN
-                raise CheckpointError("{name} is NaN or Inf: the run had diverged.", name=name) from error
-        else:
-            yield name, whole.get(name, value)
-    if unused:
-        raise CheckpointError(
-            "{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5]
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    layers, whole = _by_weight(part) if part.settings else ({}, part.values)
+    if part.settings and (apart := sorted({*layers, *whole} & {*tied, *tied.values()})):
+        raise ConfigError(
+            "{folder} changes {names} alone, which in the model is one with another weight (tie_word_embeddings): "
+            "merged, both would change. Use it as an adapter of its base.",
+            folder=part.source,
+            names=", ".join(apart),
         )
+
+    def merged() -> Iterator[tuple[str, torch.Tensor]]:
+        unused = {*layers, *whole} - {*tied}
+        for name, value in values:
+            unused.discard(name)
+            if part.known is not None and name in part.known.numbers:
+                adapters.check_numbers(part.known, name, adapters.fingerprint_of(value), part.base, part.source)
+            if name in layers:
+                layer, added = layers[name]
+                try:
+                    yield name, adapters.merge_lora(layer, value, added)
+                except ValueError as error:  # peft looks for NaN
+                    raise CheckpointError("{name} is NaN or Inf: the run had diverged.", name=name) from error
+            else:
+                yield name, whole.get(name, value)
+        if unused:
+            raise CheckpointError(
+                "{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5]
+            )
+
+    return model, merged()
 
 
 def _by_weight(
@@ -247,7 +472,7 @@ def _map(value: torch.Tensor, file: Path) -> torch.Tensor:
     try:
         torch.save(value.clone(), file)  # the value alone, not all of its storage
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        raise huggingface.cannot_write(file.parent, error) from error
+        raise cannot_write(file.parent, error) from error
     mapped: torch.Tensor = torch.load(file, weights_only=True, mmap=True)
     return mapped
 
@@ -276,16 +501,20 @@ def export_any(
     """Write the model, or the adapter, of a run (its newest complete checkpoint), a checkpoint, an adapter or a model.
     `folder` must not exist; `adapter` was trained on the model in `path`; `base` "" finds the base.
     """
-    if adapter:
-        export_adapter_folder(Path(adapter), folder, wanted, str(path), family)
-    elif adapters.is_adapter(path):
-        export_adapter_folder(path, folder, wanted, base, family)
-    elif (checkpoint := resolve_checkpoint(path)) is None:
-        convert_model(path, folder, wanted, family)
-    elif family != "auto":
-        raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
-    else:
+    if adapter or adapters.is_adapter(path):
+        export_adapter_folder(Path(adapter or path), folder, wanted, str(path) if adapter else base, family)
+    elif checkpoint := resolve_checkpoint(path):
+        if family != "auto":
+            raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
         export_checkpoint(checkpoint, folder, wanted, base)
+    elif wanted.merge:
+        raise _nothing_to_merge()
+    else:
+        model = load_model(path, dtype=wanted.precision)
+        before = probe.read(path)
+        probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
+        files = describe(model, _encoder(path, family))
+        write_folder(model, files, folder, wanted.format, probed, max_shard_size=wanted.max_shard_size)
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | None = None, base: str = "") -> None:
@@ -296,13 +525,17 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
             raise ConfigError(
                 "{folder} holds a custom model: its weights alone are written, as they are.", folder=checkpoint
             )
-        export_custom_checkpoint(checkpoint, folder)
+        dtype = TORCH_DTYPES[Dtype(directory.read_run_state(checkpoint).config["precision"]["dtype"])]
+        record = json.loads((checkpoint / MODEL_DIR / CUSTOM_CARD).read_text(encoding="utf-8"))
+        names = {*record["names"]}  # of tied ones the first, as in the model
+        state = {name: value.clone() for name, value in iter_weights(checkpoint, dtype) if name in names}
+        _write_custom(state, record, folder)
         return
     part = part_of_checkpoint(checkpoint, base)
-    names = [name for name in directory.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
-    files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in names}
+    described = [name for name in directory.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
+    files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in described}
     is_adapter = part is not None and bool(part.settings) and not wanted.merge
-    files[huggingface.CARD_FILE] = huggingface.card(directory.read_run_state(checkpoint), is_adapter)
+    files[CARD_FILE] = card(directory.read_run_state(checkpoint), is_adapter)
 
     def build(scratch: Path) -> Rebuilt:
         return rebuild(checkpoint, scratch, part, wanted.precision)
@@ -336,9 +569,9 @@ def export_part(
                 folder=part.source,
             )
         if wanted.format == "official":
-            huggingface.write_original_prefix(part.values, part.settings, part.base, folder)
+            write_original_prefix(part.values, part.settings, part.base, folder)
         else:
-            huggingface.write_adapter(part.values, {**files, **part.describe()}, folder, probed)
+            write_adapter(part.values, {**files, **part.describe()}, folder, probed)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
@@ -346,7 +579,7 @@ def export_part(
         own = {name: content for name, content in files.items() if name not in (adapters.BASE_FILE, adapters.CONFIG)}
         if wanted.dtype:
             own["config.json"] = json.dumps(json.loads(own["config.json"]) | {"dtype": wanted.dtype}, indent=2).encode()
-        huggingface.write_folder(model, own, folder, wanted.format, probed, state, wanted.max_shard_size)
+        write_folder(model, own, folder, wanted.format, probed, state, wanted.max_shard_size)
 
 
 def _nothing_to_merge() -> ConfigError:
@@ -355,30 +588,8 @@ def _nothing_to_merge() -> ConfigError:
 
 def export_in_background(checkpoint: Path, folder: Path) -> None:
     """Verify a checkpoint and export it in transformers' layout in a child process, alongside training."""
-    if reason := run_module("toolkit.export.checkpoint", str(checkpoint), str(folder)):
+    if reason := run_module("toolkit.export.model", str(checkpoint), str(folder)):
         raise CheckpointError(reason)
-
-
-def main() -> None:
-    """Export."""
-    source, target = map(Path, sys.argv[1:])
-    if wrong := directory.manifest_problems(source):
-        sys.exit("; ".join(wrong[:3]))
-    try:
-        export_checkpoint(source, target)
-    except (ToolkitError, OSError) as error:
-        sys.exit(str(error))
-
-
-def convert_model(path: Path, folder: Path, wanted: ExportOptions, family: str = "auto") -> None:
-    """Write a model directory in another layout or precision."""
-    if wanted.merge:
-        raise _nothing_to_merge()
-    model = load_model(path, dtype=wanted.precision)
-    before = probe.read(path)
-    probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
-    files = describe(model, _encoder(path, family))
-    huggingface.write_folder(model, files, folder, wanted.format, probed, max_shard_size=wanted.max_shard_size)
 
 
 def export_adapter_folder(
@@ -391,12 +602,10 @@ def export_adapter_folder(
     model.to(precision)
     own_tokenizer = (path / "tokenizer_config.json").is_file()
     files = describe(model, _encoder(path if own_tokenizer else part.base, family))
-    if (path / huggingface.CARD_FILE).is_file():
-        files[huggingface.CARD_FILE] = (path / huggingface.CARD_FILE).read_bytes()
+    if (path / CARD_FILE).is_file():
+        files[CARD_FILE] = (path / CARD_FILE).read_bytes()
         if wanted.merge:
-            files[huggingface.CARD_FILE] = files[huggingface.CARD_FILE].replace(
-                b'library_name: "peft"', b'library_name: "transformers"', 1
-            )
+            files[CARD_FILE] = files[CARD_FILE].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
 
     def build(scratch: Path) -> Rebuilt:
         return collect_files(*merge_adapter(part), path, precision, scratch)
@@ -420,31 +629,15 @@ def export_custom(engine: DeepSpeedEngine, card: dict[str, Any], folder: Path) -
 
 
 def _write_custom(state: dict[str, torch.Tensor], card: dict[str, Any], folder: Path) -> None:
-    with huggingface.atomic_directory(folder) as temporary:
+    with atomic_directory(folder) as temporary:
         temporary.mkdir()
         (temporary / CUSTOM_CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-        huggingface.save_checked(state, temporary / WEIGHTS, folder)
+        save_checked(state, temporary / WEIGHTS, folder)
 
 
 def is_custom(folder: Path) -> bool:
     """Whether a checkpoint or an export is of a custom model."""
     return (folder / CUSTOM_CARD).is_file() or (folder / MODEL_DIR / CUSTOM_CARD).is_file()
-
-
-def export_custom_checkpoint(checkpoint: Path, folder: Path) -> None:
-    """Write the weights in a verified checkpoint of a custom model, as `export_custom` would have."""
-    dtype = TORCH_DTYPES[Dtype(directory.read_run_state(checkpoint).config["precision"]["dtype"])]
-    card = json.loads((checkpoint / MODEL_DIR / CUSTOM_CARD).read_text(encoding="utf-8"))
-    state: dict[str, torch.Tensor] = {}
-    names = set(card["names"])
-    for name, value in iter_weights(checkpoint, dtype):
-        if name in names:  # of tied ones the first, as in the model
-            state[name] = value.clone()
-    _write_custom(state, card, folder)
-
-
-if __name__ == "__main__":
-    main()
 
 
 def verify_logits(folder: Path) -> str:
@@ -513,3 +706,18 @@ def _bounds(folder: Path | None, found: probe.Probe, saved: probe.Probe, differe
     if not math.isfinite(rounding):
         return bounds
     return probe.TIMES_ROUNDING * rounding, probe.TIMES_WRONG * rounding
+
+
+def main() -> None:
+    """Export in a process of its own."""
+    source, target = map(Path, sys.argv[1:])
+    if wrong := directory.manifest_problems(source):
+        sys.exit("; ".join(wrong[:3]))
+    try:
+        export_checkpoint(source, target)
+    except (ToolkitError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
