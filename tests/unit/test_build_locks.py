@@ -1,12 +1,13 @@
 """Locks of builds that died: told, not waited for."""
 
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
 
-from toolkit.config.preflight import check_build_locks
+from toolkit.config.preflight import check_build_locks, extensions_dir
 from toolkit.messages import LaunchError
 
 
@@ -30,9 +31,11 @@ def test_a_lock_that_nobody_holds_is_told(tmp_path: Path) -> None:
 
 
 def test_the_default_place_is_searched(tmp_path: Path) -> None:
-    lock(tmp_path / "torch_extensions" / "py311_cpu", 2000)
-    with pytest.raises(LaunchError, match="py311_cpu/cpu_adam/lock"):
-        check_build_locks({"XDG_CACHE_HOME": str(tmp_path)})
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    path = lock(extensions_dir(environ), 2000)
+    assert path.is_relative_to(tmp_path / "torch_extensions")
+    with pytest.raises(LaunchError, match=re.escape(str(path))):
+        check_build_locks(environ)
 
 
 def test_a_build_in_progress_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Which ops DeepSpeed has to compile, what that needs, and what `optim.torch = auto` makes of it."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,8 +14,10 @@ import pytest
 
 from toolkit.config import preflight
 from toolkit.config.load import load
+from toolkit.config.schema import RunConfig
+from toolkit.engine import build
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.messages import ConfigError
+from toolkit.messages import ConfigError, LaunchError
 from toolkit.train import startup, trainer
 from toolkit.train.run_dir import RunSource
 
@@ -121,6 +125,111 @@ def test_all_ranks_and_sessions_take_the_same(
     source = RunSource(Path("run"), None if before is None else Path("step-1"))
     cfg = trainer._with_optimizer(load(AUTO).cfg, source)
     assert cfg.optim.torch is expected
+
+
+class Builders:
+    """An accelerator whose builders fail as DeepSpeed's do."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.asked = list(errors), list[str]()
+
+    def create_op_builder(self, name: str) -> "Builders":
+        self.asked.append(name)
+        return self
+
+    def load(self, verbose: bool) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+NO_CUDA = RuntimeError("CUDA_HOME does not exist, unable to compile CUDA op(s)")
+NINJA = RuntimeError("Error building extension 'fused_adam': [1/3] nvcc\nFAILED: a.o\nx.cu(1): error: no\n")
+
+
+def with_ops(monkeypatch: pytest.MonkeyPatch, builders: Builders, *words: str) -> RunConfig:
+    """Return the config after the ops are loaded, on a machine that seems to have a GPU and a compiler."""
+    monkeypatch.setattr(build, "get_accelerator", lambda: builders)
+    for name, value in GPU.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ=None: [])
+    given = load([*AUTO, *words]).cfg
+    return trainer._with_ops(preflight.with_optimizer(given)[0], given)
+
+
+@pytest.mark.parametrize(("error", "told"), [(NO_CUDA, "CUDA_HOME does not exist"), (NINJA, r"x.cu\(1\): error: no")])
+def test_a_build_that_fails_is_a_warning_where_there_is_another_optimizer(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(trainer, "warn", lambda line, **values: warnings.append(line.format(**values)))
+    cfg = with_ops(monkeypatch, Builders(error))
+    assert cfg.optim.torch is True
+    assert len(warnings) == 1 and re.search(rf"fused_adam: .*{told}.* PyTorch's fused one is used", warnings[0])
+    assert with_ops(monkeypatch, Builders()).optim.torch is False
+
+
+@pytest.mark.parametrize("words", [["optim.torch=false"], ["zero=stage2_offload"]])
+def test_a_build_that_fails_is_an_error_with_the_remedy_where_there_is_none(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        LaunchError, match=r"cannot build or load \w+_adam: CUDA_HOME .* apt install g\+\+.*optim.torch=true"
+    ):
+        with_ops(monkeypatch, Builders(NO_CUDA), *words)
+
+
+def test_a_file_that_a_file_server_still_hides_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = ImportError("fused_adam.so: cannot open shared object file: No such file or directory")
+    monkeypatch.setattr(build.time, "sleep", lambda seconds: None)
+    builders = Builders(hidden, hidden)
+    assert with_ops(monkeypatch, builders).optim.torch is False
+    assert builders.asked == ["FusedAdamBuilder"] * 3
+
+
+def test_builders_of_deepspeed_have_these_names() -> None:
+    for op in ("fused_adam", "fused_lion"):
+        assert hasattr(importlib.import_module(f"deepspeed.ops.op_builder.{op}"), build._BUILDERS[op])
+    host = importlib.import_module("deepspeed.ops.op_builder.cpu")
+    assert all(hasattr(host, build._BUILDERS[name]) for name in ("cpu_adam", "cpu_lion", "async_io"))
+
+
+def test_ops_of_other_machines_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home directory that nodes share: ops are compiled for one CPU, GPU, Python, PyTorch and CUDA."""
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    gpu = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
+    gpu.parent.mkdir(parents=True)
+
+    def place(cpu: str, model: str) -> Path:
+        (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\nflags : {cpu}\nprocessor : 1\nflags : {cpu}\n")
+        gpu.write_text(f"Model: \t {model}\nIRQ: 7\n")
+        return preflight.extensions_dir(environ, tmp_path / "proc")
+
+    found = {place("avx2", "NVIDIA A100"), place("avx512f", "NVIDIA A100"), place("avx2", "NVIDIA H100")}
+    assert place("avx2", "NVIDIA A100") in found
+    monkeypatch.setattr(preflight.sys, "abiflags", "t")
+    found.add(place("avx2", "NVIDIA A100"))
+    version = tmp_path / "version.py"
+    monkeypatch.setattr(
+        preflight.metadata, "distribution", lambda name: SimpleNamespace(locate_file=lambda file: version)
+    )
+    for text in ("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'", "__version__ = '2.13.0'\ncuda: x = '12.9'"):
+        version.write_text(text)
+        found.add(place("avx2", "NVIDIA A100"))
+    assert len(found) == 6
+    assert all(path.parent == tmp_path / "torch_extensions" for path in found)
+    assert any("torch2.13.0-cuda13.0" in path.name for path in found)
+    assert preflight.extensions_dir({**environ, "TORCH_EXTENSIONS_DIR": "/mine"}) == Path("/mine")
+
+
+@pytest.mark.parametrize(("home", "is_found"), [("cuda", True), ("runtime", False)])
+def test_nvcc_is_where_pytorch_looks(
+    home: str, is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA_HOME before PATH: an nvcc on PATH does not help where CUDA_HOME is a runtime alone."""
+    (tmp_path / "cuda/bin").mkdir(parents=True)
+    (tmp_path / "cuda/bin/nvcc").touch()
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert ("nvcc" not in preflight.lacking_tools(["fused_adam"], {"CUDA_HOME": str(tmp_path / home)})) is is_found
 
 
 def test_what_is_missing_here_is_told_with_what_is_wrong_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

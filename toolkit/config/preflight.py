@@ -8,6 +8,7 @@ deepspeed. A build that is killed leaves a lock behind, and every later run woul
 
 import dataclasses
 import glob
+import hashlib
 import importlib.util
 import json
 import math
@@ -19,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -533,22 +534,55 @@ def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -
 
 def built_ops(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return those that are compiled already, with DeepSpeed's installation or by an earlier run."""
-    shipped, folders = set[str](), op_folders(environ)
+    shipped, root = set[str](), extensions_dir(environ)
     with suppress(OSError, metadata.PackageNotFoundError):  # importing DeepSpeed, which knows it, takes seconds
         file = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
         shipped.update(re.findall(r"'(\w+)': True", Path(str(file)).read_text(encoding="utf-8")))
-    return [name for name in names if name in shipped or any((root / name / f"{name}.so").exists() for root in folders)]
+    return [name for name in names if name in shipped or (root / name / f"{name}.so").exists()]
 
 
-def op_folders(environ: Mapping[str, str]) -> list[Path]:
-    """Return the directories in which PyTorch builds ops, one directory each."""
-    named = environ.get("TORCH_EXTENSIONS_DIR")
+def extensions_dir(environ: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> Path:
+    """Return where ops are built, one directory each: TORCH_EXTENSIONS_DIR, or one in the user's cache for this Python,
+    PyTorch, CUDA, C library, CPU and GPUs. Nodes share home directories, and ops are compiled for one node's CPU and
+    GPU; PyTorch's default tells Python and CUDA alone apart (torch 2.13, cpp_extension.py, _get_build_directory).
+    """
+    if named := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(named)
+    torch, cuda = "", ""
+    with suppress(OSError, metadata.PackageNotFoundError):
+        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
+        torch, cuda = (
+            "".join(re.findall(rf"^{name}\b.*= '(.+)'", text, re.MULTILINE)) for name in ("__version__", "(?:cuda|hip)")
+        )
+    chips = [platform.machine(), *platform.libc_ver()]
+    with suppress(OSError):  # Linux alone has it; flags on x86, Features on ARM
+        lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        chips.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
+    for file in sorted((proc / "driver/nvidia/gpus").glob("*/information")):
+        with suppress(OSError):
+            found = re.search(r"Model:\s*(.+)", file.read_text(encoding="utf-8", errors="replace"))
+            chips += [found[1]] if found and found[1] not in chips else []
     cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [Path(named)] if named else sorted((cache / "torch_extensions").glob("py*"))
+    digest = hashlib.sha256("\n".join(chips).encode()).hexdigest()[:8]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return cache / "torch_extensions" / f"{python}-torch{torch}-cuda{cuda or 'none'}-{digest}"
+
+
+def _has_nvcc(environ: Mapping[str, str]) -> bool:
+    """Whether there is an nvcc where PyTorch looks (torch 2.13, cpp_extension.py, _find_cuda_home)."""
+    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    if not home:
+        return bool(shutil.which("nvcc")) or Path("/usr/local/cuda/bin/nvcc").exists()
+    return Path(home, "bin/nvcc").exists()
 
 
 def lacking_tools(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return what building some ops needs and this machine does not have."""
+    return [name for name, is_found in tools_for(names, environ).items() if not is_found] if names else []
+
+
+def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
+    """Return what building some ops needs, and whether this machine has it."""
     has = {
         "g++": shutil.which(environ.get("CXX", "g++")),
         "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
@@ -557,11 +591,11 @@ def lacking_tools(names: Sequence[str], environ: Mapping[str, str] = os.environ)
     if "async_io" in names:
         has["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
     if any(name.startswith("fused_") for name in names):
-        has["nvcc"] = shutil.which("nvcc") or Path(environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc").exists()
-    return [name for name, found in has.items() if not found] if names else []
+        has["nvcc"] = _has_nvcc(environ)
+    return {name: bool(found) for name, found in has.items()}
 
 
-def how_to_install(tools: Sequence[str]) -> str:
+def how_to_install(tools: Iterable[str]) -> str:
     """Return what to type, or to get, for tools of `lacking`."""
     commands = {
         "g++": "apt install g++",
@@ -580,7 +614,6 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
     tools = lacking_tools(missing, environ)
     if not tools:
         return
-    instead = {"async_io": "zero=stage3_offload", "deepspeed_shm_comm": "distributed.cpu_shared_memory=false"}
     key = {"async_io": "zero.offload_optimizer.device", "deepspeed_shm_comm": "distributed.cpu_shared_memory"}
     raise loaded.error(
         key.get(missing[0], "optim.torch"),
@@ -589,8 +622,14 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
         ops=", ".join(missing),
         tools=", ".join(tools),
         commands=how_to_install(tools),
-        other=instead.get(missing[0], "optim.torch=true"),
+        other=without_op(missing[0]),
     )
+
+
+def without_op(name: str) -> str:
+    """Return what to set in order to do without an op."""
+    others = {"async_io": "zero=stage3_offload", "deepspeed_shm_comm": "distributed.cpu_shared_memory=false"}
+    return others.get(name, "optim.torch=true")
 
 
 OPS = ("fused_adam", "cpu_adam", "async_io", "gds", "deepspeed_shm_comm", "deepspeed_ccl_comm", "utils")
@@ -617,18 +656,17 @@ def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) ->
 
 def stale_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> Iterator[tuple[Path, float]]:
     """Yield the locks that nobody holds, and the seconds since anything happened beside them."""
-    for root in op_folders(environ):
-        for lock in (root / name / "lock" for name in OPS):
-            try:
-                # Another machine may be building in a folder that is shared: then something in it is new.
-                age_s = time.time() - max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
-            except OSError:  # there is none, or it has just been released
-                continue
-            if age_s <= YOUNG_S:
-                continue
-            builds = set[Path]()
-            for process in proc.glob("[0-9]*"):
-                with suppress(OSError):  # gone, or somebody else's
-                    builds.add((process / "cwd").readlink())
-            if lock.parent.resolve() not in builds:
-                yield lock, age_s
+    for lock in (extensions_dir(environ) / name / "lock" for name in OPS):
+        try:
+            # Another machine may be building in a folder that is shared: then something in it is new.
+            age_s = time.time() - max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
+        except OSError:  # there is none, or it has just been released
+            continue
+        if age_s <= YOUNG_S:
+            continue
+        builds = set[Path]()
+        for process in proc.glob("[0-9]*"):
+            with suppress(OSError):  # gone, or somebody else's
+                builds.add((process / "cwd").readlink())
+        if lock.parent.resolve() not in builds:
+            yield lock, age_s

@@ -1,5 +1,7 @@
 """The one call of `deepspeed.initialize`; parameter groups, and optimizers that DeepSpeed cannot make from a name."""
 
+import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +20,41 @@ from toolkit.plan.outline import layer_of
 
 STAGE = "stage"
 """Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.pipeline)."""
+
+
+_BUILDERS = {
+    "fused_adam": "FusedAdamBuilder",
+    "fused_lion": "FusedLionBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "async_io": "AsyncIOBuilder",
+}
+"""Ops of `preflight.needed_ops` that engines load -> DeepSpeed's class that builds each (0.19.8, op_builder)."""
+_STALE_S = 90.0
+"""So long a file server may hide a file that another node has just written; NFS caches absence for up to 60 s."""
+
+
+def load_ops(names: Iterable[str]) -> str:
+    """Build what is not built yet, in minutes, and load it; return why an op cannot be, "" if all are there.
+
+    PyTorch's lock elects one builder, and the others poll it, so no collective waits for a compiler.
+    """
+    until = time.monotonic() + _STALE_S
+    for name in names:
+        builder = _BUILDERS.get(name)
+        while builder:
+            try:
+                get_accelerator().create_op_builder(builder).load(verbose=False)
+                break
+            except Exception as error:  # whatever a missing CUDA toolkit, a compiler or a linker make of it
+                if isinstance(error, ImportError) and "No such file" in str(error) and time.monotonic() < until:
+                    time.sleep(1)
+                    continue
+                logging.getLogger("DeepSpeed").info("building %s", name, exc_info=True)
+                lines = str(error).splitlines() or [type(error).__name__]
+                told = [lines[0], *(line for line in lines[1:] if "error" in line.lower())][:2]
+                return f"{name}: {' '.join(line.strip() for line in told)}"
+    return ""
 
 
 def use_tf32(precision: schema.PrecisionConfig) -> None:

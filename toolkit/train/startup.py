@@ -14,7 +14,7 @@ from toolkit.arguments import Arguments, parse, parse_checked
 from toolkit.config import files
 from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation, mesh_of
-from toolkit.config.preflight import check_build_locks, check_compiler, check_track_here
+from toolkit.config.preflight import check_build_locks, check_compiler, check_track_here, extensions_dir
 from toolkit.config.schema import AUTO, ModelConfig, RunConfig
 from toolkit.errors import Problems
 from toolkit.launch import deepspeed, environment
@@ -44,6 +44,7 @@ def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, envir
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
     if "--cfg" in words:
         place = words.index("--cfg")
         others = words[:place] + words[place + 2 :]

@@ -16,19 +16,20 @@ from deepspeed.accelerator import get_accelerator
 
 from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files
+from toolkit.config import preflight
 from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation, with_micro_batch
-from toolkit.config.preflight import with_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import AUTO, RunConfig
+from toolkit.config.schema import AUTO, Device, RunConfig
 from toolkit.distributed import failure, process_group
 from toolkit.distributed.failure import Watchdog
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine import memory
+from toolkit.engine.build import load_ops
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.launch import environment
 from toolkit.launch.environment import Ranks
-from toolkit.messages import RunFolderError, say, tr
+from toolkit.messages import LaunchError, RunFolderError, say, tr, warn
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.metrics import Progress
@@ -99,7 +100,7 @@ class Trainer:
         task, ranks = self.task, self.ranks
         task.begin(self.cfg, ranks)
         source, hosts = self._open_run_dir()
-        cfg, built = self._settle(_with_optimizer(self.cfg, source), source)
+        cfg, built = self._settle(_with_ops(_with_optimizer(self.cfg, source), self.cfg), source)
         self.cfg, total_steps = cfg, task.total_steps
         tell_length(cfg, task.epoch, total_steps, ranks.world_size)
         ds = build_ds_config(cfg, ranks.world_size, total_steps)
@@ -289,7 +290,7 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
     """Return the config with `optim.torch` decided, the same on all ranks and in every start of a run. A collective."""
     if cfg.optim.torch != AUTO:
         return cfg
-    mine, reason = with_optimizer(cfg)
+    mine, reason = preflight.with_optimizer(cfg)
     found = process_group.gather((bool(mine.optim.torch), reason))
     checkpoint = source.checkpoint
     before = on_rank0(lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {})
@@ -303,3 +304,27 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
         whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
         say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
+
+
+def _with_ops(cfg: RunConfig, given: RunConfig) -> RunConfig:
+    """Build and load DeepSpeed's ops, before its engine would; return the config, with PyTorch's optimizer where
+    DeepSpeed's cannot be built and `given`, the user's config, leaves the choice. A collective; LaunchError otherwise.
+    """
+    names = preflight.needed_ops(cfg)
+    if missing := [name for name in names if name not in preflight.built_ops(names)]:
+        folder = preflight.extensions_dir()
+        say("Building DeepSpeed's {ops} in {folder}, once: 1 to 3 minutes.", ops=", ".join(missing), folder=folder)
+    reason = next(filter(None, process_group.gather(load_ops(names))), "")
+    if not reason:
+        return cfg
+    if given.optim.torch == AUTO and cfg.zero.offload_optimizer.device is Device.none:
+        warn("DeepSpeed's optimizer cannot be built ({reason}): PyTorch's fused one is used.", reason=reason)
+        return replace(cfg, optim=replace(cfg.optim, torch=True))
+    name = reason.partition(":")[0]
+    raise LaunchError(
+        "DeepSpeed cannot build or load {reason}. It needs: {commands}. Or set {other}. The whole output is in "
+        "logs/rank_*.log in the run directory.",
+        reason=reason,
+        commands=preflight.how_to_install(preflight.tools_for([name])),
+        other=preflight.without_op(name),
+    )
