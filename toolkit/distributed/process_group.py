@@ -12,12 +12,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -252,11 +252,7 @@ def leave() -> None:
     _met = None
 
 
-def _yield_met(url: str, timeout: timedelta, **unused: Any) -> Iterator[tuple[Store, int, int]]:
-    yield meet(timeout)
-
-
-register_rendezvous_handler(_SCHEME, _yield_met)
+register_rendezvous_handler(_SCHEME, lambda url, timeout, **unused: iter([meet(timeout)]))
 
 
 def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> str:

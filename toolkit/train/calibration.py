@@ -65,12 +65,15 @@ def measure(cfg: RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> R
         seconds = _seconds(lambda: distributed.all_reduce(sent), device)
         link = 2 * (world_size - 1) / world_size * sent.nbytes / seconds
         latency_s = _seconds(lambda: distributed.all_reduce(one), device)
+    weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
+    weights.grad = torch.ones_like(weights)
+    optimizer = torch.optim.AdamW([weights], fused=True)
     # Behind a GPU's computation it hides, so there the links' own speed is what counts.
     gather = _gather(whole, outline, layer_s, device, world_size) if on_cpu and world_size > 1 else 0.0
     return Rates(
         flops=speed,
         micro_s=max(0.0, first_s - first_flops / speed),
-        memory=_ELEMENTS * (16 + 12 + 2 * width) / _seconds(_optimizer(device).step, device),
+        memory=_ELEMENTS * (16 + 12 + 2 * width) / _seconds(optimizer.step, device),
         link=link,
         gather=min(gather, link),
         latency_s=latency_s,
@@ -84,7 +87,7 @@ def _layers(cfg: RunConfig, outline: Outline, device: torch.device) -> tuple[flo
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
     calls, flops = [], []
     for layers in (1, 2):
-        model = _in_precision(_model(cfg, layers), cfg, device).train()
+        model = _model(cfg, layers, device).train()
         shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
         flops.append(formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work))
         calls.append(partial(_pass, model, longest_batch(cfg, outline, model)))
@@ -119,7 +122,7 @@ def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.devi
     ds = build_ds_config(split, world_size).values
     calls, engines, sizes, linear = [], [], [], functional.linear
     for layers in (1, 2):
-        model = _in_precision(_model(cfg, layers), cfg, device)
+        model = _model(cfg, layers, device)
         sizes.append(sum(one.numel() for one in model.parameters()))
         batch = longest_batch(cfg, outline, model)
         schedule = partial(ConstantLR, factor=1)
@@ -151,27 +154,25 @@ def longest_batch(cfg: RunConfig, outline: Outline, model: torch.nn.Module) -> B
     }
 
 
-def _model(cfg: RunConfig, layers: int) -> torch.nn.Module:
+def _model(cfg: RunConfig, layers: int, device: torch.device) -> torch.nn.Module:
     if cfg.model.init is Init.random:
         shape = replace(cfg.model.shape, num_layers=layers)
-        return GlmForCausalLM(random_config(shape, shape.vocab_size))
-    config: dict[str, Any] = dict(config_of(cfg))
-    architecture = architecture_of(config)
-    if architecture is Architecture.v1:
-        config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
-        return ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
-    if architecture is not None:
-        usual = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
-        known = glm_config(usual | config | {"num_layers": layers}, {}, divides_positions=False)
-        return AutoModelForCausalLM.from_config(known, trust_remote_code=False)
-    known = AutoConfig.for_model(**config)
-    known.get_text_config().num_hidden_layers = layers
-    return AutoModelForCausalLM.from_config(known, trust_remote_code=False)
-
-
-def _in_precision(model: torch.nn.Module, cfg: RunConfig, device: torch.device) -> torch.nn.Module:
-    """Cast the parameters alone: rotary frequencies stay float32, as in a run."""
-    for parameter in model.parameters():
+        model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))
+    else:
+        config: dict[str, Any] = dict(config_of(cfg))
+        architecture = architecture_of(config)
+        if architecture is Architecture.v1:
+            config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
+            model = ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
+        else:
+            if architecture is not None:
+                usual = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
+                known = glm_config(usual | config | {"num_layers": layers}, {}, divides_positions=False)
+            else:
+                known = AutoConfig.for_model(**config)
+                known.get_text_config().num_hidden_layers = layers
+            model = AutoModelForCausalLM.from_config(known, trust_remote_code=False)
+    for parameter in model.parameters():  # alone: rotary frequencies stay float32, as in a run
         parameter.data = parameter.data.to(TORCH_DTYPES[cfg.precision.dtype])
     return model.to(device)
 
@@ -202,12 +203,6 @@ def _once(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def _optimizer(device: torch.device) -> torch.optim.Optimizer:
-    weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
-    weights.grad = torch.ones_like(weights)
-    return torch.optim.AdamW([weights], fused=True)
 
 
 def main(config: str, answer: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather_metrics, on_rank0, sum_over_ranks, world_size
-from toolkit.engine.build import initialize_engine, use_tf32
+from toolkit.engine.build import use_tf32
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate import metrics
 from toolkit.export.model import CUSTOM_CARD, WEIGHTS, export_custom, export_in_background
@@ -37,10 +37,10 @@ from toolkit.models.load import TORCH_DTYPES
 from toolkit.models.save import MODEL_DIR
 from toolkit.terminal import phase
 from toolkit.train.checkpointer import ModelFiles
-from toolkit.train.run_dir import RunSource, with_profile
-from toolkit.train.schedule import Epoch, make_schedule
+from toolkit.train.run_dir import RunSource
+from toolkit.train.schedule import Epoch
 from toolkit.train.step import Samples
-from toolkit.train.task import SAMPLES, FitResult, RunContext, Task
+from toolkit.train.task import SAMPLES, FitResult, RunContext, Task, start_engine
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Given the model and a batch, returns one loss per sample, [n]."""
@@ -286,34 +286,29 @@ class _StreamSamples:
         return [[[name] * min(size, 1) for _ in range(times)] for _ in range(ranks)]
 
     def _samples(self) -> Iterator[Any]:
-        """Yield samples without end; what the data set draws comes from generators of its own."""
-        states, number = _capture(), 0
+        """Yield samples without end; what the dataset draws comes from generators of its own."""
+        passes, states = self._passes(), _capture()
         while True:
+            with _generators_kept():
+                _restore(states)
+                sample = next(passes)
+                states = _capture()
+            yield sample
+
+    def _passes(self) -> Iterator[Any]:
+        dataset, name = self.spec.dataset, type(self.spec.dataset).__name__
+        for number in count():
             is_empty = True
-            outside = _capture()
-            _restore(states)
             _seed(f"{self.cfg.run.seed} {number}")
-            if hasattr(self.spec.dataset, "set_epoch"):
-                self.spec.dataset.set_epoch(number)
-            stream = iter(self.spec.dataset)
-            while True:
-                try:
-                    sample = next(stream)
-                except StopIteration:
-                    break
-                finally:
-                    states = _capture()
-                    _restore(outside)
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(number)
+            for sample in dataset:
                 is_empty = False
                 yield sample
-                outside = _capture()
-                _restore(states)
+            if is_empty and not number:
+                raise DataError("{kind} gives no sample.", kind=name)
             if is_empty:
-                name = type(self.spec.dataset).__name__
-                if not number:
-                    raise DataError("{kind} gives no sample.", kind=name)
                 raise DataError("{kind} ends for good: iter() of it must start again each time.", kind=name)
-            number += 1
 
 
 CustomData = _MapSamples | _StreamSamples
@@ -448,11 +443,7 @@ class CustomTask(Task):
         dtype = TORCH_DTYPES[cfg.precision.dtype]
         if dtype is not torch.float32:
             cast_inputs(model, dtype)
-        title = tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")
-        with phase(title):
-            values, recompute = with_profile(ds.values, source.folder), cfg.train.activation_checkpointing
-            schedule = make_schedule(cfg, self.total_steps)
-            return initialize_engine(model, values, recompute, schedule, cfg.compile, cfg.optim)
+        return start_engine(model, cfg, ds, self.total_steps, source.folder)
 
     def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
         """Return the model's card; what is not trained is kept too, as it is nowhere else."""

@@ -69,10 +69,6 @@ class RunPlan:
         """What metrics.jsonl compares with: the GPU's memory, on CPU ranks that of the process."""
         return process_bytes(self.layout.memory) if self.on_cpu else self.tensor_bytes
 
-    def lines(self) -> str:
-        """Return the plan of a rank's memory as a table."""
-        return "\n".join(memory_table(self.layout))
-
 
 def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, file: Path) -> RunPlan | None:
     """Write down and return the plan of a config on this machine; None if the model has no outline. A collective."""
@@ -473,7 +469,7 @@ def explain_out_of_memory(
                 peak=shown(memory.highest()),
                 limit=shown(limit) if limit else "?",
             ),
-            *([plan.lines()] if plan else []),
+            *(memory_table(plan.layout) if plan else []),
             tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
             tr("What helps, the cheapest first; each can be pasted behind the command:"),
             *(f"  {word}" for word in remedies(cfg, ranks.world_size) if word.startswith(sections)),

@@ -1,6 +1,5 @@
 """Data of a language model: encoder, tokenized caches, packing plans, and this rank's micro-batches of them."""
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -304,13 +303,6 @@ def _sampler(
         lengths=lengths if prepared.packing is Packing.none else None,  # planned rows are alike already
         order=order,
     )
-
-
-def num_evaluation_batches(cfg: RunConfig, prepared: LanguageData, world_size: int) -> int:
-    """Return how many validation micro-batches a rank has."""
-    assert prepared.validation_plan is not None
-    at_once = rows_per_step(cfg, prepared.packing)[1] * mesh_of(cfg, world_size).data_ranks
-    return math.ceil(len(prepared.validation_plan) / at_once)
 
 
 def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:

@@ -27,7 +27,7 @@ from toolkit.data.store import TokenizedCache
 from toolkit.disk import unused_path
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import on_rank0, rank, world_size
-from toolkit.engine.build import initialize_engine, initialize_untrained, use_tf32
+from toolkit.engine.build import initialize_untrained, use_tf32
 from toolkit.engine.ds_config import DsConfig, build_ds_config
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.engine.parameters import count_parameters, is_partitioned
@@ -75,10 +75,10 @@ from toolkit.terminal import phase, text_table
 from toolkit.train import language_data
 from toolkit.train.checkpointer import ModelFiles, check_settings
 from toolkit.train.language_data import Batch, LanguageData
-from toolkit.train.run_dir import RunSource, with_profile
-from toolkit.train.schedule import Epoch, make_schedule
+from toolkit.train.run_dir import RunSource
+from toolkit.train.schedule import Epoch
 from toolkit.train.step import Samples
-from toolkit.train.task import FitResult, RunContext, Task
+from toolkit.train.task import FitResult, RunContext, Task, start_engine
 from toolkit.train.tracking import log_answers
 
 
@@ -155,7 +155,9 @@ class Evaluation:
         answer is a line of `file`, what is true of all is in its .json; `alive` is called now and then.
         """
         cfg, prepared = self.cfg, self.prepared
-        count = language_data.num_evaluation_batches(cfg, prepared, self.ranks.world_size)
+        assert prepared.validation_plan is not None
+        at_once = language_data.rows_per_step(cfg, prepared.packing)[1] * self._layout.data_ranks
+        count = -(-len(prepared.validation_plan) // at_once)
         with phase(tr("Evaluating"), count, tr("batches")) as advance:
 
             def batches() -> Iterator[language_data.Batch]:
@@ -644,11 +646,8 @@ def build_engine(
         add_neftune(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:
         model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, mesh.data_rank)
-    with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
-        module = pipeline.PipelineStage(model, stages, TORCH_DTYPES[dtype]) if stages > 1 else model
-        settings = with_profile(ds.values, source.folder)
-        recompute = cfg.train.activation_checkpointing
-        engine = initialize_engine(module, settings, recompute, make_schedule(cfg, total_steps), cfg.compile, cfg.optim)
+    module = pipeline.PipelineStage(model, stages, TORCH_DTYPES[dtype]) if stages > 1 else model
+    engine = start_engine(module, cfg, ds, total_steps, source.folder)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path

@@ -281,13 +281,6 @@ def _write(file: Path, text: str) -> None:
         raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
 
 
-def with_profile(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return DeepSpeed's JSON whose flops profiler writes into a run directory, where the config names no file."""
-    if "flops_profiler" not in values:
-        return values
-    return {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
-
-
 def record_start(folder: Path, step: int) -> None:
     """Note that a run starts now, from the checkpoint of a step, 0 without one. Before anything in it is touched."""
     restart = deepspeed.restart_number()

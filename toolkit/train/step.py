@@ -123,7 +123,11 @@ class StragglerDetector:
         if times.steps < COMPARED_STEPS:
             return ""
         self._times = None
-        suspect = _slow_rank(times)
+        waits = times.own_s[slowest := _slowest(times.own_s)] - median_low(times.own_s)
+        per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]
+        # Slow per token too, as longer sequences take longer.
+        is_slow = all(values[slowest] > SLOWER * median_low(values) for values in (times.own_s, per_token))
+        suspect = slowest if is_slow and waits > LEAST_SHARE * times.seconds else -1
         self._in_a_row = self._in_a_row + 1 if suspect == self._suspect else 1
         self._suspect = suspect
         if suspect < 0 or self._in_a_row < IN_A_ROW or suspect in self._reported:
@@ -152,15 +156,6 @@ class StragglerDetector:
             times=f"{own_s / median_s:.1f}",
             where=where,
         )
-
-
-def _slow_rank(times: RankTimes) -> int:
-    """Return the slow rank, -1 if none is; slow per token too, as longer sequences take longer."""
-    slowest = _slowest(times.own_s)
-    waits = times.own_s[slowest] - median_low(times.own_s)
-    per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]
-    is_slow = all(values[slowest] > SLOWER * median_low(values) for values in (times.own_s, per_token))
-    return slowest if is_slow and waits > LEAST_SHARE * times.seconds else -1
 
 
 def _slowest(values: Sequence[float]) -> int:

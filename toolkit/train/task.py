@@ -13,13 +13,16 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed.failure import Watchdog
+from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import DsConfig
 from toolkit.launch.environment import Ranks
+from toolkit.messages import tr
 from toolkit.models.loss import RouterLoss
+from toolkit.terminal import phase
 from toolkit.track.queue import Trackers
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.run_dir import RunSource
-from toolkit.train.schedule import Epoch
+from toolkit.train.schedule import Epoch, make_schedule
 from toolkit.train.step import Samples, StepGuard
 
 TOKENS, SAMPLES = "tokens", "samples"
@@ -65,6 +68,18 @@ class RunContext:
         """Return the run directory as a user would type it from here."""
         here = Path.cwd()
         return str(self.folder.relative_to(here)) if self.folder.is_relative_to(here) else str(self.folder)
+
+
+def start_engine(
+    module: torch.nn.Module, cfg: RunConfig, ds: DsConfig, total_steps: int, folder: Path
+) -> DeepSpeedEngine:
+    """Hand a module to DeepSpeed; ConfigError if the run is too short for its schedule. A collective."""
+    values = ds.values
+    if "flops_profiler" in values:  # it writes into the run directory, where the config names no file
+        values = {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
+    with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
+        schedule, recompute = make_schedule(cfg, total_steps), cfg.train.activation_checkpointing
+        return initialize_engine(module, values, recompute, schedule, cfg.compile, cfg.optim)
 
 
 class Task(ABC):

@@ -244,40 +244,22 @@ class ThroughputMeter:
         self.collectives = collectives or Collectives()
         self.collectives.take(counts=False)  # what came before the first step
         self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
-        self.grad_norm = math.nan
         self.paused = 0.0
         self.on_its_own_since = time.perf_counter()
         """When ranks last waited for one another."""
         self._reset()
 
     def _reset(self) -> None:
-        self.loss_sum = 0.0
-        self.loss_tokens = self.trained_tokens = self.total_tokens = self.computed_tokens = self.steps = 0
-        self.pairs = self.rank_tokens = 0
+        self.results: list[StepResult] = []
         self.step_seconds: list[float] = []
         self.own_s = self.data_wait_s = self.communication_s = 0.0
-        self.bad_loss = math.nan
-        self.router_losses: list[float] = []
         self.started = self.step_began = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
         """Count one step."""
-        if math.isfinite(result.loss):
-            self.loss_sum += result.loss * result.trained_tokens
-            self.loss_tokens += result.trained_tokens
-        else:
-            self.bad_loss = result.loss
-        if result.router_loss is not None:
-            self.router_losses.append(result.router_loss)
-        self.trained_tokens += result.trained_tokens
-        self.total_tokens += result.total_tokens
-        self.computed_tokens += result.computed_tokens
-        self.pairs += result.pairs
+        self.results.append(result)
         self.trained_tokens_so_far += result.trained_tokens
         self.total_tokens_so_far += result.total_tokens
-        self.steps += 1
-        self.grad_norm = result.grad_norm
-        self.rank_tokens += result.rank_tokens
         self.own_s += result.arrived - self.on_its_own_since + result.forward_s
         now = self.on_its_own_since = time.perf_counter()
         self.step_seconds.append(now - self.step_began)
@@ -287,40 +269,48 @@ class ThroughputMeter:
         """Return how fast each rank was since the last row. A collective."""
         seconds, device = time.perf_counter() - self.started, self.engine.device
         self.communication_s += self.collectives.take()
-        mine = [self.own_s, self.data_wait_s, self.rank_tokens, self.communication_s, *memory_peaks(device)]
+        rank_tokens = sum(result.rank_tokens for result in self.results)
+        mine = [self.own_s, self.data_wait_s, rank_tokens, self.communication_s, *memory_peaks(device)]
         values = torch.zeros(len(mine), world_size(), dtype=torch.float64)  # sums of tokens are too large for float32
         values[:, rank()] = torch.tensor(mine, dtype=torch.float64)
         of_ranks = sum_over_ranks(values.flatten(), device).view(len(mine), -1).tolist()
         own_s, data_wait_s, tokens, self.communication_of, *self.peaks = of_ranks
-        return RankTimes(self.steps, seconds, own_s, data_wait_s, tokens)
+        return RankTimes(len(self.results), seconds, own_s, data_wait_s, tokens)
 
     def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
         """Return a row of metrics.jsonl and reset the sums. `loss` is exact: sum of token losses / trained tokens over
         all ranks since the last finite one. `lr` is what this step used, `pace` that of the call just before.
         """
-        seconds, ranks = pace.seconds, world_size()
+        results, seconds, ranks = self.results, pace.seconds, world_size()
+        trained, total, computed, pairs = (
+            sum(getattr(result, name) for result in results)
+            for name in ("trained_tokens", "total_tokens", "computed_tokens", "pairs")
+        )
+        finite = [result for result in results if math.isfinite(result.loss)]
+        loss_sum = sum(result.loss * result.trained_tokens for result in finite)
+        router_losses = [result.router_loss for result in results if result.router_loss is not None]
         host_bytes, device_bytes = (int(max(peaks)) for peaks in self.peaks)
         row = {
             "step": step,
             "epoch": round(epoch, 6),
-            "loss": self.loss_sum / self.loss_tokens if self.loss_tokens else self.bad_loss,
+            "loss": loss_sum / sum(result.trained_tokens for result in finite) if finite else results[-1].loss,
             "lr": lr,
-            "grad_norm": self.grad_norm,
-            "tokens_per_s": self.total_tokens / seconds,
-            "trained_tokens_per_s": self.trained_tokens / seconds,
-            "rank_tokens_per_s": self.total_tokens / seconds / ranks,
-            "step_s": seconds / self.steps,
+            "grad_norm": results[-1].grad_norm,
+            "tokens_per_s": total / seconds,
+            "trained_tokens_per_s": trained / seconds,
+            "rank_tokens_per_s": total / seconds / ranks,
+            "step_s": seconds / len(results),
             "step_median_s": statistics.median(self.step_seconds),
-            "step_p95_s": sorted(self.step_seconds)[math.ceil(0.95 * self.steps) - 1],
+            "step_p95_s": sorted(self.step_seconds)[math.ceil(0.95 * len(results)) - 1],
             "trained_tokens": self.trained_tokens_so_far,
             "total_tokens": self.total_tokens_so_far,
-            "padding_fraction": 1 - self.total_tokens / self.computed_tokens,
+            "padding_fraction": 1 - total / computed,
             "skipped_steps": self.engine.skipped_steps,
             "time": round(time.time(), 3),
             **pace.row(),
             **self.baseline.speed(
-                Work(self.total_tokens, self.pairs, self.trained_tokens),
-                Work(self.computed_tokens, self.pairs, self.trained_tokens),
+                Work(total, pairs, trained),
+                Work(computed, pairs, trained),
                 seconds * ranks,
             ),
             "host_memory_peak_bytes": host_bytes,
@@ -331,8 +321,8 @@ class ThroughputMeter:
             row["planned_memory_bytes"] = self.baseline.planned_bytes
         if self.collectives.is_on:
             row["communication_fraction"] = min(self.communication_of) / seconds
-        if self.router_losses:
-            row["router_loss"] = statistics.fmean(self.router_losses)
+        if router_losses:
+            row["router_loss"] = statistics.fmean(router_losses)
         if self.engine.fp16_enabled():
             row["loss_scale"] = float(self.engine.optimizer.loss_scale)
         self._reset()

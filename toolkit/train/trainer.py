@@ -52,9 +52,6 @@ from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, measure_baseline, trackers_of, tracking
 
-DATA_CARD = "data.json"
-"""What the report reads of the data, in the run directory."""
-
 
 class Trainer:
     """Trains a task that has no data yet. Methods are collectives; `started`: time.monotonic() of the command."""
@@ -249,7 +246,7 @@ class Trainer:
         card = {"total_steps": task.total_steps, "steps_per_epoch": task.steps_per_epoch, **task.data_card()}
         text = json.dumps(hide_all(card), indent=2, ensure_ascii=False) + "\n"
         with suppress(OSError):  # a full disk is reported by what a run cannot do without
-            (folder / DATA_CARD).write_text(text, encoding="utf-8", errors="backslashreplace")
+            (folder / "data.json").write_text(text, encoding="utf-8", errors="backslashreplace")
         return start
 
     def _end_lines(self, result: FitResult, summary: Mapping[str, Any], samples: list[dict[str, str]]) -> list[str]:
