@@ -224,7 +224,7 @@ def _number(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def check_positions(loaded: LoadedConfig) -> None:
-    """Check that no sample can be longer than the model, which is in its directory already, has positions."""
+    """Raise ConfigError if a sample could be longer than the model, where it is on this disk, has positions."""
     cfg = loaded.cfg
     config: Any = {}
     if cfg.model.init is schema.Init.random:
@@ -296,7 +296,7 @@ PACKAGES = {
 
 
 def check_track_here(loaded: LoadedConfig) -> None:
-    """Refuse trackers whose package is not installed on this machine. For rank 0 only: no other rank needs them."""
+    """Raise ConfigError for trackers whose package is not installed here. For rank 0 only: no other rank needs them."""
     raise_all(
         loaded.error(
             f"track.{name}.enabled",

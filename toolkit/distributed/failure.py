@@ -78,7 +78,9 @@ def another_has_failed() -> bool:
 
 
 def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> bool:
-    """Claim the failure with the marker's `text` and exit `code`; return whether this rank was first, to report it."""
+    """Claim the failure with the marker's `text` and exit `code`; return whether this rank was first, to report it.
+    `of_peer`: the text is of another rank, which was killed.
+    """
     global _is_mine
     try:
         file = open(_marker, "x", encoding="utf-8") if _marker else None
@@ -472,7 +474,9 @@ def _free_mib(place: str) -> float:
 
 
 def end_with_launcher() -> None:
-    """End with the launcher from now on, while a program imports before `run_guarded`; SystemExit if it has ended."""
+    """End with the launcher from now on, while a program imports before `run_guarded`; SystemExit if it has ended. Not
+    in processes that multiprocessing starts, which read the program too: the rank ends them.
+    """
     if multiprocessing.parent_process() is None and (lost := _lost()):
         _say(lost)
         raise SystemExit(1)

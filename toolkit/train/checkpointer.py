@@ -522,7 +522,7 @@ def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -
 
 
 def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, ranks: Ranks, seed: int) -> None:
-    """Put engine and random generators into the state of a checkpoint, of `starting_state`. A collective."""
+    """Put engine and random generators into the state of a checkpoint, or raise CheckpointError. A collective."""
     saved = directory.read_run_state(checkpoint)
     checkpointer.load(checkpoint, converts=_is_converted(saved, _stage(state.config), ranks))
     path = checkpoint / state_files.generators_file(ranks.rank)
@@ -536,7 +536,9 @@ def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, r
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return key, old and new value of what differs, in the config's order, no secrets; missing keys are defaults."""
+    """Return key, old and new value of what differs, in the config's order, no secrets. A key that an older config
+    lacks had its default; only what is trained is then unknown (None).
+    """
     old, new = dict(leaves(before)), dict(leaves(now))
     defaults = leaves(to_dict(RunConfig()))
     old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old

@@ -72,7 +72,9 @@ class CustomSpec:
         return tr("a custom model") if name == "<lambda>" else name
 
     def build(self, seed: int) -> nn.Module:
-        """Return the model: one that a function makes is the same on every rank, its random weights follow the seed."""
+        """Return the model: one that a function makes has random weights by the seed, one that is there already those
+        of rank 0. ConfigError if it is no module, or nothing in it is trained.
+        """
         model = self.model
         if not isinstance(model, nn.Module):
             state_files.seed_all(seed)
@@ -98,7 +100,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def open_dataset(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> "CustomData":
-    """Return the training data of a program; see that it and the validation data are datasets that can be used."""
+    """Return the training data of a program; DataError if it or the validation data cannot be used."""
     if spec.validation is not None and not is_map_style(spec.validation) and spec.shards_itself:
         raise DataError(_shared_out())
     return _MapSamples(spec, cfg, ranks) if is_map_style(spec.dataset) else _StreamSamples(spec, cfg, ranks)
@@ -317,7 +319,9 @@ data; `described`: the data for the user."""
 
 
 def validation_batches(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Yield this rank's validation micro-batches (as many on every rank) and sample numbers, each once in all."""
+    """Yield this rank's validation micro-batches (as many on every rank) and sample numbers, each once in all.
+    DataError on every rank if there are no samples, or not the same everywhere.
+    """
     size, rank, world = micro_rows(cfg), ranks.rank, ranks.world_size
     with _generators_kept():
         _seed(f"{cfg.run.seed} validation")
@@ -610,7 +614,8 @@ def evaluate(
     most: int | None = None,
 ) -> dict[str, float]:
     """Return loss and metrics over the validation data, the same on every rank, without a trace. A collective. With
-    `most` it tries so many micro-batches, without `score`: of a few samples there may be no such figure.
+    `most` it tries so many micro-batches, without `score`: of a few samples there may be no such figure. DataError if
+    the program's functions return something else than they should, or not what `evaluate.keep_best` names.
     """
     sums: dict[str, float] = {EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
     kept: list[dict[str, torch.Tensor]] = []

@@ -158,7 +158,9 @@ SHARE = 0.92
 
 
 def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
-    """Try what the run will do, and leave everything as it was. A collective; returns a line about it."""
+    """Try what the run will do, and leave everything as it was. A collective; returns a line about it. Raises
+    OutOfMemory, CheckpointError or TrackError (not writable, no room), ModelError (the model cannot answer).
+    """
     began, start, cfg, engine = time.monotonic(), run.start, run.cfg, run.engine
     run.watchdog.enter("rehearsal", start.step)
     saves = _saves(cfg.checkpoint, range(start.step + 1, run.total_steps + 1))
@@ -230,7 +232,7 @@ def check_disk(run: RunContext, saves: int) -> None:
 
 
 def check_writable(track: TrackConfig, folder: Path) -> None:
-    """Check that metrics.jsonl and trackers' local directories can be written; other errors trackers report. Rank 0."""
+    """Raise TrackError unless metrics.jsonl and trackers' local directories can be written. For rank 0 only."""
 
     def write_into(place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
@@ -314,7 +316,7 @@ def try_export(folder: Path) -> None:
 
 
 def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: int, export_bytes: int) -> None:
-    """Check the disk's room for `saves` checkpoints of at least `each_bytes` and an export (0: none). Rank 0 only."""
+    """Raise CheckpointError without room for `saves` checkpoints of `each_bytes` and an export (or 0). Rank 0 only."""
     # An older one goes only when its successor is complete.
     at_once = min(saves, config.keep + 1) if config.keep else saves
     count = max(at_once - len(directory.published_checkpoints(folder)), min(saves, 1))
@@ -389,7 +391,8 @@ def trial_step(
     """Do a step whose update is rejected. A collective; only within `restore_after` and an entered `memory`.
 
     A micro-batch, of the same shape on every rank, comes twice: the second finds gradients of the first, and what
-    ZeRO-3 prefetches. What does not fit raises torch.OutOfMemoryError, on CPUs also RuntimeError.
+    ZeRO-3 prefetches; with `num_micro_batches` = 1 each is a step of its own. What does not fit raises
+    torch.OutOfMemoryError, on CPUs also RuntimeError.
     """
     forward_backward = update = 0
 

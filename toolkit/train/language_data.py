@@ -85,7 +85,9 @@ class LanguageData:
 
 
 def load_data(cfg: RunConfig) -> LanguageData:
-    """Open the tokenized caches, building them first if they are not there; print what became of the rows."""
+    """Open the tokenized caches, building them first if they are not there; print what became of the rows. ModelError
+    or DataError if the tokenizer, or the data, cannot be used.
+    """
     data = load_data_with(cfg, build_encoder(cfg))
     _tell(data.report)
     if data.packing is not cfg.data.packing:
@@ -306,7 +308,9 @@ def _sampler(
 
 
 def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
-    """Yield this rank's validation micro-batches, each sample once over all ranks; `sources`: int64 [T], by token."""
+    """Yield this rank's validation micro-batches, each sample once over all ranks; `sources`, int64 [T]: of each
+    trained token the number of its source.
+    """
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
     place = mesh_of(cfg, ranks.world_size, ranks.rank)

@@ -156,7 +156,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
 
 
 def create_run_dir(cfg: RunConfig) -> Path:
-    """Make the run directory, which must hold nothing yet, and return its absolute path. For rank 0 only."""
+    """Make and return the run directory; RunFolderError if it holds something or cannot be made. For rank 0 only."""
     check_no_symlinks(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
     parent = make_parent(cfg)
     try:
@@ -222,7 +222,9 @@ def rescue(folder: Path) -> Path:
 def write_settings(
     folder: Path, config_yaml: str, ds_config: dict[str, object], hosts: Sequence[str], device: str
 ) -> None:
-    """Write config.yaml, ds_config.json and environment.json, without secrets, on rank 0. `device`: GPU, "" on CPUs."""
+    """Write config.yaml, ds_config.json and environment.json, without secrets, or raise CheckpointError. For rank 0
+    only. `device`: its GPU, "" on CPUs.
+    """
     known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
     _write(folder / "config.yaml", config_yaml)
     for name, values in (("ds_config", ds_config), ("environment", known)):

@@ -39,7 +39,8 @@ def warn_remote_code(model: ModelConfig) -> None:
 
 def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, environment.Ranks] | None:
     """Check the config, set the environment; return the config and who this process is, None if `--cfg` only printed
-    it. `words` are overrides without what launchers add; `custom`: a program trains a custom model.
+    it. `words` are overrides without what launchers add; `custom`: a program trains a custom model. Raises ConfigError,
+    and LaunchError if the processes were not started as the config says.
     """
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
