@@ -148,3 +148,20 @@ def test_data_and_step_share_a_heartbeat(tmp_path: Path, monkeypatch: pytest.Mon
     one.stop()
     one.enter("checkpoint", 3)
     assert written == ["checkpoint"]
+
+
+def test_a_step_that_may_compile_or_connect_has_the_patience_of_a_first_one(tmp_path: Path) -> None:
+    def limits(recompiles: bool) -> list[float]:
+        one = Watchdog(tmp_path, 0, 1, hang_after_s=-1.0, patience_s=1800.0, recompiles=recompiles)
+        one.hang_after_s, found = 0.0, []
+        for step, before in enumerate(["", "", "", "", "evaluation", "", "checkpoint", "", "rewind", ""], start=1):
+            if before:
+                one.enter(before, step)
+                assert one.limit() == 1800
+            one.enter(failure.DATA, step)
+            one.enter(failure.STEP, step)
+            found.append(one.limit())
+        return found
+
+    assert limits(recompiles=True) == [1800] * 10
+    assert limits(recompiles=False) == [1800, 1800, 1800, 60, 1800, 60, 1800, 60, 1800, 60]

@@ -1115,7 +1115,7 @@ class DistributedConfig:
     timeout_s: PositiveInt = 1800
     """Seconds after which a collective that does not finish ends the run; also the patience with evaluations, checkpoints and first steps, and half of it that with waiting for data."""
     hang_after_s: float = 0.0
-    """Seconds after which a step (or evaluation, or save) counts as hanging, waiting for data not included: all ranks write their stacks to logs/ and the run ends with code 124. 0 takes five times the slowest of the last 100 steps, at least 60; -1 never."""
+    """Seconds after which a step (or evaluation, or save) counts as hanging, waiting for data not included: all ranks write their stacks to logs/ and the run ends with code 124. 0 takes five times the slowest of the last 100 steps, at least 60, and distributed.timeout_s for the first three steps, the first after an evaluation or save, and all steps with compile.enabled; -1 never."""
     cpu_shared_memory: bool = False
     """CPU ranks: compile and use DeepSpeed's shared-memory all-reduce (1-3 minutes once, 66 MiB of /dev/shm per rank)."""
 

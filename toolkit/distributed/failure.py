@@ -549,19 +549,30 @@ def heartbeat_file(rank: int | str) -> str:
 
 
 class Watchdog:
-    """One rank's; `hang_after_s` below 0 watches nothing. `patience_s`: for evaluations, checkpoints and first steps;
-    half of it for data, so that the reason is logged before the other ranks' collectives give up.
+    """One rank's; `hang_after_s` below 0 watches nothing. `patience_s`: for evaluations, checkpoints, first steps and
+    those after such a phase, and all steps that may be compiled anew, `recompiles`; half of it for data, so that the
+    reason is logged before the other ranks' collectives give up.
     """
 
-    def __init__(self, folder: Path, rank: int, world_size: int, hang_after_s: float, patience_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        hang_after_s: float,
+        patience_s: float,
+        recompiles: bool = False,
+    ) -> None:
         self.folder, self.rank, self.world_size = folder / "logs", rank, world_size
-        self.hang_after_s, self.patience_s = hang_after_s, patience_s
+        self.hang_after_s, self.patience_s, self.recompiles = hang_after_s, patience_s, recompiles
         self.phase, self.step, self.detail = "", 0, ""
         self.since = time.monotonic()
         self.taken: deque[float] = deque(maxlen=100)
         self.beats = 0
         self._is_excused = False
         """Whether this step has taken long because another rank waited for its data."""
+        self._is_steady = False
+        """Whether nothing but steps and data has come since the last step."""
         self._over = threading.Event()
         if hang_after_s >= 0:
             self._beat()
@@ -575,6 +586,7 @@ class Watchdog:
         now = time.monotonic()
         if self.phase == STEP and not self._is_excused:
             self.taken.append(now - self.since)
+        self._is_steady = phase in (STEP, DATA) and (self._is_steady or self.phase == STEP)
         # Not twice per step: the thread counts every second.
         is_new = phase != self.phase and {phase, self.phase} != {STEP, DATA}
         self.phase, self._is_excused = phase, False
@@ -592,7 +604,8 @@ class Watchdog:
             return max(self.hang_after_s, self.patience_s / 2)
         if self.hang_after_s > 0:
             return self.hang_after_s
-        if self.phase != STEP or len(self.taken) < 3:
+        # What is used again, or for the first time, may compile, tune itself, allocate or connect.
+        if not self._is_steady or self.recompiles or len(self.taken) < 3:
             return self.patience_s
         return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])
 

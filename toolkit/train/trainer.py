@@ -131,7 +131,7 @@ class Trainer:
             checkpointer=checkpointer,
             start=start,
             trackers=trackers_of(cfg),
-            watchdog=Watchdog(source.folder, ranks.rank, ranks.world_size, *limits),
+            watchdog=Watchdog(source.folder, ranks.rank, ranks.world_size, *limits, cfg.compile.enabled),
             total_steps=total_steps,
             accumulation=accumulation(cfg, ranks.world_size),
             started=self.started,
