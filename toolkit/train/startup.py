@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import IO
 
@@ -14,7 +15,7 @@ from toolkit.arguments import Arguments, parse, parse_checked
 from toolkit.config import files
 from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation, mesh_of
-from toolkit.config.preflight import check_build_locks, check_compiler, check_track_here, extensions_dir
+from toolkit.config.preflight import check_build_locks, check_compiler, check_track_here, device_here, extensions_dir
 from toolkit.config.schema import AUTO, ModelConfig, RunConfig
 from toolkit.errors import Problems
 from toolkit.launch import deepspeed, environment
@@ -24,6 +25,7 @@ from toolkit.secrets import HidingFilter, hide
 
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
 _LOOK_S = 1.0
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def warn_remote_code(model: ModelConfig) -> None:
@@ -69,8 +71,17 @@ def set_environment(cfg: RunConfig, ranks: environment.Ranks, inherited: dict[st
     environment.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
+    set_allocator(os.environ)
     environment.check_port(os.environ)
     check_build_locks(os.environ)
+
+
+def set_allocator(environ: MutableMapping[str, str]) -> None:
+    """Let PyTorch grow segments of GPU memory, against fragmentation, unless a variable says what it does. Of the names
+    PyTorch takes the first that is set, and gives warnings about others than the first (torch 2.13, AllocatorConfig).
+    """
+    if device_here(environ) == "cuda" and not any(name in environ for name in _ALLOCATOR):
+        environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
@@ -95,6 +106,9 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         parts=mesh_of(cfg, ranks.world_size).data_ranks,
         size=cfg.batch.global_size,
     )
+    if found := {name: os.environ[name] for name in _ALLOCATOR if name in os.environ}:
+        shown = " ".join(f"{name}={value}" for name, value in found.items())
+        say("PyTorch's allocator of GPU memory: {settings}. A value of your own takes its place.", settings=shown)
     warn_remote_code(cfg.model)
 
 

@@ -1,0 +1,33 @@
+"""How PyTorch allocates GPU memory, unless the user says otherwise."""
+
+import pytest
+
+from toolkit.train import startup
+
+GPU = {"DS_ACCELERATOR": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "added"),
+    [
+        (GPU, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"DS_ACCELERATOR": "cpu"}, {}),
+        (GPU | {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
+        (GPU | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, {}),
+    ],
+)
+def test_segments_expand_unless_the_user_sets_a_variable(environ: dict[str, str], added: dict[str, str]) -> None:
+    found = dict(environ)
+    startup.set_allocator(found)
+    assert found == environ | added
+
+
+def test_the_recipe_counts_as_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """launch.env is applied first."""
+    order: list[str] = []
+    for name in ("apply_env", "check_port"):
+        monkeypatch.setattr(startup.environment, name, lambda *_, name=name: order.append(name))
+    monkeypatch.setattr(startup, "set_allocator", lambda environ: order.append("set_allocator"))
+    monkeypatch.setattr(startup, "check_build_locks", lambda environ: None)
+    startup.set_environment(startup.RunConfig(), startup.environment.detect({}), {})
+    assert order == ["apply_env", "set_allocator", "check_port"]
