@@ -18,7 +18,7 @@ from toolkit.plan.speed import Rates, calibrate, rates_of
 
 BEGIN = f"""#!{sys.executable}
 import json, os, sys, time
-config, answer = sys.argv[3:]
+config, answer = sys.argv[-2:]
 rank = int(os.environ["RANK"])
 """
 

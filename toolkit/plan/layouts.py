@@ -13,13 +13,11 @@ from toolkit.config.schema import Device, Init, RunConfig, get_value
 from toolkit.messages import read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import (
-    HostMemory,
     Parts,
     RankMemory,
     checkpoint_bytes,
     export_bytes,
     longest_rows,
-    offloads_to_disk,
     plan_host,
     plan_rank,
 )
@@ -60,7 +58,9 @@ class Layout:
 
     cfg: RunConfig
     memory: RankMemory
-    host: HostMemory
+    host: dict[str, Parts]
+    """Bytes of one node by phase and kind."""
+    host_peak: int
     time: StepTime
     usable_bytes: int
     fits: bool
@@ -83,9 +83,9 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
     """Return the plan of one config. Raises ConfigError where its batch cannot be divided."""
     memory = plan_rank(outline, cfg, machine.world_size, machine.on_cpu)
     host = plan_host(outline, cfg, machine, memory)
-    peak = memory.peak(memory.worst)
-    fits = peak <= machine.usable_bytes and (not machine.host_bytes or host.peak <= machine.host_bytes)
-    return Layout(cfg, memory, host, step_time(outline, cfg, machine, rates), machine.usable_bytes, fits)
+    host_peak = max(sum(parts.values()) for parts in host.values())
+    fits = memory.peak(memory.worst) <= machine.usable_bytes and host_peak <= (machine.host_bytes or host_peak)
+    return Layout(cfg, memory, host, host_peak, step_time(outline, cfg, machine, rates), machine.usable_bytes, fits)
 
 
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
@@ -187,7 +187,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         ),
         *memory_table(mine),
         "",
-        *_bytes_table(tr("GiB per node"), mine.host.phases),
+        *_bytes_table(tr("GiB per node"), mine.host),
         tr(
             "Disk: {checkpoint} GiB per checkpoint, of which {count} are there at once; {export} GiB for export/.",
             checkpoint=gib(checkpoint_bytes(outline, cfg)),
@@ -208,6 +208,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
 
 
 def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
+    zero = mine.cfg.zero
     notes = (
         (not machine.host_bytes, tr("host_memory= is not given: whether the host's memory is enough is not judged.")),
         (
@@ -215,7 +216,7 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
             tr("The vocabulary of a random model is that of its tokenizer, at most model.shape.vocab_size."),
         ),
         (
-            offloads_to_disk(mine.cfg),
+            Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device),
             tr("NVMe: the disk's speed is not known, so neither is the time of an update."),
         ),
         (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
@@ -305,7 +306,7 @@ def layout_numbers(layout: Layout) -> dict[str, Any]:
         "activation_checkpointing": cfg.train.activation_checkpointing.enabled,
         "micro_per_gpu": cfg.batch.micro_per_gpu,
         "device_bytes": layout.memory.device,
-        "host_bytes": layout.host.phases,
+        "host_bytes": layout.host,
         "usable_bytes": layout.usable_bytes,
         "step_s": time.seconds if time.is_known else None,
         "tokens_per_s": time.tokens_per_s if time.is_known else None,
@@ -329,7 +330,7 @@ def _layout_table(found: Sequence[Layout]) -> list[str]:
                 str(best.cfg.batch.micro_per_gpu),
                 gib(best.memory.peak(best.memory.worst)),
                 _table_words()[best.memory.worst],
-                gib(best.host.peak),
+                gib(best.host_peak),
                 f"{best.time.seconds:.3g}" if best.time.is_known else "?",
                 f"{best.time.tokens_per_s:,.0f}" if best.time.is_known else "?",
                 tr("yes") if best.fits else tr("no"),

@@ -257,19 +257,6 @@ class RankMemory:
         return max(self.device, key=self.peak)
 
 
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """What one node holds; without the pages of the tokenized data, which give way to anything else."""
-
-    phases: dict[str, Parts]
-    """Bytes by kind in the phases load, step and export."""
-
-    @property
-    def peak(self) -> int:
-        """The most of them."""
-        return max(sum(parts.values()) for parts in self.phases.values())
-
-
 def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
     """Return the memory of one rank on the longest rows that the config allows; of CPU ranks the host's is in it."""
     if (stages := cfg.parallel.pipeline) == 1:
@@ -484,31 +471,28 @@ def _stage0(rank: _Rank) -> _Stage:
 
 
 def _stage1(rank: _Rank) -> _Stage:
-    """Weights w P, states (4 + s) X / N, gradients w X, and w X / N of them reduced."""
-    if rank.cfg.precision.dtype is Dtype.bf16 and not rank.offloads:
-        return _stage1_bf16(rank)
+    """Weights w P, states (4 + s) X / N, gradients w X, and w X / N of them reduced.
+
+    In bf16 by DeepSpeed's BF16_Optimizer: gradients w X, and 4 X in float32.
+    """
     weight, trained = rank.weight, rank.trained
     own, bucket = weight * rank.part(trained), weight * rank.bucket
     at_rest = _at_rest_below_3(rank)
+    if rank.cfg.precision.dtype is Dtype.bf16 and not rank.offloads:
+        at_rest |= {"gradients": 4 * trained}
+        return _Stage(
+            load=_before_states(rank, at_rest, is_flattened=False),
+            at_rest=at_rest,
+            accumulated={"gradients": weight * trained},
+            backward={"gradients": weight * trained, "buckets": weight * trained},
+            update={"gradients": weight * trained},
+        )
     return _Stage(
         load=_before_states(rank, at_rest),
         at_rest=at_rest,
         accumulated={"gradients": weight * trained, "buckets": bucket},
         backward={"gradients": weight * trained, "buckets": bucket + own - rank.part(own)},
         update={} if rank.offloads else {"gradients": (rank.grad + 4) * rank.part(trained)},
-    )
-
-
-def _stage1_bf16(rank: _Rank) -> _Stage:
-    """DeepSpeed's BF16_Optimizer: weights w P, states (4 + s) X / N, gradients w X, and 4 X in float32."""
-    own = {"gradients": rank.weight * rank.trained}
-    at_rest = _at_rest_below_3(rank) | {"gradients": 4 * rank.trained}
-    return _Stage(
-        load=_before_states(rank, at_rest, is_flattened=False),
-        at_rest=at_rest,
-        accumulated=own,
-        backward=own | {"buckets": rank.weight * rank.trained},
-        update=own,
     )
 
 
@@ -592,8 +576,10 @@ def process_bytes(memory: RankMemory) -> int:
     return PROCESS_BYTES + memory.peak(memory.worst) + heap_bytes(memory)
 
 
-def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMemory) -> HostMemory:
-    """Return the memory of one node."""
+def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMemory) -> dict[str, Parts]:
+    """Return the bytes of one node by kind in the phases load, step and export; without the pages of the tokenized
+    data, which give way to anything else.
+    """
     ranks, width = machine.ranks, WIDTHS[cfg.precision.dtype]
     always: Parts = {"processes": ranks * (PROCESS_BYTES + (0 if machine.on_cpu else CUDA_BYTES))}
     if cfg.data.num_workers:
@@ -616,7 +602,7 @@ def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMe
         exporting["exported"] = export_bytes(outline, cfg)  # on the first rank
         if cfg.checkpoint.verify_export:  # an adapter, or a layer of a model at a time
             exporting["read again"] = min(width * outline.largest_layer(), exporting["exported"])
-    return HostMemory({"load": loading, "step": steps, "export": exporting})
+    return {"load": loading, "step": steps, "export": exporting}
 
 
 def checkpoint_bytes(outline: Outline, cfg: RunConfig) -> int:
@@ -630,8 +616,3 @@ def export_bytes(outline: Outline, cfg: RunConfig) -> int:
     """Return the bytes of what is exported: the model, or what was added to it."""
     whole = all(name in outline.trained for name in outline.shapes) or cfg.tuning.method.value == "freeze"
     return WIDTHS[cfg.precision.dtype] * (outline.num_parameters if whole else outline.num_trained)
-
-
-def offloads_to_disk(cfg: RunConfig) -> bool:
-    """Whether DeepSpeed's states lie on an NVMe disk."""
-    return Device.nvme in (cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device)

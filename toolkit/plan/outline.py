@@ -8,7 +8,6 @@ model is measured once and cached.
 import hashlib
 import json
 import math
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +24,7 @@ from toolkit import children
 from toolkit.config.files import conf_folder, read
 from toolkit.config.mesh import check_split, part_shape, split_of
 from toolkit.config.schema import Init, RunConfig, ShapeConfig, TuningConfig, TuningMethod
+from toolkit.disk import write_atomically
 from toolkit.messages import ConfigError, did_you_mean, joined, say, tr
 
 Shapes = dict[str, tuple[int, ...]]
@@ -462,6 +462,4 @@ def cache_file(cfg: RunConfig, kind: str, inputs: object) -> Path:
 def write_cache(file: Path, values: Any) -> None:
     """Write values as JSON, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(values) + "\n", encoding="utf-8")
-    part.replace(file)
+    write_atomically(file, json.dumps(values).encode() + b"\n")

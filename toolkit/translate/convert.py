@@ -15,20 +15,12 @@ from toolkit.config.load import LoadedConfig, escaped, load, replace, to_plain
 from toolkit.config.mesh import with_micro_batch
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, SourceConfig, TuningMethod
-from toolkit.config.validate import field_type
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
 from toolkit.secrets import hide_all
-from toolkit.translate.programs import (
-    RecipeDraft,
-    translate_chatglm,
-    translate_evaluation,
-    translate_factory,
-    translate_model,
-    translate_trainer,
-)
-from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, ForeignConfig, sentence, typed
+from toolkit.translate.programs import RecipeDraft, translate
+from toolkit.translate.read import ForeignConfig, sentence
 
 _LIMITS = frozenset(
     (
@@ -67,21 +59,7 @@ class Converted:
 
 def convert(given: ForeignConfig, deepspeed_json: str) -> Converted:
     """Translate a config into a recipe that composes and passes every check that needs no file."""
-    draft = RecipeDraft(given=given)
-    for name, key in given.keys.items():  # those with one counterpart of the same meaning
-        value = given.get(name)
-        if key.to and not key.made and value is not None:  # the program's default counts where it differs
-            draft.put(key.to, typed(value, field_type(key.to), f"{given.place(name)}: {name}"), name)
-    translate_trainer(given, draft)
-    if given.program == FACTORY_NAME:
-        translate_factory(given, draft)
-    elif given.program == CHATGLM_NAME:
-        translate_chatglm(given, draft)
-    else:
-        translate_model(given, draft)
-        draft.put("data.validation_fraction", 0.0)
-        translate_evaluation(given, draft, has_validation=False)
-        draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
+    draft = translate(given)
     with tempfile.TemporaryDirectory() as folder:
         try:
             return _finish(given, draft, deepspeed_json, Path(folder))

@@ -9,8 +9,9 @@ from typing import Any
 from toolkit.config.files import is_hub_name
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import TRACKERS, OptimizerName
+from toolkit.config.validate import field_type
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
-from toolkit.translate.read import ForeignConfig, names_of, typed
+from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, ForeignConfig, names_of, typed
 
 _LR_END = 1e-7
 """Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
@@ -37,14 +38,28 @@ class RecipeDraft:
 OWNERS = ("thudm", "zai-org", "zhipuai")
 
 
-def translate_trainer(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute what the Trainer's arguments say together."""
-    _batch(given, draft)
-    _length(given, draft)
+def translate(given: ForeignConfig) -> RecipeDraft:
+    """Return the settings of ours that a config's keys become; a ConfigError where it cannot be understood."""
+    draft = RecipeDraft(given=given)
+    for name, key in given.keys.items():  # those with one counterpart of the same meaning
+        value = given.get(name)
+        if key.to and not key.made and value is not None:  # the program's default counts where it differs
+            draft.put(key.to, typed(value, field_type(key.to), f"{given.place(name)}: {name}"), name)
+    _batch_and_length(given, draft)
     _schedule(given, draft)
     _optimizer(given, draft)
     _compute(given, draft)
     _logging(given, draft)
+    if given.program == FACTORY_NAME:
+        _factory(given, draft)
+    elif given.program == CHATGLM_NAME:
+        _chatglm(given, draft)
+    else:
+        _model(given, draft)
+        draft.put("data.validation_fraction", 0.0)
+        _evaluation(given, draft, has_validation=False)
+        draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
+    return draft
 
 
 def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -113,7 +128,7 @@ def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> 
         put("warmup_min_ratio", "min_lr_ratio", float, 0.0)
 
 
-def translate_model(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
     """A folder becomes model.path; the published ChatGLM models have groups of their own."""
     path = given.get("model_name_or_path")
     if not path:
@@ -132,7 +147,7 @@ def translate_model(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.lost["model_revision"] = tr("model.path is a directory")
 
 
-def translate_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
+def _evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
     """How often is evaluated, and whether the best is kept; nothing of it without validation data."""
     name = "evaluation_strategy" if given.has("evaluation_strategy") else "eval_strategy"
     strategy = str(given.get(name)).lower()
@@ -158,7 +173,7 @@ def translate_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validatio
             draft.lost["metric_for_best_model"] = tr("evaluate.keep_best takes eval_loss and evaluate.metrics")
 
 
-def _batch(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _batch_and_length(given: ForeignConfig, draft: RecipeDraft) -> None:
     if given.world_size is None:
         raise ConfigError(
             "{place}: per_device_train_batch_size = {rows} are the rows of one rank, and it is not said of how "
@@ -171,9 +186,6 @@ def _batch(given: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("batch.micro_per_gpu", rows, "per_device_train_batch_size")
     global_size = rows * times * given.world_size
     draft.put("batch.global_size", global_size, "per_device_train_batch_size", "gradient_accumulation_steps")
-
-
-def _length(given: ForeignConfig, draft: RecipeDraft) -> None:
     steps = given.number("max_steps", int)
     if steps > 0:
         draft.put("train.max_steps", steps, "max_steps")
@@ -258,10 +270,6 @@ def _logging(given: ForeignConfig, draft: RecipeDraft) -> None:
     limit = given.get("save_total_limit")
     keep = given.number("save_total_limit", int) if limit is not None else 0
     draft.put("checkpoint.keep", max(0, keep), *(["save_total_limit"] if limit is not None else []))
-    _trackers(given, draft)
-
-
-def _trackers(given: ForeignConfig, draft: RecipeDraft) -> None:
     asked = [name.lower() for name in given.names("report_to") if name.lower() not in ("", "none")]
     for name in asked:
         if name in TRACKERS:
@@ -385,7 +393,7 @@ def _named(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
 PREFIX_DROPOUT = 0.1
 
 
-def translate_chatglm(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _chatglm(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Compute what main.py makes of its arguments."""
     if not given.flag("do_train"):
         raise ConfigError(
@@ -393,7 +401,7 @@ def translate_chatglm(given: ForeignConfig, draft: RecipeDraft) -> None:
             "and score.",
             file=given.shown,
         )
-    translate_model(given, draft)
+    _model(given, draft)
     if given.has("pre_seq_len") or given.has("ptuning_checkpoint"):
         draft.put("tuning.method", "ptuning_v2", "pre_seq_len")
         draft.put("tuning.dropout", PREFIX_DROPOUT)
@@ -426,14 +434,14 @@ def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("data.validation", [source], "validation_file", *fields.values())
     else:
         draft.put("data.validation_fraction", 0.0)
-    translate_evaluation(given, draft, given.has("validation_file"))
+    _evaluation(given, draft, given.has("validation_file"))
     # ChatGLM2's own end token comes on top of the two lengths; ChatGLM-6B's lies within.
     own_end = 0 if draft.groups.get("model") == "chatglm_6b" else 1
     length = given.number("max_source_length", int) + given.number("max_target_length", int) + own_end
     draft.put("data.max_length", length, "max_source_length", "max_target_length")
 
 
-def translate_factory(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Compute what LLaMA-Factory makes of its arguments."""
     stage = str(given.get("stage"))
     if stage not in ("sft", "pt"):
@@ -446,24 +454,30 @@ def translate_factory(given: ForeignConfig, draft: RecipeDraft) -> None:
             "generate` answers, `toolkit export-model` merges.",
             place=given.place("do_train"),
         )
-    translate_model(given, draft)
-    _method(given, draft)
     _model(given, draft)
+    _method(given, draft)
+    if given.flag("pure_bf16"):
+        draft.put("precision.dtype", "bf16", "pure_bf16")
+    recompute = not given.flag("disable_gradient_checkpointing")
+    draft.put("train.activation_checkpointing.enabled", recompute, "disable_gradient_checkpointing")
+    if given.flag("enable_liger_kernel"):
+        draft.put("kernels.liger", "always", "enable_liger_kernel")
+    attention = str(given.get("flash_attn")).lower()
+    if attention == "sdpa":
+        draft.put("model.attention", "sdpa", "flash_attn")
+    elif attention in ("disabled", "false"):
+        draft.put("model.attention", "eager", "flash_attn")
     _data(given, draft, stage)
     if given.flag("use_swanlab"):
-        _swanlab(given, draft)
-
-
-def _swanlab(given: ForeignConfig, draft: RecipeDraft) -> None:
-    draft.put("track.swanlab.enabled", True, "use_swanlab")
-    draft.put("track.swanlab.project", str(given.get("swanlab_project")), "swanlab_project")
-    if given.has("swanlab_workspace"):
-        draft.put("track.swanlab.workspace", str(given.get("swanlab_workspace")), "swanlab_workspace")
-    mode = str(given.get("swanlab_mode")).lower()
-    if mode in ("cloud", "local", "offline"):
-        draft.put("track.swanlab.mode", "online" if mode == "cloud" else "offline", "swanlab_mode")
-    else:
-        draft.lost["swanlab_mode"] = tr("there are cloud and local")
+        draft.put("track.swanlab.enabled", True, "use_swanlab")
+        draft.put("track.swanlab.project", str(given.get("swanlab_project")), "swanlab_project")
+        if given.has("swanlab_workspace"):
+            draft.put("track.swanlab.workspace", str(given.get("swanlab_workspace")), "swanlab_workspace")
+        mode = str(given.get("swanlab_mode")).lower()
+        if mode in ("cloud", "local", "offline"):
+            draft.put("track.swanlab.mode", "online" if mode == "cloud" else "offline", "swanlab_mode")
+        else:
+            draft.lost["swanlab_mode"] = tr("there are cloud and local")
 
 
 def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -533,20 +547,6 @@ def _freeze(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("tuning.patterns", patterns, "freeze_extra_modules")
 
 
-def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
-    if given.flag("pure_bf16"):
-        draft.put("precision.dtype", "bf16", "pure_bf16")
-    recompute = not given.flag("disable_gradient_checkpointing")
-    draft.put("train.activation_checkpointing.enabled", recompute, "disable_gradient_checkpointing")
-    if given.flag("enable_liger_kernel"):
-        draft.put("kernels.liger", "always", "enable_liger_kernel")
-    attention = str(given.get("flash_attn")).lower()
-    if attention == "sdpa":
-        draft.put("model.attention", "sdpa", "flash_attn")
-    elif attention in ("disabled", "false"):
-        draft.put("model.attention", "eager", "flash_attn")
-
-
 def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
     sources = sources_of(given, "dataset", stage, draft)
     if sources:
@@ -563,7 +563,7 @@ def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
             draft.lost["val_size"] = tr(
                 "a number of rows: set data.validation_fraction to {rows} by the number of all rows", rows=int(size)
             )
-    translate_evaluation(given, draft, bool(validation) or 0 < size < 1)
+    _evaluation(given, draft, bool(validation) or 0 < size < 1)
     if given.has("max_samples"):
         if len(given.names("dataset")) == 1:
             draft.put("data.max_samples", given.number("max_samples", int), "max_samples")
