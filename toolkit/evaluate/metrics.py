@@ -275,20 +275,15 @@ def score(metric: Metric, answers: Sequence[str], references: Sequence[str], tok
     return _METRICS[metric](answers, references, tokenize)
 
 
-def _bleu(answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
-    from sacrebleu.metrics import BLEU
+def _by_sacrebleu(metric: Metric, answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
+    from sacrebleu.metrics import BLEU, CHRF
 
-    corpus, single = BLEU(tokenize=tokenize), BLEU(tokenize=tokenize, effective_order=True)
+    if metric is Metric.bleu:
+        corpus, single = BLEU(tokenize=tokenize), BLEU(tokenize=tokenize, effective_order=True)
+    else:
+        corpus = single = CHRF()
     each = [single.sentence_score(text, [wanted]).score for text, wanted in zip(answers, references, strict=True)]
     return Scores(corpus.corpus_score(answers, [references]).score, each, str(corpus.get_signature()))
-
-
-def _chrf(answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
-    from sacrebleu.metrics import CHRF
-
-    chrf = CHRF()
-    each = [chrf.sentence_score(text, [wanted]).score for text, wanted in zip(answers, references, strict=True)]
-    return Scores(chrf.corpus_score(answers, [references]).score, each, str(chrf.get_signature()))
 
 
 def _mean(one: Callable[[str, str], float], answers: Sequence[str], references: Sequence[str], tokenize: str) -> Scores:
@@ -369,8 +364,8 @@ def _chatglm_libraries() -> tuple[Any, Any]:
 
 
 _METRICS: dict[Metric, Callable[[Sequence[str], Sequence[str], str], Scores]] = {
-    Metric.bleu: _bleu,
-    Metric.chrf: _chrf,
+    Metric.bleu: partial(_by_sacrebleu, Metric.bleu),
+    Metric.chrf: partial(_by_sacrebleu, Metric.chrf),
     Metric.rouge_1: partial(_mean, partial(_rouge_n, 1)),
     Metric.rouge_2: partial(_mean, partial(_rouge_n, 2)),
     Metric.rouge_l: partial(_mean, _rouge_l),

@@ -309,7 +309,15 @@ class TemplateChatEncoder:
         self.tokenizer = tokenizer
         self.vocab_size, self.stop_ids = len(tokenizer), [int(tokenizer.eos_token_id)]
         self.answer_ids: list[int] = []  # what is trained begins where the assistant speaks
-        self.fingerprint = _fingerprint(tokenizer)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        parts = [
+            str(CODE_VERSION),
+            type(tokenizer).__name__,
+            backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True),
+            json.dumps(tokenizer.chat_template),
+            json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True),
+        ]
+        self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self.template = tokenizer.get_chat_template()
         self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _OTHERS}
         self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
@@ -550,20 +558,6 @@ def _with_text_arguments(message: Message) -> Message:
         arguments = json.dumps(function["arguments"], ensure_ascii=False)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a hash of everything in the tokenizer that decides about ids and mask."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    parts = [
-        str(CODE_VERSION),
-        type(tokenizer).__name__,
-        vocabulary,
-        json.dumps(tokenizer.chat_template),
-        json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class TooSlow(Exception):

@@ -151,7 +151,16 @@ class LossHead:
         layer = module.get_output_embeddings()
         if layer is None:
             return LossPath.all_logits
-        batch = _probe_batch(module, engine.device)
+        # A row of eight tokens of which the last five are trained.
+        token = module.config.pad_token_id if getattr(module, "builds_positions", False) else 0
+        ids = torch.full((1, 8), token, device=engine.device)
+        positions = torch.arange(8, device=engine.device)[None]
+        labels = torch.where(positions < 3, UNTRAINED, ids)
+        batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
+        batch = with_label_positions(batch)
+        if not getattr(module, "begins", True):  # the last stage of a pipeline
+            shape = (1, 8, module.config.hidden_size)
+            batch["inputs_embeds"] = torch.zeros(shape, dtype=module.dtype, device=engine.device)
         seen: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         is_logits: list[bool] = []
 
@@ -178,19 +187,6 @@ class LossHead:
         [(states, output, _)] = seen
         is_plain = type(layer) is nn.Linear and states.dtype == layer.weight.dtype == output.dtype
         return LossPath.losses if is_plain and is_logits == [True] else LossPath.picked
-
-
-def _probe_batch(module: Any, device: torch.device) -> Batch:
-    """Return a row of eight tokens of which the last five are trained."""
-    token = module.config.pad_token_id if getattr(module, "builds_positions", False) else 0
-    ids = torch.full((1, 8), token, device=device)
-    positions = torch.arange(8, device=device)[None]
-    labels = torch.where(positions < 3, UNTRAINED, ids)
-    batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
-    batch = with_label_positions(batch)
-    if not getattr(module, "begins", True):  # the last stage of a pipeline
-        batch["inputs_embeds"] = torch.zeros(1, 8, module.config.hidden_size, dtype=module.dtype, device=device)
-    return batch
 
 
 def logits_of(engine: Any, batch: Batch) -> torch.Tensor:

@@ -105,38 +105,27 @@ class ChatGLMConfig(PreTrainedConfig):
     model_type = "chatglm"
     attribute_map: ClassVar = {"num_hidden_layers": "num_layers", "max_position_embeddings": "max_sequence_length"}
 
-    def __init__(
-        self,
-        hidden_size: int = 4096,
-        inner_hidden_size: int = 16384,
-        num_layers: int = 28,
-        num_attention_heads: int = 32,
-        vocab_size: int = 130528,
-        max_sequence_length: int = 2048,
-        layernorm_epsilon: float = 1e-5,
-        position_encoding_2d: bool = True,
-        mask_token_id: int | None = None,
-        gmask_token_id: int | None = None,
-        bos_token_id: int = 130004,
-        eos_token_id: int = 130005,
-        pad_token_id: int = 3,
-        use_cache: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.hidden_size = hidden_size
-        self.inner_hidden_size = inner_hidden_size
-        self.num_layers = num_layers
-        self.num_attention_heads = num_attention_heads
-        self.vocab_size = vocab_size
-        self.max_sequence_length = max_sequence_length
-        self.layernorm_epsilon = layernorm_epsilon
-        self.position_encoding_2d = position_encoding_2d
+    hidden_size: int = 4096
+    inner_hidden_size: int = 16384
+    num_layers: int = 28
+    num_attention_heads: int = 32
+    vocab_size: int = 130528
+    max_sequence_length: int = 2048
+    layernorm_epsilon: float = 1e-5
+    position_encoding_2d: bool = True
+    mask_token_id: Any = None
+    gmask_token_id: Any = None
+    bos_token_id: int = 130004
+    eos_token_id: int = 130005
+    pad_token_id: int = 3
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
         # [MASK] [gMASK] [sMASK] <unused_0> <sop> <eop> follow each other; the first months' config.json names two.
-        self.mask_token_id = bos_token_id - 4 if mask_token_id is None else mask_token_id
-        self.gmask_token_id = bos_token_id - 3 if gmask_token_id is None else gmask_token_id
-        self.use_cache = use_cache
-        kwargs["tie_word_embeddings"] = False
-        super().__init__(bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **kwargs)
+        self.mask_token_id = self.bos_token_id - 4 if self.mask_token_id is None else self.mask_token_id
+        self.gmask_token_id = self.bos_token_id - 3 if self.gmask_token_id is None else self.gmask_token_id
+        self.tie_word_embeddings = False
+        super().__post_init__(**kwargs)
 
 
 class ChatGLMAttention(nn.Module):
