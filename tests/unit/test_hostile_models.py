@@ -365,7 +365,7 @@ def test_adapters_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """peft imports what some settings name."""
     names = {"megatron_core": "canary", "megatron_config": {"a": 1}, "auto_mapping": {"parent_library": "canary"}}
     found: list[Any] = []
-    monkeypatch.setattr(adapters.tuning, "inject_lora", lambda model, config, ds_config: found.append(config))
+    monkeypatch.setattr(adapters, "inject_lora", lambda model, config, ds_config: found.append(config))
     with torch.device("meta"):
         model: Any = torch.nn.Linear(2, 2)
     model.device = torch.device("meta")

@@ -16,7 +16,7 @@ from toolkit.messages import ModelError, tr
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.chatglm import tokenizers
 from toolkit.models.chatglm.formats import FORMATS, FamilyChatEncoder
-from toolkit.models.directory import check_growth
+from toolkit.models.directory import check_growth, is_lfs_pointer
 
 FIT_VERSION = 1
 """Part of a fitted tokenizer's fingerprint; raise it when fitting gives something else."""
@@ -136,6 +136,12 @@ def load_tokenizer(
 
 
 def _load_official(vocabulary: Path, family: Family) -> PreTrainedTokenizerBase:
+    if is_lfs_pointer(vocabulary):
+        raise ModelError(
+            "{file} is a git-lfs pointer, not the vocabulary: run `git lfs pull` in {folder}.",
+            file=vocabulary,
+            folder=vocabulary.parent,
+        )
     found = tokenizers.family_of(vocabulary)
     shared = {Family.chatglm2, Family.chatglm3, Family.auto}
     if family not in (Family.auto, found) and not {family, found} <= shared:

@@ -17,10 +17,18 @@ from toolkit.errors import reason_of
 from toolkit.messages import ModelError
 from toolkit.models import weights
 from toolkit.models.attention import choose_attention, split_sequences
-from toolkit.models.chatglm.family import Architecture, architecture_of, divides_positions
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config, official_layout
 from toolkit.models.chatglm.tokenizers import GlmTokenizer
-from toolkit.models.directory import alone, code_files, is_trusted, read_config, read_object
+from toolkit.models.directory import (
+    Architecture,
+    alone,
+    architecture_of,
+    code_files,
+    divides_positions,
+    is_trusted,
+    read_config,
+    read_object,
+)
 from toolkit.models.save import load_origin, save_origin
 from toolkit.models.weights import Layout, TransformersLayout, WeightFiles
 

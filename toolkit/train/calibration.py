@@ -33,8 +33,8 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
 from toolkit.messages import set_language, tr
 from toolkit.models.attention import Batch
-from toolkit.models.chatglm.family import Architecture, architecture_of
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
+from toolkit.models.directory import Architecture, architecture_of
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.models.loss import token_loss_sum
 from toolkit.plan.memory import WIDTHS, longest_rows

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
 from toolkit.messages import ModelError
-from toolkit.models.chatglm.family import TOKENIZER_CODE, architecture_of, named_family, read_text
 from toolkit.models.chatglm.formats import EOP, FORMATS, SOP, TEMPLATES, FamilyChatEncoder, no_cycles, with_tools
-from toolkit.models.directory import is_lfs_pointer
+from toolkit.models.directory import TOKENIZER_CODE, architecture_of, named_family, read_text
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -43,10 +42,7 @@ def load_pieces(file: Path) -> "SentencePieceProcessor":
     """Return a sentencepiece model."""
     from sentencepiece import SentencePieceProcessor
 
-    try:
-        return SentencePieceProcessor(model_file=str(file))
-    except (RuntimeError, OSError) as error:
-        raise _unreadable(file, error) from error
+    return SentencePieceProcessor(model_file=str(file))
 
 
 def sentencepiece_bpe(file: Path, roles: bool) -> "Tokenizer":
@@ -85,13 +81,10 @@ def tiktoken_bpe(file: Path) -> "Tokenizer":
 
     letters: dict[int, str] = bytes_to_unicode()
     ranks = {}
-    try:
-        for token, rank in (line.split() for line in file.read_bytes().splitlines() if line):
-            ranks["".join(letters[byte] for byte in base64.b64decode(token, validate=True))] = int(rank)
-        if sorted(ranks.values()) != list(range(len(ranks))):
-            raise ValueError("ranks are missing")
-    except ValueError as error:
-        raise _unreadable(file, error) from error
+    for token, rank in (line.split() for line in file.read_bytes().splitlines() if line):
+        ranks["".join(letters[byte] for byte in base64.b64decode(token, validate=True))] = int(rank)
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError("ranks are missing")
     specials = {token: len(ranks) + place for place, token in enumerate(_GLM4_SPECIALS)}
     backend = Tokenizer(models.BPE(vocab=ranks | specials, merges=_merges(ranks), fuse_unk=False, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -116,20 +109,6 @@ def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
         known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
         merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     return merges
-
-
-def _unreadable(file: Path, error: Exception) -> ModelError:
-    if is_lfs_pointer(file):
-        return ModelError(
-            "{file} is a git-lfs pointer, not the vocabulary: run `git lfs pull` in {folder}.",
-            file=file,
-            folder=file.parent,
-        )
-    return ModelError(
-        "the vocabulary {file} cannot be read ({reason}): download it again.",
-        file=file,
-        reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
-    )
 
 
 _BLANKS = re.compile(" {2,80}")
