@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +26,7 @@ import torch
 from toolkit.checkpoint import directory, state_files
 from toolkit.checkpoint.directory import RunState, manifest_problems, record_file, write_manifest
 from toolkit.checkpoint.directory import read_run_state as read_state
-from toolkit.checkpoint.state_files import EngineFiles, iter_weights
+from toolkit.checkpoint.state_files import EngineFiles, HostCopies, iter_weights
 from toolkit.cli import main
 from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
@@ -673,6 +675,50 @@ def test_with_states_that_move_everything_is_copied_at_once(tmp_path: Path) -> N
     weight.zero_()
     files.write()
     assert files.load(f"{tmp_path}/a.pt")["optimizer_state_dict"]["weight"].tolist() == [1.0] * 4
+
+
+class Gpu:
+    """An accelerator with a stream of its own that counts what is page-locked, in a list of what happens."""
+
+    def __init__(self) -> None:
+        self.happened: list[str] = []
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 2
+
+    def Stream(self) -> "Gpu":
+        return self
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        yield
+
+    def synchronize(self) -> None:
+        self.happened.append("synchronize")
+
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.happened.append(f"pin {tensor.nbytes}")
+        return tensor
+
+
+def test_copies_of_a_gpu_are_page_locked_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch locks powers of two; the rest is copied to memory that the system may move."""
+    gpu = Gpu()
+    monkeypatch.setattr(state_files, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr(state_files.psutil, "virtual_memory", lambda: SimpleNamespace(total=8 * 5000))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    copies = HostCopies()
+    for size in (600, 1024, 200, 100):
+        assert copies._buffer(torch.empty(size, device="meta")).device.type == "cpu"
+    copies._buffer(torch.empty(8))  # an offloaded state
+    assert gpu.happened == ["pin 2400", "pin 400"], "5000 bytes for each of two ranks"
+    source, target, gpu.happened = torch.ones(4), torch.zeros(4), []
+    copies.waiting = {(1,): (source, target)}
+    copies.complete()
+    assert (target.tolist(), gpu.happened) == ([1.0] * 4, ["synchronize"])
 
 
 def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(

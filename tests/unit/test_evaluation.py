@@ -3,8 +3,10 @@
 import json
 import logging
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from toolkit.messages import DataError, ModelError
 from toolkit.models.load import create_model
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.secrets import hide
+from toolkit.train import language_data
 from toolkit.train.language_data import LanguageData, load_data, rows_per_step
 from toolkit.train.language_task import Evaluation, choose_prompts
 
@@ -283,3 +286,24 @@ def test_nothing_to_evaluate_is_told_before_the_model_is_loaded(folder: Path, tm
     with pytest.raises(DataError, match=r"the validation split is empty: .* \(it is 0\.5\)\."):
         choose_prompts(*read(folder, *words, "evaluate.keep_best=eval_loss"))
     assert choose_prompts(*read(folder, *words)) == []
+
+
+def test_its_batches_come_from_page_locked_memory_ahead_of_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of training do: a stand-in for a GPU counts what is pinned, and where."""
+    pinned: list[str] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(threading.current_thread().name)
+        return tensor
+
+    cfg, prepared = read(folder)
+    plain = list(language_data.evaluation_batches(cfg, prepared, ALONE))
+    assert len(plain) > 1 and not pinned
+    monkeypatch.setattr(language_data, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    found = list(language_data.evaluation_batches(cfg, prepared, ALONE))
+    assert len(pinned) == sum(map(len, found)) and all(name.startswith("batches") for name in pinned)
+    for one, other in zip(plain, found, strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import psutil
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
@@ -185,9 +186,14 @@ def gathered_states(optimizer: Any) -> Iterator[None]:
 class HostCopies:
     """Copies in memory reused by the next save. `copy` copies at once what may change before the next update (plain
     values, tensors of one number, those named), `complete` the rest, in whatever thread.
+
+    GPUs copy to page-locked memory at several times the speed, but the system cannot move or lend it: a rank locks no
+    more than its part of a quarter of the host's memory.
     """
 
     def __init__(self) -> None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or get_accelerator().device_count() or 1
+        self.left_to_lock = psutil.virtual_memory().total // 4 // ranks
         self.buffers: list[torch.Tensor] = []
         self.used = 0
         self.waiting: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -213,7 +219,7 @@ class HostCopies:
                     self.buffers.append(torch.empty(0))
                 buffer = self.buffers[self.used]
                 if buffer.shape != value.shape or buffer.dtype != value.dtype:
-                    buffer = self.buffers[self.used] = torch.empty_like(value, device="cpu")
+                    buffer = self.buffers[self.used] = self._buffer(value)
                 self.waiting[key] = value, buffer
                 self.used += 1
             return self.waiting[key][1]
@@ -223,11 +229,22 @@ class HostCopies:
             return type(value)(self.copy(item, at_once) for item in value)
         return copy.deepcopy(value)
 
+    def _buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for a copy, page-locked as long as the limit allows."""
+        buffer = torch.empty_like(like, device="cpu")
+        num_bytes = 1 << (like.nbytes - 1).bit_length()  # PyTorch locks powers of two
+        if self.stream is None or like.device.type == "cpu" or num_bytes > self.left_to_lock:
+            return buffer
+        self.left_to_lock -= num_bytes
+        return cast(torch.Tensor, get_accelerator().pin_memory(buffer))
+
     def complete(self) -> None:
         """Copy what is waiting."""
         with get_accelerator().stream(self.stream):
             for source, target in self.waiting.values():
-                target.copy_(source)
+                target.copy_(source, non_blocking=True)
+        if self.stream is not None:
+            self.stream.synchronize()
         self.waiting = {}
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_model
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -156,7 +157,7 @@ class _MapSamples:
             batch_size=None,  # a micro-batch is an item
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch takes it for a list's
             num_workers=workers,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=get_accelerator().device_name() == "cuda",
             generator=torch.Generator().manual_seed(seed),
         )
         return iter(loader)

@@ -308,9 +308,13 @@ def _sampler(
 
 
 def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
-    """Yield this rank's validation micro-batches, each sample once over all ranks; `sources`, int64 [T]: of each
-    trained token the number of its source.
+    """Yield this rank's validation micro-batches, each sample once over all ranks, prepared ahead as in training;
+    `sources`, int64 [T]: of each trained token the number of its source.
     """
+    return ahead(_evaluation_batches(cfg, prepared, ranks), 2)
+
+
+def _evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
