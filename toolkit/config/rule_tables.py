@@ -1,6 +1,7 @@
 """What the settings of a config are to each other, as tables of conditions (`when`): rules.py applies them.
 
-Sentences are English templates, looked up in locale/zh.yaml; their placeholders are keys.
+Most rows are in rules.yaml; here are those that compute. Sentences are English templates, looked up in locale/zh.yaml;
+their placeholders are keys.
 """
 
 import re
@@ -18,9 +19,11 @@ from urllib.parse import urlsplit
 import yaml
 
 from toolkit.config.files import is_hub_name
-from toolkit.config.schema import STAGE3_KEYS, TRACKERS, OptimConfig, OptimizerName, RunConfig, SourceConfig, all_keys
+from toolkit.config.schema import TRACKERS, OptimConfig, OptimizerName, RunConfig, SourceConfig, all_keys
+from toolkit.messages import read_table
 
 Test = Callable[[RunConfig], object]
+_TABLES: dict[str, Any] = read_table("config/rules.yaml")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,17 +124,23 @@ class Rule(NamedTuple):
     """{reason} in the sentence."""
 
 
-def _rules(sentences: Mapping[str, str], *, both: str = "", sentence: str = "") -> tuple[Rule, ...]:
+def _rules(rules: Mapping[str, str], *, both: str = "{}", sentence: str = "") -> tuple[Rule, ...]:
     """Return the rules of conditions and their sentences, each about the first key of its condition.
 
     With `sentence` that is the sentence of all, and those of the table are its {reason}; `both` is a condition that has
     to hold too: "{}" is where that of the table goes.
     """
-    full = {(both or "{}").format(condition): text for condition, text in sentences.items()}
+    full = {both.format(condition): text for condition, text in rules.items()}
     return tuple(
         Rule(keys_in(condition)[0], when(condition), sentence or text, text if sentence else "")
         for condition, text in full.items()
     )
+
+
+def _rules_of(table: str) -> Iterator[Rule]:
+    """Yield the rules of the groups of a table in rules.yaml."""
+    for group in _TABLES[table]:
+        yield from _rules(**group)
 
 
 class ReadWhen(NamedTuple):
@@ -154,120 +163,22 @@ def expand(patterns: str) -> tuple[str, ...]:
     return tuple(key for pattern in patterns.split() for key in all_keys() if fnmatchcase(key, pattern))
 
 
-_ADAPTER = {
-    "tuning.rank tuning.alpha tuning.rslora tuning.dora tuning.target_modules tuning.save_modules": "lora|qlora",
-    "tuning.num_tokens": "ptuning_v2|prompt",
-    "tuning.projection": "ptuning_v2",
-    "tuning.init_text": "prompt",
-}
-"""What an adapter is, and which methods read it."""
-_TUNING = _ADAPTER | {
-    "tuning.adapter": "lora|qlora|ptuning_v2|prompt",
-    "tuning.dropout": "lora|qlora|ptuning_v2",
-    "tuning.last_layers tuning.patterns": "freeze",
-}
-_NVME = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "fast_init", "pipeline_read", "pipeline_write")
-
 READ_WHEN: tuple[ReadWhen, ...] = (
-    _read(
-        "precision.*loss_scale* precision.initial_scale_power precision.*hysteresis precision.auto_cast",
-        "precision.dtype=fp16",
-        "precision.dtype is {precision.dtype}, not fp16",
-    ),
-    _read(
-        "precision.initial_scale_power precision.loss_scale_window precision.*hysteresis precision.min_loss_scale",
-        "!precision.loss_scale",
-        "precision.loss_scale = {precision.loss_scale} is fixed",
-    ),
-    _read("precision.tf32", "precision.dtype=fp32", "precision.dtype is {precision.dtype}, not fp32"),
-    _read(" ".join(f"zero.{name}" for name in STAGE3_KEYS), "zero.stage=3"),
-    _read("zero.allgather_* zero.round_robin_gradients", "zero.stage=1|2"),
-    _read("zero.contiguous_gradients zero.overlap_comm zero.reduce_*", "zero.stage=1|2|3"),
-    *(
-        row
-        for section in ("zero.offload_optimizer", "zero.offload_param")
-        for row in (
-            _read(f"{section}.*", f"{section}.device=cpu|nvme"),
-            # The optimizer's path may name the place of the parameters too (conf/zero/stage3_nvme.yaml).
-            _read(" ".join(f"{section}.{name}" for name in _NVME), f"{section}.device=nvme|none"),
-        )
-    ),
-    _read("zero.offload_optimizer.ratio", "zero.stage=3"),
-    _read("zero.offload_optimizer.cpuadam_cores_perc", "zero.offload_optimizer.super_offload"),
-    _read("zero.zenflow.*", "zero.zenflow.enabled"),
-    _read("zero.zenflow.pt_reserved_cores_perc", "zero.zenflow.overlap_step"),
-    _read(
-        "zero.aio.*",
-        "zero.offload_optimizer.device=nvme or zero.offload_param.device=nvme",
-        "nothing is offloaded to nvme",
-    ),
-    _read("train.activation_checkpointing.*", "train.activation_checkpointing.enabled"),
-    _read("compile.*", "compile.enabled"),
-    _read("compile.mode", "compile.backend=inductor", "compile.backend is {compile.backend}, not inductor"),
+    *(_read(*row) for row in _TABLES["read_when"]),
     *(
         _read(
             f"optim.{name}", f"optim.name={'|'.join(key.value for key, one in OPTIMIZERS.items() if name in one.reads)}"
         )
         for name in SOMETIMES_READ
     ),
-    _read("optim.decay", "optim.weight_decay", "optim.weight_decay is 0"),
-    _read("schedule.min_lr_ratio", "schedule.name=cosine|polynomial|wsd"),
-    _read("schedule.warmup_type", "schedule.name=constant|linear|cosine"),
-    _read("schedule.power", "schedule.name=polynomial"),
-    _read("schedule.timescale", "schedule.name=inverse_sqrt"),
-    _read("schedule.decay_*", "schedule.name=wsd"),
-    _read("schedule.decay_ratio", "!schedule.decay_steps", "schedule.decay_steps is given"),
-    _read(
-        "schedule.warmup_type schedule.warmup_min_ratio",
-        "schedule.warmup_steps or schedule.warmup_ratio",
-        "there is no warm-up",
-    ),
-    _read("data.max_bad_fraction", "data.on_bad_row=skip", "data.on_bad_row is {data.on_bad_row}, not skip"),
-    _read("data.packing_window", "data.packing=packed", "data.packing is {data.packing}, not packed"),
-    _read("data.curriculum.*", "data.curriculum.steps"),
-    _read(
-        "data.curriculum.levels",
-        "data.curriculum.shape=discrete",
-        "data.curriculum.shape is {data.curriculum.shape}, not discrete",
-    ),
-    _read("data.validation_fraction", "!data.validation", "data.validation is given"),
-    _read("train.random_ltd.*", "train.random_ltd.steps"),
-    *(_read(names, f"tuning.method={methods}") for names, methods in _TUNING.items()),
-    _read(" ".join(_ADAPTER), "!tuning.adapter", "tuning.adapter decides it"),
-    _read("tuning.dropout", "!tuning.adapter or tuning.method!=lora|qlora", "tuning.adapter decides it"),
-    _read(
-        "evaluate.metrics evaluate.keep_best",
-        "data.validation or data.validation_fraction",
-        "there is no validation data",
-    ),
-    _read("evaluate.keep_best", "checkpoint.keep or checkpoint.max_gib", "all checkpoints are kept"),
-    _read(
-        "evaluate.max_answers evaluate.batch_size evaluate.temperature evaluate.top_* evaluate.seed",
-        "evaluate.metrics",
-        "evaluate.metrics is empty",
-    ),
-    _read("evaluate.top_* evaluate.seed", "evaluate.temperature", "evaluate.temperature is 0, so nothing is drawn"),
-    _read("checkpoint.keep_weights", "checkpoint.keep", "all checkpoints are kept"),
-    _read("checkpoint.verify_export", "checkpoint.export"),
     _read("track.patience_s", " or ".join(f"track.{name}.enabled" for name in TRACKERS), "no tracker is enabled"),
-    *(
-        _read(f"{section}.*", f"{section}.enabled")
-        for section in (*(f"track.{name}" for name in TRACKERS), "report", "profile.flops", "profile.comms")
-    ),
-    _read("profile.comms.prof_ops", "!profile.comms.prof_all"),
-    _read("model.path model.revision model.trust_remote_code model.router_loss", "model.init=pretrained"),
+    *(_read(f"track.{name}.*", f"track.{name}.enabled") for name in TRACKERS),
     _read("model.revision", "model.path", "model.path is a directory", lambda c: is_hub_name(c.model.path)),
-    _read("model.shape.*", "model.init=random"),
 )
 
 
 RANGES: tuple[Rule, ...] = (
-    *_rules(
-        {
-            "zero.stage!=0|1|2|3": "zero.stage = {value} must be 0, 1, 2 or 3.",
-            "language!=|en|zh": "language = {value} must be en, zh or empty.",
-        }
-    ),
+    *_rules(_TABLES["ranges"]),
     Rule(
         "optim.betas",
         lambda c: len(c.optim.betas) != 2 or not all(0 <= beta < 1 for beta in c.optim.betas),
@@ -295,14 +206,7 @@ RANGES: tuple[Rule, ...] = (
     ),
 )
 """What single values must be, beyond the bounds at their fields."""
-BOUNDS = {
-    "ge": "{key} = {value} must be at least {least}.",
-    "ge lt": "{key} = {value} must be from 0 to below 1.",
-    "ge le": "{key} = {value} must be from 0 to 1.",
-    "gt": "{key} = {value} must be above 0.",
-    "gt lt": "{key} = {value} must be above 0 and below 1.",
-    "gt le": "{key} = {value} must be above 0 and at most 1.",
-}
+BOUNDS: dict[str, str] = _TABLES["bounds"]
 """Kinds of bounds at a field -> the sentence about a number that is not within."""
 WRONG_WEIGHTS: tuple[tuple[Callable[[SourceConfig], object], str], ...] = (
     (
@@ -323,11 +227,6 @@ WRONG_WEIGHTS: tuple[tuple[Callable[[SourceConfig], object], str], ...] = (
 
 
 PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
-_ONE, _OFF = "it was not tried. Set it to 1.", "it was not tried. Set it to false."
-_ANSWERS = "the layers that an answer needs are on several ranks. Ask the model after the run: toolkit generate."
-_PARTITION = "train.activation_checkpointing.partition_activations"
-_NO_PARTITION = f"{_PARTITION} = true has no effect with it. Set it to false"
-_CANNOT_BE = "{key} = {value} cannot be: {reason}."
 
 INCOMPATIBLE: tuple[Rule, ...] = (
     Rule(
@@ -376,40 +275,9 @@ INCOMPATIBLE: tuple[Rule, ...] = (
         "track.mlflow.uri holds a user or a password. Take them out and set MLFLOW_TRACKING_USERNAME and "
         "MLFLOW_TRACKING_PASSWORD in the environment.",
     ),
+    *_rules_of("incompatible"),
     *_rules(
         {
-            "zero.offload_param.device!=none zero.stage!=3": "zero.offload_param.device = {value} needs zero.stage = "
-            "3, but it is {zero.stage}. Use zero.stage=3, or zero.offload_param.device=none.",
-            "zero.offload_optimizer.device!=none !zero.stage": "zero.offload_optimizer.device = {value} needs "
-            "zero.stage 1, 2 or 3, but it is 0.",
-            "zero.offload_optimizer.device=nvme zero.stage=1|2": "zero.offload_optimizer.device = nvme needs "
-            "zero.stage = 3, but it is {zero.stage}. Use cpu.",
-            "checkpoint.keep_weights zero.offload_optimizer.device=nvme": "checkpoint.keep_weights = {value} cannot "
-            "be: the weights of a run whose optimizer is offloaded to NVMe cannot be taken from its checkpoints. Set "
-            "it to 0.",
-            "compile.deepcompile !zero.stage": "compile.deepcompile = true needs zero.stage 1, 2 or 3, but it is 0.",
-            "compile.deepcompile compile.backend!=inductor|eager": "compile.deepcompile = true needs compile.backend = "
-            "inductor, but it is {compile.backend}.",
-            "zero.zenflow.enabled zero.stage=3": "zero.zenflow.enabled = true and zero.stage = 3 do not go together: "
-            "ZenFlow turns whole weights before it splits them, and here they are split as they are read. Use "
-            "zero.stage=2.",
-            "optim.layer_lr_decay!=1 tuning.method=ptuning_v2|prompt": "optim.layer_lr_decay = {value} needs layers to "
-            "train, and tuning.method = {tuning.method} trains none.",
-            # measured, see docs/optimizers.md
-            "optim.name=adafactor zero.stage": "optim.name = adafactor and zero.stage = {zero.stage} do not go "
-            "together: it factors matrices, and ZeRO hands it flat pieces of them, from which every stage and number "
-            "of ranks computes something else. Use zero=stage0, or optim=adamw_8bit.",
-            "optim.name=adagrad zero.stage": "optim.name = adagrad and zero.stage = {zero.stage} do not go "
-            "together: DeepSpeed builds it again, and the schedule and parameter groups are lost. Use zero=stage0, "
-            "or optim=adamw.",
-            "optim.name=muon tuning.method=ptuning_v2|prompt": "optim.name = muon needs matrices of layers to train, "
-            "and tuning.method = {tuning.method} trains none. Use optim=adamw.",
-            "train.gradient_clipping optim.name=muon": "train.gradient_clipping = {value} and optim.name = muon do not "
-            "go together: under most ZeRO stages DeepSpeed would clip Muon's updates, which all have the same size, to "
-            "next to nothing. Set train.gradient_clipping=0.",
-            "optim.name=muon zero.offload_optimizer.device=nvme or optim.name=muon zero.offload_param.device=nvme": (
-                "optim.name = muon and offloading to NVMe are untested together. Offload to cpu, or use optim=adamw."
-            ),
             **{
                 f"!track.{key} track.{key.partition('.')[0]}.enabled": "{key} must not be empty."
                 for key in ("wandb.project", "mlflow.experiment", "swanlab.project", "trackio.project")
@@ -429,73 +297,6 @@ INCOMPATIBLE: tuple[Rule, ...] = (
             },
         }
     ),
-    *_rules(
-        {
-            "zero.stage>1": "DeepSpeed's pipelines know stages 0 and 1. Use zero=stage1, or zero=stage3 without "
-            "parallel=pipeline.",
-            "zero.offload_optimizer.device!=none": "it was not tried. Use none, or zero=stage2_offload without "
-            "parallel=pipeline.",
-            "precision.dtype=fp16": "an overflow on one stage would have to be known to all. Use precision=bf16 or "
-            "precision=fp32.",
-            "!zero.stage precision.dtype=bf16": "in bf16 gradients would be added up in bf16. Use zero=stage1, which "
-            "adds them up in fp32.",
-            "tuning.method!=full": "stages train all parameters of their layers. Use tuning=full, or leave "
-            "parallel=pipeline out.",
-            "evaluate.metrics": _ANSWERS,
-            "evaluate.prompts": _ANSWERS,
-            "parallel.tensor>1": _ONE,
-            "parallel.sequence>1": _ONE,
-            "batch.micro_per_gpu=auto": "how much of a model a rank holds depends on its stage. Give a number.",
-            "plan.auto": _OFF,
-            "kernels.mlp_pieces>1": _ONE,
-            "compile.enabled": _OFF,
-            "profile.flops.enabled": _OFF,
-            f"{_PARTITION} train.activation_checkpointing.enabled": _OFF,
-        },
-        both="{} parallel.pipeline>1",
-        sentence="{key} = {value} cannot be together with parallel.pipeline = {parallel.pipeline}: {reason}",
-    ),
-    *_rules(
-        {
-            "compile.enabled": "layers in pieces cannot be compiled. Set compile.enabled=false",
-            "tuning.dropout tuning.method=lora|qlora": "each piece is computed twice, and tuning.dropout = "
-            "{tuning.dropout} would drop something else the second time. Set it to 0",
-        },
-        both="kernels.mlp_pieces>1 {}",
-        sentence=_CANNOT_BE,
-    ),
-    *_rules(
-        {
-            **dict.fromkeys(
-                ("parallel.tensor>1", "parallel.pipeline>1"),
-                "the ranks of one model share either rows (sequence), matrices (tensor) or layers (pipeline)",
-            ),
-            "tuning.method=ptuning_v2|prompt": "what tuning={tuning.method} learns stands before a row, and would "
-            "stand before each part of it. Use tuning=lora",
-            "model.attention!=auto": "model.attention = {model.attention} is computed on one rank. Leave it at auto",
-            _PARTITION: _NO_PARTITION,
-            "compile.enabled": "what ranks exchange within attention cannot be compiled. Set compile.enabled=false",
-        },
-        both="parallel.sequence>1 {}",
-        sentence=_CANNOT_BE,
-    ),
-    *_rules(
-        {
-            "zero.stage=3": "zero.stage = 3 is not supported with it. Use zero=stage1 or zero=stage2, or "
-            "parallel.tensor=1",
-            "zero.zenflow.enabled": "zero.zenflow.enabled = true is not supported with it. Set it to false",
-            "tuning.method!=full|freeze": "tuning.method = {tuning.method} adds parameters that are not split with the "
-            "layers that they belong to. Use tuning=full or tuning=freeze, or parallel.tensor=1",
-            "optim.name=adafactor": "optim.name = adafactor keeps a row and a column for each whole matrix, and ranks "
-            "have parts. Use optim=adamw",
-            _PARTITION: _NO_PARTITION,
-            "compile.enabled": "compile.enabled = true is not supported with it. Set it to false",
-            "plan.auto": "plan.auto = true looks for ZeRO's stages, also those that do not go together with it. Set it "
-            "to false",
-        },
-        both="parallel.tensor>1 {}",
-        sentence=_CANNOT_BE,
-    ),
 )
 """Settings that contradict each other in any program."""
 
@@ -512,43 +313,12 @@ INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
         "but a name on Hugging Face, needs the commit that you have read: model.revision=COMMIT, all "
         "40 digits.",
     ),
-    *_rules(
-        {
-            "checkpoint.keep_weights model.trust_remote_code model.init=pretrained": "checkpoint.keep_weights = "
-            "{value} and model.trust_remote_code = true do not go together: exports of old checkpoints run no code of "
-            "a model's own. Set it to 0.",
-            "!tuning.last_layers !tuning.patterns tuning.method=freeze": "tuning.method = freeze trains nothing: set "
-            "tuning.last_layers or tuning.patterns.",
-            "tuning.method=qlora zero.stage=3": "tuning.method = qlora and zero.stage = 3 do not go together: ZeRO-3 "
-            "cuts weights into flat pieces of the training precision and gathers them again, by which numbers of 4 "
-            "bits lose what they mean. Use zero=stage2, or tuning=lora.",
-            # peft 0.21, tuners/lora/dora.py: `lora_A.weight.shape[1]` of a weight that is not gathered (IndexError,
-            # measured).
-            "tuning.dora zero.stage=3": "tuning.dora = true and zero.stage = 3 do not go together: DoRA measures whole "
-            "weights, also where ZeRO-3 has not gathered them. Use zero=stage2, or leave dora out.",
-        }
-    ),
+    *_rules_of("incompatible_of_models"),
 )
 """Settings of a language model that contradict each other."""
 
-_OF_CUSTOM_MODELS = "{key} = {value}: which parameters of a custom model are layers, embeddings or output is not "
 INCOMPATIBLE_WITH_CUSTOM_MODELS: tuple[Rule, ...] = (
-    *_rules(
-        {
-            **dict.fromkeys(
-                [f"{key}>1" for key in PARALLEL],
-                "{key} = {value}: how to split a custom model is not known; its ranks share the data. Set it to 1; "
-                "zero=stage3 splits the parameters of any model.",
-            ),
-            **dict.fromkeys(
-                ("batch.micro_per_gpu=auto", "plan.auto"),
-                "{key} = {value}: the memory of a custom model is unknown. Give batch.micro_per_gpu a "
-                "number, and choose zero= yourself.",
-            ),
-            "optim.decay=hidden": _OF_CUSTOM_MODELS + "known. Possible: all, matrices.",
-            "optim.layer_lr_decay!=1": _OF_CUSTOM_MODELS + "known. Possible: 1.",
-        }
-    ),
+    *_rules_of("incompatible_with_custom_models"),
     Rule(
         "evaluate.keep_best",
         lambda c: c.evaluate.keep_best and not re.fullmatch(r"eval_\w+", c.evaluate.keep_best),

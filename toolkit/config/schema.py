@@ -398,7 +398,7 @@ class TuningConfig:
 
     @property
     def max_stage(self) -> int:
-        """Highest ZeRO stage that the method is compatible with; config/rule_tables.py says why."""
+        """Highest ZeRO stage that the method is compatible with; config/rules.yaml says why."""
         return 2 if self.method is TuningMethod.qlora or self.dora else 3
 
 
