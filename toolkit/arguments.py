@@ -120,13 +120,14 @@ def named_arguments(
 ) -> dict[str, str]:
     """Return the `name=value` arguments of a command that takes no recipe.
 
-    `usage` is an example, shown if a required one is missing; the value of `bare`, such as a path, may stand alone.
+    `usage` is an example, shown if a required one is missing; the value of `bare`, such as a path, may stand alone: a
+    directory above its name may hold a =, as that of a sweep's run does.
     """
     given: dict[str, str] = {}
     known = [*required, *optional]
     for word in words:
         name, equals, value = word.partition("=")
-        if bare and bare not in given and not equals and not word.startswith("-"):
+        if bare and bare not in given and (not equals or "/" in name) and not word.startswith("-"):
             given[bare] = word
             continue
         if not equals or name not in known:

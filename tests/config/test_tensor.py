@@ -19,7 +19,6 @@ from toolkit.config.mesh import (
     part_shape,
     partition_config,
     split_of,
-    unsplit_shape,
 )
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init, RunConfig, TuningConfig
@@ -129,7 +128,7 @@ def test_parts_join_to_the_whole(kind: str) -> None:
         parts = parts if split else [whole, whole]
         assert torch.equal(join_parts(name, parts), whole), name
         assert tuple(parts[0].shape) == part_shape(name, shape, 2)
-        assert unsplit_shape(name, tuple(parts[0].shape), 2) == shape
+        assert part_shape(name, tuple(parts[0].shape), 2, back=True) == shape
         num_split += split is not None
     assert num_split >= 8 * 2 - 4
 

@@ -139,5 +139,5 @@ def test_evaluating_warns_too(
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("toolkit.train.language_task.evaluate_model", lambda *_: None)
     words = ["recipe=quickstart", "model=hf", f"model.path={tmp_path}", f"output={tmp_path}/answers.jsonl"]
-    assert eval.run([*words, "model.trust_remote_code=true"]) == 0
+    eval.run([*words, "model.trust_remote_code=true"])
     assert f"the Python files of {tmp_path} run with all your rights" in " ".join(capsys.readouterr().out.split("\n"))

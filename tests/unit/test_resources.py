@@ -131,7 +131,7 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file = here / ".deepspeed_env"
     file.write_text("NCCL_DEBUG=INFO\nA=b=c\n")
     file.chmod(0o644)
-    assert environment.variables_of_files(here) == {file: ["NCCL_DEBUG", "A"]}
+    assert environment.variables_of_files(here) == {file: {"NCCL_DEBUG": "INFO", "A": "b=c"}}
     file.chmod(0o664)
     with pytest.raises(LaunchError, match="others than you can write it"):
         environment.variables_of_files(here)
@@ -146,7 +146,9 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LaunchError, match=r"deepspeed_env:2: DeepSpeed wants NAME=value in every line"):
         environment.variables_of_files(here)
     file.write_text("LD_LIBRARY_PATH=/x y:$LD_LIBRARY_PATH:${B}\nA=it's; true & (b)\n")
-    assert environment.variables_of_files(here) == {file: ["LD_LIBRARY_PATH", "A"]}
+    assert environment.variables_of_files(here) == {
+        file: {"LD_LIBRARY_PATH": "/x y:$LD_LIBRARY_PATH:${B}", "A": "it's; true & (b)"}
+    }
     for value in ("$(touch x)", "`touch x`", 'a"; touch x; "', "a\\", "${A:-$(touch x)}", "a\x0bB=$(touch x)"):
         file.write_text(f"B=1\nA={value}\n")
         with pytest.raises(LaunchError, match=r"deepspeed_env:2: the shells of all nodes would run"):

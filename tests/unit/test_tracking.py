@@ -56,7 +56,7 @@ def test_samples_of_a_bad_step_with_any_line_break(tmp_path: Path, capsys: pytes
     rows = [{"step": 6, "text": "loss is nan"}, {**sample, "text": [["trained", BREAKS]]}]
     file = tmp_path / "bad-step-6.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert show.run([str(file)]) == 0
+    show.run([str(file)])
     said = capsys.readouterr().out
     assert "loss is nan" in said
     assert "a.jsonl:1" in said

@@ -42,7 +42,10 @@ MULTIRUN = ("-m", "--multirun")
 
 
 def module_of(command: str) -> str:
-    """Return the name of a command's module, which has `run(words)` and its help as docstring; help needs no torch."""
+    """Return the name of a command's module: its docstring is the help, which needs no torch, and it has `run(words)`.
+
+    That returns the exit code, None for 0.
+    """
     return f"toolkit.cli.{command.replace('-', '_')}"
 
 
@@ -90,8 +93,8 @@ def _dispatch(words: list[str]) -> int:
     if any(word in ("-h", "--help") for word in rest):
         _show((module.__doc__ or "").strip())
         return 0
-    run: Callable[[list[str]], int] = module.run
-    return run(rest)
+    run: Callable[[list[str]], int | None] = module.run
+    return run(rest) or 0
 
 
 def _show(text: str) -> None:

@@ -17,6 +17,5 @@ from toolkit.launch import environment
 
 
 def run(words: list[str]) -> int:
-    """Search."""
     environment.refuse_ranks()
     return run_autotune(words)

@@ -29,7 +29,6 @@ from toolkit.messages import ConfigError
 
 
 def run(words: list[str]) -> int:
-    """Run benchmarks/run.py of the checkout that this package belongs to."""
     checkout = PACKAGE.parent
     program = checkout / "benchmarks" / "run.py"
     if not program.is_file():

@@ -34,8 +34,7 @@ SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
 USAGE = "toolkit chat PATH"
 
 
-def run(words: list[str]) -> int:
-    """Talk."""
+def run(words: list[str]) -> None:
     given = named_arguments(words, required=(), optional=(*MODEL, "system", *SAMPLING), usage=USAGE, bare="model.path")
     check_model(given, USAGE)
     sampling = sampling_arguments(given, max_new_tokens=512)
@@ -48,7 +47,6 @@ def run(words: list[str]) -> int:
     session = ChatSession(loaded.model, loaded.encoder, sampling, sys.stdin.isatty(), help_text)
     session.set_system(given.get("system", ""))
     session.talk()
-    return 0
 
 
 def check_model(given: dict[str, str], usage: str) -> None:

@@ -22,8 +22,7 @@ from toolkit.plan.outline import Outline, shapes_of_config, tensor_part, tuned
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 
-def run(words: list[str]) -> int:
-    """Check."""
+def run(words: list[str]) -> None:
     problems = Problems()
     arguments = parse_checked(words, names=("world_size",), problems=problems)
     cfg, world_size = arguments.loaded.cfg, arguments.world_size
@@ -52,19 +51,13 @@ def run(words: list[str]) -> int:
             print(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
     name = cfg.tuning.method.value
     print(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
-    _tell_length(cfg, world_size or 1)
+    size, steps = cfg.batch.global_size, cfg.train.max_steps  # what is wrong with the steps, as far as files show it
+    found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
+    epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
+    tell_length(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size or 1)
     print(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
         print(line)
-    return 0
-
-
-def _tell_length(cfg: RunConfig, world_size: int) -> None:
-    """Tell what is wrong with the number of steps, as far as the files show it."""
-    size, steps = cfg.batch.global_size, cfg.train.max_steps
-    found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
-    epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
-    tell_length(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size)
 
 
 def _outlines(loaded: LoadedConfig, problems: Problems) -> tuple[Outline, Outline] | None:

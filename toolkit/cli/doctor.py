@@ -39,7 +39,6 @@ _SIGNS = {ERROR: "FAIL", WARNING: "warn", NOTE: "note", "": "ok"}
 
 
 def run(words: list[str]) -> int:
-    """Examine."""
     if words == ["--agent"]:
         agents.serve(lambda asked: parse(asked).loaded.cfg)
         return 0

@@ -28,8 +28,7 @@ from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import set_environment, warn_remote_code
 
 
-def run(words: list[str]) -> int:
-    """Evaluate."""
+def run(words: list[str]) -> None:
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
@@ -43,7 +42,6 @@ def run(words: list[str]) -> int:
     from toolkit.train.language_task import evaluate_model
 
     evaluate_model(cfg, ranks, file, arguments.values.get("adapter", "") or cfg.tuning.adapter)
-    return 0
 
 
 def _checked(words: list[str], world_size: int) -> tuple[Arguments, Path]:

@@ -17,8 +17,7 @@ from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.messages import ConfigError, tr
 
 
-def run(words: list[str]) -> int:
-    """Export."""
+def run(words: list[str]) -> None:
     names = ("world_size", "total_steps", "output")
     arguments = parse_checked(words, world_size=1, names=names, flags=("--explain",), files=False)
     world_size = arguments.world_size or 1
@@ -52,4 +51,3 @@ def run(words: list[str]) -> int:
         print(explain(ds, arguments.loaded.where))
     elif not output:
         print(text, end="")
-    return 0

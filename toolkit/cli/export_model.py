@@ -39,8 +39,7 @@ _CHOSEN = {"adapter": "adapter", "base": "base", "family": "model.family"}
 """Parameter of `export_any` -> argument."""
 
 
-def run(words: list[str]) -> int:
-    """Export."""
+def run(words: list[str]) -> None:
     given = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE, bare="model.path")
     format, merge = one_of(given, "format", FORMATS), one_of(given, "merge", ("false", "true"))
     dtype = DTYPES[one_of(given, "dtype", tuple(DTYPES))] if "dtype" in given else ""
@@ -72,4 +71,3 @@ def run(words: list[str]) -> int:
         except ToolkitError:  # what is wrong does not stay
             shutil.rmtree(output)
             raise
-    return 0

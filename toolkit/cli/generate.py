@@ -43,8 +43,7 @@ USAGE = 'toolkit generate PATH prompt="…"'
 _FOR_FILES = ("output", "format", "columns", "batch_size")
 
 
-def run(words: list[str]) -> int:
-    """Answer."""
+def run(words: list[str]) -> None:
     optional = (*MODEL, "prompt", "input", *_FOR_FILES, "system", *SAMPLING, "engine")
     given = named_arguments(words, required=(), optional=optional, usage=USAGE, bare="model.path")
     check_model(given, USAGE)
@@ -56,7 +55,6 @@ def run(words: list[str]) -> int:
         from toolkit.distributed import process_group
 
         process_group.stop()
-    return 0
 
 
 def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:

@@ -14,8 +14,7 @@ from toolkit.launch import hostfile
 from toolkit.messages import LaunchError, say
 
 
-def run(words: list[str]) -> int:
-    """Write it."""
+def run(words: list[str]) -> None:
     usage = "toolkit hostfile output=hostfile nodes=gpu[01-04] slots=8"
     given = named_arguments(words, required=("output",), optional=("nodes", "slots"), usage=usage)
     defaults = {"nodes": os.environ.get("SLURM_JOB_NODELIST", ""), "slots": os.environ.get("SLURM_GPUS_ON_NODE", "")}
@@ -27,4 +26,3 @@ def run(words: list[str]) -> int:
     hosts = hostfile.parse_hostfile(text, given["output"])
     write_output(given, text)
     say("{file}: {count} nodes, {slots} GPUs each.", file=given["output"], count=len(hosts), slots=slots)
-    return 0

@@ -27,8 +27,7 @@ _WIDTH = 118
 _USAGE = "toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]"
 
 
-def run(words: list[str]) -> int:
-    """Import."""
+def run(words: list[str]) -> None:
     paths = [word for word in words if "=" not in word and not word.startswith("-")]
     rest = [word for word in words if word not in paths]
     arguments = named_arguments(rest, required=(), optional=("world_size", "output"), usage=_USAGE)
@@ -47,7 +46,6 @@ def run(words: list[str]) -> int:
     else:
         print(text, end="")
         sys.stderr.write(said)
-    return 0
 
 
 def _header(given: ForeignConfig, converted: Converted, output: str) -> str:

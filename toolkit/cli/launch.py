@@ -14,7 +14,6 @@ from toolkit.launch import deepspeed, environment
 
 
 def run(words: list[str]) -> int:
-    """Launch, and launch again as often as that can help and is asked for."""
     typed, options, rest = deepspeed.typed_options(words)
     environment.refuse_ranks()
     return launch(typed, options, rest, parse_checked(rest, files=False).loaded.cfg)

@@ -10,12 +10,10 @@ from toolkit.messages import say, tr
 from toolkit.terminal import text_table
 
 
-def run(words: list[str]) -> int:
-    """List them."""
+def run(words: list[str]) -> None:
     named_arguments(words, required=(), optional=(), usage="toolkit models")
     rows = []
     for path in sorted((conf_folder() / "model").glob("*.yaml")):
         values = read(path).values
         rows.append((path.stem, str(values.get("hub_id", "")), str(values.get("modelscope_id", "")), about(path)))
     say("\n".join(text_table((tr("model"), "Hugging Face", "ModelScope", tr("what it is")), rows, texts=True)))
-    return 0

@@ -31,8 +31,7 @@ from toolkit.plan.speed import calibrate, rates_of
 _USUAL = "8x80GB"
 
 
-def run(words: list[str]) -> int:
-    """Plan."""
+def run(words: list[str]) -> None:
     loaded, given, machine = _checked(words)
     model = loaded.cfg.model
     if not model.published or model.path != model.hub_id:  # else the sizes are known without a network
@@ -48,7 +47,6 @@ def run(words: list[str]) -> int:
         say(line)
     if given.get("output"):
         write_output(given, json.dumps(plan_json(outline, machine, mine, found), indent=2) + "\n")
-    return 0
 
 
 def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:

@@ -12,8 +12,7 @@ from toolkit.config.preflight import check_positions, resolve_model_path
 from toolkit.messages import DataError, say
 
 
-def run(words: list[str]) -> int:
-    """Prepare."""
+def run(words: list[str]) -> None:
     arguments = parse_checked(words)
     loaded = resolve_model_path(arguments.loaded)
     check_positions(loaded)
@@ -32,7 +31,7 @@ def run(words: list[str]) -> int:
             total=f"{total:,}",
             new=f"{new:,}",
         )
-        return 0
+        return
     prepared = load_data(cfg)
     folder = prepared.train.folder
     if not prepared.report.built and (damaged := damaged_files(folder)):
@@ -50,4 +49,3 @@ def run(words: list[str]) -> int:
     )
     if line := padding_line(cfg, prepared.packing, prepared.train, prepared.train_plan):
         say(line)
-    return 0

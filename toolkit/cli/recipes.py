@@ -14,12 +14,10 @@ _FOR_PROGRAMS = ("# @package", "# yaml-language-server")
 """Comments that Hydra and editors read."""
 
 
-def run(words: list[str]) -> int:
-    """List them."""
+def run(words: list[str]) -> None:
     named_arguments(words, required=(), optional=(), usage="toolkit recipes")
     rows = [(name, about(path)) for name, path in known_recipes().items()]
     say("\n".join(text_table((tr("recipe"), tr("what it does")), rows, texts=True)))
-    return 0
 
 
 def about(path: Path) -> str:

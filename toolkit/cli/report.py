@@ -20,8 +20,7 @@ from toolkit.messages import ConfigError, say, set_language, tr
 _ARGUMENTS = ("output", "language")
 
 
-def run(words: list[str]) -> int:
-    """Report."""
+def run(words: list[str]) -> None:
     given, paths = {}, []
     for word in words:
         name, equals, value = word.partition("=")
@@ -42,4 +41,3 @@ def run(words: list[str]) -> int:
     output, images = make_report(paths, Path(given["output"]) if given.get("output") else None)
     say("The report: {file}", file=output)
     say("Its charts as pictures: {folder}", folder=images)
-    return 0

@@ -30,8 +30,7 @@ USAGE = "toolkit serve PATH"
 BACKENDS = ("auto", "vllm", "transformers")
 
 
-def run(words: list[str]) -> int:
-    """Become the server."""
+def run(words: list[str]) -> None:
     own = list(takewhile(lambda word: not word.startswith("--"), words))
     options = words[len(own) :]
     given = named_arguments(

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 COLORS = ("auto", "always", "never")
 
 
-def run(words: list[str]) -> int:
-    """Show."""
+def run(words: list[str]) -> None:
     if words and words[0].endswith(".jsonl") and "=" not in words[0]:
         usage = "toolkit show runs/NAME/logs/bad-step-N.jsonl n=5 color=auto"
         given = named_arguments(words[1:], required=(), optional=("n", "color"), usage=usage)
@@ -32,7 +31,7 @@ def run(words: list[str]) -> int:
         from toolkit.data.preview import bad_step_lines
 
         say("\n".join(bad_step_lines(Path(words[0]), count, _style(color))))
-        return 0
+        return
     arguments = parse_checked(words, names=("n", "split", "color"))
     count = non_negative_int(arguments.values, "n", 5)
     split = one_of(arguments.values, "split", ("train", "validation"))
@@ -50,7 +49,6 @@ def run(words: list[str]) -> int:
     counts = count_lines(cfg, prepared.report, prepared.packing, cache, plan)
     samples = sample_lines(cfg, prepared.tokenizer, prepared.packing, cache, plan, count, _style(color))
     say("\n".join([*counts, *samples]))
-    return 0
 
 
 def _style(color: str) -> "Style":

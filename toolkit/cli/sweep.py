@@ -19,7 +19,6 @@ from toolkit.launch import environment
 
 
 def run(words: list[str]) -> int:
-    """Sweep."""
     environment.refuse_ranks()
     problems = Problems()
     plan = parse_sweep(words, problems)

@@ -20,12 +20,11 @@ from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import greet, make_ready
 
 
-def run(words: list[str]) -> int:
-    """Train, evaluate, save and export."""
+def run(words: list[str]) -> None:
     words = environment.strip_launcher_arguments(words)
     ready = make_ready(words)
     if ready is None:
-        return 0
+        return
     arguments, ranks = ready
     cfg = arguments.loaded.cfg
     if cfg.prepare.shard:
@@ -39,4 +38,3 @@ def run(words: list[str]) -> int:
     from toolkit.train.trainer import Trainer
 
     Trainer(LanguageTask(), loaded.cfg, ranks, time.monotonic() - deepspeed.age_s()).train()
-    return 0

@@ -16,27 +16,20 @@ import sys
 import time
 from pathlib import Path
 
+from toolkit.arguments import named_arguments, one_of
 from toolkit.checkpoint import directory
 from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ToolkitError, tr
 from toolkit.models.directory import read_config
 
 
-def run(words: list[str]) -> int:
-    """Verify."""
-    options = [word for word in words if word.startswith("forward=")]
-    paths = [word for word in words if word not in options]
-    if len(paths) != 1:
-        raise ConfigError(tr("which checkpoint? toolkit verify PATH"))
-    forward = options[-1].removeprefix("forward=") if options else "yes"
-    if forward not in ("yes", "no"):
-        raise ConfigError("forward = {value} is neither yes nor no.", value=forward)
-    found = _found(Path(paths[0]))
+def run(words: list[str]) -> None:
+    given = named_arguments(words, required=("path",), optional=("forward",), usage="toolkit verify PATH", bare="path")
+    forward, found = one_of(given, "forward", ("yes", "no")) == "yes", _found(Path(given["path"]))
     if not found:
-        raise ConfigError("{path} is no checkpoint and holds none.", path=paths[0])
-    damaged = sum(not _is_whole(folder, forward == "yes") for folder in found)
+        raise ConfigError("{path} is no checkpoint and holds none.", path=given["path"])
+    damaged = sum(not _is_whole(folder, forward) for folder in found)
     if damaged:
         raise CheckpointError("{count} of {total} are damaged.", count=damaged, total=len(found))
-    return 0
 
 
 def _found(path: Path) -> list[Path]:

@@ -312,8 +312,12 @@ class _CommandLine:
 
     def take(self, override: Override, groups: Groups, problems: Problems) -> None:
         """Check one argument and note what it chooses or sets."""
-        key, value = _written_out(override.key_or_group, override.value(), groups)
-        place = tr("command line")
+        key, value, place = override.key_or_group, override.value(), tr("command line")
+        # Short forms: data=chat.jsonl, data.sources=[a,b], zero=3.
+        is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
+        if key == "data" and (is_list or (_is_path(value) and value not in groups["data"])):
+            key = "data.sources"
+        value = _sources(value) if key in [f"data.{name}" for name in _SOURCES] else _stage(key, value)
         if _is_choice(key, value, groups, place):
             self.choices[key] = value
             return
@@ -331,31 +335,6 @@ class _CommandLine:
 
 def _always(place: str, path: str) -> str:
     return place
-
-
-def _written_out(key: str, value: Any, groups: Groups) -> tuple[str, Any]:
-    """Return what a short form on the command line stands for: data=chat.jsonl, data.sources=[a,b], zero=3."""
-    if key in [f"data.{name}" for name in _SOURCES]:
-        return key, _sources(value)
-    is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
-    if key == "data" and (is_list or (_is_path(value) and value not in groups["data"])):
-        return "data.sources", _sources(value)
-    return key, _stage(key, value)
-
-
-def _write_out(values: dict[str, Any]) -> None:
-    """Write out the short forms in a recipe's content, in place."""
-    data, zero = values.get("data"), values.get("zero")
-    if _is_path(data) or isinstance(data, list):
-        values["data"] = {"sources": _sources(data)}
-    elif isinstance(data, dict):
-        data.update({name: _sources(data[name]) for name in _SOURCES if name in data})
-    if _stage("zero", zero) != zero:
-        values["zero"] = {"stage": zero}
-    if isinstance(values.get("defaults"), list):
-        for item in values["defaults"]:
-            for key in item if isinstance(item, dict) else ():
-                item[key] = _stage(str(key).rpartition("/")[2], item[key])
 
 
 def _sources(value: Any) -> Any:
@@ -406,10 +385,20 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
                 file=document.shown,
                 keys=", ".join(others[:3]),
             )
-        _write_out(document.values)
+        # Short forms, as on the command line.
+        data, zero = document.values.get("data"), document.values.get("zero")
+        if _is_path(data) or isinstance(data, list):
+            document.values["data"] = {"sources": _sources(data)}
+        elif isinstance(data, dict):
+            data.update({name: _sources(data[name]) for name in _SOURCES if name in data})
+        if _stage("zero", zero) != zero:
+            document.values["zero"] = {"stage": zero}
         defaults = document.values.pop("defaults", [])
         if not isinstance(defaults, list):
             raise ConfigError("{place}: 'defaults' must be a list.", place=document.place("defaults"))
+        for item in defaults:
+            for key in item if isinstance(item, dict) else ():
+                item[key] = _stage(str(key).rpartition("/")[2], item[key])
         for index, item in enumerate(defaults):
             place = document.place(f"defaults[{index}]")
             base = problems.attempt(_check_default, item, place, recipes, groups)

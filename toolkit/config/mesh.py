@@ -109,18 +109,14 @@ def split_of(name: str) -> Split | None:
     return next((split for split, pattern in _PATTERNS.items() if re.match(pattern, name)), None)
 
 
-def part_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a parameter that is split over `size` ranks."""
-    split = split_of(name)
-    axis = {None: -1, Split.columns: 1}.get(split, 0)
-    return tuple(length // size if number == axis else length for number, length in enumerate(shape))
+def part_shape(name: str, shape: tuple[int, ...], size: int, *, back: bool = False) -> tuple[int, ...]:
+    """Return the shape of a rank's part of a parameter that is split over `size` ranks; `back`: of the whole of a part.
 
-
-def unsplit_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the shape of a parameter of which each of `size` ranks has a part of this shape."""
-    split = split_of(name)
-    axis = {None: -1, Split.columns: 1}.get(split, 0)
-    return tuple(length * size if number == axis else length for number, length in enumerate(shape))
+    A parameter that is not split keeps its shape.
+    """
+    axis = {None: -1, Split.columns: 1}.get(split_of(name), 0)
+    lengths = (length * size if back else length // size for length in shape)
+    return tuple(new if number == axis else old for number, (old, new) in enumerate(zip(shape, lengths, strict=True)))
 
 
 def partition_config() -> dict[str, Any]:

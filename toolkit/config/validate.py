@@ -104,8 +104,11 @@ def unknown_key(path: str, place: Place) -> ConfigError:
     shown = re.sub(r"\[\d+\]", "", path)
     prefix, _, name = path.rpartition(".")
     siblings = _members(shown.rpartition(".")[0])
-    # A name that is known elsewhere says what is meant; else the nearest one here, anywhere, or of the same name.
-    meant = _our_keys(shown)
+    # Another program's name, of the whole path, within its section or of its last part, says what is meant; else the
+    # nearest one here, anywhere, or of the same name.
+    names, (section, _, rest) = foreign_names(), shown.partition(".")
+    inside = tuple(key for ours in names.get(section, ()) if rest and field_type(key := f"{ours}.{rest}") is not None)
+    meant = names.get(shown) or inside or names.get(name, ())
     if not meant and (close := nearest(name, siblings)):
         meant = (f"{prefix}.{close}" if prefix else close,)
     elif not meant:
@@ -205,13 +208,6 @@ def foreign_names() -> dict[str, tuple[str, ...]]:
     """Return another program's name -> our keys for it, from the tables of import-config and one of other names."""
     found = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to}
     return {name: tuple(keys.split(", ")) for name, keys in (found | read_table("config/other_names.yaml")).items()}
-
-
-def _our_keys(path: str) -> tuple[str, ...]:
-    """Return our keys for another program's path: for the whole of it, within its section, or by its last part."""
-    names, (section, _, rest) = foreign_names(), path.partition(".")
-    inside = tuple(key for ours in names.get(section, ()) if rest and field_type(key := f"{ours}.{rest}") is not None)
-    return names.get(path) or inside or names.get(path.rpartition(".")[2], ())
 
 
 def is_foreign(name: str) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from toolkit import messages
-from toolkit.config.mesh import Split, split_of, unsplit_shape
+from toolkit.config.mesh import Split, part_shape, split_of
 from toolkit.config.schema import Backend, DistributedConfig
 from toolkit.errors import system_text
 from toolkit.launch import processes
@@ -423,7 +423,7 @@ def tensor_group_size() -> int:
 def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the whole parameter, however it is divided over ranks."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    return unsplit_shape(name, shape, tensor_group_size()) if is_tensor_part(parameter) else shape
+    return part_shape(name, shape, tensor_group_size(), back=True) if is_tensor_part(parameter) else shape
 
 
 def gather_parts(name: str, part: torch.Tensor) -> torch.Tensor:

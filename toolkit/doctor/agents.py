@@ -52,10 +52,6 @@ class Agent:
                 of_recipe = {"wrong": str(error)}
         return {**facts.of_machine(os.environ), **takes, **of_recipe}
 
-    def clock(self) -> dict[str, Any]:
-        """Return this machine's time."""
-        return {"time": time.time()}
-
     def listen(self, address: str, port: int, folders: Mapping[str, str]) -> dict[str, Any]:
         """Answer the others from now on; put a file into the folders that they may share with this machine."""
         found: dict[str, Any] = {"marks": {}}
@@ -70,15 +66,6 @@ class Agent:
         except OSError as error:
             return {**found, "error": error.strerror or str(error)}
         return {**found, "address": address, "tcp": self.listener.tcp, "udp": self.listener.udp}
-
-    def reach(self, address: str, mtu: int, peers: Mapping[str, Any], marks: Mapping[str, str]) -> dict[str, Any]:
-        """Try the others, and look for their files."""
-        shared = {name: Path(mark).exists() for name, mark in marks.items()}
-        return {"peers": facts.can_connect(address, mtu, peers), "shared": shared}
-
-    def speed(self, address: str, peer: Mapping[str, Any]) -> dict[str, Any]:
-        """Measure how fast another machine sends to this one."""
-        return {"mb_s": facts.link_speed(address, peer)}
 
     def collective(self, environments: Sequence[Mapping[str, str]], backend: str, seconds: float) -> dict[str, Any]:
         """Start this machine's ranks of a real all-reduce, and return what each of them told before the time was up."""
@@ -123,8 +110,18 @@ def _told(rank: "subprocess.Popen[bytes]", answer: Path, log: Path, until: float
 def serve(compose: Callable[[Sequence[str]], RunConfig]) -> None:
     """Answer until the input ends."""
     agent = Agent(compose)
-    verbs = (agent.facts, agent.clock, agent.listen, agent.reach, agent.speed, agent.collective)
-    named = {verb.__name__: verb for verb in verbs}
+    named: dict[str, Callable[..., dict[str, Any]]] = {
+        "facts": agent.facts,
+        "clock": lambda: {"time": time.time()},
+        "listen": agent.listen,
+        # Try the others, and look for their files.
+        "reach": lambda marks, **others: {
+            "peers": facts.can_connect(**others),
+            "shared": {name: Path(mark).exists() for name, mark in marks.items()},
+        },
+        "speed": lambda **other: {"mb_s": facts.link_speed(**other)},
+        "collective": agent.collective,
+    }
     try:
         for line in sys.stdin:
             request = json.loads(line)

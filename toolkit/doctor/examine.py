@@ -4,6 +4,7 @@ import itertools
 import os
 import shlex
 import time
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,7 +216,7 @@ def plan_examination(
         words=words,
         cfg=cfg,
         ssh=SshOptions(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=script),
-        environ={**forwarded, **environment.values_of_files(files)} if through_ssh else {},
+        environ=ChainMap(*reversed(files.values()), forwarded) if through_ssh else {},
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
         master_port=int(port),
@@ -226,7 +227,9 @@ def _hosts(options: Mapping[str, str]) -> Resources:
     """Return the machines that are to be examined; an error if not all of them can be asked from here."""
     path = deepspeed.hostfile_of(options)
     if path is None:
-        return hostfile.select_gpus({"localhost": hostfile.count_here()}, options)
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = chosen.split(",") if chosen else list(Path("/dev").glob("nvidia[0-9]*"))
+        return hostfile.select_gpus({"localhost": max(1, len(gpus))}, options)  # 1, a CPU rank, without GPUs
     hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if "--no_ssh" in options and len(hosts) > 1:
         raise LaunchError(tr("--no_ssh: other nodes are asked through ssh. Type this on each, without a hostfile."))

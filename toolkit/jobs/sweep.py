@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -387,28 +387,22 @@ def digest(words: Sequence[str]) -> str:
 @contextmanager
 def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
     """Read a sweep, or begin one, and lock it for this process; an error if another process has it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_new = not (folder / FILE).exists()
-        if is_new and any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise LaunchError(
-                "{folder} exists and is no sweep ({file} is missing). Choose another sweep=NAME.",
-                folder=folder,
-                file=FILE,
-            )
-        lock = open(folder / ".lock", "w", encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or error
-        raise LaunchError(
-            "cannot make the sweep's directory {folder}: {reason}.", folder=folder, reason=reason
-        ) from error
-    with lock:
+    with ExitStack() as stack:
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / FILE).exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
+                raise LaunchError(
+                    "{folder} exists and is no sweep ({file} is missing). Choose another sweep=NAME.",
+                    folder=folder,
+                    file=FILE,
+                )
+            lock = stack.enter_context(open(folder / ".lock", "w", encoding="utf-8"))
             is_granted = lock_or_warn(lock, folder)
         except OSError as error:
-            reason = error.strerror or error
             raise LaunchError(
-                "cannot lock the sweep's directory {folder}: {reason}.", folder=folder, reason=reason
+                "cannot make the sweep's directory {folder}, or lock it: {reason}.",
+                folder=folder,
+                reason=error.strerror or error,
             ) from error
         if not is_granted:
             raise LaunchError("another process is running the sweep in {folder}.", folder=folder)
@@ -527,11 +521,5 @@ def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = EVAL_LOSS) -> 
 
 def state_name(state: str) -> str:
     """Return a state in the user's language."""
-    names = {
-        DONE: tr("done"),
-        FAILED: tr("failed"),
-        DIVERGED: tr("diverged"),
-        STOPPED: tr("stopped"),
-        RUNNING: tr("running"),
-    }
-    return names.get(state, tr("waiting"))
+    words = (tr("waiting"), tr("running"), tr("done"), tr("failed"), tr("diverged"), tr("stopped"))
+    return dict(zip((WAITING, RUNNING, DONE, FAILED, DIVERGED, STOPPED), words, strict=True)).get(state, state)

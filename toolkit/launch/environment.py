@@ -20,7 +20,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -378,18 +378,18 @@ _COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
 """What ends a text between double quotes, or runs a command in it (DeepSpeed 0.19.8); $NAME and ${NAME} do not."""
 
 
-def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[Path, list[str]]:
-    """Return the files that DeepSpeed reads when it starts several machines, and the variables that each sets.
+def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[Path, dict[str, str]]:
+    """Return what the files set that DeepSpeed reads when it starts several machines; the last file wins.
 
     A file that somebody else could have written is an error (whoever clones a repository gets its files), and so is a
     line on which DeepSpeed 0.19.8 would fail.
     """
-    found: dict[Path, list[str]] = {}
+    found: dict[Path, dict[str, str]] = {}
     for place in dict.fromkeys((Path.home(), folder)):
         file = place / environ.get("DS_ENV_FILE", ".deepspeed_env")
         if not file.is_file():
             continue
-        status, names = file.stat(), found.setdefault(file, [])
+        status, values = file.stat(), found.setdefault(file, {})
         if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise LaunchError(
                 "{file} sets variables on all nodes, and others than you can write it. Look at it, "
@@ -413,14 +413,8 @@ def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) ->
                     file=file,
                     line=number,
                 )
-            names.append(name)
+            values[name] = value.strip()
     return found
-
-
-def values_of_files(files: Iterable[Path]) -> dict[str, str]:
-    """Return what the files of `variables_of_files` set, the last one winning."""
-    lines = [line for file in files for line in file.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
 
 
 STATUS_VARIABLE = "PYTHON_TOOLKIT_REPORT"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.messages import LaunchError, RowError, did_you_mean, joined, tr
+from toolkit.messages import LaunchError, did_you_mean, joined, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\S+)")
@@ -41,34 +41,35 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
     if text.startswith("\ufeff"):
         raise LaunchError("{path}:1: begins with a byte-order mark: save it as plain UTF-8.", path=path)
     for number, line in enumerate(text.split("\n"), start=1):
-        try:
-            _add_host(line, path, hosts)
-        except RowError as error:
-            raise LaunchError(f"{path}:{number}: {error}") from error
+        content, place = line.partition("#")[0].strip(), f"{path}:{number}"
+        if line.endswith("\r"):
+            raise LaunchError(
+                "{place}: Windows line end: convert the file with `dos2unix {path}`.", place=place, path=path
+            )
+        if not content:
+            continue
+        found = LINE.fullmatch(content)
+        if not found:
+            raise LaunchError(
+                "{place}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.", place=place, content=content
+            )
+        host, slots = found["host"], found["slots"]
+        if not HOST.fullmatch(host):
+            raise LaunchError(
+                "{place}: '{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
+                place=place,
+                host=host,
+            )
+        if not re.fullmatch(r"[1-9][0-9]*", slots):
+            raise LaunchError("{place}: slots={slots} is no positive whole number of GPUs.", place=place, slots=slots)
+        if host in hosts:
+            raise LaunchError(
+                "{place}: {host} is listed twice: give all its slots in one line.", place=place, host=host
+            )
+        hosts[host] = int(slots)
     if not hosts:
         raise LaunchError("{path} lists no host: write lines like `node1 slots=8`.", path=path)
     return hosts
-
-
-def _add_host(line: str, path: str, hosts: dict[str, int]) -> None:
-    if line.endswith("\r"):
-        raise RowError("Windows line end: convert the file with `dos2unix {path}`.", path=path)
-    content = line.partition("#")[0].strip()
-    if not content:
-        return
-    found = LINE.fullmatch(content)
-    if not found:
-        raise RowError("'{content}': write `HOST slots=N`, for example `node1 slots=8`.", content=content)
-    host, slots = found["host"], found["slots"]
-    if not HOST.fullmatch(host):
-        raise RowError(
-            "'{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.", host=host
-        )
-    if not re.fullmatch(r"[1-9][0-9]*", slots):
-        raise RowError("slots={slots} is no positive whole number of GPUs.", slots=slots)
-    if host in hosts:
-        raise RowError("{host} is listed twice: give all its slots in one line.", host=host)
-    hosts[host] = int(slots)
 
 
 Resources = dict[str, list[int]]
@@ -118,13 +119,6 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
     if not found:
         raise LaunchError(tr("the launcher's options leave no machine of the hostfile."))
     return found
-
-
-def count_here(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many GPUs processes started here see; 1, one CPU rank, without any."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    names = chosen.split(",") if chosen else list(Path("/dev").glob("nvidia[0-9]*"))
-    return max(1, len(names))
 
 
 def _whole_number(options: Mapping[str, str], name: str) -> int | None:
