@@ -15,20 +15,10 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.errors import reason_of
 from toolkit.messages import ModelError
-from toolkit.models import weights
+from toolkit.models import directory, weights
 from toolkit.models.attention import choose_attention, split_sequences
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config, official_layout
 from toolkit.models.chatglm.tokenizers import GlmTokenizer
-from toolkit.models.directory import (
-    Architecture,
-    alone,
-    architecture_of,
-    code_files,
-    divides_positions,
-    is_trusted,
-    read_config,
-    read_object,
-)
 from toolkit.models.save import load_origin, save_origin
 from toolkit.models.weights import Layout, TransformersLayout, WeightFiles
 
@@ -60,9 +50,9 @@ def load_model(
     folder = Path(path)
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype)
-    config = read_config(str(folder))
+    config = directory.read_config(str(folder))
     partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
-    if architecture_of(config) is None and partitioned is None and own is None:
+    if directory.architecture_of(config) is None and partitioned is None and own is None:
         return _load_by_transformers(folder, dtype)
     model, files, layout = _open(folder, config, dtype, partitioned)
     weights.read_weights(model, files, layout, dtype, own)
@@ -71,7 +61,7 @@ def load_model(
 
 def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
     """Return a directory's model with empty parameters, and their values one after another."""
-    model, files, layout = _open(Path(path), read_config(str(path)))
+    model, files, layout = _open(Path(path), directory.read_config(str(path)))
     weights.check_weights_fit(model, files, layout)
     shapes = weights.shapes_of(model)
     return model, weights.stored_values(files, layout, shapes, shapes.keys())
@@ -79,7 +69,7 @@ def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch
 
 def empty(path: str | Path) -> PreTrainedModel:
     """Build the model that a directory describes, with its parameters empty on the meta device; reads no weights."""
-    return _build_empty(Path(path), read_config(str(path), with_weights=False))
+    return _build_empty(Path(path), directory.read_config(str(path), with_weights=False))
 
 
 def _build_empty(
@@ -89,9 +79,9 @@ def _build_empty(
     ds_config: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Build the model of a checked config.json, with empty parameters; with `ds_config` partitioned over the ranks."""
-    architecture, generation_file = architecture_of(config), folder / "generation_config.json"
+    architecture, generation_file = directory.architecture_of(config), folder / "generation_config.json"
     if architecture is None:
-        known, trusted = _known_config(folder), is_trusted(folder)
+        known, trusted = _known_config(folder), directory.is_trusted(folder)
         model = weights.empty_model(
             lambda: transformers.AutoModelForCausalLM.from_config(known, dtype=dtype, trust_remote_code=trusted),
             ds_config,
@@ -99,15 +89,15 @@ def _build_empty(
         if generation_file.is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         return _finish(model, folder)
-    generation = read_object(generation_file) if generation_file.is_file() else {}
-    if architecture is Architecture.v1:
+    generation = directory.read_object(generation_file) if generation_file.is_file() else {}
+    if architecture is directory.Architecture.v1:
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
         wanted = {key: value for key, value in config.items() if key not in foreign}
         model_config: Any = ChatGLMConfig(**wanted)
         model = weights.empty_model(lambda: ChatGLMForConditionalGeneration(model_config), ds_config)
     else:
-        model_config = glm_config(config, generation, divides_positions=divides_positions(config, folder))
+        model_config = glm_config(config, generation, divides_positions=directory.divides_positions(config, folder))
         model = weights.empty_model(lambda: transformers.GlmForCausalLM(model_config), ds_config)
     model.generation_config = GenerationConfig(
         eos_token_id=model_config.eos_token_id,
@@ -125,10 +115,10 @@ def _open(
 ) -> tuple[PreTrainedModel, WeightFiles, Layout]:
     """Return a directory's model with empty parameters, its weight files, and how their tensors become parameters."""
     model, files = _build_empty(folder, config, dtype, ds_config), WeightFiles(folder)
-    architecture = architecture_of(config)
+    architecture = directory.architecture_of(config)
     if architecture is None:
         return model, files, TransformersLayout(model)
-    interleaved = architecture is Architecture.glm and not config.get("multi_query_attention")
+    interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
     layout = official_layout(model.config, interleaved)
     save_origin(model, files, layout, interleaved)
     return model, files, layout
@@ -225,8 +215,8 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
     load_origin(model, folder)
-    if is_trusted(folder):
-        model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in code_files(folder)}
+    if directory.is_trusted(folder):
+        model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in directory.code_files(folder)}
     return model.eval()
 
 
@@ -234,9 +224,9 @@ def _known_config(folder: Path) -> Any:
     """Return the config of an architecture of transformers, imported before zero.Init begins: DeepSpeed 0.19.8 undoes
     decorated constructors of classes defined meanwhile (transformers' experts would lose their config).
     """
-    trusted = is_trusted(folder)
+    trusted = directory.is_trusted(folder)
     try:
-        with alone() if trusted else nullcontext():
+        with directory.alone() if trusted else nullcontext():
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
             own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") if trusted else None
             if own:
@@ -266,13 +256,13 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype or "auto",
-            trust_remote_code=is_trusted(folder),
+            trust_remote_code=directory.is_trusted(folder),
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
         )
     except Exception as error:
-        if is_trusted(folder) and not isinstance(error, (OSError, ValueError, RuntimeError)):
+        if directory.is_trusted(folder) and not isinstance(error, (OSError, ValueError, RuntimeError)):
             raise
         raise _not_loadable(folder, error) from error
     # A head that is tied to the embedding is in no file, and rightly so.
@@ -289,7 +279,7 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     """Return a directory's model that reads a layer's weights when the layer is called, and drops them afterwards. Each
     forward pass reads all files; weights that a model uses outside their layer are NaN.
     """
-    model, files, layout = _open(Path(path), read_config(str(path)))
+    model, files, layout = _open(Path(path), directory.read_config(str(path)))
     weights.check_weights_fit(model, files, layout)
     shapes = weights.shapes_of(model)
     dtypes = {

@@ -44,17 +44,7 @@ from toolkit.evaluate.metrics import (
 from toolkit.export import model as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, ProofDiffers, joined, say, tr, warn
-from toolkit.models import pipeline, probe
-from toolkit.models.adapters import (
-    BASE_FILE,
-    RUN_BASE,
-    apply_tuning,
-    base_of,
-    check_base,
-    has_adapter,
-    load_adapter,
-    read_base,
-)
+from toolkit.models import adapters, pipeline, probe
 from toolkit.models.attention import check_isolation, check_sequence_parallel
 from toolkit.models.directory import sequence_parallel_unsupported
 from toolkit.models.layers import TokenDropping, add_neftune, apply_liger, tile_mlp
@@ -301,7 +291,7 @@ def _load_model(
     ds = build_ds_config(replace(cfg, batch=batch), world_size).values
     model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
     if adapter:
-        load_adapter(model, Path(adapter), base_of(model, Path(cfg.model.path)), ds_config=ds)
+        adapters.load_adapter(model, Path(adapter), adapters.base_of(model, Path(cfg.model.path)), ds_config=ds)
     loaded = initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
     if packed:
         check_isolation(loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path)
@@ -550,11 +540,11 @@ class LanguageTask(Task):
 
     def export(self, run: RunContext, result: FitResult) -> None:
         """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
-        is_adapter = has_adapter(run.engine.module)
+        is_adapter = adapters.has_adapter(run.engine.module)
         files = {
             name: content
             for name, content in run.checkpointer.described.files.items()
-            if is_adapter or name != BASE_FILE
+            if is_adapter or name != adapters.BASE_FILE
         }
         files[export.CARD_FILE] = export.card(result.state, is_adapter)
         folder, probe_ids = run.folder / "export", run.checkpointer.described.probe_ids
@@ -611,7 +601,7 @@ class LanguageTask(Task):
         folder = run.display_folder
         if not run.cfg.checkpoint.export:
             return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
-        if has_adapter(run.engine.module):
+        if adapters.has_adapter(run.engine.module):
             what = tr("The adapter: {folder}/export", folder=folder)
         elif pipeline.unwrap_model(run.engine.module).config.model_type == "chatglm":
             what = tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder)
@@ -637,9 +627,9 @@ def build_engine(
     model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, data, model, source.folder)
-        apply_tuning(model, cfg.tuning, base, data.tokenizer, cfg.run.seed, ds.values)
-        if source.checkpoint and (known := read_base(source.checkpoint / MODEL_DIR)):
-            check_base(known, model.tuned.base, source.checkpoint)
+        adapters.apply_tuning(model, cfg.tuning, base, data.tokenizer, cfg.run.seed, ds.values)
+        if source.checkpoint and (known := adapters.read_base(source.checkpoint / MODEL_DIR)):
+            adapters.check_base(known, model.tuned.base, source.checkpoint)
     if cfg.kernels.mlp_pieces > 1:
         tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.train.neftune_alpha:
@@ -695,7 +685,7 @@ def _base_folder(cfg: RunConfig, data: LanguageData, model: PreTrainedModel, fol
     """Return the folder of the model as it is before training; a random one is written into the run's."""
     if cfg.model.init is Init.pretrained:
         return Path(cfg.model.path)
-    base = folder / RUN_BASE
+    base = folder / adapters.RUN_BASE
 
     def write() -> None:
         if not base.exists():
