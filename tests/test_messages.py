@@ -138,11 +138,11 @@ def test_the_language_of_the_command_line_holds_for_errors_of_the_config(
 ) -> None:
     words = ["recipe=quickstart", word, *{"language=zh", "zero.stag=3"} - {word}]
     assert main(["check", *words]) == 2
-    assert capsys.readouterr().err.startswith("ConfigError: 命令行：未知的键 'zero.stag'")
+    assert capsys.readouterr().err.startswith("ConfigError: 命令行：未知的配置项 'zero.stag'")
 
 
 BROKEN = {
-    "language: zh\nzero:\n  stag: 3\n": "mine.yaml:3：未知的键 'zero.stag'。是不是想写 'zero.stage'？",
+    "language: zh\nzero:\n  stag: 3\n": "mine.yaml:3：未知的配置项 'zero.stag'。是不是想写 'zero.stage'？",
     "defaults:\n  - base  # the language is there\n  - _self_\nzero:\n  stage: x\n": "base.yaml:2：'base'：请写",
     "defaults:\n  - none\nlanguage: 'zh'\n": "mine.yaml:2：未知的配方 'none'",
 }
@@ -214,7 +214,7 @@ def test_a_chinese_user_reads_chinese() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, env={"LANG": "zh_CN.UTF-8", "PYTHONUTF8": "1"}
     )
     assert finished.returncode == 2
-    assert finished.stderr == "ConfigError: 命令行：未知的键 'zero.stag'。是不是想写 'zero.stage'？\n"
+    assert finished.stderr == "ConfigError: 命令行：未知的配置项 'zero.stag'。是不是想写 'zero.stage'？\n"
 
 
 @pytest.mark.fault("S6")
