@@ -194,7 +194,7 @@ def test_runs_of_one_name_are_told_apart(quick: None, tmp_path: Path) -> None:
     page = tmp_path / "all.html"
     report(*map(str, (*folders, other)), f"output={page}", "language=zh")
     text = Page(page.read_text()).text
-    assert "3 次运行的比较" in text and "a/same · 训练，平滑" not in text and "b/same" in text
+    assert "3 次训练的对比" in text and "a/same · 训练（平滑）" not in text and "b/same" in text
     assert (tmp_path / "all" / "loss.png").is_file()
 
 

@@ -79,7 +79,7 @@ def test_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert main(["report", str(one), str(other), f"output={pages[1]}", "language=zh"]) == 0
     for flags, paper in ((), "rgb(246, 247, 249)"), (("--blink-settings=preferredColorScheme=0",), "rgb(14, 19, 26)"):
         for seen in look_at(tmp_path, pages, *flags):
-            assert seen["title"] in (one.name, "2 次运行的比较")
+            assert seen["title"] in (one.name, "2 次训练的对比")
             assert seen["drawn"] == seen["charts"] >= 6
             assert (seen["wider"], seen["cut"]) == (0, 0)
             assert seen["paper"] == paper
