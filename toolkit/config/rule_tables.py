@@ -365,20 +365,19 @@ class Requirement(NamedTuple):
     sentence: str
 
 
-def _requirement(
-    condition: str,
-    needs: Mapping[str, str | Test],
-    sentence: str = "{key} = {value} cannot be with the other settings; docs/zero.md says why. Add {words}, or leave "
-    "it out.",
-) -> Requirement:
+def _requirement(when_on: str, needs: Mapping[str, str], shared: str = "none", sentence: str = "") -> Requirement:
     """Return what settings need by which the first key of a condition is on.
 
-    `needs`: override -> condition or test by which a config can do without it; "" is the override itself.
+    `needs`: override -> condition by which a config can do without it; "" is the override itself. `shared` names what
+    several need.
     """
-    tests = {word: test if callable(test) else when(test or word) for word, test in needs.items()}
-    return Requirement(keys_in(condition)[0], when(condition), tests, sentence)
+    tests = {
+        word: test if callable(test) else when(test or word) for word, test in {**needs, **_SHARED[shared]}.items()
+    }
+    return Requirement(keys_in(when_on)[0], when(when_on), tests, sentence or _CANNOT_STAY)
 
 
+_CANNOT_STAY = "{key} = {value} cannot be with the other settings; docs/zero.md says why. Add {words}, or leave it out."
 _DATA_PARALLEL = {f"{key}=1": "" for key in PARALLEL}
 _UPDATES_ADAMW: dict[str, str | Test] = {
     "optim.name=adamw": "",
@@ -393,59 +392,12 @@ _UPDATES_ADAMW: dict[str, str | Test] = {
     **_DATA_PARALLEL,
 }
 """What cannot be where weights change before a step is judged, and where states are not saved."""
-REQUIRES: tuple[Requirement, ...] = (
-    _requirement("zero.zero_hpz_partition_size>1", {"zero.offload_param.device=none": "", **_DATA_PARALLEL}),
-    _requirement(
-        # 0.19.8, csrc/quantization/pt_binding.cpp: ds_swizzle_quant reads whatever it gets as __half.
-        "zero.zero_quantized_gradients",
-        {"precision=fp16": "precision.dtype=fp16", "zero.reduce_scatter=true": "", **_DATA_PARALLEL},
-    ),
-    _requirement(
-        # Its graph has gathers and reductions of its own (0.19.8, compile/init_z3.py), which know none of these.
-        "compile.deepcompile",
-        {
-            "zero.zero_hpz_partition_size=1": "",
-            "zero.zero_quantized_weights=false": "",
-            "zero.zero_quantized_gradients=false": "",
-            "zero.offload_param.device=cpu": "zero.offload_param.device!=nvme",
-            "zero.offload_optimizer.super_offload=false": "",
-            "zero.zenflow.enabled=false": "",
-            **_DATA_PARALLEL,
-        },
-    ),
-    _requirement(
-        # Its process has a DeepSpeedCPUAdam that knows AdamW only (0.19.8, superoffload_utils.py).
-        "zero.offload_optimizer.super_offload",
-        {
-            "zero.stage=3": "",
-            "zero.offload_optimizer.device=cpu": "",
-            # Without clipping it updates before the loss scale is divided out (0.19.8, superoffload_stage3.py).
-            "precision=bf16": "precision.dtype!=fp16 or train.gradient_clipping",
-            **_UPDATES_ADAMW,
-        },
-    ),
-    _requirement(
-        "zero.zenflow.enabled",
-        {
-            "zero.stage=2": "zero.stage",
-            "zero.offload_optimizer.device=cpu": "",
-            "zero.reduce_scatter=true": "",
-            "zero.contiguous_gradients=true": "",
-            "zero.overlap_comm=true": "zero.overlap_comm or !zero.zenflow.offload",
-            "precision=bf16": "precision.dtype!=fp16",  # selected gradients keep the loss scale
-            **_UPDATES_ADAMW,
-        },
-    ),
-    _requirement(  # a restarted run has to resume: it may neither start over nor be rejected
-        "run.max_restarts",
-        {
-            "run.name=NAME": "run.name",
-            "checkpoint.every=100": "checkpoint.every or checkpoint.minutes",
-            "resume=auto": "resume=auto|must",
-        },
-        "run.max_restarts = {value} needs a run that can resume from its checkpoints. Add {words}.",
-    ),
-)
+_SHARED: dict[str, Mapping[str, str | Test]] = {
+    "none": {},
+    "data_parallel": _DATA_PARALLEL,
+    "updates_adamw": _UPDATES_ADAMW,
+}
+REQUIRES: tuple[Requirement, ...] = tuple(_requirement(**row) for row in _TABLES["requires"])
 """What ZeRO++, ZenFlow, SuperOffload and DeepCompile (docs/zero.md), and restarts, need of other settings."""
 UNTESTED = ("parallel.pipeline>1", "zero.zenflow.enabled", "zero.offload_optimizer.super_offload")
 """What has not been tried with groups of parameters, nor with optimizers other than DeepSpeed's and PyTorch's own."""

@@ -210,12 +210,17 @@ def plan_examination(
     port = options.get("--master_port", deepspeed.DEFAULT_PORT)
     if not port.isdecimal():
         raise LaunchError("{name} {value}: write a positive whole number.", name="--master_port", value=port)
+    given = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))  # what DeepSpeed's launcher gives to ssh too
+    given += ["-p", options["--ssh_port"]] if options.get("--ssh_port") else []
+    is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
+    typed = shlex.split(options.get("--launcher_args", "")) if is_pdsh else []
+    given += [one for word, value in itertools.pairwise([*typed, ""]) if word == "-l" for one in (word, value)]
     script = options.get("--venv_script", "")
     return Examination(
         resources=hosts,
         words=words,
         cfg=cfg,
-        ssh=SshOptions(through_ssh=through_ssh, arguments=_ssh_arguments(options), script=script),
+        ssh=SshOptions(through_ssh=through_ssh, arguments=given, script=script),
         environ=ChainMap(*reversed(files.values()), forwarded) if through_ssh else {},
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
@@ -235,19 +240,6 @@ def _hosts(options: Mapping[str, str]) -> Resources:
         raise LaunchError(tr("--no_ssh: other nodes are asked through ssh. Type this on each, without a hostfile."))
     deepspeed.check_machines(hosts, options)
     return hosts
-
-
-def _ssh_arguments(options: Mapping[str, str]) -> list[str]:
-    """Return what DeepSpeed's launcher gives to ssh through pdsh."""
-    given = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    if port := options.get("--ssh_port"):
-        given += ["-p", port]
-    is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
-    words = shlex.split(options.get("--launcher_args", "")) if is_pdsh else []
-    for word, value in itertools.pairwise([*words, ""]):
-        if word == "-l":
-            given += ["-l", value]
-    return given
 
 
 def _explained(host: str, said: str) -> str:

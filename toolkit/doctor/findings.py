@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -58,11 +58,8 @@ def findings(facts: Facts, resources: Resources, here: Mapping[str, str]) -> lis
     `here`: hashes of this shell's variables by which runs differ, without those that the launcher or the recipe hands
     on; {} where ranks are started from this shell itself.
     """
-    gpus, variables = partial(_gpus, resources=resources), partial(_environment, here=here)
-    rules: Sequence[Callable[[Facts], Iterable[Finding]]] = (
-        *(_code, _recipe, _versions, gpus, _ops, _files, _disks, _limits, variables),
-    )
-    return [found for rule in rules for found in rule(facts)]
+    found = [*_code(facts), *_recipe(facts), *_versions(facts), *_gpus(facts, resources), *_ops(facts), *_files(facts)]
+    return [*found, *_disks(facts), *_limits(facts), *_environment(facts, here)]
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
