@@ -9,7 +9,7 @@ from toolkit.config.load import load
 from toolkit.data.packing import pad_multiple
 from toolkit.messages import ModelError
 from toolkit.models.attention import local_part, split_sequences, with_label_positions
-from toolkit.models.directory import sequence_parallel_unsupported
+from toolkit.models.directory import packing_unsupported
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank
 from toolkit.plan.outline import outline_of
@@ -60,8 +60,8 @@ def test_models_that_cannot_be_divided(tmp_path) -> None:
     sliding = transformers.MistralConfig(**SIZES, sliding_window=16)
     transformers.MistralForCausalLM(sliding).save_pretrained(tmp_path)
     model_config = load(["recipe=quickstart", "model=hf", f"model.path={tmp_path}"]).cfg.model
-    assert "reaches back 16 tokens only" in sequence_parallel_unsupported(model_config, 32)
-    assert sequence_parallel_unsupported(model_config, 16) == ""
+    assert "reaches back 16 tokens only" in packing_unsupported(model_config, 32)
+    assert packing_unsupported(model_config, 16) == ""
 
 
 def test_plan_divides_activations_and_counts_the_exchange() -> None:

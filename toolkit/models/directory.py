@@ -345,14 +345,11 @@ def _check_safetensors(file: Path, size: int) -> None:
 
 
 def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
-    """Return why a model cannot be trained on packed sequences, "" if nothing in its config speaks against it."""
+    """Return why rows cannot hold several samples, or be divided over ranks: what mixes tokens otherwise than causal
+    attention does; "" if nothing in the model's config speaks against it.
+    """
     if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
-    return sequence_parallel_unsupported(model, max_length)
-
-
-def sequence_parallel_unsupported(model: ModelConfig, max_length: int) -> str:
-    """Return what mixes tokens otherwise than causal attention, so that sequences cannot be packed; or ""."""
     if model.init is Init.random:
         return ""
     config = read_config(model.path)

@@ -46,7 +46,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, ProofDiffers, joined, say, tr, warn
 from toolkit.models import adapters, pipeline, probe
 from toolkit.models.attention import check_isolation, check_sequence_parallel
-from toolkit.models.directory import sequence_parallel_unsupported
+from toolkit.models.directory import packing_unsupported
 from toolkit.models.layers import TokenDropping, add_neftune, apply_liger, tile_mlp
 from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.models.loss import (
@@ -617,7 +617,7 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
     packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
-    if parts > 1 and (reason := sequence_parallel_unsupported(cfg.model, cfg.data.max_length)):
+    if parts > 1 and (reason := packing_unsupported(cfg.model, cfg.data.max_length)):
         raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, world_size(), rank())
