@@ -200,3 +200,9 @@ def text_table(
 def _text_width(text: str) -> int:
     """Return the columns of a terminal that a text takes: Chinese letters take two."""
     return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def clock(seconds: float) -> str:
+    """Return hours:minutes:seconds."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"

@@ -8,8 +8,8 @@ import torch
 from ranks import REPOSITORY, forked, run
 from shared import default_first, eval_losses, losses, of_tier, plain_loop, rows_of, tiny
 
+from toolkit.report.page import collectives
 from toolkit.report.run import read_run
-from toolkit.report.tables import collectives
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # fp32 on one machine: the only difference left is the order of additions. Measured: at most 6.4e-7 over 10 steps.

@@ -13,8 +13,8 @@ from toolkit.cli import check
 from toolkit.config.schema import RowFormat, SourceConfig, TooLong
 from toolkit.data.tokenize import build_caches, first_equal
 from toolkit.messages import ToolkitError, set_language
+from toolkit.report.page import data_card
 from toolkit.report.run import read_run
-from toolkit.report.tables import data_card
 from toolkit.train.language_data import load_data_with
 
 NEW = {"prompt": "new", "response": "row"}

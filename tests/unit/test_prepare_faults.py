@@ -19,7 +19,6 @@ import pytest
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong, TrainOn
 from toolkit.data import tokenize as module
-from toolkit.data import tokenize_workers
 from toolkit.data.readers import block_bytes
 from toolkit.data.sources import read_blocks
 from toolkit.data.store import TokenizedCache
@@ -58,7 +57,6 @@ def long_rows(count: int = ROWS) -> list[dict[str, str]]:
 @pytest.fixture
 def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run over some four megabytes, tokenised by two processes."""
-    monkeypatch.setattr(tokenize_workers, "LEAST_BYTES_FOR_PROCESSES", 0)
     monkeypatch.setattr(module, "LEAST_BYTES_FOR_PROCESSES", 0)
     made = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", long_rows()))
     made.prepare.num_workers = 2
@@ -91,7 +89,7 @@ def test_processes_make_what_one_makes(tmp_path: Path, cfg: RunConfig, said: lis
 
 
 def run_prepare(cfg: RunConfig) -> None:
-    tokenize_workers.LEAST_BYTES_FOR_PROCESSES = module.LEAST_BYTES_FOR_PROCESSES = 0
+    module.LEAST_BYTES_FOR_PROCESSES = 0
     build_caches(cfg, SlowEncoder())
 
 

@@ -19,7 +19,6 @@ from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import STATUS_VARIABLE, without_ranks
 from toolkit.report import page as page_module
 from toolkit.report import run as run_module
-from toolkit.report import tables
 from toolkit.report.figures import NAMES, draw, events_of
 from toolkit.report.run import FAILED, RUNNING, UNFINISHED, distinct_names, read_run
 from toolkit.train.tracking import AutomaticReport
@@ -188,7 +187,7 @@ def test_runs_of_one_name_are_told_apart(quick: None, tmp_path: Path) -> None:
     runs = [read_run(folder) for folder in (*folders, other)]
     distinct_names(runs)
     assert [run.name for run in runs] == ["a/same", "b/same", "other"]
-    assert [(one.key, one.values) for one in tables.differences_between(runs)] == [
+    assert [(one.key, one.values) for one in page_module.differences_between(runs)] == [
         ("optim.lr", ["0.002", "0.002", "0.5"])
     ]
     page = tmp_path / "all.html"
@@ -248,17 +247,17 @@ def test_a_sweep_is_compared(quick: None, tmp_path: Path, capsys: pytest.Capture
 def test_do_it_again(hosts: list[str], start: str, tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "run", 3)
     (folder / "environment.json").write_text(json.dumps({"world_size": len(hosts), "hosts": hosts}))
-    assert tables.commands(read_run(folder))[-1][1] == f"{start} recipe={folder}/config.yaml run.name=NAME"
+    assert page_module.commands(read_run(folder))[-1][1] == f"{start} recipe={folder}/config.yaml run.name=NAME"
 
 
 def test_a_run_is_compared_with_its_recipe(tmp_path: Path) -> None:
     run = read_run(fake_run(tmp_path / "run", 3, "optim.lr=0.5"))
-    changed, has_recipe = tables.differences_of_run(run)
+    changed, has_recipe = page_module.differences_of_run(run)
     assert has_recipe
     assert [one.key for one in changed if one.is_new] == ["optim.lr", "train.max_steps", "evaluate.prompts"]
     assert next(one.values for one in changed if one.key == "optim.lr") == ["0.5", "0.002", "2.0e-05"]
     run.config["recipe"] = "gone"
-    changed, has_recipe = tables.differences_of_run(run)
+    changed, has_recipe = page_module.differences_of_run(run)
     assert not has_recipe and "train.max_steps" in {one.key for one in changed}
 
 
@@ -378,7 +377,7 @@ def test_the_command_is_as_it_was_typed_without_secrets(monkeypatch: pytest.Monk
 
 def test_collectives_are_shown_the_longest_first(tmp_path: Path, quick: None) -> None:
     folder = fake_run(tmp_path / "run")
-    assert tables.collectives(read_run(folder)) is None
+    assert page_module.collectives(read_run(folder)) is None
     found = [
         {"operation": "all_reduce", "calls": 4, "bytes": 2**22, "seconds": 0.5},
         {"operation": "all_gather", "calls": 1000, "bytes": 2**31, "seconds": 2.0},
@@ -387,7 +386,7 @@ def test_collectives_are_shown_the_longest_first(tmp_path: Path, quick: None) ->
         "no operation",
     ]
     (folder / "collectives.json").write_text(json.dumps({"operations": found}))
-    table = tables.collectives(read_run(folder))
+    table = page_module.collectives(read_run(folder))
     assert table is not None
     assert [list(row) for row in table.rows] == [
         ["all_gather", "1,000", "2.048", "2.000", "2.00", "1.07"],

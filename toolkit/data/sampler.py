@@ -7,7 +7,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,20 +75,6 @@ def steps_per_epoch(num_rows: int, global_size: int) -> int:
     return -(-num_rows // global_size)
 
 
-class Order(Protocol):
-    """Which rows each step takes, as a function of its place alone."""
-
-    num_rows: int
-
-    def rows(self, place: Position, count: int) -> NDArray[np.int64]:
-        """Return the rows of the step that begins at a place, so many of them, over all ranks."""
-        ...
-
-    def figures(self, place: Position) -> dict[str, float]:
-        """Return what there is to say about them in the step's row of metrics.jsonl."""
-        ...
-
-
 class GlobalBatchSampler:
     """Yields one rank's micro-batches, step after step, epoch after epoch; any step is reached at once.
 
@@ -127,7 +113,12 @@ class GlobalBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         place, done = self.start, 0
         while self.num_steps is None or done < self.num_steps:
-            yield from self._share(self.step_rows(place))
+            batch = self.step_rows(place)
+            if self.lengths is not None:
+                batch = batch[np.argsort(-self.lengths(batch), kind="stable")]
+            # Sizes differ by one at most, over the ranks and over the micro-batches of a rank.
+            mine = batch[self.rank :: self.world_size]
+            yield from (part.tolist() for part in np.array_split(mine, self.accumulation))
             place, done = self.after(place), done + 1
 
     def after(self, place: Position) -> Position:
@@ -140,14 +131,6 @@ class GlobalBatchSampler:
         if self.order is not None:
             return self.order.rows(place, len(positions))
         return Permutation(self.num_rows, f"{self.key} {place.epoch}")(positions) if self.shuffle else positions
-
-    def _share(self, batch: NDArray[np.int64]) -> Iterator[list[int]]:
-        """Deal a global batch to the ranks, and a rank's part to its micro-batches: sizes differ by one at most."""
-        if self.lengths is not None:
-            batch = batch[np.argsort(-self.lengths(batch), kind="stable")]
-        mine = batch[self.rank :: self.world_size]
-        for part in np.array_split(mine, self.accumulation):
-            yield part.tolist()
 
 
 def sequential(num_rows: int, micro_per_gpu: int, rank: int, world_size: int) -> list[list[int]]:
@@ -315,3 +298,7 @@ class ScheduledMixture:
             rows.append(self.bounds[number] + order(np.arange(first, first + count)))
             begin += count
         return np.concatenate(rows) if rows else np.empty(0, np.int64)
+
+
+Order = CurriculumOrder | ScheduledMixture
+"""Which rows each step takes, as a function of its place alone, and what metrics.jsonl says of them."""

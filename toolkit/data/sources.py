@@ -227,7 +227,12 @@ def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
     """Yield (question, answer), in an order that depends on names only; equal answers appear once."""
     seen: set[str] = set()
     names: set[str] = set()
-    for path in _module_sources(library):
+    files: list[Path] = []
+    for folder, folders, found in os.walk(library):
+        # config-3.x holds what CPython was built with
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
+        files += [Path(folder, name) for name in found if name.endswith(".py")]
+    for path in sorted(files, key=lambda path: path.relative_to(library).as_posix()):
         module = ".".join(path.relative_to(library).with_suffix("").parts).removesuffix(".__init__")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old escapes in the library's own files
@@ -245,16 +250,6 @@ def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
             forms = _QUESTIONS[kind]
             form = forms[zlib.crc32(name.encode()) % len(forms)]
             yield form.format(name=name), f"{name}({parameters}): {description}" if "call" in form else description
-
-
-def _module_sources(library: Path) -> list[Path]:
-    """Return the .py files of the library, sorted."""
-    files: list[Path] = []
-    for folder, folders, names in os.walk(library):
-        # config-3.x holds what CPython was built with
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(files, key=lambda path: path.relative_to(library).as_posix())
 
 
 def _documented(node: ast.AST, name: str, in_class: bool = False) -> Iterator[tuple[str, str, str, str]]:
@@ -368,9 +363,13 @@ def _missing_column(source: SourceConfig, rows: list[Any], place: str, path: str
     names: dict[str, None] = {}
     for row in rows:
         try:
-            names |= dict.fromkeys(_names(parse_row(row)))
+            parsed = parse_row(row)
         except RowError:
             continue
+        if isinstance(parsed, dict):
+            lists = [value[:20] for value in parsed.values() if isinstance(value, list)]
+            messages = [item for value in lists for item in value if isinstance(item, dict)]
+            names |= {key: None for one in (parsed, *messages) for key in one if isinstance(key, str)}
     for ours, theirs in source.columns.items():
         if names and theirs not in names:
             sentence = tr(
@@ -385,55 +384,43 @@ def _missing_column(source: SourceConfig, rows: list[Any], place: str, path: str
     return ""
 
 
-def _names(row: Any) -> Iterator[str]:
-    """Yield the keys of a row, and of the messages in its lists."""
-    if not isinstance(row, dict):
-        return
-    for name, value in row.items():
-        if isinstance(name, str):
-            yield name
-        for item in value[:20] if isinstance(value, list) else ():
-            if isinstance(item, dict):
-                yield from (key for key in item if isinstance(key, str))
-
-
 def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence[str] | None = None) -> None:
     """Reject a file that two entries read, under whatever path or link; with hashes also one of the same content."""
     identities: Sequence[Hashable] = hashes or [
         (found.st_dev, found.st_ino) for found in (os.stat(file.path) for file in files)
     ]
     seen: dict[Hashable, list[DataFile]] = {}
+    training = len(data.sources)
     for file, identity in zip(files, identities, strict=True):
         # Other columns or another format make other samples of the same rows, such as a translation in both directions.
         others = seen.setdefault((identity, tuple(sorted(file.columns.items()))), [])
         for other in others:
             formats = {other.row_format, file.row_format}
-            if other.source != file.source and (len(formats) == 1 or RowFormat.auto in formats):
-                raise DataError(_same_file_text(data, other, file))
+            if other.source == file.source or (len(formats) > 1 and RowFormat.auto not in formats):
+                continue
+            first, second = (
+                f"data.sources[{one.source}]" if one.source < training else f"data.validation[{one.source - training}]"
+                for one in (other, file)
+            )
+            named = f"{file.path}" if other.path == file.path else f"{other.path} = {file.path}"
+            if other.source < training <= file.source:
+                raise DataError(
+                    "{second} is also training data ({first}): {files}. A validation loss on trained rows says "
+                    "nothing. Use other rows for validation, or remove data.validation: data.validation_fraction then "
+                    "holds out some rows.",
+                    first=first,
+                    second=second,
+                    files=named,
+                )
+            raise DataError(
+                "{first} and {second} read the same file: {files}. Remove one of them. To train its rows more often, "
+                "set `weight` (weight: 2 takes each row twice per epoch).",
+                first=first,
+                second=second,
+                files=named,
+            )
         if all(other.source != file.source for other in others):
             others.append(file)
-
-
-def _same_file_text(data: DataConfig, first: DataFile, second: DataFile) -> str:
-    training = len(data.sources)
-    numbers = (first.source, second.source)
-    entries = [f"data.sources[{n}]" if n < training else f"data.validation[{n - training}]" for n in numbers]
-    named = f"{first.path}" if first.path == second.path else f"{first.path} = {second.path}"
-    if first.source < training <= second.source:
-        return tr(
-            "{second} is also training data ({first}): {files}. A validation loss on trained rows says nothing. Use "
-            "other rows for validation, or remove data.validation: data.validation_fraction then holds out some rows.",
-            first=entries[0],
-            second=entries[1],
-            files=named,
-        )
-    return tr(
-        "{first} and {second} read the same file: {files}. Remove one of them. To train its rows more often, set "
-        "`weight` (weight: 2 takes each row twice per epoch).",
-        first=entries[0],
-        second=entries[1],
-        files=named,
-    )
 
 
 _BYTES_PER_TOKEN = 4

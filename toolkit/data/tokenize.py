@@ -4,6 +4,7 @@ depends on. It is made before any process group exists, under a lock; an interru
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,24 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import OnBadRow, RunConfig
+from toolkit.data import tokenize_workers as workers
 from toolkit.data.readers import Block, block_bytes
 from toolkit.data.sources import DataFile, check_distinct, content_hash, locate_all, read_blocks, total_bytes
 from toolkit.data.store import BAD_ROWS, MANIFEST, CacheIndex, CacheWriter, TokenizedCache, is_complete, read_manifest
-from toolkit.data.tokenize_workers import (
-    CODE_VERSION,
-    EXAMPLES,
-    LEAST_BYTES_FOR_PROCESSES,
-    BuildProgress,
-    BuiltPart,
-    ChatEncoder,
-    Part,
-    PartBuilder,
-    RowPosition,
-    cores,
-    id_dtype,
-    make_parts,
-    read_part,
-)
+from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.deepspeed import age_s
 from toolkit.messages import DataError, say, tr, warn
@@ -139,6 +127,8 @@ class PrepareReport:
 FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", BAD_ROWS)
 """What `prepare.dir` holds; it may hold other things beside them."""
 _TOLERATED_BAD_ROWS = 10
+LEAST_BYTES_FOR_PROCESSES = 8 << 20
+"""Starting a process takes seconds; less data than this is tokenised at once."""
 _OLD_PARTS_S = 7 * 24 * 3600
 _opened: set[Path] = set()
 """Stores that this process has opened before."""
@@ -186,17 +176,22 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     """Make the parts of `prepare.shard`; return how many there are and how many were made now. `prepare` joins them."""
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
     builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
+    mine = (block for place, block in enumerate(builder.blocks()) if place % count == number - 1)
+    total = new = 0
     try:
-        return builder.make_shard(number - 1, count)
+        for made in make_parts(mine, builder.maker, builder.num_workers):
+            builder.check(made, builder.read(made))
+            total, new = total + 1, new + made.is_new
     except OSError as error:
         raise explain_lock_error(error, builder.parts) from error
+    return total, new
 
 
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
     """Return everything the cache depends on."""
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
     return {
-        "code_version": CODE_VERSION,
+        "code_version": workers.CODE_VERSION,
         "encoder": encoder.fingerprint,
         "files": [
             [content_hash(file.path, cache_dir), file.source, file.row_format.name, file.columns] for file in files
@@ -212,6 +207,31 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
     }
 
 
+class BuildProgress:
+    """Says how far the work is, every few seconds."""
+
+    def __init__(self, total: int) -> None:
+        self.total = max(total, 1)
+        self.started = time.monotonic()
+        self.next = self.started + 5.0
+        self.line = ""
+
+    def update(self, done: int, rows: int, new_bytes: int, new_tokens: int) -> None:
+        """Tell where the work is; the time left is reckoned from `new_bytes`, those that were worked on now."""
+        seconds = max(time.monotonic() - self.started, 1e-6)
+        left = (self.total - done) / (new_bytes / seconds) if new_bytes else 0
+        self.line = tr(
+            "Tokenising: {rows} rows, {percent} %, {rate} tokens/s, about {minutes} min left.",
+            rows=f"{rows:,}",
+            percent=f"{100 * done / self.total:.0f}",
+            rate=f"{new_tokens / seconds:,.0f}",
+            minutes=f"{left / 60:.1f}",
+        )
+        if time.monotonic() >= self.next:
+            self.next = time.monotonic() + 10.0
+            say(self.line)
+
+
 class _Builder:
     """Fills one cache."""
 
@@ -221,7 +241,7 @@ class _Builder:
         if len(files) > np.iinfo(np.uint16).max:
             raise DataError("{count} data files are more than 65,535. Join some.", count=f"{len(files):,}")
         self.bytes = total_bytes(files)
-        self.num_workers = cfg.prepare.num_workers or cores()
+        self.num_workers = cfg.prepare.num_workers or len(os.sched_getaffinity(0))
         if self.bytes < LEAST_BYTES_FOR_PROCESSES:
             self.num_workers = 1
         self.parts = Path(cfg.prepare.dir) / "parts"
@@ -236,13 +256,13 @@ class _Builder:
         """Write the cache into an empty folder: parts are appended, in order, while later ones are being made."""
         started, report, bad_rows_file = time.monotonic(), self.report, folder / BAD_ROWS
         before = new_bytes = new_tokens = position = file_number = 0
-        with closing(CacheWriter(folder, id_dtype(self.encoder.vocab_size))) as writer:
-            for made in make_parts(self._blocks(), self.maker, self.num_workers):
+        with closing(CacheWriter(folder, workers.id_dtype(self.encoder.vocab_size))) as writer:
+            for made in make_parts(self.blocks(), self.maker, self.num_workers):
                 while file_number < made.file_number:
                     before += self.files[file_number].path.stat().st_size
                     file_number, position = file_number + 1, 0
-                part = self._read(made)
-                self._check(made, part)
+                part = self.read(made)
+                self.check(made, part)
                 self._count_part(made, part, bad_rows_file)
                 writer.append(part, made.file_number, made.block.first)
                 self.used.append(made.path)
@@ -262,15 +282,6 @@ class _Builder:
             files = [{"path": str(file.path), "source": file.source} for file in self.files]
             writer.finish(splits, {**manifest, "files": files, "report": asdict(report)})
 
-    def make_shard(self, number: int, count: int) -> tuple[int, int]:
-        """Make every count-th part, beginning with `number`; return how many there are and how many were new."""
-        mine = ((n, f, b) for place, (n, f, b) in enumerate(self._blocks()) if place % count == number)
-        total = new = 0
-        for made in make_parts(mine, self.maker, self.num_workers):
-            self._check(made, self._read(made))
-            total, new = total + 1, new + made.is_new
-        return total, new
-
     def remove_parts(self) -> None:
         """Remove the parts that are in the cache now, and forgotten ones."""
         for path in self.used:
@@ -280,12 +291,12 @@ class _Builder:
                 if time.time() - path.stat().st_mtime > _OLD_PARTS_S:
                     path.unlink()
 
-    def _blocks(self) -> Iterator[tuple[int, DataFile, Block]]:
+    def blocks(self) -> Iterator[tuple[int, DataFile, Block]]:
         training = len(self.data.sources)
         limits = [self.data.max_samples if file.source < training else 0 for file in self.files]
         return read_blocks(self.files, limits, block_bytes(self.bytes))
 
-    def _read(self, made: BuiltPart) -> Part:
+    def read(self, made: BuiltPart) -> Part:
         part = read_part(made.path)
         if part is None:  # another build that has it too was finished, and removed it
             part = read_part(self.maker.make(made.block, made.file.row_format, made.file.columns)[0])
@@ -297,7 +308,7 @@ class _Builder:
             )
         return part
 
-    def _check(self, made: BuiltPart, part: Part) -> None:
+    def check(self, made: BuiltPart, part: Part) -> None:
         """Stop at the first row that must not be there."""
         counts = part.counts
         if counts.bad and self.data.on_bad_row is OnBadRow.error:
@@ -342,7 +353,7 @@ class _Builder:
                     line = {**place, "reason": why, "excerpt": excerpt}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
         for places in examples.values():
-            del places[EXAMPLES:]
+            del places[workers.EXAMPLES :]
 
     def _check_limit(self, done: int, bad_rows_file: Path) -> None:
         """Stop when so many rows are bad that skipping them would hide a mistake in the data."""
@@ -420,7 +431,7 @@ class _Builder:
         samples = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
 
         def examples(found: NDArray[np.int64]) -> list[str]:
-            pairs = [(samples[row], samples[first[row]]) for row in found[:EXAMPLES]]
+            pairs = [(samples[row], samples[first[row]]) for row in found[: workers.EXAMPLES]]
             return [" = ".join(f"{self.files[index.files[n]].path}:{index.lines[n]}" for n in pair) for pair in pairs]
 
         # Training files are read first, so the first of equal rows is a training row if any of them is.

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pickle
-import time
 import zipfile
 from array import array
 from collections import deque
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +25,7 @@ from toolkit.config.schema import DataConfig, RowFormat, TooLong
 from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, parse_row, turns
 from toolkit.data.readers import Block, rows_of
 from toolkit.data.sources import DataFile
-from toolkit.messages import DataError, RowError, current_language, say, set_language, tr
+from toolkit.messages import DataError, RowError, current_language, set_language, tr
 
 Encoded = tuple[list[int], list[bool]]
 """Ids of one conversation, and for each whether the loss covers it."""
@@ -215,8 +214,9 @@ class PartBuilder:
             if not found:
                 counts.drop(tr("no token the loss covers"), row)
             read += [(row, value, conversation) for conversation in found]
-        for some in _by_size(read):
-            for (row, value, conversation), encoded in self._encoded(some, counts):
+        text = accumulate(_chars(conversation) for _, _, conversation in read)
+        for _, some in groupby(zip(text, read, strict=True), key=lambda pair: pair[0] // _BATCH_CHARS):
+            for (row, value, conversation), encoded in self._encoded([one for _, one in some], counts):
                 if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]
                     continue
@@ -364,20 +364,6 @@ def row_hashes(
     return np.frombuffer(found, np.uint64)
 
 
-def _by_size(read: list[_ReadRow]) -> Iterator[list[_ReadRow]]:
-    """Yield the conversations of a batch in groups of a bounded size, in their order."""
-    group: list[_ReadRow] = []
-    size = 0
-    for one in read:
-        size += _chars(one[2])
-        group.append(one)
-        if size >= _BATCH_CHARS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 def _chars(conversation: Conversation) -> int:
     return sum(len(message["content"]) for message in conversation.messages)
 
@@ -419,8 +405,6 @@ def read_part(path: Path) -> Part | None:
     return part if int(part.lengths.sum()) == len(part.ids) else None
 
 
-LEAST_BYTES_FOR_PROCESSES = 8 << 20
-"""Starting a process takes seconds; less data than this is tokenised at once."""
 _AHEAD = 2
 
 
@@ -482,33 +466,3 @@ def _start(maker: PartBuilder, language: str) -> None:
 def _make(block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
     assert _maker is not None
     return _maker.make(block, row_format, columns)
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-class BuildProgress:
-    """Says how far the work is, every few seconds."""
-
-    def __init__(self, total: int) -> None:
-        self.total = max(total, 1)
-        self.started = time.monotonic()
-        self.next = self.started + 5.0
-        self.line = ""
-
-    def update(self, done: int, rows: int, new_bytes: int, new_tokens: int) -> None:
-        """Tell where the work is; the time left is reckoned from `new_bytes`, those that were worked on now."""
-        seconds = max(time.monotonic() - self.started, 1e-6)
-        left = (self.total - done) / (new_bytes / seconds) if new_bytes else 0
-        self.line = tr(
-            "Tokenising: {rows} rows, {percent} %, {rate} tokens/s, about {minutes} min left.",
-            rows=f"{rows:,}",
-            percent=f"{100 * done / self.total:.0f}",
-            rate=f"{new_tokens / seconds:,.0f}",
-            minutes=f"{left / 60:.1f}",
-        )
-        if time.monotonic() >= self.next:
-            self.next = time.monotonic() + 10.0
-            say(self.line)

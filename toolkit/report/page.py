@@ -1,30 +1,391 @@
-"""Make a report: one HTML file that needs nothing else, and PNG files, drawn with the fonts of this machine alone."""
+"""Make a report: what it says in words and numbers, as one HTML file that needs nothing else, and PNG files, drawn with
+the fonts of this machine alone.
+"""
 
 import base64
 import hashlib
 import os
 import re
+import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
 import jinja2
 import vl_convert
+import yaml
 from markupsafe import Markup
 
 import toolkit
+from toolkit.config import files
+from toolkit.config.load import load, to_dict
+from toolkit.config.schema import RunConfig, leaves
 from toolkit.disk import check_no_symlinks, write_atomically
-from toolkit.messages import ConfigError, TrackError, current_language, printable, set_language, tr
-from toolkit.report import figures, tables
-from toolkit.report.figures import NAMES, Drawing, draw
-from toolkit.report.run import PAGE, Run, Sample, distinct_names, expand_sweeps, read_run
-from toolkit.report.tables import Table
-from toolkit.secrets import hide, hide_all
+from toolkit.messages import ConfigError, TrackError, current_language, joined, printable, set_language, tr
+from toolkit.report.figures import GIB, NAMES, Drawing, config, draw, events_of, is_own
+from toolkit.report.run import DONE, FAILED, PAGE, RUNNING, Run, Sample, distinct_names, expand_sweeps, read_run
+from toolkit.secrets import are_same, hide, hide_all
+from toolkit.terminal import clock
+
+_MOST_ROWS = 60
+_GOOD, _BAD = "good", "bad"
+NONE = "—"
+
+
+class Tile(NamedTuple):
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    detail: str = ""
+    tone: str = ""
+
+
+class Table(NamedTuple):
+    """Rows with the same columns."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    title: str = ""
+    marked: Collection[int] = ()
+
+
+def status(run: Run) -> tuple[str, str]:
+    """Return a run's state, as a name for the page's colours and as words."""
+    words = {DONE: tr("finished"), FAILED: tr("failed"), RUNNING: tr("running")}
+    return run.status, words.get(run.status, tr("stopped, unfinished"))
+
+
+def short(value: float) -> str:
+    """Return a number with three digits and a letter for its size."""
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1000 if letter == 'k' else limit):.3g}{letter}"
+    return f"{value:,.0f}"
+
+
+def speed(run: Run) -> float | None:
+    """Return tokens (or samples) per second over all steps that were logged, None where there are none."""
+    found = run.history.training.series("samples_per_s" if is_own(run) else "tokens_per_s")
+    weights = dict(run.history.training.series("step_s"))
+    seconds = sum(weights[step].mean for step, _ in found if step in weights)
+    return sum(one.mean * weights[step].mean for step, one in found if step in weights) / seconds if seconds else None
+
+
+def peak(run: Run) -> tuple[float | None, float | None]:
+    """Return a rank's highest memory and what was planned, bytes; of a GPU, without one of the process."""
+    training = run.history.training
+    most = training.most("device_memory_peak_bytes")
+    return training.most("host_memory_peak_bytes") if most is None else most, training.most("planned_memory_bytes")
+
+
+def tiles(run: Run) -> Iterator[Tile]:
+    """Yield the numbers at the top of the page, which answer first what one asks of a run."""
+    history, last = run.history, run.history.training.last
+    if history.best is not None:
+        best, at = history.best
+        newest = next((row["eval_loss"] for row in reversed(history.evaluations) if "eval_loss" in row), best)
+        detail = tr("best {loss} at step {step}", loss=f"{best:.4f}", step=f"{at:,}")
+        yield Tile(tr("Validation loss"), f"{newest:.4f}", detail, _GOOD if newest <= best else "")
+    if (loss := last("loss")) is not None:
+        yield Tile(tr("Training loss"), f"{loss:.4f}", tr("from {loss}", loss=f"{history.first_loss or loss:.4f}"))
+    epochs = last("epoch")
+    parts = [tr("of {total}", total=f"{run.total_steps:,}")] if run.total_steps else []
+    parts += [tr("{epochs} epochs", epochs=f"{epochs:.2f}")] if epochs is not None else []
+    yield Tile(tr("Steps"), f"{run.step:,}", ", ".join(parts))
+    samples, total, trained = map(last, ("samples", "total_tokens", "trained_tokens"))
+    if samples is not None:
+        yield Tile(tr("Samples"), short(samples))
+    elif total is not None:
+        detail = tr("{count} of them trained", count=short(trained)) if trained is not None else ""
+        yield Tile(tr("Tokens"), short(total), detail)
+    if (pace := speed(run)) is not None:
+        detail = ""
+        for name in ("mfu_matmul", "mfu"):
+            if series := history.training.series(name):
+                mean = f"{sum(one.mean for _, one in series) / len(series):.0%}"
+                detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
+        yield Tile(tr("Samples per second") if is_own(run) else tr("Tokens per second"), f"{pace:,.0f}", detail)
+    most, planned = peak(run)
+    if most is not None:
+        detail = tr("of {planned} GiB planned", planned=f"{planned / GIB:.2f}") if planned else ""
+        yield Tile(tr("Memory of a rank"), f"{most / GIB:.2f} GiB", detail, _BAD if planned and most > planned else "")
+    if history.seconds:
+        detail, ended = tr("in steps"), last("time")
+        with suppress(ValueError, OverflowError, IndexError):
+            began = datetime.strptime(str(run.starts[0].get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
+            if ended is not None and ended > began:
+                detail = tr("in steps; {time} from the start on", time=clock(round(ended - began)))
+        yield Tile(tr("Time"), clock(round(history.seconds)), detail)
+    bad, skipped, rewinds = (int(last(name) or 0) for name in ("bad_steps", "skipped_steps", "rewinds"))
+    restarts = max(len(run.starts) - 1, 0)
+    parts = [
+        tr("restarts: {count}", count=restarts) if restarts else "",
+        tr("steps skipped: {count}", count=skipped) if skipped else "",
+        tr("rewinds: {count}", count=rewinds) if rewinds else "",
+    ]
+    detail = ", ".join(filter(None, parts)) or tr("no restarts")
+    yield Tile(tr("Bad steps"), f"{bad:,}", detail, _BAD if bad or rewinds else "")
+
+
+def overview(runs: Sequence[Run]) -> Table:
+    """Return the figures of several runs, a row for each."""
+    rows = []
+    for run in runs:
+        history, pace, (most, planned) = run.history, speed(run), peak(run)
+        last = history.training.last("loss")
+        sizes = [f"{size / GIB:.2f}" for size in (most, planned) if most and size]
+        rows.append(
+            [
+                run.name,
+                status(run)[1],
+                f"{run.step:,}" + (f" / {run.total_steps:,}" if run.total_steps else ""),
+                f"{last:.4f}" if last is not None else NONE,
+                f"{history.best[0]:.4f}" if history.best else NONE,
+                f"{pace:,.0f}" if pace else NONE,
+                " / ".join(sizes) or NONE,
+                clock(round(history.seconds)) if history.seconds else NONE,
+            ]
+        )
+    heads = (
+        *(tr("run"), tr("state"), tr("steps"), tr("training loss"), tr("best validation loss")),
+        *(tr("tokens per second"), tr("GiB, measured / planned"), tr("time in steps")),
+    )
+    known = [run.history.best[0] for run in runs if run.history.best]
+    best = {place for place, run in enumerate(runs) if run.history.best and run.history.best[0] == min(known)}
+    return Table(heads, rows, marked=best, note=tr("Marked: the lowest validation loss."))
+
+
+def events(run: Run) -> Table | None:
+    """Return what happened in a run, in the order of its steps."""
+    found = events_of(run)
+    if not found:
+        return None
+    left = max(len(found) - _MOST_ROWS, 0) + run.history.more_events
+    note = tr("{count} more are not listed.", count=f"{left:,}") if left else ""
+    rows = [[event.kind, f"{event.step:,}", event.text] for event in found[:_MOST_ROWS]]
+    return Table((tr("event"), tr("step"), tr("details")), rows, note=note)
+
+
+def settings(runs: Sequence[Run]) -> Table | None:
+    """Return what one run sets otherwise than its recipe and the defaults, or in what several differ."""
+    if len(runs) > 1:
+        rows = [[one.key, *one.values] for one in differences_between(runs)]
+        return Table((tr("setting"), *(run.name for run in runs)), rows) if rows else None
+    changed, has_recipe = differences_of_run(runs[0])
+    if not changed:
+        return None
+    if not has_recipe:
+        note = tr(
+            "The run's recipe is not installed here: compared with the defaults. All settings are in config.yaml."
+        )
+        rows = [[one.key, one.values[0], one.values[2]] for one in changed]
+        return Table((tr("setting"), tr("this run"), tr("default")), rows, note=note)
+    recipe = tr("recipe {name}", name=runs[0].config.get("recipe", ""))
+    note = tr("Marked: not what the recipe says, as it is installed here. All settings are in config.yaml.")
+    rows = [[one.key, *one.values] for one in changed]
+    marked = {place for place, one in enumerate(changed) if one.is_new}
+    return Table((tr("setting"), tr("this run"), recipe, tr("default")), rows, marked=marked, note=note)
+
+
+def plan(run: Run) -> Table | None:
+    """Return the memory of a rank that was planned for each phase of a run."""
+    phases = run.plan.get("device_bytes")
+    rows = []
+    for phase, parts in phases.items() if isinstance(phases, dict) else ():
+        if isinstance(parts, dict) and all(isinstance(size, (int, float)) for size in parts.values()):
+            told = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
+            rows.append([phase, f"{sum(parts.values()) / GIB:.3g}", told])
+    step_s, pace = run.plan.get("step_s"), run.plan.get("tokens_per_s")
+    note = ""
+    if isinstance(step_s, float) and isinstance(pace, float):
+        note = tr("A step was planned to take {time} s: {pace} tokens/s.", time=f"{step_s:.3g}", pace=f"{pace:,.0f}")
+    heads = (tr("phase"), tr("GiB of tensors, planned"), tr("of it"))
+    return Table(heads, rows, note=note) if rows else None
+
+
+def collectives(run: Run) -> Table | None:
+    """Return what DeepSpeed's log of collectives counted, the longest first; None without it."""
+    found = []
+    for one in run.collectives:
+        calls, size, seconds = (one.get(name) for name in ("calls", "bytes", "seconds"))
+        if not all(isinstance(value, (int, float)) and value >= 0 for value in (calls, size, seconds)) or not calls:
+            continue
+        rate = f"{size / seconds / 1e9:.3g}" if seconds else NONE
+        figures = [f"{calls:,.0f}", f"{size / calls / 2**20:,.3f}", f"{size / GIB:,.3f}", f"{seconds:,.2f}", rate]  # type: ignore[operator]
+        found.append((float(seconds), [str(one.get("operation")), *figures]))  # type: ignore[arg-type]
+    found.sort(key=lambda pair: -pair[0])
+    heads = [tr("collective"), tr("calls"), tr("MiB per call"), tr("GiB"), tr("seconds"), tr("GB per second")]
+    title = tr("Communication of rank 0 while it trained (profile.comms)")
+    return Table(heads, [row for _, row in found[:_MOST_ROWS]], title=title) if found else None
+
+
+def data_card(run: Run) -> list[Table]:
+    """Return what a run learns from."""
+    splits, sources, dropped, duplicates = (
+        run.data.get(name) for name in ("splits", "sources", "dropped", "duplicates")
+    )
+    found = []
+    if isinstance(splits, dict) and splits:
+        counts = ["samples", "tokens", "trained_tokens", "shortest", "median", "longest"]
+        named = [(name, split) for name, split in splits.items() if isinstance(split, dict)]
+        heads = [tr("split"), tr("samples"), tr("tokens"), tr("trained"), tr("shortest"), tr("median"), tr("longest")]
+        reasons = dropped.items() if isinstance(dropped, dict) else ()
+        note = "; ".join(f"{reason}: {_count(count)}" for reason, count in reasons)
+        notes = [tr("Rows skipped: {reasons}.", reasons=note or tr("none"))]
+        if isinstance(duplicates, dict):
+            notes.append(
+                tr(
+                    "Duplicates: {training} training rows; {validation} validation rows that are also training rows.",
+                    training=_count(duplicates.get("training")),
+                    validation=_count(duplicates.get("validation")),
+                )
+            )
+        rows = [[name, *(_count(split.get(key)) for key in counts)] for name, split in named]
+        found.append(Table(heads, rows, note=joined(*notes)))
+    if isinstance(sources, list) and sources:
+        counts = ["rows", "samples", "tokens", "trained_tokens"]
+        listed = [one for one in sources[:_MOST_ROWS] if isinstance(one, dict)]
+        heads = [tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained")]
+        rows = [
+            [str(one.get("name")), str(one.get("split")), *(_count(one.get(key)) for key in counts)] for one in listed
+        ]
+        found.append(Table(heads, rows))
+    return found
+
+
+def _count(value: object) -> str:
+    return f"{value:,}" if isinstance(value, (int, float)) else NONE
+
+
+def environment(runs: Sequence[Run]) -> Table | None:
+    """Return versions and nodes, a column for each run."""
+    columns = [_environment(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, NONE) for column in columns)] for name in names]
+    marked = {place for place, row in enumerate(rows) if len(set(row[1:])) > 1}
+    heads = ("", *(run.name if len(runs) > 1 else tr("this run") for run in runs))
+    return Table(heads, rows, marked=marked) if rows else None
+
+
+def _environment(run: Run) -> dict[str, str]:
+    known = run.environment
+    hosts, packages = known.get("hosts"), known.get("packages")
+    names = list(dict.fromkeys(map(str, hosts))) if isinstance(hosts, list) else []
+    found = {
+        tr("ranks"): known.get("world_size"),
+        tr("machines"): ", ".join(names[:8]) + (" …" if len(names) > 8 else ""),
+        "GPU": known.get("device"),
+        tr("processors"): known.get("processors"),
+        tr("system"): known.get("platform"),
+        tr("commit"): known.get("commit"),
+        "Python": known.get("python"),
+        **(packages if isinstance(packages, dict) else {}),
+    }
+    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+
+def commands(run: Run) -> list[tuple[str, str]]:
+    """Return how a run was started, each time, and how to do it again: what it is, and the command."""
+    found: list[tuple[str, str]] = []
+    for row in run.starts[-_MOST_ROWS:]:
+        words = row.get("command")
+        text = printable(shlex.join(map(str, words))) if isinstance(words, list) else ""
+        if text and (not found or text != found[-1][1]):
+            found.append((tr("{time}, from step {step}", time=row.get("time", "?"), step=row.get("from_step")), text))
+    if run.config:
+        ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
+        if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not is_own(run):
+            start = ["toolkit", "launch", "hostfile=hostfile"]  # which names the nodes and their ranks
+        else:
+            is_launched = isinstance(ranks, int) and ranks > 1
+            start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
+            start.append(str(run.data.get("program") or "run.py"))
+        again = [*start, f"recipe={run.folder / 'config.yaml'}", "run.name=NAME"]
+        found.append((tr("The same settings, whatever the recipe says by now"), printable(shlex.join(again))))
+    return found
+
+
+def example_data(run: Run) -> str:
+    """Return the sentence about a run that trained on example data; "" if it did not."""
+    sources = run.section("data").get("sources")
+    listed = [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []
+    return files.sentence((str(one.get("path")), str(one.get("format"))) for one in listed)
+
+
+def head(run: Run) -> list[str]:
+    """Return what a run is, in a few words."""
+    model, tuning, zero = run.section("model"), run.section("tuning"), run.section("zero")
+    ranks: Any = run.environment.get("world_size")
+    parts = [
+        tr("recipe {name}", name=run.config["recipe"]) if run.config.get("recipe") else "",
+        str(run.data["model"] if is_own(run) else model.get("name") or model.get("path") or ""),
+        "" if is_own(run) else str(tuning.get("method", "")),
+        f"ZeRO-{zero['stage']}" if "stage" in zero else "",
+        str(run.section("precision").get("dtype", "")),
+        tr("{count} ranks", count=ranks) if ranks else "",
+    ]
+    return [printable(part) for part in parts if part]
+
+
+_OWN = ("run.name", "run.dir", "recipe", "resume")
+"""What differs between any two runs and says nothing of them."""
+
+
+class Changed(NamedTuple):
+    """A setting."""
+
+    key: str
+    values: Sequence[str]
+    """Of the run, its recipe and the defaults; or of each run."""
+    is_new: bool
+    """Whether the run's value is not its recipe's either."""
+
+
+def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
+    """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
+    ours, defaults = dict(leaves(run.config)), dict(leaves(to_dict(RunConfig())))
+    name, recipe = str(run.config.get("recipe", "")), None
+    if name in files.known_recipes():
+        with suppress(ConfigError):
+            recipe = dict(leaves(to_dict(load([f"recipe={name}"]).cfg)))
+    found = []
+    for key, value in ours.items():
+        default = defaults.get(key)
+        its = recipe.get(key) if recipe is not None else default
+        is_new = not are_same(value, its)
+        if key not in _OWN and (is_new or not are_same(value, default)):
+            found.append(Changed(key, [_setting_text(one) for one in (value, its, default)], is_new))
+    return sorted(found, key=lambda one: not one.is_new), recipe is not None
+
+
+def differences_between(runs: Sequence[Run]) -> list[Changed]:
+    """Return the settings in which runs differ."""
+    settings = [dict(leaves(run.config)) for run in runs]
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return [
+        Changed(key, [_setting_text(one.get(key)) for one in settings], True)
+        for key in keys
+        if key not in _OWN and any(not are_same(one.get(key), settings[0].get(key)) for one in settings[1:])
+    ]
+
+
+def _setting_text(value: object) -> str:
+    """Return a value as YAML has it."""
+    if value is None:
+        return NONE
+    if isinstance(value, str):
+        return value or '""'
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
 
 PNG_FONTS = (
     "Noto Sans, DejaVu Sans, Liberation Sans, Noto Sans CJK SC, Noto Sans SC, Source Han Sans SC, "
@@ -71,16 +432,16 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
     one = runs[0] if len(runs) == 1 else None
     drawn = [drawing for of_section in drawings.values() for drawing in of_section]
     program, library = _file("report.js"), vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", _VEGA_LITE)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
-    return environment.from_string(_file("report.html.j2")).render(
+    pages = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
+    return pages.from_string(_file("report.html.j2")).render(
         language="zh-CN" if current_language() == "zh" else "en",
         generator=GENERATOR,
         title=one.name if one else tr("{count} runs compared", count=len(runs)),
-        state=tables.status(one) if one else None,
-        examples=tables.example_data(one) if one else "",
-        head=tables.head(one) if one else [run.name for run in runs],
+        state=status(one) if one else None,
+        examples=example_data(one) if one else "",
+        head=head(one) if one else [run.name for run in runs],
         failure=one.failure[:4000] if one and not one.summary else "",
-        tiles=list(tables.tiles(one)) if one else [],
+        tiles=list(tiles(one)) if one else [],
         sections=[
             section
             for section in _sections(runs, drawings)
@@ -98,7 +459,7 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         },
         charts={
             "specs": {drawing.name: _without_legends(hide_all(_spec(drawing))) for drawing in drawn},
-            "config": figures.config("currentColor", _PAGE_FONTS),
+            "config": config("currentColor", _PAGE_FONTS),
             "failed": tr("This chart could not be drawn; the browser's console says why."),
         },
         # Only these two scripts run, whatever else should ever get into the page.
@@ -138,7 +499,7 @@ def png(drawing: Drawing) -> bytes:
         "title": drawing.title,
         "width": _PNG_WIDTH,
         "height": _PNG_HEIGHT,
-        "config": {**figures.config(_INK, PNG_FONTS), "background": "#ffffff", "padding": 16},
+        "config": {**config(_INK, PNG_FONTS), "background": "#ffffff", "padding": 16},
     }
     image: bytes = vl_convert.vegalite_to_png(found, vl_version=_VEGA_LITE, scale=_PNG_SCALE, allowed_base_urls=[])
     return image
@@ -150,7 +511,7 @@ def _file(name: str) -> str:
 
 def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[Section]:
     one = runs[0] if len(runs) == 1 else None
-    changed = tables.settings(runs)
+    changed = settings(runs)
 
     def section(name: str, title: str, *given: Table | None, empty: str = "") -> Section:
         shown = [table for table in given if table]
@@ -159,14 +520,14 @@ def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[S
     no_step = "" if drawings.get("learning") else tr("No step has been logged yet.")
     no_change = "" if changed or one else tr("None: the settings are the same.")
     return [
-        section("overview", tr("At a glance"), None if one else tables.overview(runs)),
-        section("learning", tr("Learning"), tables.events(one) if one else None, empty=no_step),
-        section("speed", tr("Speed"), tables.collectives(one) if one else None),
-        section("memory", tr("Memory"), tables.plan(one) if one else None),
+        section("overview", tr("At a glance"), None if one else overview(runs)),
+        section("learning", tr("Learning"), events(one) if one else None, empty=no_step),
+        section("speed", tr("Speed"), collectives(one) if one else None),
+        section("memory", tr("Memory"), plan(one) if one else None),
         _answers(runs),
-        section("data", tr("Data"), *(tables.data_card(one) if one else ())),
+        section("data", tr("Data"), *(data_card(one) if one else ())),
         section("settings", tr("Settings") if one else tr("Settings that differ"), changed, empty=no_change),
-        section("environment", tr("Environment"), tables.environment(runs)),
+        section("environment", tr("Environment"), environment(runs)),
         _again(runs),
     ]
 
@@ -219,7 +580,7 @@ def _again(runs: Sequence[Run]) -> Section:
     found = [
         (f"{run.name}: {label}" if len(runs) > 1 else label, command)
         for run in runs
-        for label, command in tables.commands(run)
+        for label, command in commands(run)
     ]
     note = ""
     if any(str(run.environment.get("commit", "")).endswith("+changes") for run in runs):
@@ -232,7 +593,11 @@ _HEAD_BYTES = 2048
 
 
 def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, Path]:
-    """Report on one run, or compare several (of a sweep all); return the page and the directory of its pictures."""
+    """Report on one run, or compare several (of a sweep all); return the page and the directory of its pictures.
+
+    Raises RunFolderError for what is no run, ConfigError for a run named twice or an output that is no report, and
+    TrackError where the report cannot be written.
+    """
     folders = expand_sweeps(paths)
     real = [path.resolve() for path in folders]
     if twice := [str(path) for path, one in zip(folders, real, strict=True) if real.count(one) > 1]:

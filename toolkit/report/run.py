@@ -5,7 +5,6 @@ metrics.jsonl is read once: few groups of rows keep mean, extremes and last valu
 
 import json
 import math
-import os
 import re
 import socket
 from collections import Counter
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import yaml
 from numpy.typing import NDArray
 
@@ -447,14 +447,11 @@ def _text(path: Path) -> str:
 
 def _latest(folder: Path, name: str) -> dict[str, Any]:
     """Return a file of the newest session; a run that was started again and died at once has moved it to logs/."""
-    kept = (folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}")
-    return next((found for path in [folder / name, *sorted(kept, key=_age)] if (found := _mapping(path))), {})
-
-
-def _age(path: Path) -> float:
-    with suppress(OSError):
-        return -path.stat().st_mtime
-    return 0.0
+    kept: list[Path] = []
+    with suppress(OSError):  # one of them has just been removed
+        logs = (folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}")
+        kept = sorted(logs, key=lambda path: -path.stat().st_mtime)
+    return next((found for path in [folder / name, *kept] if (found := _mapping(path))), {})
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -487,13 +484,7 @@ def _is_worked_on(folder: Path) -> bool:
     """Whether the process that holds the run's lock is one of this machine, and there."""
     lock = _mapping(folder / "run.lock")
     pid = lock.get("pid")
-    if lock.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
+    return lock.get("host") == socket.gethostname() and isinstance(pid, int) and pid > 0 and psutil.pid_exists(pid)
 
 
 def runs_of(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.preflight import mlflow_folder
+from toolkit.disk import write_atomically
 from toolkit.track.metrics import append_rows, hf_name, tracked_name
 
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
@@ -131,9 +132,7 @@ class CsvFile(Backend):
             return list(csv.DictReader(file))
 
     def _write(self, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
-        temporary = self.path.with_suffix(".csv.tmp")
-        temporary.write_bytes(_csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        temporary.replace(self.path)
+        write_atomically(self.path, _csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
 
 
 def _csv(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> bytes:

@@ -114,12 +114,6 @@ WORTH_SHOWING = 0.05
 """Share of time, or of tokens, that is mentioned; the others are left to metrics.jsonl."""
 
 
-def clock(seconds: float) -> str:
-    """Return hours:minutes:seconds."""
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
-
-
 def _speed_and_memory(row: dict[str, float]) -> list[str]:
     units = ("tokens", "samples")
     parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
@@ -205,7 +199,7 @@ class Progress:
 
     def _remaining(self, step: int) -> str:
         done = step - self.done
-        return clock((time.monotonic() - self.started) / done * (self.total_steps - step)) if done > 0 else "?"
+        return terminal.clock((time.monotonic() - self.started) / done * (self.total_steps - step)) if done > 0 else "?"
 
     def _render(self) -> "RenderableType":
         """Return the live view as it is now; called several times a second."""
@@ -219,7 +213,7 @@ class Progress:
         head.add_column(ratio=1, min_width=10)
         for _ in range(2):
             head.add_column(no_wrap=True)
-        total, elapsed = max(self.total_steps, 1), clock(time.monotonic() - self.started)
+        total, elapsed = max(self.total_steps, 1), terminal.clock(time.monotonic() - self.started)
         head.add_row(
             f"[bold]{self.step:,}[/]/{self.total_steps:,}",
             ProgressBar(total=total, completed=self.step),

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from toolkit import children
+from toolkit.disk import write_atomically
 from toolkit.launch.environment import without_ranks
 from toolkit.messages import current_language, set_language, tr, warn
 from toolkit.secrets import hide, hide_all
@@ -406,9 +407,7 @@ class _Record:
             if values == self._written:
                 return
             self.path.parent.mkdir(exist_ok=True)
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(values) + "\n", encoding="utf-8")
-            temporary.replace(self.path)
+            write_atomically(self.path, json.dumps(values).encode() + b"\n")
             self._written = values
 
 
@@ -463,7 +462,9 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
         kind = message.pop("kind")
         if kind == "begin":
             set_language(message["language"])
-            rows = _rows_so_far(folder, message["metrics_bytes"])
+            rows: list[dict[str, Any]] = []
+            with suppress(OSError, ValueError), open(folder / "metrics.jsonl", "rb") as file:
+                rows = [json.loads(line) for line in file.read(message["metrics_bytes"]).splitlines()]
             same = {name: message[name] for name in ("hyperparameters", "texts", "step")}
             for name, settings in message["trackers"].items():
                 run = TrackedRun(name=folder.name, id="", folder=folder, settings=settings, **same)
@@ -480,12 +481,6 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
     for one in queues:
         one.wait(until)
     return queues
-
-
-def _rows_so_far(folder: Path, length: int) -> list[dict[str, Any]]:
-    with suppress(OSError, ValueError), open(folder / "metrics.jsonl", "rb") as file:
-        return [json.loads(line) for line in file.read(length).splitlines()]
-    return []
 
 
 if __name__ == "__main__":

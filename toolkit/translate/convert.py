@@ -58,7 +58,7 @@ class Converted:
 
 
 def convert(given: ForeignConfig, deepspeed_json: str) -> Converted:
-    """Translate a config into a recipe that composes and passes every check that needs no file."""
+    """Translate a config to a recipe that composes and passes every check that needs no file, or raise ConfigError."""
     draft = translate(given)
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -293,7 +293,7 @@ _MEDIA = ("images", "videos", "audios")
 
 
 def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -> list[dict[str, Any]]:
-    """Return the items of `data.sources` for a list of datasets."""
+    """Return the items of `data.sources` for a list of datasets; a ConfigError if dataset_info.json lacks one."""
     sets = given.names(name)
     folder = str(given.get("dataset_dir"))
     if not sets:

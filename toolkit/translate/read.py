@@ -143,7 +143,7 @@ class Command(NamedTuple):
 
 
 def read_command(text: str, shown: str) -> Command:
-    """Read the one training command of a script, which a shell would not have to execute a part of."""
+    """Return a script's one training command; a ConfigError if there is none or a shell would have to run a part."""
     variables: dict[str, str] = {}
     commands = []
     for number, line in _logical_lines(text):
@@ -269,7 +269,10 @@ _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 
 
 def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, str]:
-    """Return a config, and its DeepSpeed JSON's path or "". `world_size` None takes the command's number of ranks."""
+    """Return a config, and its DeepSpeed JSON's path or ""; a ConfigError if files are unknown, none or too many.
+
+    `world_size` None takes the command's number of ranks.
+    """
     read = [(path, _read(Path(path))) for path in paths]
     configs = [config for _, config in read if config]
     jsons = [path for path, config in read if not config]
