@@ -258,7 +258,9 @@ def manifest_problems(folder: Path) -> list[str]:
 
 
 def _problem(folder: Path, name: str, known: Any) -> str:
-    if not _stays_inside(folder, name):
+    inner = PurePosixPath(name)  # of a file in the folder: no way up, no link that somebody placed
+    is_outside = inner.is_absolute() or ".." in inner.parts or not inner.parts or "\0" in name
+    if is_outside or any((folder / part).is_symlink() for part in (inner, *inner.parents[:-1])):
         return tr("{name}: this path leads out of the checkpoint", name=name)
     if not isinstance(known, dict):
         return tr("{name}: the manifest says nothing of it", name=name)
@@ -274,14 +276,6 @@ def _problem(folder: Path, name: str, known: Any) -> str:
     except OSError as error:
         return f"{name}: {_why(error)}"
     return ""
-
-
-def _stays_inside(folder: Path, name: str) -> bool:
-    """Whether a name of a manifest is that of a file in the folder: no way up, no link that somebody placed."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        return False
-    return not any((folder / part).is_symlink() for part in (path, *path.parents[:-1]))
 
 
 def _why(error: Exception) -> str:

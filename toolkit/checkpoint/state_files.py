@@ -281,17 +281,14 @@ def iter_weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, to
     CheckpointError if a file is missing, damaged or runs code; NotExportable if weights are in an NVMe offload's
     files.
     """
-    if layers := sorted(checkpoint.glob(_LAYERS)):
-        for file in layers:
-            yield from read_file(file, mmap=True).items()
-    elif parts := sorted(checkpoint.glob(_PARTS)):
+    layers, parts = sorted(checkpoint.glob(_LAYERS)), sorted(checkpoint.glob(_PARTS))
+    for file in layers:
+        yield from read_file(file, mmap=True).items()
+    if parts and not layers:
         modules = [read_file(part, mmap=True)["module"] for part in parts]
         yield from ((name, join_parts(name, [module[name] for module in modules])) for name in modules[0])
-    else:
-        yield from _join_zero_parts(checkpoint, dtype)
-
-
-def _join_zero_parts(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    if layers or parts:
+        return
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     first = read_file(checkpoint / _FIRST_PART, mmap=True)

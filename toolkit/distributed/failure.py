@@ -184,7 +184,7 @@ class Peers:
         """Write down that this rank is there, or that it has left in good order, which is its last note."""
         if not left and time.monotonic() - self._noted < NOTE_EVERY_S:
             return
-        path = self._path(self.rank)
+        path = self.folder / f"rank-{self.rank}.json"
         new = path.with_name(f".{path.name}")
         with self._noting, suppress(OSError, psutil.Error):  # the watching thread notes too
             if self._has_left:
@@ -259,12 +259,9 @@ class Peers:
             reason = tr("If it was not killed on purpose, memory may have run out: see dmesg, or ask the scheduler.")
         return joined(text, memory, reason, kernel)
 
-    def _path(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.json"
-
     def _read(self, rank: int) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            return dict(json.loads(self._path(rank).read_text(encoding="utf-8")))
+            return dict(json.loads((self.folder / f"rank-{rank}.json").read_text(encoding="utf-8")))
         return {}
 
 
@@ -648,15 +645,12 @@ class Watchdog:
                 terminal.show_cursor()
                 os._exit(EXIT_CODE)
 
-    def _path(self, rank: int) -> Path:
-        return self.folder / heartbeat_file(rank)
-
     def _beat(self) -> bool:
         """Count, and return whether that could be written."""
         self.beats += 1
         me: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _NODE}
         me |= {"beats": self.beats, "phase": self.phase, "step": self.step}
-        path = self._path(self.rank)
+        path = self.folder / heartbeat_file(self.rank)
         new = path.with_name(f".{path.name}.{threading.current_thread().name}")
         try:
             new.write_text(json.dumps(me), encoding="utf-8")
@@ -669,7 +663,7 @@ class Watchdog:
         found = {}
         for rank in ranks:
             with suppress(OSError, ValueError):
-                found[rank] = json.loads(self._path(rank).read_text(encoding="utf-8"))
+                found[rank] = json.loads((self.folder / heartbeat_file(rank)).read_text(encoding="utf-8"))
         return found
 
     def _end(self, waited: float) -> None:

@@ -26,10 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
 
 from toolkit.config import schema
 from toolkit.config.load import load
-from toolkit.config.schema import Init, RunConfig
 from toolkit.distributed import process_group
-from toolkit.engine.build import initialize_engine
-from toolkit.engine.ds_config import build_ds_config
+from toolkit.engine import build, ds_config
 from toolkit.launch import environment
 from toolkit.messages import set_language, tr
 from toolkit.models.attention import Batch
@@ -49,7 +47,7 @@ _NEVER = 1_000_000
 """Micro-batches of a step that never comes: the optimizer is measured by itself."""
 
 
-def measure(cfg: RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> Rates:
+def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> Rates:
     """Return this machine's rates. A collective."""
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:
@@ -81,7 +79,7 @@ def measure(cfg: RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> R
     )
 
 
-def _layers(cfg: RunConfig, outline: Outline, device: torch.device) -> tuple[float, float, float, float]:
+def _layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tuple[float, float, float, float]:
     """Return the seconds of a micro-batch of a model with one layer, those of one layer more, and the FLOPs of both."""
     rows = longest_rows(outline, cfg)
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
@@ -105,7 +103,7 @@ def _pass(model: torch.nn.Module, batch: Batch) -> None:
     model.zero_grad()
 
 
-def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int) -> float:
+def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int) -> float:
     """Return the bytes/s at which ZeRO 3 moves a layer's weights and gradients: what the layer takes longer than alone,
     with DeepSpeed's own copies and work around each collective (0.19.8: as much again on CPU ranks).
     """
@@ -119,14 +117,14 @@ def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.devi
         profile=schema.ProfileConfig(),
         ds_extra={},
     )
-    ds = build_ds_config(split, world_size).values
+    ds = ds_config.build_ds_config(split, world_size).values
     calls, engines, sizes, linear = [], [], [], functional.linear
     for layers in (1, 2):
         model = _model(cfg, layers, device)
         sizes.append(sum(one.numel() for one in model.parameters()))
         batch = longest_batch(cfg, outline, model)
         schedule = partial(ConstantLR, factor=1)
-        engine = initialize_engine(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
+        engine = build.initialize_engine(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
         engine.train()
         engines.append(engine)
         calls.append(lambda engine=engine, batch=batch: engine.backward(token_loss_sum(engine, batch)))
@@ -139,7 +137,7 @@ def _gather(cfg: RunConfig, outline: Outline, layer_s: float, device: torch.devi
     return sent / max(split_s - layer_s, 1e-6)
 
 
-def longest_batch(cfg: RunConfig, outline: Outline, model: torch.nn.Module) -> Batch:
+def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> Batch:
     """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token of it is trained."""
     rows = longest_rows(outline, cfg)
     size = (rows.rows, rows.length)
@@ -154,8 +152,8 @@ def longest_batch(cfg: RunConfig, outline: Outline, model: torch.nn.Module) -> B
     }
 
 
-def _model(cfg: RunConfig, layers: int, device: torch.device) -> torch.nn.Module:
-    if cfg.model.init is Init.random:
+def _model(cfg: schema.RunConfig, layers: int, device: torch.device) -> torch.nn.Module:
+    if cfg.model.init is schema.Init.random:
         shape = replace(cfg.model.shape, num_layers=layers)
         model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))
     else:

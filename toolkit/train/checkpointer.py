@@ -30,8 +30,7 @@ from deepspeed import DeepSpeedEngine
 import toolkit
 from toolkit.checkpoint import directory, state_files
 from toolkit.checkpoint.directory import FileRecord, RunState
-from toolkit.config.load import to_dict
-from toolkit.config.rule_tables import OPTIMIZERS
+from toolkit.config import load, rule_tables
 from toolkit.config.schema import EVAL_LOSS, CheckpointConfig, Influence, RunConfig, influence_of, leaves
 from toolkit.disk import flush
 from toolkit.distributed import process_group
@@ -39,9 +38,8 @@ from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.engine.parameters import is_partitioned, repair_counts, ruined_ranks
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, say, tr, warn
-from toolkit.models import probe
+from toolkit.models import probe, save
 from toolkit.models.pipeline import capture_probe, is_pipeline, unwrap_model
-from toolkit.models.save import MODEL_DIR
 from toolkit.secrets import are_same, hide_all
 from toolkit.train.run_dir import RunSource, describe_environment, versions
 
@@ -210,7 +208,7 @@ class Checkpointer:
             if rank() == 0:
                 pending.mine += [state.write(temporary), *([probe.write(taken, temporary)] if taken else [])]
                 for file, content in self.described.files.items():
-                    path = temporary / MODEL_DIR / file
+                    path = temporary / save.MODEL_DIR / file
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(content)
                     pending.mine.append(path)
@@ -437,7 +435,7 @@ def starting_state(cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: R
     """Return where the run begins; put aside what is done again. For rank 0 only; `data` is the `identity` of its data.
     ConfigError if the run computes something else than the saved one, CheckpointError if it cannot be read here.
     """
-    config = json.loads(json.dumps(to_dict(cfg)))
+    config = json.loads(json.dumps(load.to_dict(cfg)))
     same: dict[str, Any] = {
         "world_size": ranks.world_size,
         "data": data,
@@ -449,7 +447,7 @@ def starting_state(cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: R
         return RunState(**same)
     state = directory.read_run_state(source.checkpoint)
     _check_layout(state, config, ranks.world_size)
-    if _is_converted(state, cfg.zero.stage, ranks) and not OPTIMIZERS[cfg.optim.name].is_adam:
+    if _is_converted(state, cfg.zero.stage, ranks) and not rule_tables.OPTIMIZERS[cfg.optim.name].is_adam:
         raise CheckpointError(
             "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and DeepSpeed can bring Adam's states "
             "alone to others, not those of optim.name = {name}. Start with {before} ranks and zero.stage={stage}.",
@@ -540,7 +538,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     lacks had its default; only what is trained is then unknown (None).
     """
     old, new = dict(leaves(before)), dict(leaves(now))
-    defaults = leaves(to_dict(RunConfig()))
+    defaults = leaves(load.to_dict(RunConfig()))
     old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]
@@ -645,7 +643,7 @@ def check_settings(cfg: RunConfig) -> None:
 
 def _settings(cfg: RunConfig) -> dict[str, str]:
     """Return the config by key, without secrets, and digests of the directories that it names."""
-    values = {key: value for key, value in _leaves(to_dict(cfg), "") if not _is_below(key, MAY_DIFFER)}
+    values = {key: value for key, value in _leaves(load.to_dict(cfg), "") if not _is_below(key, MAY_DIFFER)}
     for key, path_key in _FOLDERS.items():
         folder = Path(json.loads(values.get(key, '""')))
         if folder.name and folder.is_dir():

@@ -27,19 +27,14 @@ from toolkit.config.mesh import accumulation, micro_rows
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
-from toolkit.distributed.process_group import gather_metrics, on_rank0, sum_over_ranks, world_size
-from toolkit.engine.build import use_tf32
-from toolkit.engine.ds_config import DsConfig
+from toolkit.engine import build, ds_config
 from toolkit.evaluate import metrics
 from toolkit.export.model import CUSTOM_CARD, WEIGHTS, export_custom, export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn
-from toolkit.models.load import TORCH_DTYPES
-from toolkit.models.save import MODEL_DIR
+from toolkit.models import load, save
 from toolkit.terminal import phase
-from toolkit.train.checkpointer import ModelFiles
-from toolkit.train.run_dir import RunSource
-from toolkit.train.schedule import Epoch
+from toolkit.train import checkpointer, run_dir, schedule
 from toolkit.train.step import Samples
 from toolkit.train.task import SAMPLES, FitResult, RunContext, Task, start_engine
 
@@ -122,11 +117,6 @@ class MicroBatch(NamedTuple):
     """Samples in it that count: 0 where it is there only for the ranks to compute in step."""
 
 
-def _forks_may_hang(version: tuple[Any, ...]) -> bool:
-    """Whether a fork inherits a locked list of threads; mended in 3.10.15, 3.11.10 and 3.12."""
-    return version[:3] < (3, 10, 15) or (3, 11) <= version[:3] < (3, 11, 10)
-
-
 class _MapSamples:
     """A map-style dataset: each sample once per epoch over all ranks, in an order of `run.seed`."""
 
@@ -136,7 +126,9 @@ class _MapSamples:
             raise DataError(tr("the dataset is empty."))
         if spec.shards_itself:
             raise DataError(tr("shards_itself= is for iterable datasets; of this one ranks read their own samples."))
-        if cfg.data.num_workers and _forks_may_hang(sys.version_info):
+        version = sys.version_info[:3]
+        # There a fork inherits a locked list of threads (mended in 3.10.15, 3.11.10 and 3.12).
+        if cfg.data.num_workers and (version < (3, 10, 15) or (3, 11) <= version < (3, 11, 10)):
             # The program's own data need not survive being pickled, nor the program being imported: these are forks.
             warn(
                 "data.num_workers = {count}: on Python {version} a forked data-loader process can hang when it "
@@ -369,7 +361,7 @@ class CustomTask(Task):
         data = self.data = open_dataset(self.spec, cfg, ranks)
         self.steps_per_epoch, self.total_steps, self.identity = data.steps_per_epoch, data.total_steps, data.identity
         size, per_step = data.size, cfg.batch.global_size
-        self.epoch = Epoch(samples=size, sequences=size, per_step=per_step) if size else None
+        self.epoch = schedule.Epoch(samples=size, sequences=size, per_step=per_step) if size else None
         self.has_validation = self.spec.validation is not None
         model = self.model = self.spec.build(cfg.run.seed)
         state_files.seed_all(cfg.run.seed + ranks.rank)
@@ -429,7 +421,7 @@ class CustomTask(Task):
 
     def check_checkpoint(self, checkpoint: Path) -> None:
         """Reject a checkpoint whose parameters have other names or shapes."""
-        file = checkpoint / MODEL_DIR / CUSTOM_CARD
+        file = checkpoint / save.MODEL_DIR / CUSTOM_CARD
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
         if saved["digest"] != self.card["digest"]:
             raise ConfigError(
@@ -440,20 +432,20 @@ class CustomTask(Task):
                 now=self.card["model"],
             )
 
-    def build(self, ds: DsConfig, source: RunSource) -> DeepSpeedEngine:
+    def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
         """Hand the module to DeepSpeed. A collective."""
         cfg, model, self.model = self.cfg, self.model, None  # the engine has it from here on
         assert model is not None
-        use_tf32(cfg.precision)
-        dtype = TORCH_DTYPES[cfg.precision.dtype]
+        build.use_tf32(cfg.precision)
+        dtype = load.TORCH_DTYPES[cfg.precision.dtype]
         if dtype is not torch.float32:
             cast_inputs(model, dtype)
         return start_engine(model, cfg, ds, self.total_steps, source.folder)
 
-    def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
+    def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return the model's card; what is not trained is kept too, as it is nowhere else."""
         files = {CUSTOM_CARD: (json.dumps(self.card, indent=2) + "\n").encode()}
-        return ModelFiles(files, None, export_in_background, holds_frozen=True)
+        return checkpointer.ModelFiles(files, None, export_in_background, holds_frozen=True)
 
     def start_lines(self, run: RunContext) -> str:
         """Return the sizes of model and data."""
@@ -498,9 +490,18 @@ class CustomTask(Task):
     def loss_sum(self, engine: Any, batch: MicroBatch) -> torch.Tensor:
         """Return the sum of the samples' losses; those of a batch that fills up count nothing."""
         share_buffers(engine.module)
-        with _statistics_kept(engine.module, not batch.size):
-            total = losses_of(self.spec.loss, engine, batch).float().sum()
-        return total if batch.size else total * 0
+        if batch.size:
+            return losses_of(self.spec.loss, engine, batch).float().sum()
+        norms = [part for part in engine.module.modules() if isinstance(part, _BatchNorm) and part.training]
+        # Batch norm learns nothing from them; SyncBatchNorm talks to the other ranks, which are in training.
+        norms = [part for part in norms if not isinstance(part, nn.SyncBatchNorm)]
+        for part in norms:
+            part.eval()
+        try:
+            return losses_of(self.spec.loss, engine, batch).float().sum() * 0
+        finally:
+            for part in norms:
+                part.train()
 
     def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate loss and the program's metrics."""
@@ -515,7 +516,7 @@ class CustomTask(Task):
         with phase(tr("Exporting")):
             export_custom(run.engine, self.card, folder)
             if run.cfg.checkpoint.verify_export:
-                on_rank0(lambda: _verify_export(self.spec, run.cfg.run.seed, folder))
+                process_group.on_rank0(lambda: _verify_export(self.spec, run.cfg.run.seed, folder))
 
     def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
         """Return parameters, samples and the last figures."""
@@ -569,7 +570,7 @@ def _with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
     """Give every rank rank 0's buffers (batch norm statistics), as DistributedDataParallel does. A collective."""
-    if world_size() == 1:
+    if process_group.world_size() == 1:
         return
     for dtype in sorted({buffer.dtype for buffer in model.buffers()}, key=str):
         buffers = [buffer for buffer in model.buffers() if buffer.dtype is dtype]
@@ -577,21 +578,6 @@ def share_buffers(model: nn.Module) -> None:
         dist.broadcast(flat, 0)
         for buffer, value in zip(buffers, flat.split([one.numel() for one in buffers]), strict=True):
             buffer.copy_(value.view_as(buffer))
-
-
-@contextmanager
-def _statistics_kept(model: nn.Module, is_filler: bool) -> Iterator[None]:
-    """Let batch norm learn nothing from a sample that does not count."""
-    norms = [part for part in model.modules() if is_filler and isinstance(part, _BatchNorm) and part.training]
-    # SyncBatchNorm talks to the other ranks, which are in training.
-    norms = [part for part in norms if not isinstance(part, nn.SyncBatchNorm)]
-    for part in norms:
-        part.eval()
-    try:
-        yield
-    finally:
-        for part in norms:
-            part.train()
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
@@ -640,12 +626,12 @@ def evaluate(
     finally:
         engine.train(was_training)
         state_files.restore_generators(generators)
-    totals = dict(zip(sums, sum_over_ranks(list(sums.values()), engine.device).tolist(), strict=True))
+    totals = dict(zip(sums, process_group.sum_over_ranks(list(sums.values()), engine.device).tolist(), strict=True))
     count = totals.pop(metrics.SAMPLES)
     figures = {name: value / count for name, value in totals.items()}
     if spec.score is not None and most is None:
         own = {name: torch.cat([part[name] for part in kept]) for name in kept[0]}
-        together = gather_metrics(own, engine.device)
+        together = process_group.gather_metrics(own, engine.device)
         order = together.pop(_NUMBER).argsort()
         scores = spec.score({name: values[order] for name, values in together.items()})
         figures |= {f"eval_{name}": float(value) for name, value in scores.items()}

@@ -30,23 +30,11 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, say, tr, warn
-from toolkit.models.adapters import has_adapter
-from toolkit.models.pipeline import is_pipeline, unwrap_model
-from toolkit.plan.layouts import (
-    Layout,
-    cheapest,
-    evaluate_layout,
-    gib,
-    layout_numbers,
-    layouts,
-    memory_table,
-    overrides,
-    with_layout,
-)
+from toolkit.models import adapters, pipeline
+from toolkit.plan import layouts, speed
 from toolkit.plan.machine import Machine, find_gpu, own_memory
 from toolkit.plan.memory import process_bytes
 from toolkit.plan.outline import cached_outline, outline_of
-from toolkit.plan.speed import rates_of
 from toolkit.train.run_dir import RunSource
 from toolkit.train.step import StepGuard, train_step
 from toolkit.train.task import RunContext, Task
@@ -56,7 +44,7 @@ from toolkit.train.task import RunContext, Task
 class RunPlan:
     """What a run is expected to take."""
 
-    layout: Layout
+    layout: layouts.Layout
     on_cpu: bool
 
     @property
@@ -79,8 +67,10 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
             outline = cached_outline(cfg, vocab_size)
             if outline is None:
                 return None
-            found = RunPlan(evaluate_layout(outline, cfg, machine, rates_of(cfg, machine, outline)), machine.on_cpu)
-            file.write_text(json.dumps(layout_numbers(found.layout), indent=2) + "\n", encoding="utf-8")
+            found = RunPlan(
+                layouts.evaluate_layout(outline, cfg, machine, speed.rates_of(cfg, machine, outline)), machine.on_cpu
+            )
+            file.write_text(json.dumps(layouts.layout_numbers(found.layout), indent=2) + "\n", encoding="utf-8")
         except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
             warn("this run has no plan of its memory: {reason}", reason=repr(error))
             return None
@@ -92,39 +82,34 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
 def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: RunSource) -> RunConfig:
     """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective."""
     if (checkpoint := origin.checkpoint) is not None:
-        return on_rank0(lambda: _as_before(cfg, checkpoint, ranks.world_size))
+        before = on_rank0(lambda: directory.read_run_state(checkpoint).config)
+        micro, possible = before["batch"]["micro_per_gpu"], micro_sizes(cfg, ranks.world_size)
+        if micro not in possible:  # on another number of ranks: the nearest below it, which takes no more memory
+            micro = max((one for one in possible if one < micro), default=micro)
+        return layouts.with_layout(
+            cfg,
+            before["zero"]["stage"],
+            Device(before["zero"]["offload_optimizer"]["device"]),
+            Device(before["zero"]["offload_param"]["device"]),
+            before["train"]["activation_checkpointing"]["enabled"],
+            micro,
+        )
     machine = _machine(cfg, ranks, device)
 
-    def best() -> Layout | None:
+    def best() -> layouts.Layout | None:
         outline = outline_of(cfg, vocab_size)
-        return cheapest(list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline))))
+        return layouts.cheapest(list(layouts.layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline))))
 
     found = on_rank0(best)
     if found is None:
         raise OutOfMemory(
             "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
             machine=machine.name,
-            usable=gib(machine.usable_bytes),
+            usable=layouts.gib(machine.usable_bytes),
         )
-    words = " ".join(overrides(cfg, found.cfg)) or tr("the recipe as it is")
+    words = " ".join(layouts.overrides(cfg, found.cfg)) or tr("the recipe as it is")
     say("plan.auto: {words}  ({layout})", words=words, layout=found.name)
     return found.cfg
-
-
-def _as_before(cfg: RunConfig, checkpoint: Path, world_size: int) -> RunConfig:
-    before = directory.read_run_state(checkpoint).config
-    micro = before["batch"]["micro_per_gpu"]
-    possible = micro_sizes(cfg, world_size)
-    if micro not in possible:  # on another number of ranks: the nearest below it, which takes no more memory
-        micro = max((one for one in possible if one < micro), default=micro)
-    return with_layout(
-        cfg,
-        before["zero"]["stage"],
-        Device(before["zero"]["offload_optimizer"]["device"]),
-        Device(before["zero"]["offload_param"]["device"]),
-        before["train"]["activation_checkpointing"]["enabled"],
-        micro,
-    )
 
 
 def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
@@ -222,8 +207,8 @@ def check_disk(run: RunContext, saves: int) -> None:
     try_checkpoint(checkpoints)
     export_bytes = 0
     if cfg.checkpoint.export:
-        module = unwrap_model(run.engine.module)
-        is_adapter = has_adapter(module)
+        module = pipeline.unwrap_model(run.engine.module)
+        is_adapter = adapters.has_adapter(module)
         exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
         export_bytes = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
         on_rank0(lambda: try_export(export))
@@ -410,7 +395,7 @@ def trial_step(
     for name, value in (("cur_scale", 1.0), ("raise_error_at_min_scale", False)):
         if scaler is not None and name in vars(scaler):  # no gradient overflows for a scale that is still to be found
             setattr(scaler, name, value)
-    if is_pipeline(engine):  # takes all micro-batches of a step, and holds several at once
+    if pipeline.is_pipeline(engine):  # takes all micro-batches of a step, and holds several at once
         windows = [[batch] * num_micro_batches]
     else:
         windows = [[batch, batch]] if num_micro_batches > 1 else [[batch], [batch]]
@@ -472,7 +457,7 @@ def explain_out_of_memory(
                 peak=shown(memory.highest()),
                 limit=shown(limit) if limit else "?",
             ),
-            *(memory_table(plan.layout) if plan else []),
+            *(layouts.memory_table(plan.layout) if plan else []),
             tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
             tr("What helps, the cheapest first; each can be pasted behind the command:"),
             *(f"  {word}" for word in remedies(cfg, ranks.world_size) if word.startswith(sections)),

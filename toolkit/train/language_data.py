@@ -15,30 +15,16 @@ from numpy.typing import NDArray
 
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
+from toolkit.data import sampler, tokenize
 from toolkit.data.loader import build_loader, collate
 from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences
-from toolkit.data.sampler import (
-    BEGINNING,
-    CurriculumOrder,
-    GlobalBatchSampler,
-    Order,
-    Position,
-    ScheduledMixture,
-    length_classes,
-    length_limits,
-    sequential,
-    steps_per_epoch,
-)
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, Sample, TokenizedCache
-from toolkit.data.tokenize import FOLDERS, PrepareReport, build_caches
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say
-from toolkit.models.attention import local_part, with_label_positions
-from toolkit.models.chat import AnyChatEncoder, chat_encoder, fit_tokenizer, load_tokenizer
-from toolkit.models.directory import packing_unsupported, read_config, trust_code
+from toolkit.models import attention, chat, directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +36,7 @@ Batch = dict[str, torch.Tensor]
 class LanguageData:
     """What all ranks of a node read together."""
 
-    encoder: AnyChatEncoder
+    encoder: chat.AnyChatEncoder
     train: TokenizedCache
     validation: TokenizedCache | None
     packing: Packing
@@ -58,7 +44,7 @@ class LanguageData:
     train_plan: PackingPlan
     """Sequences of the training split, here called rows."""
     validation_plan: PackingPlan | None
-    report: PrepareReport
+    report: tokenize.PrepareReport
     """What became of the rows of the sources."""
 
     @property
@@ -94,7 +80,7 @@ def load_data(cfg: RunConfig) -> LanguageData:
         say(
             "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
             "(data.packing=grouped).",
-            reason=packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
+            reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
         )
     most, validation = cfg.evaluate.max_samples, data.validation
     if validation is not None and 0 < most < len(validation):
@@ -107,11 +93,11 @@ def load_data(cfg: RunConfig) -> LanguageData:
     return data
 
 
-def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder) -> LanguageData:
+def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
     """Do the same with an encoder that is there already, and tell nothing."""
-    train, validation, report = build_caches(cfg, encoder)
+    train, validation, report = tokenize.build_caches(cfg, encoder)
     packing, most = cfg.data.packing, cfg.evaluate.max_samples
-    if packing is Packing.packed and packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
+    if packing is Packing.packed and directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
         packing = Packing.grouped
 
     def plan(store: TokenizedCache, sources: list[SourceConfig]) -> PackingPlan:
@@ -121,7 +107,7 @@ def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder) -> LanguageData:
             max_length=cfg.data.max_length,
             micro_per_gpu=micro_rows(with_micro_batch(cfg)),
             window=cfg.data.packing_window,
-            classes=length_classes(cfg.data.curriculum, cfg.data.max_length) if store is train else [],
+            classes=sampler.length_classes(cfg.data.curriculum, cfg.data.max_length) if store is train else [],
             seed=cfg.run.seed,
             sources=sources,
             most=0 if store is train else most,
@@ -139,27 +125,27 @@ def load_data_with(cfg: RunConfig, encoder: AnyChatEncoder) -> LanguageData:
     )
 
 
-def build_encoder(cfg: RunConfig) -> AnyChatEncoder:
+def build_encoder(cfg: RunConfig) -> chat.AnyChatEncoder:
     """Return what turns the recipe's conversations into ids, with a tokenizer that is loaded or trained."""
     cache_dir, model = Path(cfg.prepare.dir), cfg.model
-    check_no_symlinks(cache_dir, DataError, FOLDERS)
+    check_no_symlinks(cache_dir, DataError, tokenize.FOLDERS)
     if model.init is Init.pretrained:
         if model.trust_remote_code:
-            trust_code(model.path)
-        read_config(model.path)
+            directory.trust_code(model.path)
+        directory.read_config(model.path)
 
     def texts() -> Iterator[str]:
         for conversation in read_conversations(cfg.data, cache_dir):
             yield from (str(message["content"]) for message in conversation.messages)
 
     if folder := model.tokenizer or model.path:
-        tokenizer = load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
+        tokenizer = chat.load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
     else:
-        tokenizer = fit_tokenizer(texts, model.shape.vocab_size, cache_dir)
-    return chat_encoder(tokenizer, model.original_labels)
+        tokenizer = chat.fit_tokenizer(texts, model.shape.vocab_size, cache_dir)
+    return chat.chat_encoder(tokenizer, model.original_labels)
 
 
-def _tell(report: PrepareReport) -> None:
+def _tell(report: tokenize.PrepareReport) -> None:
     """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
     if report.is_new:
         say("Tokenised {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
@@ -204,7 +190,7 @@ def epoch_rows(cfg: RunConfig, prepared: LanguageData) -> int:
 
 def epoch_steps(cfg: RunConfig, prepared: LanguageData) -> int:
     """Return the optimizer steps of one pass over the training data; a ConfigError if a curriculum takes more."""
-    steps = steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
+    steps = sampler.steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
     if cfg.data.curriculum.steps > steps:
         raise ConfigError(
             "data.curriculum.steps = {wanted} is more than the {steps} steps of an epoch, in which each sample "
@@ -215,19 +201,21 @@ def epoch_steps(cfg: RunConfig, prepared: LanguageData) -> int:
     return steps
 
 
-def changing_order(cfg: RunConfig, prepared: LanguageData) -> Order | None:
+def changing_order(cfg: RunConfig, prepared: LanguageData) -> sampler.Order | None:
     """Return the order of the rows where it is more than shuffling: a curriculum, or weights that change."""
     data, (global_size, _), key = cfg.data, rows_per_step(cfg, prepared.packing), _key(cfg, prepared)
     if any(source.weights for source in data.sources):
         names = prepared.source_names[: len(data.sources)]
         plan, train = prepared.train_plan, cfg.train
-        return ScheduledMixture(plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key)
+        return sampler.ScheduledMixture(
+            plan.bounds, data.sources, names, global_size, train.max_steps, train.epochs, key
+        )
     if not data.curriculum.steps:
         return None
     lengths, offsets = prepared.train.lengths(prepared.train_plan.members), prepared.train_plan.offsets
     longest_samples = lengths if offsets is None else np.maximum.reduceat(lengths, offsets[:-1])  # [rows]
-    limits = length_limits(data.curriculum, data.max_length)
-    return CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
+    limits = sampler.length_limits(data.curriculum, data.max_length)
+    return sampler.CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
 
 
 def _key(cfg: RunConfig, prepared: LanguageData) -> str:
@@ -235,7 +223,7 @@ def _key(cfg: RunConfig, prepared: LanguageData) -> str:
 
 
 def training_batches(
-    cfg: RunConfig, prepared: LanguageData, ranks: Ranks, total_steps: int, start: Position = BEGINNING
+    cfg: RunConfig, prepared: LanguageData, ranks: Ranks, total_steps: int, start: sampler.Position = sampler.BEGINNING
 ) -> Iterator[Batch]:
     """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares them ahead."""
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
@@ -250,7 +238,7 @@ def training_batches(
         multiple=pad_multiple(place.sequence),
     )
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
-    parts = map(partial(local_part, part=place.part, parts=place.sequence), iter(loader))
+    parts = map(partial(attention.local_part, part=place.part, parts=place.sequence), iter(loader))
     return ahead(parts, accumulation(cfg, ranks.world_size))
 
 
@@ -261,8 +249,8 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     def prepare() -> Batch | None:
         batch = next(batches, None)
         if batch is None or not on_gpu:
-            return batch and with_label_positions(batch)
-        return {name: tensor.pin_memory() for name, tensor in with_label_positions(batch).items()}
+            return batch and attention.with_label_positions(batch)
+        return {name: tensor.pin_memory() for name, tensor in attention.with_label_positions(batch).items()}
 
     # A thread begins on the first GPU, whichever is this rank's.
     own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
@@ -276,24 +264,31 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         thread.shutdown(cancel_futures=True)
 
 
-def step_samples(cfg: RunConfig, prepared: LanguageData, world_size: int, start: Position) -> list[list[list[int]]]:
+def step_samples(
+    cfg: RunConfig, prepared: LanguageData, world_size: int, start: sampler.Position
+) -> list[list[list[int]]]:
     """Return the samples of the step at a position: of each rank, of each micro-batch, their numbers in the split."""
     plan, order = prepared.train_plan, changing_order(cfg, prepared)
     places = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
     by_rank = [_sampler(cfg, prepared, place, start, 1, order) for place in places]
-    return [[[sample for row in rows for sample in plan[row]] for rows in sampler] for sampler in by_rank]
+    return [[[sample for row in rows for sample in plan[row]] for rows in share] for share in by_rank]
 
 
 def _sampler(
-    cfg: RunConfig, prepared: LanguageData, place: Mesh, start: Position, num_steps: int, order: Order | None
-) -> GlobalBatchSampler:
+    cfg: RunConfig,
+    prepared: LanguageData,
+    place: Mesh,
+    start: sampler.Position,
+    num_steps: int,
+    order: sampler.Order | None,
+) -> sampler.GlobalBatchSampler:
     global_size, micro = rows_per_step(cfg, prepared.packing)
     store, plan = prepared.train, prepared.train_plan
 
     def lengths(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return store.lengths(rows if plan.members is None else plan.members[rows])
 
-    return GlobalBatchSampler(
+    return sampler.GlobalBatchSampler(
         num_rows=order.num_rows if order else len(plan),
         global_size=global_size,
         micro_per_gpu=micro,
@@ -318,7 +313,7 @@ def _evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) ->
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
-    shares = sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
+    shares = sampler.sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
     loader = build_loader(
         store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
     )
@@ -330,8 +325,8 @@ def _evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) ->
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[listed])
-        given, of_token = with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
-        yield local_part({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)
+        given, of_token = attention.with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
+        yield attention.local_part({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)
 
 
 def longest_batch(cfg: RunConfig, prepared: LanguageData, world_size: int) -> Batch:
@@ -381,7 +376,7 @@ def _batch(cfg: RunConfig, prepared: LanguageData, rows: list[list[Sample]]) -> 
     parts, packed = cfg.parallel.sequence, prepared.packing is Packing.packed
     if not packed:
         rows = [[sample] for row in rows for sample in row]
-    return local_part(collate(rows, prepared.pad_id, packed, pad_multiple(parts)), rank() % parts, parts)
+    return attention.local_part(collate(rows, prepared.pad_id, packed, pad_multiple(parts)), rank() % parts, parts)
 
 
 _BINS = 40

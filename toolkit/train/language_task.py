@@ -21,58 +21,28 @@ from toolkit.checkpoint import state_files
 from toolkit.config.load import to_dict
 from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
-from toolkit.data.preview import colored_spans
-from toolkit.data.sampler import Position, next_position
+from toolkit.data import preview, sampler
 from toolkit.data.store import TokenizedCache
 from toolkit.disk import unused_path
 from toolkit.distributed import process_group
-from toolkit.distributed.process_group import on_rank0, rank, world_size
 from toolkit.engine.build import initialize_untrained, use_tf32
 from toolkit.engine.ds_config import DsConfig, build_ds_config
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.engine.parameters import count_parameters, is_partitioned
-from toolkit.evaluate.generate import Sampling, answer, check_length, generate, most_tokens
-from toolkit.evaluate.metrics import (
-    Answers,
-    ValidationQuestion,
-    choose_questions,
-    evaluate_loss,
-    generate_all,
-    ngram_baselines,
-    score_answers,
-)
+from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, ProofDiffers, joined, say, tr, warn
-from toolkit.models import adapters, pipeline, probe
-from toolkit.models.attention import check_isolation, check_sequence_parallel
-from toolkit.models.directory import packing_unsupported
-from toolkit.models.layers import TokenDropping, add_neftune, apply_liger, tile_mlp
-from toolkit.models.load import TORCH_DTYPES, create_model
-from toolkit.models.loss import (
-    LossHead,
-    LossPath,
-    RouterLoss,
-    loss_head,
-    num_trained_tokens,
-    router_loss,
-    token_loss_sum,
-)
-from toolkit.models.pipeline import unwrap_model
-from toolkit.models.save import MODEL_DIR, describe
+from toolkit.models import adapters, attention, directory, layers, load, loss, pipeline, probe, save
+from toolkit.models.loss import token_loss_sum
 from toolkit.secrets import hide
 from toolkit.terminal import phase, text_table
-from toolkit.train import language_data
-from toolkit.train.checkpointer import ModelFiles, check_settings
-from toolkit.train.language_data import Batch, LanguageData
-from toolkit.train.run_dir import RunSource
-from toolkit.train.schedule import Epoch
+from toolkit.train import checkpointer, language_data, run_dir, schedule, tracking
 from toolkit.train.step import Samples
 from toolkit.train.task import FitResult, RunContext, Task, start_engine
-from toolkit.train.tracking import log_answers
 
 
-def choose_prompts(cfg: RunConfig, prepared: LanguageData) -> list[ValidationQuestion]:
+def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> list[metrics.ValidationQuestion]:
     """Return the validation samples that the model is to answer; before it is loaded, as a DataError may come up."""
     evaluate = cfg.evaluate
     if prepared.validation is None:
@@ -87,7 +57,7 @@ def choose_prompts(cfg: RunConfig, prepared: LanguageData) -> list[ValidationQue
         return []
     names, limits = prepared.source_names, (evaluate.max_samples, evaluate.max_answers)
     most = min((limit for limit in limits if limit), default=0)
-    questions, others = choose_questions(prepared.validation, prepared.encoder, names, most)
+    questions, others = metrics.choose_questions(prepared.validation, prepared.encoder, names, most)
     if not questions:
         raise DataError(
             "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
@@ -109,10 +79,10 @@ class Evaluation:
     """Evaluates a model as often as wanted, each time in the same way."""
 
     cfg: RunConfig
-    prepared: LanguageData
+    prepared: language_data.LanguageData
     """The validation split is there."""
     ranks: Ranks
-    questions: list[ValidationQuestion]
+    questions: list[metrics.ValidationQuestion]
     model: DeepSpeedEngine | PreTrainedModel
     """The engine, or where there is none the model."""
     device: torch.device
@@ -123,7 +93,7 @@ class Evaluation:
 
     def leave_out_too_long(self) -> None:
         """Drop the questions whose answers could become longer than the model's positions; all: a ModelError."""
-        most, new = most_tokens(self._module), self.cfg.evaluate.max_new_tokens
+        most, new = generate.most_tokens(self._module), self.cfg.evaluate.max_new_tokens
         fitting = [question for question in self.questions if len(question.prompt) + new <= most]
         dropped = len(self.questions) - len(fitting)
         if dropped:
@@ -156,12 +126,14 @@ class Evaluation:
                     alive()
                     advance(1)
 
-            figures = evaluate_loss(self.model, batches(), prepared.source_names, self.device, self._layout.copies)
+            figures = metrics.evaluate_loss(
+                self.model, batches(), prepared.source_names, self.device, self._layout.copies
+            )
         if not self.questions:
             return figures
         at_once = cfg.evaluate.batch_size * self._layout.data_ranks
         with phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
-            answers = generate_all(
+            answers = metrics.generate_all(
                 self._module,
                 prepared.encoder,
                 [question.prompt for question in self.questions],
@@ -173,18 +145,18 @@ class Evaluation:
                 place=self._layout.data_rank,
                 num_places=self._layout.data_ranks,
             )
-        return figures | on_rank0(lambda: self._judge(answers, file, figures))
+        return figures | process_group.on_rank0(lambda: self._judge(answers, file, figures))
 
     def rehearse(self) -> None:
         """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
         batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
-        evaluate_loss(self.model, batches, self.prepared.source_names, self.device, self._layout.copies)
+        metrics.evaluate_loss(self.model, batches, self.prepared.source_names, self.device, self._layout.copies)
         if not self.questions:
             return
         longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
         sampling = replace(self._sampling(), max_new_tokens=min(2, self.cfg.evaluate.max_new_tokens))
         try:
-            generate(self._module, self.prepared.encoder, longest, sampling, self.device, in_step=self.in_step)
+            generate.generate(self._module, self.prepared.encoder, longest, sampling, self.device, in_step=self.in_step)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -196,15 +168,15 @@ class Evaluation:
 
     @property
     def _module(self) -> PreTrainedModel:
-        return unwrap_model(getattr(self.model, "module", self.model))
+        return pipeline.unwrap_model(getattr(self.model, "module", self.model))
 
     @property
     def _layout(self) -> Mesh:
         return mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
 
-    def _sampling(self) -> Sampling:
+    def _sampling(self) -> generate.Sampling:
         evaluate = self.cfg.evaluate
-        return Sampling(
+        return generate.Sampling(
             max_new_tokens=evaluate.max_new_tokens,
             temperature=evaluate.temperature,
             top_p=evaluate.top_p,
@@ -212,7 +184,7 @@ class Evaluation:
             seed=evaluate.seed,
         )
 
-    def _judge(self, answers: Answers, file: Path, figures: dict[str, float]) -> dict[str, float]:
+    def _judge(self, answers: metrics.Answers, file: Path, figures: dict[str, float]) -> dict[str, float]:
         """Score and keep the answers; whatever goes wrong is told, and ends nothing."""
         missing = len(self.questions) - len(answers.ids)
         if missing:
@@ -224,7 +196,7 @@ class Evaluation:
             )
         if not answers.ids:
             return {}
-        results = score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
+        results = metrics.score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
         for name, reason in results.failures.items():
             warn("the metric {name} failed and is skipped: {reason}.", name=name, reason=reason)
         try:
@@ -250,7 +222,7 @@ class Evaluation:
 
 def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
     """Load a model and its adapter directory ("": none), evaluate it data-parallel, print scores. A collective."""
-    check_settings(cfg)
+    checkpointer.check_settings(cfg)
     prepared = language_data.load_data(cfg)
     language_data.check_same_data(cfg, prepared)
     questions = choose_prompts(cfg, prepared)
@@ -260,12 +232,24 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
+    use_tf32(cfg.precision)
+    packed = prepared.packing is Packing.packed
+    # Steps are not taken: batch.global_size need not fit these ranks.
+    batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)
+    ds = build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
+    model = load.create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
+    if adapter:
+        adapters.load_adapter(model, Path(adapter), adapters.base_of(model, Path(cfg.model.path)), ds_config=ds)
+    # Under ZeRO-3 partitioned over the ranks as in training, else whole on each of them.
+    loaded = initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
+    if packed:
+        attention.check_isolation(loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path)
     evaluation = Evaluation(
         cfg=cfg,
         prepared=prepared,
         ranks=ranks,
         questions=questions,
-        model=_load_model(cfg, prepared, ranks.world_size, device, adapter),
+        model=loaded,
         device=device,
         in_step=cfg.zero.stage == 3,
         adapter=adapter,
@@ -278,24 +262,6 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     elif file.exists():
         say("Each prompt, answer and score: {file}", file=file)
     process_group.stop()
-
-
-def _load_model(
-    cfg: RunConfig, prepared: LanguageData, world_size: int, device: torch.device, adapter: str
-) -> DeepSpeedEngine | PreTrainedModel:
-    """Return the model: under ZeRO-3 partitioned over the ranks as in training, else whole on each of them."""
-    use_tf32(cfg.precision)
-    packed = prepared.packing is Packing.packed
-    # Steps are not taken: batch.global_size need not fit these ranks.
-    batch = replace(cfg.batch, global_size=micro_rows(cfg) * world_size)
-    ds = build_ds_config(replace(cfg, batch=batch), world_size).values
-    model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
-    if adapter:
-        adapters.load_adapter(model, Path(adapter), adapters.base_of(model, Path(cfg.model.path)), ds_config=ds)
-    loaded = initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
-    if packed:
-        check_isolation(loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path)
-    return loaded
 
 
 def _lines(figures: dict[str, float]) -> list[str]:
@@ -315,9 +281,9 @@ class LanguageTask(Task):
 
     cfg: RunConfig
     ranks: Ranks
-    data: LanguageData
-    epoch: Epoch
-    questions: list[ValidationQuestion]
+    data: language_data.LanguageData
+    epoch: schedule.Epoch
+    questions: list[metrics.ValidationQuestion]
     evaluation: Evaluation | None = None
 
     # Data
@@ -343,7 +309,7 @@ class LanguageTask(Task):
         self.cfg, self.steps_per_epoch = cfg, language_data.epoch_steps(cfg, data)
         self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
         self.identity, self.has_validation = data.identity, data.validation is not None
-        self.epoch = Epoch(
+        self.epoch = schedule.Epoch(
             samples=len(data.train) if members is None else len(members),
             sequences=language_data.epoch_rows(cfg, data),
             per_step=language_data.rows_per_step(cfg, data.packing)[0],
@@ -381,25 +347,25 @@ class LanguageTask(Task):
             "splits": {name: language_data.split_card(cache) for name, cache in splits.items() if cache is not None},
         }
 
-    def batches(self, position: Position, num_steps: int) -> Iterator[Batch]:
+    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
         """Return this rank's micro-batches."""
         return language_data.training_batches(self.cfg, self.data, self.ranks, num_steps, position)
 
-    def next_position(self, position: Position) -> Position:
+    def next_position(self, position: sampler.Position) -> sampler.Position:
         """Return the position after a step."""
-        return next_position(position, self.epoch.sequences, self.epoch.per_step)
+        return sampler.next_position(position, self.epoch.sequences, self.epoch.per_step)
 
-    def order_metrics(self, position: Position) -> dict[str, float]:
+    def order_metrics(self, position: sampler.Position) -> dict[str, float]:
         """Return figures of a curriculum or of weights that change."""
         return self._order.figures(position) if self._order else {}
 
-    def samples_at(self, position: Position) -> Samples:
+    def samples_at(self, position: sampler.Position) -> Samples:
         """Return the samples of a step with their texts, trained tokens apart."""
         store, tokenizer = self.data.train, self.data.tokenizer
 
         def shown(sample: int) -> dict[str, Any]:
             ids, trained = store[sample]
-            text = colored_spans(tokenizer, ids.tolist(), trained.tolist())
+            text = preview.colored_spans(tokenizer, ids.tolist(), trained.tolist())
             counts = {"tokens": len(ids), "trained_tokens": int(trained.sum())}
             return {"where": store.where(sample), **counts, "text": text}
 
@@ -408,20 +374,20 @@ class LanguageTask(Task):
 
     # Model
 
-    def build(self, ds: DsConfig, source: RunSource) -> DeepSpeedEngine:
+    def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
         """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective."""
         return build_engine(self.cfg, self.data, ds, self.total_steps, source)
 
-    def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:
+    def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return config, tokenizer and what tuning added. Now, while the model's directory is there."""
         files: dict[str, bytes] = {}
         model = pipeline.unwrap_model(engine.module)
-        on_rank0(lambda: files.update(describe(model, self.data.encoder)))
+        process_group.on_rank0(lambda: files.update(save.describe(model, self.data.encoder)))
         if tuned := getattr(engine.module, "tuned", None):
             files |= tuned.describe()
         store = self.data.train
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-        return ModelFiles(files, probe.ids_of(rows, model.config), export.export_in_background)
+        return checkpointer.ModelFiles(files, probe.ids_of(rows, model.config), export.export_in_background)
 
     def prepare_evaluation(self, run: RunContext) -> None:
         """Skip questions whose answers would be too long for the model."""
@@ -465,13 +431,13 @@ class LanguageTask(Task):
 
     # Dry run
 
-    def longest_batch(self, position: Position) -> tuple[Batch, str]:
+    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
         """Return the longest rows of the training data."""
         batch = language_data.longest_batch(self.cfg, self.data, self.ranks.world_size)
         rows, tokens = self.shape(batch)
         return batch, tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
 
-    def larger_batch(self, rows: int, share: float) -> Batch:
+    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
         """Return the longest row several times over."""
         return language_data.repeated_batch(self.cfg, self.data, rows, share)
 
@@ -482,18 +448,18 @@ class LanguageTask(Task):
             self.evaluation.rehearse()
         for prompt in cfg.prompts:
             encoded = encoder.prompt([{"role": "user", "content": prompt}])
-            check_length(engine.module, len(encoded), cfg.max_new_tokens)
+            generate.check_length(engine.module, len(encoded), cfg.max_new_tokens)
         if cfg.prompts:
             new, in_step = min(2, cfg.max_new_tokens), is_partitioned(engine)
-            answer(engine.module, encoder, cfg.prompts[0], new, engine.device, in_step=in_step)
+            generate.answer(engine.module, encoder, cfg.prompts[0], new, engine.device, in_step=in_step)
 
     # Steps
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: language_data.Batch) -> int:
         """Return the trained tokens of a micro-batch."""
-        return num_trained_tokens(batch)
+        return loss.num_trained_tokens(batch)
 
-    def sizes(self, batches: list[Batch]) -> list[int]:
+    def sizes(self, batches: list[language_data.Batch]) -> list[int]:
         """Return tokens without padding and with it, and the pairs of a token and one that it attends to."""
         # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
         return [
@@ -502,15 +468,15 @@ class LanguageTask(Task):
             sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in batches),
         ]
 
-    def shape(self, batch: Batch) -> tuple[int, ...]:
+    def shape(self, batch: language_data.Batch) -> tuple[int, ...]:
         """Return rows and tokens."""
         return tuple(batch["input_ids"].shape)
 
-    def loss_sum(self, engine: Any, batch: Batch) -> torch.Tensor:
+    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the cross entropies of trained tokens, nats."""
         return token_loss_sum(engine, batch)
 
-    def router_loss(self, engine: DeepSpeedEngine) -> RouterLoss | None:
+    def router_loss(self, engine: DeepSpeedEngine) -> loss.RouterLoss | None:
         """Return the load-balancing loss of a mixture of experts, where it is trained."""
         return getattr(engine.module, "router_loss", None)
 
@@ -519,7 +485,7 @@ class LanguageTask(Task):
         assert self.evaluation is not None
         figures = self.evaluation.run(run.folder / "evaluations" / f"step-{step}.jsonl", alive)
         if "eval_answers" in figures:
-            log_answers(run, step)
+            tracking.log_answers(run, step)
         return figures
 
     # End
@@ -530,7 +496,7 @@ class LanguageTask(Task):
 
         def answered(prompt: str) -> str:
             in_step = is_partitioned(engine)
-            return answer(engine.module, encoder, prompt, cfg.max_new_tokens, engine.device, in_step=in_step)
+            return generate.answer(engine.module, encoder, prompt, cfg.max_new_tokens, engine.device, in_step=in_step)
 
         samples = [{"prompt": hide(prompt), "answer": answered(prompt)} for prompt in cfg.prompts]
         if samples and run.ranks.rank == 0:
@@ -556,7 +522,7 @@ class LanguageTask(Task):
                 if is_adapter:
                     export.prove_adapter(run.engine, folder)
                 else:
-                    on_rank0(lambda: _verify_export(folder))
+                    process_group.on_rank0(lambda: _verify_export(folder))
 
     def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
         """Return parameters, tokens, validation losses, and those of unigrams and bigrams."""
@@ -574,7 +540,7 @@ class LanguageTask(Task):
         if run.cfg.evaluate.ngram_baselines and data.validation is not None and run.ranks.rank == 0:
             # Of the samples that the loss is measured on, so that all figures are of the same tokens.
             measured = None if data.validation_plan is None else data.validation_plan.members
-            counted = ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
+            counted = metrics.ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
             summary |= {"unigram_loss": counted.unigram, "bigram_loss": counted.bigram}
         return summary
 
@@ -613,30 +579,30 @@ class LanguageTask(Task):
 
 
 def build_engine(
-    cfg: RunConfig, data: LanguageData, ds: DsConfig, total_steps: int, source: RunSource
+    cfg: RunConfig, data: language_data.LanguageData, ds: DsConfig, total_steps: int, source: run_dir.RunSource
 ) -> DeepSpeedEngine:
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
     packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
-    if parts > 1 and (reason := packing_unsupported(cfg.model, cfg.data.max_length)):
+    if parts > 1 and (reason := directory.packing_unsupported(cfg.model, cfg.data.max_length)):
         raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     use_tf32(cfg.precision)
-    dtype, mesh = cfg.precision.dtype, mesh_of(cfg, world_size(), rank())
+    dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
     own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage) if stages > 1 else None
-    model = create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
-    without_liger = apply_liger(model, cfg.kernels)
-    model.loss_head, model.router_loss = LossHead(cfg.kernels.loss), router_loss(model, cfg)
+    model = load.create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
+    without_liger = layers.apply_liger(model, cfg.kernels)
+    model.loss_head, model.router_loss = loss.LossHead(cfg.kernels.loss), loss.router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, data, model, source.folder)
         adapters.apply_tuning(model, cfg.tuning, base, data.tokenizer, cfg.run.seed, ds.values)
-        if source.checkpoint and (known := adapters.read_base(source.checkpoint / MODEL_DIR)):
+        if source.checkpoint and (known := adapters.read_base(source.checkpoint / save.MODEL_DIR)):
             adapters.check_base(known, model.tuned.base, source.checkpoint)
     if cfg.kernels.mlp_pieces > 1:
-        tile_mlp(model, cfg.kernels.mlp_pieces)
+        layers.tile_mlp(model, cfg.kernels.mlp_pieces)
     if cfg.train.neftune_alpha:
-        add_neftune(model, cfg.train.neftune_alpha)
+        layers.add_neftune(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:
-        model.token_dropping = TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, mesh.data_rank)
-    module = pipeline.PipelineStage(model, stages, TORCH_DTYPES[dtype]) if stages > 1 else model
+        model.token_dropping = layers.TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, mesh.data_rank)
+    module = pipeline.PipelineStage(model, stages, load.TORCH_DTYPES[dtype]) if stages > 1 else model
     engine = start_engine(module, cfg, ds, total_steps, source.folder)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
@@ -644,9 +610,9 @@ def build_engine(
     if packed:
         # The logits of some of the vocabulary tell as much.
         few = partial(pipeline.forward_logits, engine, pick=lambda logits: logits[..., :1024])
-        check_isolation(*of_model, few if pipeline.is_pipeline(engine) else None)
+        attention.check_isolation(*of_model, few if pipeline.is_pipeline(engine) else None)
     if parts > 1:
-        check_sequence_parallel(*of_model, packed)
+        attention.check_sequence_parallel(*of_model, packed)
     say(_in_use(engine, cfg, without_liger))
     if model.router_loss is not None:
         say(
@@ -662,12 +628,12 @@ def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     """Return a line about what computes this run. A collective."""
     model = pipeline.stage_model(engine.module)
     ways = {
-        LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
-        LossPath.picked: tr("from the logits of trained tokens"),
-        LossPath.all_logits: tr("from all logits"),
+        loss.LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
+        loss.LossPath.picked: tr("from the logits of trained tokens"),
+        loss.LossPath.all_logits: tr("from all logits"),
     }
     computes = model if pipeline.is_pipeline(engine) else engine
-    way = pipeline.broadcast_from_last(engine, lambda: loss_head(model).path(computes))
+    way = pipeline.broadcast_from_last(engine, lambda: loss.loss_head(model).path(computes))
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")
@@ -681,7 +647,7 @@ def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     )
 
 
-def _base_folder(cfg: RunConfig, data: LanguageData, model: PreTrainedModel, folder: Path) -> Path:
+def _base_folder(cfg: RunConfig, data: language_data.LanguageData, model: PreTrainedModel, folder: Path) -> Path:
     """Return the folder of the model as it is before training; a random one is written into the run's."""
     if cfg.model.init is Init.pretrained:
         return Path(cfg.model.path)
@@ -689,9 +655,9 @@ def _base_folder(cfg: RunConfig, data: LanguageData, model: PreTrainedModel, fol
 
     def write() -> None:
         if not base.exists():
-            export.write_folder(model, describe(model, data.encoder), base, "hf", None)
+            export.write_folder(model, save.describe(model, data.encoder), base, "hf", None)
 
-    on_rank0(write)
+    process_group.on_rank0(write)
     return base
 
 

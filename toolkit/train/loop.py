@@ -10,21 +10,19 @@ from itertools import islice
 from pathlib import Path
 
 from toolkit.checkpoint import directory
-from toolkit.checkpoint.directory import RunState
 from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import OnBadStep
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure
-from toolkit.distributed.failure import DATA, STEP
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.evaluate.metrics import describe_evaluation
 from toolkit.messages import CheckpointError, Diverged, RunFolderError, Stopped, say, tr, warn
 from toolkit.models.layers import begin_step, dropping_metrics
 from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog, Progress
-from toolkit.train import run_dir, step
+from toolkit.train import run_dir
 from toolkit.train.checkpointer import resume_from, trim_metrics
-from toolkit.train.step import Anomaly, StepResult, StragglerDetector, train_step
+from toolkit.train.step import Anomaly, StepResult, StragglerDetector, record_bad_step, train_step
 from toolkit.train.task import FitResult, RunContext, Task
 from toolkit.train.tracking import Baseline, Collectives, ThroughputMeter
 
@@ -56,7 +54,7 @@ class TrainLoop:
         self.saved_at = time.monotonic()
         self.begin_at(run.start, Position(run.start.epoch, run.start.row))
 
-    def begin_at(self, state: RunState, place: Position) -> None:
+    def begin_at(self, state: directory.RunState, place: Position) -> None:
         """Continue after the step of a state, with the data from a place on."""
         self.state = replace(state, evaluations=list(state.evaluations))
         self.step, self.place, self.began = state.step, place, place
@@ -94,15 +92,18 @@ class TrainLoop:
         self.step += 1
         lr = float(self.engine.get_lr()[0])
         asked = time.perf_counter()
-        self.watchdog.enter(DATA, self.step)
+        self.watchdog.enter(failure.DATA, self.step)
         window = list(islice(self.batches, run.accumulation))
         self.meter.data_wait_s += time.perf_counter() - asked
         if rank() == 0 and not self.is_stop_file_found and time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + _LOOK_EVERY_S
             self.is_stop_file_found = self.stop_file.exists()
         stops = bool(failure.received_signal()) or self.is_stop_file_found
-        votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost(), rank() == 0 and self._is_time_to_save())
-        self.watchdog.enter(STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
+        # A save that failed is tried again after a tenth of the time.
+        patience_s = 60 * self.cfg.checkpoint.minutes / (10 if self.checkpointer.failed else 1)
+        is_time = rank() == 0 and 0 < patience_s <= time.monotonic() - self.saved_at
+        votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost(), is_time)
+        self.watchdog.enter(failure.STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
         result = train_step(self.engine, task, window, world_size(), self.guard, votes, self.copies)
         self.began, self.place = self.place, task.next_position(self.place)
@@ -148,11 +149,6 @@ class TrainLoop:
                 checkpoint=self.checkpointer.newest,
             )
 
-    def _is_time_to_save(self) -> bool:
-        """Whether `checkpoint.minutes` have passed since the last save, or a tenth of them since one that failed."""
-        patience_s = 60 * self.cfg.checkpoint.minutes / (10 if self.checkpointer.failed else 1)
-        return 0 < patience_s <= time.monotonic() - self.saved_at
-
     def _saves(self, stops: bool, is_time: bool, last: bool) -> bool:
         """Whether a checkpoint is saved after this step; one that is due after a bad loss is postponed."""
         config, saver = self.cfg.checkpoint, self.checkpointer
@@ -187,7 +183,7 @@ class TrainLoop:
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
         """Warn of a step that went wrong, and do as the config says; return whether the run was rewound."""
         self.state.bad_steps += 1
-        what, file = step.record_bad_step(
+        what, file = record_bad_step(
             self.run.folder,
             self.step,
             trouble,
@@ -285,7 +281,7 @@ class TrainLoop:
         for line in describe_evaluation(row):
             say(line)
 
-    def _state(self) -> RunState:
+    def _state(self) -> directory.RunState:
         metrics = self.metrics.file
         return replace(
             self.state,

@@ -24,9 +24,7 @@ from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
 from toolkit.disk import check_no_symlinks, lock_or_warn, try_lock, unused_path, write_atomically
 from toolkit.distributed import failure
-from toolkit.launch import deepspeed
-from toolkit.launch.deepspeed import typed_command
-from toolkit.launch.environment import detect, read_status, report_status
+from toolkit.launch import deepspeed, environment
 from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, joined, say, tr
 from toolkit.report.run import json_lines
 from toolkit.secrets import hide_all
@@ -293,10 +291,10 @@ def record_start(folder: Path, step: int) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
         "restart": restart,
-        "by": "toolkit launch" if read_status() else detect(os.environ).launcher,
+        "by": "toolkit launch" if environment.read_status() else environment.detect(os.environ).launcher,
         "reached_step": reached_step(folder) if (logs / STARTS).exists() else 0,
-        "command": typed_command(),
-        "world_size": detect(os.environ).world_size,
+        "command": deepspeed.typed_command(),
+        "world_size": environment.detect(os.environ).world_size,
         "host": socket.gethostname(),
         "commit": commit(),
     }
@@ -305,7 +303,7 @@ def record_start(folder: Path, step: int) -> None:
         file.write(json.dumps(row) + "\n")
     for path in logs.glob(failure.heartbeat_file("*")):  # of the ranks that are gone
         path.unlink(missing_ok=True)
-    report_status(folder=str(folder))
+    environment.report_status(folder=str(folder))
 
 
 def check_repeated_death(folder: Path, step: int) -> None:

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.arguments import Arguments, parse, parse_checked
-from toolkit.config import files
-from toolkit.config.load import to_yaml
-from toolkit.config.mesh import accumulation, mesh_of
-from toolkit.config.preflight import check_build_locks, check_compiler, check_track_here, device_here, extensions_dir
-from toolkit.config.schema import AUTO, ModelConfig, RunConfig
+from toolkit.config import files, load, mesh, preflight, schema
 from toolkit.errors import Problems
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import say, tr
@@ -28,7 +24,7 @@ _LOOK_S = 1.0
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def warn_remote_code(model: ModelConfig) -> None:
+def warn_remote_code(model: schema.ModelConfig) -> None:
     """Say, in red on a terminal, that the Python files of a model run, if they do."""
     if not model.trust_remote_code or not runs_code(model.path):
         return
@@ -47,17 +43,17 @@ def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, envir
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(preflight.extensions_dir()))
     if "--cfg" in words:
         place = words.index("--cfg")
         others = words[:place] + words[place + 2 :]
-        say(to_yaml(parse(others, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
+        say(load.to_yaml(parse(others, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
         return None
     problems = Problems()
     arguments = parse_checked(words, world_size=ranks.world_size, custom=custom, problems=problems)
-    problems.attempt(check_compiler, arguments.loaded)
+    problems.attempt(preflight.check_compiler, arguments.loaded)
     if ranks.rank == 0:
-        problems.attempt(check_track_here, arguments.loaded)
+        problems.attempt(preflight.check_track_here, arguments.loaded)
     problems.raise_all()
     cfg = arguments.loaded.cfg
     deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
@@ -66,21 +62,21 @@ def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, envir
     return arguments, ranks
 
 
-def set_environment(cfg: RunConfig, ranks: environment.Ranks, inherited: dict[str, str]) -> None:
+def set_environment(cfg: schema.RunConfig, ranks: environment.Ranks, inherited: dict[str, str]) -> None:
     """Set this process's variables by the config, and check that it can meet the other ranks."""
     environment.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     set_allocator(os.environ)
     environment.check_port(os.environ)
-    check_build_locks(os.environ)
+    preflight.check_build_locks(os.environ)
 
 
 def set_allocator(environ: MutableMapping[str, str]) -> None:
     """Let PyTorch grow segments of GPU memory, against fragmentation, unless a variable says what it does. Of the names
     PyTorch takes the first that is set, and gives warnings about others than the first (torch 2.13, AllocatorConfig).
     """
-    if device_here(environ) == "cuda" and not any(name in environ for name in _ALLOCATOR):
+    if preflight.device_here(environ) == "cuda" and not any(name in environ for name in _ALLOCATOR):
         environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
@@ -91,7 +87,7 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         say(line)
     for note in [*arguments.notes, *environment.mpi_notes(ranks.launcher, ranks.local_world_size, os.environ)]:
         say(note)
-    is_found = cfg.batch.micro_per_gpu == AUTO
+    is_found = cfg.batch.micro_per_gpu == schema.AUTO
     say(
         "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
         "{micro} x {times} x {parts} = {size} sequences per step (micro-batch x accumulation x data-parallel ranks).",
@@ -101,9 +97,9 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         dtype=cfg.precision.dtype.value,
         launcher=ranks.launcher,
         micro=cfg.batch.micro_per_gpu,
-        times=AUTO if is_found else accumulation(cfg, ranks.world_size),
+        times=schema.AUTO if is_found else mesh.accumulation(cfg, ranks.world_size),
         world=ranks.world_size,
-        parts=mesh_of(cfg, ranks.world_size).data_ranks,
+        parts=mesh.mesh_of(cfg, ranks.world_size).data_ranks,
         size=cfg.batch.global_size,
     )
     if found := {name: os.environ[name] for name in _ALLOCATOR if name in os.environ}:

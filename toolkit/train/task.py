@@ -13,8 +13,7 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed.failure import Watchdog
-from toolkit.engine.build import initialize_engine
-from toolkit.engine.ds_config import DsConfig
+from toolkit.engine import build, ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 from toolkit.models.loss import RouterLoss
@@ -50,7 +49,7 @@ class RunContext:
     """Settled: nothing in it is `auto` any more."""
     ranks: Ranks
     folder: Path
-    ds: DsConfig
+    ds: ds_config.DsConfig
     engine: DeepSpeedEngine
     guard: StepGuard
     checkpointer: Checkpointer
@@ -71,7 +70,7 @@ class RunContext:
 
 
 def start_engine(
-    module: torch.nn.Module, cfg: RunConfig, ds: DsConfig, total_steps: int, folder: Path
+    module: torch.nn.Module, cfg: RunConfig, ds: ds_config.DsConfig, total_steps: int, folder: Path
 ) -> DeepSpeedEngine:
     """Hand a module to DeepSpeed; ConfigError if the run is too short for its schedule. A collective."""
     values = ds.values
@@ -79,7 +78,7 @@ def start_engine(
         values = {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
         schedule, recompute = make_schedule(cfg, total_steps), cfg.train.activation_checkpointing
-        return initialize_engine(module, values, recompute, schedule, cfg.compile, cfg.optim)
+        return build.initialize_engine(module, values, recompute, schedule, cfg.compile, cfg.optim)
 
 
 class Task(ABC):
@@ -146,7 +145,7 @@ class Task(ABC):
         """Reject a checkpoint of another model with a ConfigError. For rank 0 only."""
 
     @abstractmethod
-    def build(self, ds: DsConfig, source: RunSource) -> DeepSpeedEngine:
+    def build(self, ds: ds_config.DsConfig, source: RunSource) -> DeepSpeedEngine:
         """Build the model and hand it to DeepSpeed. A collective."""
 
     @abstractmethod

@@ -31,15 +31,12 @@ from toolkit.disk import write_atomically
 from toolkit.distributed.process_group import full_shape, gather, rank, sum_over_ranks, world_size
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import Stopped, current_language, say, tr, warn
-from toolkit.models.load import TORCH_DTYPES
-from toolkit.models.pipeline import unwrap_model
+from toolkit.models import load, pipeline
 from toolkit.plan.machine import Gpu, find_gpu
 from toolkit.plan.outline import Shapes
 from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.report.run import PAGE
-from toolkit.track import backends
-from toolkit.track.metrics import is_evaluation, metric_values
-from toolkit.track.queue import Trackers
+from toolkit.track import backends, metrics, queue
 from toolkit.train.step import RankTimes, StepResult
 from toolkit.train.task import SAMPLES, TOKENS, FitResult, RunContext
 
@@ -191,7 +188,7 @@ def measure_baseline(
     engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
 ) -> Baseline:
     """Return what runs are compared with. A collective; `planned_bytes` per rank: of its GPU, on CPUs its process."""
-    model, device = unwrap_model(engine.module), engine.device
+    model, device = pipeline.unwrap_model(engine.module), engine.device
     shapes: Shapes = {}  # of all parameters as they are before they are partitioned or quantised
     trained: set[str] = set()
     for name, parameter in model.named_parameters():
@@ -216,7 +213,7 @@ def measure_baseline(
     return Baseline(
         formula=flops,
         recomputes=recomputes,
-        dtype=next(known.value for known, torch_dtype in TORCH_DTYPES.items() if torch_dtype == dtype),
+        dtype=next(known.value for known, torch_dtype in load.TORCH_DTYPES.items() if torch_dtype == dtype),
         matmul_flops=median_of_ranks(device, dtype),
         device=device_name,
         card=find_gpu(device_name),
@@ -419,11 +416,11 @@ class AutomaticReport:
             self._process.wait()
 
 
-def trackers_of(cfg: RunConfig) -> Trackers:
+def trackers_of(cfg: RunConfig) -> queue.Trackers:
     """Return a run's trackers, not yet begun. It waits for them, while ranks wait in a collective, for a quarter of
     `distributed.timeout_s` at most; the report may take half of it.
     """
-    return Trackers(min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
+    return queue.Trackers(min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
 
 
 @contextmanager
@@ -480,8 +477,8 @@ def _mean_loss(run: RunContext) -> float:
     total = tokens = before = 0.0
     with suppress(OSError, ValueError, KeyError), (run.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
-            row = metric_values(json.loads(line))
-            if is_evaluation(row):
+            row = metrics.metric_values(json.loads(line))
+            if metrics.is_evaluation(row):
                 continue
             count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
             since, before = count - before, count

@@ -16,38 +16,21 @@ from deepspeed.accelerator import get_accelerator
 
 from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files
-from toolkit.config import preflight
-from toolkit.config.load import to_yaml
-from toolkit.config.mesh import accumulation, with_micro_batch
-from toolkit.config.rule_tables import OPTIMIZERS
+from toolkit.config import load, mesh, preflight, rule_tables
 from toolkit.config.schema import AUTO, Device, RunConfig
 from toolkit.distributed import failure, process_group
-from toolkit.distributed.failure import Watchdog
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine import memory
 from toolkit.engine.build import load_ops
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.launch import environment
-from toolkit.launch.environment import Ranks
 from toolkit.messages import LaunchError, RunFolderError, say, tr, warn
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.metrics import Progress
-from toolkit.train import run_dir
+from toolkit.train import dry_run, loop, run_dir, schedule, startup
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
-from toolkit.train.dry_run import (
-    RunPlan,
-    choose_layout,
-    dry_run,
-    micro_batch_before,
-    plan_run,
-    search_micro_batch,
-    set_micro_batch,
-)
-from toolkit.train.loop import TrainLoop
 from toolkit.train.run_dir import RunSource, choose_run_dir
-from toolkit.train.schedule import tell_length
-from toolkit.train.startup import start_logs
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, measure_baseline, trackers_of, tracking
@@ -58,10 +41,10 @@ class Trainer:
 
     progress: Progress
     run: RunContext
-    plan: RunPlan | None = None
+    plan: dry_run.RunPlan | None = None
     """What memory is expected to be; None if it is not known."""
 
-    def __init__(self, task: Task, cfg: RunConfig, ranks: Ranks, started: float) -> None:
+    def __init__(self, task: Task, cfg: RunConfig, ranks: environment.Ranks, started: float) -> None:
         self.task, self.cfg, self.ranks, self.started = task, cfg, ranks, started
 
     def train(self) -> Path:
@@ -99,14 +82,14 @@ class Trainer:
         source, hosts = self._open_run_dir()
         cfg, built = self._settle(_with_ops(_with_optimizer(self.cfg, source), self.cfg), source)
         self.cfg, total_steps = cfg, task.total_steps
-        tell_length(cfg, task.epoch, total_steps, ranks.world_size)
+        schedule.tell_length(cfg, task.epoch, total_steps, ranks.world_size)
         ds = build_ds_config(cfg, ranks.world_size, total_steps)
         start = on_rank0(lambda: self._record_start(cfg, ds, source, hosts))
         if built is None:
             engine, guard = self._build(cfg, ds, source)
         else:
             engine, guard = built
-            set_micro_batch(engine, cfg)
+            dry_run.set_micro_batch(engine, cfg)
             engine.lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
         status = partial(environment.report_status, first_step=start.step + 1)
         self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
@@ -131,13 +114,13 @@ class Trainer:
             checkpointer=checkpointer,
             start=start,
             trackers=trackers_of(cfg),
-            watchdog=Watchdog(source.folder, ranks.rank, ranks.world_size, *limits, cfg.compile.enabled),
+            watchdog=failure.Watchdog(source.folder, ranks.rank, ranks.world_size, *limits, cfg.compile.enabled),
             total_steps=total_steps,
-            accumulation=accumulation(cfg, ranks.world_size),
+            accumulation=mesh.accumulation(cfg, ranks.world_size),
             started=self.started,
         )
         if task.vocab_size is not None:
-            self.plan = plan_run(cfg, task.vocab_size, ranks, engine.device, source.folder / "plan.json")
+            self.plan = dry_run.plan_run(cfg, task.vocab_size, ranks, engine.device, source.folder / "plan.json")
         task.prepare_evaluation(self.run)
         self.reporter: AutomaticReport | None = None
         if cfg.report.enabled and ranks.rank == 0:
@@ -156,12 +139,12 @@ class Trainer:
             say(baseline.describe())
         if cfg.train.rehearse and run.start.step < run.total_steps:
             with phase(tr("Dry run")):
-                line = dry_run(self.task, run, self.plan)
+                line = dry_run.dry_run(self.task, run, self.plan)
             say(line)
         seconds = f"{time.monotonic() - self.started:.0f}"
         say("Ready after {seconds} s, counted from the start of the command.", seconds=seconds)
         begin_report = self.reporter.begin if self.reporter else lambda: None
-        return TrainLoop(self.task, run, baseline, progress, begin_report).train()
+        return loop.TrainLoop(self.task, run, baseline, progress, begin_report).train()
 
     def finish(self, result: FitResult) -> None:
         """Answer, export, mark the run done and say what was achieved."""
@@ -210,7 +193,7 @@ class Trainer:
             )
         peers = [peer for peer, _ in found]
         failure.watch_failures(folder, ranks.rank, peers)
-        start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
+        startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         return source, [peer.host for peer in peers]
 
     def _settle(self, cfg: RunConfig, source: RunSource) -> tuple[RunConfig, tuple[DeepSpeedEngine, StepGuard] | None]:
@@ -219,15 +202,17 @@ class Trainer:
         if cfg.plan.auto:
             assert task.vocab_size is not None
             device = torch.device(get_accelerator().current_device_name())
-            cfg = choose_layout(cfg, task.vocab_size, self.ranks, device, source)
+            cfg = dry_run.choose_layout(cfg, task.vocab_size, self.ranks, device, source)
         elif cfg.batch.micro_per_gpu == AUTO:
-            rows = on_rank0(lambda: micro_batch_before(cfg, self.ranks, source))
+            rows = on_rank0(lambda: dry_run.micro_batch_before(cfg, self.ranks, source))
             if not rows:
-                smallest = with_micro_batch(cfg)
+                smallest = mesh.with_micro_batch(cfg)
                 task.settle(smallest)
                 ds = build_ds_config(smallest, self.ranks.world_size, task.total_steps)
-                rows, built = search_micro_batch(smallest, task, self.ranks, lambda: self._build(smallest, ds, source))
-            cfg = with_micro_batch(cfg, rows)
+                rows, built = dry_run.search_micro_batch(
+                    smallest, task, self.ranks, lambda: self._build(smallest, ds, source)
+                )
+            cfg = mesh.with_micro_batch(cfg, rows)
         task.settle(cfg)
         return cfg, built
 
@@ -242,7 +227,7 @@ class Trainer:
             task.check_checkpoint(source.checkpoint)
         start = starting_state(cfg, task.identity, self.ranks, source)
         device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
-        run_dir.write_settings(folder, to_yaml(cfg), ds.values, hosts, device)
+        run_dir.write_settings(folder, load.to_yaml(cfg), ds.values, hosts, device)
         card = {"total_steps": task.total_steps, "steps_per_epoch": task.steps_per_epoch, **task.data_card()}
         text = json.dumps(hide_all(card), indent=2, ensure_ascii=False) + "\n"
         with suppress(OSError):  # a full disk is reported by what a run cannot do without
@@ -297,7 +282,7 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
         reason = tr("as before")
     else:
         reason = next(reason for torch, reason in found if torch == is_torch)
-    if OPTIMIZERS[cfg.optim.name].takes_adam:
+    if rule_tables.OPTIMIZERS[cfg.optim.name].takes_adam:
         whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
         say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
