@@ -166,7 +166,7 @@ def test_explain_covers_every_leaf() -> None:
         ),
         ({"zero_optimization": {"cpu_offload": True}}, "Write 'zero_optimization.offload_optimizer'."),
         ({"stage3_max_live_parameters": 1}, "It belongs to 'zero_optimization.stage3_max_live_parameters'."),
-        ({"communication_data_type": "auto"}, "needs a value"),
+        ({"prescale_gradients": "auto"}, "needs a value"),
         ({"data_types": "fp32"}, "'data_types' is a section"),
         ({"bf16": {"check_grad_overflow": False}}, "bf16.check_grad_overflow: cannot be false"),
         ({"zero_optimization": {"compute_grad_norm": False}}, "is judged by the norm of its gradient"),
@@ -210,3 +210,25 @@ def test_recipe_snapshot(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed(values, monkeypatch, world=2)
     golden = ROOT / "tests" / "golden" / "ds_config" / f"{recipe}.json"
     assert values == json.loads(golden.read_text(encoding="utf-8")), "run scripts/record_golden.py if this is meant"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {}),
+        (["precision.communication_dtype=fp32"], {"communication_data_type": "fp32"}),
+        (
+            ["precision.communication_dtype=bf16", "parallel=sequence", "parallel.sequence=2"],
+            {"seq_parallel_communication_data_type": "bf16"},
+        ),
+    ],
+)
+def test_the_type_in_which_gradients_travel(
+    words: list[str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed takes the model's type, or with sequence parallelism fp32, unless told."""
+    values = build_ds_config(load(["recipe=chatglm", "batch.global_size=64", *words]).cfg, WORLD).values
+    assert {key: value for key, value in values.items() if "communication" in key} == expected
+    config = parsed(values, monkeypatch)
+    names = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
+    assert all(str(getattr(config, key)) == names[value] for key, value in expected.items())

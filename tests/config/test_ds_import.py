@@ -358,7 +358,7 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine", "last_batch_iteration": -1}}},
         "DeepSpeed has no warmup_type 'cosine' and takes log.",
     ),
-    ({"communication_data_type": "auto"}, 'no setting of the recipe can replace "auto": omitted.'),
+    ({"prescale_gradients": "auto"}, 'no setting of the recipe can replace "auto": omitted.'),
     ({"gradient_accumulation_steps": 3}, "says nothing without the number of ranks: give world_size=N."),
 ]
 

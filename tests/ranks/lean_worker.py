@@ -37,12 +37,15 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.reductions = 0
+        self.sent: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         if name in WAITS:
             self.waits[name] += 1
-        self.reductions += function.namespace == "c10d" and name in REDUCTIONS
+        if function.namespace == "c10d" and name in REDUCTIONS:
+            self.reductions += 1
+            self.sent |= {one.dtype for one in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(one)}
         return function(*args, **(kwargs or {}))
 
     @contextmanager
@@ -60,7 +63,7 @@ class Watch(TorchDispatchMode):
             yield
 
 
-def build(stage: int, dtype: str, compiling: CompileConfig | None = None) -> DeepSpeedEngine:
+def build(stage: int, dtype: str, compiling: CompileConfig | None = None, **extra: Any) -> DeepSpeedEngine:
     """Return an engine of a tiny model, the same each time."""
     torch.manual_seed(0)
     config = transformers.GlmConfig(
@@ -75,7 +78,8 @@ def build(stage: int, dtype: str, compiling: CompileConfig | None = None) -> Dee
         pad_token_id=None,
         eos_token_id=1,
     )
-    ds_config = {
+    ds_config: dict[str, Any] = {
+        **extra,
         "train_batch_size": 2 * ACCUMULATION,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -171,6 +175,15 @@ def check_waits_of_step(stage: int, dtype: str) -> None:
     assert sum(watch.waits.values()) == expected, (stage, dtype, watch.waits)
 
 
+def check_sent_type(stage: int) -> None:
+    """Gradients of a model in bf16 travel in bf16, or in the type that is asked for."""
+    for asked, expected in (({}, torch.bfloat16), ({"communication_data_type": "fp32"}, torch.float32)):
+        engine, watch = build(stage, "bf16", **asked), Watch()
+        with watch:
+            engine.backward(language_task.token_loss_sum(engine, window(0)[0]))
+        assert watch.sent == {expected}, (stage, asked, watch.sent)
+
+
 def check_compiled(stage: int) -> None:
     """A compiled model learns what the model learns."""
     losses = []
@@ -203,6 +216,8 @@ def main() -> None:
     check_step(1, "bf16")  # another optimizer class of DeepSpeed's than stage 1 in fp32
     for stage in (1, 2, 3):
         check_waits_of_step(stage, "bf16")
+    for stage in (2, 3):
+        check_sent_type(stage)
     check_refusals()
     check_compiled(2)
     print("ALL CHECKED", flush=True)

@@ -211,6 +211,15 @@ class Dtype(str, Enum):
     fp16 = "fp16"
 
 
+class CommunicationDtype(str, Enum):
+    """The arithmetic in which gradients are averaged over ranks."""
+
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 class Device(str, Enum):
     """Where something is offloaded to."""
 
@@ -587,7 +596,7 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
-    """`precision`: the arithmetic of the model. Gradients are reduced and the loss is summed in the same way for all."""
+    """`precision`: the arithmetic of the model. The loss is summed in fp32 for all."""
 
     dtype: Dtype = Dtype.bf16
     """fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights."""
@@ -605,6 +614,8 @@ class PrecisionConfig:
     """fp16: refill the hysteresis after each step without overflow."""
     min_loss_scale: PositiveInt = 1
     """fp16: smallest dynamic loss scale."""
+    communication_dtype: CommunicationDtype = CommunicationDtype.auto
+    """The type in which gradients are sent and averaged; auto: that of the model. With bf16 each addition keeps 8 bits, so their rounding grows with the number of ranks: fp32 is worth twice the bytes with many ranks, or to compare runs on different numbers of them."""
     auto_cast: bool = False
     """fp16: cast floating-point inputs of the model to fp16; token ids are never cast."""
 

@@ -153,7 +153,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero_optimization.offload_param": _shared("zero.offload_param"),
     "zero_optimization.zenflow": _shared("zero.zenflow", "enabled"),
     "aio": _shared("zero.aio"),
-    "fp16": _shared("precision", "dtype", "tf32"),
+    "fp16": _shared("precision", "dtype", "communication_dtype", "tf32"),
     "optimizer.params": ("optim", ("lr", "weight_decay", *SOMETIMES_READ)),
     "activation_checkpointing": _shared("train.activation_checkpointing", "enabled"),
     "flops_profiler": _shared("profile.flops"),
@@ -163,6 +163,7 @@ SAME: dict[str, str] = {
     "train_batch_size": "batch.global_size",
     "train_micro_batch_size_per_gpu": "batch.micro_per_gpu",
     "gradient_clipping": "train.gradient_clipping",
+    "communication_data_type": "precision.communication_dtype",
     "wall_clock_breakdown": "profile.wall_clock_breakdown",
     "memory_breakdown": "profile.memory_breakdown",
     "dump_state": "profile.dump_state",
@@ -172,6 +173,7 @@ SAME: dict[str, str] = {
     "tensor_parallel.autotp_size": "parallel.tensor",
 } | {f"{theirs}.{name}": f"{ours}.{name}" for theirs, (ours, names) in SECTIONS.items() for name in names}
 DERIVED: dict[str, str] = {
+    "seq_parallel_communication_data_type": "precision.communication_dtype",
     "gradient_accumulation_steps": "batch.global_size",
     "fp16.enabled": "precision.dtype",
     "bf16.enabled": "precision.dtype",
@@ -249,6 +251,11 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     if cfg.precision.dtype is schema.Dtype.fp16:
         _copy(ds, cfg, "fp16")
     ds.put("data_types.grad_accum_dtype", *_accumulation_dtype(cfg))
+    if cfg.precision.communication_dtype is not schema.CommunicationDtype.auto:
+        key = "communication_data_type"
+        if cfg.parallel.sequence > 1:  # it has a key and a default, fp32, of its own (deepspeed 0.19.8, engine.py)
+            key = f"seq_parallel_{key}"
+        ds.put(key, cfg.precision.communication_dtype.value, "precision.communication_dtype")
     _zero(ds, cfg)
     optimizer_section(ds, cfg, reason)
     scheduler_section(ds, cfg, total_steps or cfg.train.max_steps or None)
