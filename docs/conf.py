@@ -34,6 +34,7 @@ html_title = project
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_search_scorer = str(ROOT / "docs" / "search_scorer.js")
 html_show_copyright = False
 
 
