@@ -17,6 +17,7 @@ COMMANDS = tuple(
         "launch",
         "sweep",
         "autotune",
+        "prove",
         "check",
         "recipes",
         "models",

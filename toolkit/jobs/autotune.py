@@ -74,7 +74,7 @@ def run_autotune(words: list[str]) -> int:
     """Search, and print what was measured and the overrides of the fastest; return the exit code."""
     launcher, options, rest = deepspeed.typed_options(words)
     problems = Problems()
-    hosts = problems.attempt(_hosts, options) or {}
+    hosts = problems.attempt(hosts_of, options) or {}
     world_size = sum(map(len, hosts.values()))
     arguments = parse(rest, names=_OWN, problems=problems)
     cfg, given = arguments.loaded.cfg, arguments.values
@@ -116,7 +116,8 @@ def run_autotune(words: list[str]) -> int:
         return 0
 
 
-def _hosts(options: dict[str, str]) -> hostfile.Resources:
+def hosts_of(options: dict[str, str]) -> hostfile.Resources:
+    """Return the nodes and GPUs that a launcher's options name; without any, those of this machine."""
     if path := deepspeed.hostfile_of(options):
         return hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if number := options.get("--num_gpus", ""):

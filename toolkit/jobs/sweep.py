@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from toolkit import children
 from toolkit.arguments import parse_checked, positive_int
@@ -429,16 +429,29 @@ def _read_jobs(folder: Path) -> list[SweepJob]:
     return jobs
 
 
-def launch(plan: SweepPlan, sweep: SweepDir, job: SweepJob, special: Sequence[str], requests: SignalRequests) -> None:
-    """Run one job in a child process, pass signals on, and record how it ended."""
-    folder = str(sweep.folder)
-    if not re.fullmatch(r"[\w./+-]+", folder, re.ASCII):  # Hydra takes anything else in quotes only
-        folder = "'" + folder.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    command = [*LAUNCH, *plan.launcher, *plan.fixed, *special, f"run.dir={folder}", f"run.name={job.name}"]
+def quoted(path: Path) -> str:
+    """Return a path as the value of an override: Hydra takes characters beyond the plainest in quotes only."""
+    text = str(path)
+    if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def launch(
+    plan: SweepPlan,
+    sweep: SweepDir,
+    job: SweepJob,
+    special: Sequence[str],
+    requests: SignalRequests,
+    log: IO[str] | None = None,
+) -> None:
+    """Run one job in a child process, pass signals on, and record how it ended; `log`: where it prints."""
+    words = [f"run.dir={quoted(sweep.folder)}", f"run.name={job.name}"]
+    command = [*LAUNCH, *plan.launcher, *plan.fixed, *special, *words]
     job.state, job.started, job.ended, job.exit_code = RUNNING, time.strftime(_TIME), "", None
     sweep.save()
     # A session of its own: Ctrl-C reaches it through us alone, once.
-    process = children.start(command, start_new_session=True)
+    process = children.start(command, start_new_session=True, stdout=log, stderr=log)
     while (code := process.poll()) is None:
         if requests.is_new:
             requests.is_new = False

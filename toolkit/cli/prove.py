@@ -1,0 +1,25 @@
+"""Hold a recipe's exact settings, on your ranks, against a plain PyTorch loop; find the setting that deviates.
+
+toolkit prove [launcher options] recipe=NAME [steps=8] [max_length=256] [output=FILE] [sweep=NAME] [key=value …]
+
+  launcher options  as for `toolkit launch`, which trains
+  steps=8           optimizer steps; the run is resumed at half of them
+  max_length=256    longest sample, in tokens
+  output=FILE       the result as JSON
+  sweep=NAME        directory of the runs, run.dir/NAME; without it one of the recipe and these words
+
+The model keeps its architecture and vocabulary and becomes small and random; data, precision, kernels, packing,
+adapters, ZeRO, offload and layout stay. Losses, gradient norms and the export's logits may deviate from float64 by some
+times what the plain loop in the same precision does. If they deviate by more, each setting is made plainer in turn.
+
+Exit code 0: everything is right; 1: something deviates.
+"""
+
+from toolkit.jobs.prove import run_prove
+from toolkit.launch import environment
+
+
+def run(words: list[str]) -> int:
+    """Prove."""
+    environment.refuse_ranks()
+    return run_prove(words)

@@ -1,0 +1,106 @@
+"""A random model of a directory's architecture with a few layers of a few heads: what `toolkit prove` trains."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+
+from toolkit.messages import ModelError
+from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
+from toolkit.models.directory import Architecture, architecture_of, divides_positions, read_config, read_object
+
+LAYERS, HEADS, HEAD_SIZE = 4, 4, 16
+"""The least; model-parallel ranks may need more heads. FlexAttention takes no heads smaller than 16 (torch 2.13)."""
+LARGEST = 32 * 2**20
+"""Parameters beside embedding and output layer; a larger model has sizes under names that are not known here."""
+_SIZES = {
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "inner_hidden_size", "ffn_dim", "n_inner"), 192),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), LAYERS),
+    **dict.fromkeys(("head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"), HEAD_SIZE),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    "num_nextn_predict_layers": 0,
+}
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+_QUERY_HEADS, _KEY_HEADS = ("num_attention_heads", "n_head"), ("num_key_value_heads", "multi_query_group_num")
+
+
+def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
+    """Return a config.json with the same architecture and vocabulary, `heads` heads, LAYERS layers and no dropout."""
+    own_heads = next((config[name] for name in _QUERY_HEADS if name in config), 0)
+    small = dict(config)
+    for name, value in config.items():
+        if value is None:
+            continue
+        if name in _SIZES:
+            small[name] = _SIZES[name]
+        elif name in _WIDTHS:
+            small[name] = heads * HEAD_SIZE
+        elif name in _QUERY_HEADS:
+            small[name] = heads
+        elif name in _KEY_HEADS:
+            small[name] = heads if value == own_heads else min(value, heads // 2)
+        elif ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
+            small[name] = 0.0
+        elif name == "layer_types":
+            kinds = list(dict.fromkeys(value))
+            small[name] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+        elif name in ("rope_scaling", "rope_parameters"):  # factors are one per rotated pair of numbers
+            small[name] = {key: one[: HEAD_SIZE // 2] if isinstance(one, list) else one for key, one in value.items()}
+    return small
+
+
+def shrunk_model(path: str, seed: int, heads: int = HEADS) -> PreTrainedModel:
+    """Build a random fp32 model on the CPU after a directory's config.json, whose weights are not read.
+
+    Raises:
+        ModelError: the directory's own Python code would be needed, or the model stays large.
+    """
+    folder = Path(path)
+    config = shrunk_config(read_config(path, with_weights=False), heads)
+    architecture, generation_file = architecture_of(config), folder / "generation_config.json"
+    generation = read_object(generation_file) if generation_file.is_file() else {}
+    torch.manual_seed(seed)
+    model: PreTrainedModel
+    if architecture is Architecture.v1:
+        model = ChatGLMForConditionalGeneration(ChatGLMConfig(**{name: config[name] for name in config.keys() - _HUB}))
+    elif architecture is Architecture.glm:
+        known = glm_config(config, generation, divides_positions=divides_positions(config, folder))
+        model = transformers.GlmForCausalLM(known)
+    else:
+        with TemporaryDirectory() as temporary:
+            (Path(temporary) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            try:
+                known = transformers.AutoConfig.from_pretrained(temporary, trust_remote_code=False)
+                model = transformers.AutoModelForCausalLM.from_config(known, trust_remote_code=False)
+            except Exception as error:  # whatever a config that does not fit makes the library raise
+                raise ModelError(
+                    "{path}: no small model of this architecture can be made: {reason}", path=path, reason=error
+                ) from error
+    outer = {
+        id(one) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for one in part.parameters()
+    }
+    inner = sum(one.numel() for one in model.parameters() if id(one) not in outer)
+    if inner > LARGEST:
+        raise ModelError(
+            "{path}: made small, this architecture still has {count} parameters: names of its sizes in config.json are "
+            "not known here.",
+            path=path,
+            count=f"{inner:,}",
+        )
+    if generation and architecture is None:
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    elif architecture is not None:
+        model.generation_config = GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=0)
+    model.get_input_embeddings().padding_idx = None
+    return model.eval()
+
+
+_HUB = {"auto_map", "architectures", "_name_or_path"}
