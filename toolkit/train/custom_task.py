@@ -394,19 +394,15 @@ class CustomTask(Task):
             raise DataError(joined(str(error), advice)) from error
 
     def data_summary(self) -> dict[str, Any]:
-        """Return model and dataset."""
         return {"model": self.card["model"], "parameters": self.card["parameters"], **self.data.identity}
 
     def data_card(self) -> dict[str, Any]:
-        """Return program, model and dataset."""
         return {"program": self.card["program"], "model": self.card["model"], **self.data.identity}
 
     def batches(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
-        """Return this rank's micro-batches."""
         return self.data.batches_from(position, num_steps)
 
     def next_position(self, position: Position) -> Position:
-        """Return the position after a step."""
         return self.data.position_after(position)
 
     def samples_at(self, position: Position) -> Samples:
@@ -448,7 +444,6 @@ class CustomTask(Task):
         return checkpointer.ModelFiles(files, None, export_in_background, holds_frozen=True)
 
     def start_lines(self, run: RunContext) -> str:
-        """Return the sizes of model and data."""
         return tr(
             "{trained} of {parameters} parameters of {model} are trained. {samples}, {steps} steps "
             "({per_epoch} per epoch). Run directory: {folder}",
@@ -469,14 +464,12 @@ class CustomTask(Task):
         return batch, tr("the first batch")
 
     def check_evaluation(self, run: RunContext) -> None:
-        """Evaluate one micro-batch."""
         if self.has_validation:
             evaluate(self.spec, run.cfg, run.ranks, run.engine, most=1)
 
     # Steps
 
     def count(self, batch: MicroBatch) -> int:
-        """Return the samples of a micro-batch that count."""
         return batch.size
 
     def sizes(self, batches: list[MicroBatch]) -> list[int]:
@@ -484,7 +477,6 @@ class CustomTask(Task):
         return [sum(batch.size for batch in batches)] * 2 + [0]
 
     def shape(self, batch: MicroBatch) -> tuple[int, ...]:
-        """Return the samples of a micro-batch."""
         return (batch.size,)
 
     def loss_sum(self, engine: Any, batch: MicroBatch) -> torch.Tensor:
@@ -504,7 +496,6 @@ class CustomTask(Task):
                 part.train()
 
     def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
-        """Evaluate loss and the program's metrics."""
         return evaluate(self.spec, run.cfg, run.ranks, run.engine, alive)
 
     # End
@@ -519,7 +510,6 @@ class CustomTask(Task):
                 process_group.on_rank0(lambda: _verify_export(self.spec, run.cfg.run.seed, folder))
 
     def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
-        """Return parameters, samples and the last figures."""
         summary = {name: self.card[name] for name in ("parameters", "trained_parameters")}
         summary["samples"] = result.state.total_tokens
         if result.state.evaluations:
@@ -528,7 +518,6 @@ class CustomTask(Task):
         return summary
 
     def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
-        """Return where the weights are."""
         if not run.cfg.checkpoint.export:
             return []
         file = f"{run.display_folder}/export/{WEIGHTS}"

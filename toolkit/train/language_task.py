@@ -317,7 +317,6 @@ class LanguageTask(Task):
         self._order = language_data.changing_order(cfg, data)
 
     def data_summary(self) -> dict[str, Any]:
-        """Return sources, packing and sizes of the splits."""
 
         def sizes(store: TokenizedCache) -> dict[str, int]:
             return {"samples": len(store), "tokens": store.num_tokens, "trained_tokens": store.num_trained_tokens}
@@ -348,15 +347,12 @@ class LanguageTask(Task):
         }
 
     def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
-        """Return this rank's micro-batches."""
         return language_data.training_batches(self.cfg, self.data, self.ranks, num_steps, position)
 
     def next_position(self, position: sampler.Position) -> sampler.Position:
-        """Return the position after a step."""
         return sampler.next_position(position, self.epoch.sequences, self.epoch.per_step)
 
     def order_metrics(self, position: sampler.Position) -> dict[str, float]:
-        """Return figures of a curriculum or of weights that change."""
         return self._order.figures(position) if self._order else {}
 
     def samples_at(self, position: sampler.Position) -> Samples:
@@ -404,7 +400,6 @@ class LanguageTask(Task):
             self.evaluation.leave_out_too_long()
 
     def start_lines(self, run: RunContext) -> str:
-        """Return the sizes of model and data."""
         store, counts = self.data.train, count_parameters(pipeline.unwrap_model(run.engine.module))
         trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
         parts = [
@@ -438,7 +433,6 @@ class LanguageTask(Task):
         return batch, tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
 
     def larger_batch(self, rows: int, share: float) -> language_data.Batch:
-        """Return the longest row several times over."""
         return language_data.repeated_batch(self.cfg, self.data, rows, share)
 
     def check_evaluation(self, run: RunContext) -> None:
@@ -456,7 +450,6 @@ class LanguageTask(Task):
     # Steps
 
     def count(self, batch: language_data.Batch) -> int:
-        """Return the trained tokens of a micro-batch."""
         return loss.num_trained_tokens(batch)
 
     def sizes(self, batches: list[language_data.Batch]) -> list[int]:
@@ -469,7 +462,6 @@ class LanguageTask(Task):
         ]
 
     def shape(self, batch: language_data.Batch) -> tuple[int, ...]:
-        """Return rows and tokens."""
         return tuple(batch["input_ids"].shape)
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
@@ -477,7 +469,6 @@ class LanguageTask(Task):
         return token_loss_sum(engine, batch)
 
     def router_loss(self, engine: DeepSpeedEngine) -> loss.RouterLoss | None:
-        """Return the load-balancing loss of a mixture of experts, where it is trained."""
         return getattr(engine.module, "router_loss", None)
 
     def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
@@ -545,7 +536,6 @@ class LanguageTask(Task):
         return summary
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        """Return the validation losses, and those of unigrams and bigrams."""
         losses = {name: f"{loss:.3f}" for name, loss in summary.items() if name.endswith("_loss")}
         lines = []
         if "last_eval_loss" in losses:
@@ -563,7 +553,6 @@ class LanguageTask(Task):
         return lines
 
     def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
-        """Return how to ask the model."""
         folder = run.display_folder
         if not run.cfg.checkpoint.export:
             return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
