@@ -247,7 +247,8 @@ def chunked_loss_sum(
     """Return the sum of the tokens' cross entropies, once differentiable in all but the targets; 0 of no tokens.
 
     Gradients are added up in float32 and not multiplied by the caller's until the backward pass, so no loss scale makes
-    them over- or underflow. A trained weight's takes V x H x 4 bytes until then, twice while it is added.
+    them over- or underflow. A trained weight's takes V x H x 4 bytes until then. As each addition to it reads and
+    writes all of it, chunks' gradients of logits are kept, up to half its bytes, and multiplied at once.
     """
     return _ChunkedLossSum.apply(hidden, weight, bias, targets)
 
@@ -261,30 +262,33 @@ class _ChunkedLossSum(torch.autograd.Function):
         scale = _FP16_SCALE if hidden.dtype is torch.float16 else 1.0
         total = hidden.new_zeros((), dtype=torch.float32)
         hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if of_hidden else None
-        weight_gradient: torch.Tensor | None = None
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
         size = _rows(weight)
-        for begin in range(0, len(hidden), size):
-            states, wanted = hidden[begin : begin + size], targets[begin : begin + size, None]
-            gradient = _log_probabilities(states, weight, bias)
-            total -= gradient.gather(1, wanted).sum()
-            # Of a token's loss by its logits: the probabilities, less 1 at the target.
-            gradient.exp_()
-            gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
-            if bias_gradient is not None:
-                bias_gradient += gradient.sum(dim=0)
-            gradient = gradient.mul_(scale).to(hidden.dtype)
-            if hidden_gradient is not None:
-                hidden_gradient[begin : begin + size] = _product(gradient, weight)
-            if of_weight:
-                if weight_gradient is None:
-                    weight_gradient = _product(gradient.t(), states)
-                elif gradient.dtype is torch.float32:
-                    weight_gradient.addmm_(gradient.t(), states)
+        group = max(size, 2 * weight.size(1) // hidden.element_size()) if of_weight else size
+        for start in range(0, len(hidden), group):
+            states = hidden[start : start + group]
+            gradient = states.new_empty(len(states), len(weight)) if len(states) > size else None
+            for begin in range(0, len(states), size):
+                part = slice(begin, begin + size)
+                wanted = targets[start : start + group][part, None]
+                of_logits = _log_probabilities(states[part], weight, bias)
+                total -= of_logits.gather(1, wanted).sum()
+                # Of a token's loss by its logits: the probabilities, less 1 at the target.
+                of_logits.exp_()
+                of_logits.scatter_(1, wanted, of_logits.gather(1, wanted) - 1)
+                if bias_gradient is not None:
+                    bias_gradient += of_logits.sum(dim=0)
+                of_logits.mul_(scale)
+                if gradient is None:
+                    gradient = of_logits.to(hidden.dtype)
                 else:
-                    weight_gradient.add_(_product(gradient.t(), states))
-        if of_weight and weight_gradient is None:
-            weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+                    gradient[part] = of_logits
+            assert gradient is not None
+            if hidden_gradient is not None:
+                hidden_gradient[start : start + group] = _product(gradient, weight)
+            if weight_gradient is not None:
+                _add_product(weight_gradient, gradient.t(), states)
         ctx.dtype, ctx.scale = hidden.dtype, scale
         ctx.gradients = hidden_gradient, weight_gradient, bias_gradient
         return total
@@ -322,6 +326,16 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         # the time of float32 factors on a processor that knows bfloat16.
         return (left @ right).float()
     return left.float() @ right.float()
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a matrix product to float32 `total`; in half precision a slice of rows at a time, not to hold it twice."""
+    if left.dtype is torch.float32:
+        total.addmm_(left, right)
+        return
+    rows = max(1, CHUNK_BYTES // (4 * total.size(1)))
+    for sums, factors in zip(total.split(rows), left.split(rows), strict=True):
+        sums.add_(_product(factors, right))
 
 
 def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

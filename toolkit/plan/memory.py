@@ -398,9 +398,12 @@ class _Rank:
         chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES)
         if not with_gradients:
             return int(2 * chunk) + self.weight * hidden * rows.tokens
-        matrix = 4 * vocab * hidden if self.outline.trains_head else 0
-        again = matrix if self.is_half and rows.tokens * vocab * 4 > CHUNK_BYTES else 0
-        return int(_CHUNK_COPIES * chunk) + (self.weight + 4) * hidden * rows.tokens + matrix + again
+        inputs = int(_CHUNK_COPIES * chunk) + (self.weight + 4) * hidden * rows.tokens
+        if not self.outline.trains_head:
+            return inputs
+        matrix, group = 4 * vocab * hidden, 2 * hidden // self.weight
+        kept = min(rows.tokens, group) * vocab * self.weight if min(rows.tokens, group) * vocab * 4 > CHUNK_BYTES else 0
+        return inputs + matrix + kept + (min(matrix, CHUNK_BYTES) if self.is_half else 0)
 
     def evaluation(self) -> Parts:
         """Rows of the same size forward, nothing kept; or answers, if they take more."""
