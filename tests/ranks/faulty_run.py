@@ -177,7 +177,7 @@ def install() -> None:
 
         checkpointer.Checkpointer.begin = begin
     elif at == "save.prove":
-        before(directory, "verify_files", of_step)
+        before(directory, "record_file", of_step)
     elif at == "save.manifest":
         before(directory, "write_manifest", lambda folder, *_: of_step(folder))
     elif at == "save.rename":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -408,12 +410,38 @@ def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str]) -
 def test_what_torch_wrote_is_proven(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"weights": torch.arange(5000.0)}, path)
-    directory.verify_files(path)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    content = path.read_bytes()
+    expected = directory.FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    assert record_file(path) == expected
+    with zipfile.ZipFile(path) as archive:
+        headers = [one.header_offset for one in archive.infolist()]
+    for place in (len(content) // 2, headers[1] + 31, headers[1] + 27):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(OSError, match=r"model\.pt"):
+            record_file(path)
+    path.write_bytes(content[: len(content) // 2])
     with pytest.raises(OSError, match=r"model\.pt"):
-        directory.verify_files(path)
+        record_file(path)
+
+
+def test_a_saved_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read for torch's checksums, and again for its hash; a file server feels that with each save."""
+    path, read = tmp_path / "model.pt", [0]
+    torch.save({"weights": torch.arange(500_000.0)}, path)
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            size = super().readinto(buffer)
+            read[0] += size or 0
+            return size
+
+    def opened(file: Any, mode: str) -> Any:
+        return io.BufferedReader(Counted(file, mode)) if file == path else open(file, mode)
+
+    monkeypatch.setattr(directory, "open", opened, raising=False)
+    monkeypatch.setattr(directory.zipfile.io, "open", opened)
+    record_file(path)
+    assert 1 <= read[0] / path.stat().st_size < 1.1
 
 
 class Evil:
@@ -833,7 +861,7 @@ def test_whatever_a_proof_raises_nothing_is_published(tmp_path: Path, monkeypatc
     def fail(path: Path) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(directory, "verify_files", fail)
+    monkeypatch.setattr(directory, "record_file", fail)
     pending._prove()
     assert pending.failure == "MemoryError: no room"
 

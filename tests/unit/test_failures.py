@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.distributed import failure
+from toolkit.distributed import failure, process_group
 from toolkit.distributed.failure import run_guarded
 from toolkit.distributed.process_group import on_rank0
 from toolkit.messages import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
@@ -333,6 +334,27 @@ def test_what_another_user_owns_is_named_with_the_owner(
     assert "choose another directory: run.dir" in said and "Traceback" not in said
     with pytest.raises(CheckpointError, match=f"{closed} belongs to user me"):
         on_rank0(fail)
+
+
+def test_ranks_meet_while_rank_0_works_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of terabytes is verified for longer than a collective may wait."""
+    met, release = [0], threading.Event()
+
+    def meet(function: Callable[[], Any]) -> Any:
+        met[0] += 1
+        if met[0] == 5:
+            release.set()
+        return on_rank0(function)
+
+    def fail() -> int:
+        raise CheckpointError("damaged")
+
+    monkeypatch.setattr(process_group, "on_rank0", meet)
+    monkeypatch.setattr(process_group, "_SLICE_S", 0.01)
+    assert process_group.patiently_on_rank0(lambda: release.wait(60)) is True
+    assert met[0] >= 6
+    with pytest.raises(CheckpointError, match="damaged"):
+        process_group.patiently_on_rank0(fail)
 
 
 def test_panics_are_reported_and_exits_are_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,15 @@
 The manifest, written last, with sizes and digests, proves that all files are complete.
 """
 
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import struct
 import zipfile
+import zlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -175,6 +178,7 @@ def discard_unfinished(checkpoints: Path) -> None:
 
 
 MANIFEST = "manifest.json"
+_BLOCK_BYTES = 1 << 20
 FORMAT = 1
 """Of the manifest; raise it when an older one can no longer be read."""
 
@@ -191,21 +195,46 @@ class FileRecord:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Return size and hash of a file."""
-    return FileRecord(path.stat().st_size, sha256(path))
+    """Return size and hash of a file, which is read once; OSError unless what is on the disk has the checksums that
+    torch.save took of it in memory.
+    """
+    digest, position = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+
+        def read(size: float) -> int:
+            nonlocal position
+            checksum = 0
+            while size > 0 and (block := file.read(int(min(size, _BLOCK_BYTES)))):
+                digest.update(block)
+                checksum = zlib.crc32(block, checksum)
+                size, position = size - len(block), position + len(block)
+            return checksum
+
+        for name, begin, size, checksum in _members(path):
+            read(begin - position)
+            if position != begin or read(size) != checksum:
+                raise OSError(f"{path.name}: {name}")
+        read(math.inf)
+    return FileRecord(position, digest.hexdigest())
 
 
-def verify_files(path: Path) -> None:
-    """Raise OSError unless what is on the disk has the checksums that torch.save took of it in memory."""
+def _members(path: Path) -> list[tuple[str, int, int, int]]:
+    """Return name, begin, size and checksum of what a file of torch.save holds, stored as it is; [] of other files."""
+    found: list[tuple[str, int, int, int]] = []
     if path.suffix != ".pt":
-        return
+        return found
     try:
-        with zipfile.ZipFile(path) as archive:
-            wrong = archive.testzip()
-    except zipfile.BadZipFile as error:
+        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+            for one in sorted(archive.infolist(), key=lambda one: one.header_offset):
+                file.seek(one.header_offset + 26)  # of the local header: two lengths, a name, what is extra
+                name_length, extra_length = struct.unpack("<HH", file.read(4))
+                if file.read(name_length).decode("utf-8", "replace") != one.orig_filename:
+                    raise OSError(f"{path.name}: {one.filename}")
+                begin = one.header_offset + 30 + name_length + extra_length
+                found.append((one.filename, begin, one.file_size, one.CRC))
+    except (zipfile.BadZipFile, struct.error) as error:
         raise OSError(f"{path.name}: {error}") from None
-    if wrong:
-        raise OSError(f"{path.name}: {wrong}")
+    return found
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:

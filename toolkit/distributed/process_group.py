@@ -13,11 +13,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -203,6 +204,19 @@ def on_rank0(function: Callable[[], T]) -> T:
     if kind:
         raise getattr(messages, kind, messages.CheckpointError)(message)  # the system's own: input or output has failed
     return result  # type: ignore[return-value]
+
+
+_SLICE_S = 20.0
+"""So long ranks wait at most for rank 0 before they meet again, however long its work takes."""
+
+
+def patiently_on_rank0(function: Callable[[], T]) -> T:
+    """Do the same for what may take longer than a collective may, in a thread of rank 0."""
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(function) if rank() == 0 else None
+        while on_rank0(lambda: bool(work and wait([work], _SLICE_S).not_done)):
+            pass
+        return on_rank0(lambda: cast("Future[T]", work).result())
 
 
 _SCHEME = "met"

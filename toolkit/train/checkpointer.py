@@ -412,7 +412,6 @@ class _Pending:
             self.failure = self.failure or self.files.failure
             for path in [] if self.failure else [*self.files.written, *self.mine]:
                 flush(path)
-                directory.verify_files(path)
                 self.records[path.relative_to(self.folder).as_posix()] = directory.record_file(path)
         except OSError as error:
             self.failure = f"{error.filename or ''} {error.strerror or error}".strip()

@@ -261,7 +261,7 @@ def try_checkpoint(folder: Path) -> None:
         files.save(_TINY, str(path))
         if not files.failure:
             flush(path)
-            directory.verify_files(path)
+            directory.record_file(path)
 
     if not any(reasons):
         written = _reason(write) or files.failure

@@ -19,7 +19,7 @@ from toolkit.config import files as recipe_files
 from toolkit.config import load, mesh, preflight, rule_tables
 from toolkit.config.schema import AUTO, Device, RunConfig
 from toolkit.distributed import failure, process_group
-from toolkit.distributed.process_group import on_rank0
+from toolkit.distributed.process_group import on_rank0, patiently_on_rank0
 from toolkit.engine import memory
 from toolkit.engine.build import load_ops
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
@@ -178,7 +178,7 @@ class Trainer:
     def _open_run_dir(self) -> tuple[RunSource, list[str]]:
         """Choose the run directory, see that all ranks see it, and write logs into it; return the hosts too."""
         ranks = self.ranks
-        source = on_rank0(lambda: choose_run_dir(self.cfg))
+        source = patiently_on_rank0(lambda: choose_run_dir(self.cfg))  # reads every byte of a checkpoint
         folder = source.folder
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
             environment.report_status(folder=str(folder))
