@@ -1,0 +1,82 @@
+"""What the last word of a command line may become, for a shell's TAB: fast, as it is asked each time. No Hydra."""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.files import PACKAGE, conf_folder, known_recipes
+from toolkit.config.schema import RunConfig, all_keys, sections, types_of
+
+PATH_KEYS = re.compile(
+    r"\b(recipe|data|sources|validation|hostfile|resume|path|dir|tokenizer|chat_template|adapter)$|_(path|json|file)$"
+)
+"""What has the name of a file or directory as its value."""
+
+
+def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], str]) -> list[str]:
+    """Return the words that the last word of a line may become; `line` ends where the cursor is."""
+    words = re.sub(r"^\s*(\w+=\S*\s+)*", "", line).split()
+    typed = "" if line[-1:].isspace() else words.pop()
+    if len(words) == 1:
+        found: Iterable[str] = (*commands, "--help", "--version")
+    elif words[1] in commands:
+        file = PACKAGE.parent / Path(*module_of(words[1]).split(".")).with_suffix(".py")
+        found = _arguments(typed, ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
+    else:
+        found = ()
+    return [word for word in dict.fromkeys(found) if word.startswith(typed) and not re.search(r"\s", word)]
+
+
+def _arguments(typed: str, doc: str) -> Iterator[str]:
+    """Yield what may stand behind a command, by the usage lines of its help."""
+    usage = doc.split("\n\n")[1]
+    own = dict(re.findall(r"(?<![\w.])([a-z_.]+)=([^\s\]]*)", usage))
+    takes_keys = own.pop("key", "") == "value"
+    name, equals, value = typed.partition("=")
+    if equals:
+        yield from (f"{name}={choice}" for choice in _values(name, value, own.get(name, "")))
+        return
+    yield from re.findall(r"--[a-z][\w-]*", doc) if typed.startswith("-") else ()
+    yield from (f"{one}=" for one in (*own, *(_groups() if takes_keys else ())))
+    bare = re.sub(r"\S+=\S+", "", usage)
+    yield from (choice for choices in re.findall(r"\b\w+(?:\|\w+)+", bare) for choice in choices.split("|"))
+    if re.search(r"\b(PATH|RUN|FILE)\b", bare):
+        yield from _paths(typed)
+    for key in all_keys() if takes_keys else ():  # one section further than what is typed
+        more, dot, _ = key[len(typed) :].partition(".")
+        is_section = dot or any(other.startswith(f"{key}.") for other in all_keys())
+        yield key[: len(typed)] + more + ("." if is_section else "=")
+
+
+def _values(name: str, value: str, placeholder: str) -> Iterator[str]:
+    """Yield the values of a word; `placeholder` is what the help has in their place."""
+    section, _, field = name.rpartition(".")
+    kind: Any = types_of(dict(sections()).get(f"{section}." if section else "", RunConfig)).get(field)
+    if name == "recipe":
+        yield from known_recipes()
+    elif name in _groups():
+        yield from (path.stem for path in sorted((conf_folder() / name).glob("*.yaml")))
+    elif "|" in placeholder:
+        yield from placeholder.split("|")
+    elif kind is bool:
+        yield from ("true", "false")
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        yield from (str(one.value) for one in kind)
+    if PATH_KEYS.search(name) or re.match("FILE|DIR|PATH", placeholder):
+        yield from _paths(value)
+
+
+def _groups() -> list[str]:
+    return sorted(path.name for path in conf_folder().iterdir() if path.is_dir())
+
+
+def _paths(typed: str) -> Iterator[str]:
+    """Yield the files and directories that a path may become."""
+    folder = typed.rpartition("/")[0] + "/" if "/" in typed else ""
+    hidden = typed.rpartition("/")[2].startswith(".")
+    for path in sorted(Path(folder or ".").glob("*")):
+        if hidden or not path.name.startswith("."):
+            yield f"{folder}{path.name}{'/' if path.is_dir() else ''}"
