@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from toolkit import __version__
-from toolkit.distributed.failure import run_guarded
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
 
 COMMANDS = tuple(
@@ -18,6 +17,7 @@ COMMANDS = tuple(
         "sweep",
         "autotune",
         "prove",
+        "new",
         "check",
         "recipes",
         "models",
@@ -36,6 +36,7 @@ COMMANDS = tuple(
         "doctor",
         "report",
         "bench",
+        "completion",
     ]
 )
 MULTIRUN = ("-m", "--multirun")
@@ -52,8 +53,13 @@ def module_of(command: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, of the command line if None is given; return the exit code (docs/commands.md)."""
-    _use_utf8()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["--complete"]:  # a shell asks at each TAB
+        from toolkit.completion import candidates
+
+        _show("\n".join(candidates(words[1], COMMANDS, module_of)))
+        return 0
+    _use_utf8()
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
         del words[0]
     if not words or words[0] in ("-h", "--help"):
@@ -65,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         _show(f"toolkit {__version__}")
         return 0
+    from toolkit.distributed.failure import run_guarded
+
     return run_guarded(lambda: _dispatch(words))
 
 

@@ -423,7 +423,22 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
             others.append(file)
 
 
-_BYTES_PER_TOKEN = 4
+def look_at(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
+    """Return the formats of the local files, and the bytes of text in each of their first rows, ascending."""
+    until, formats, sizes = time.monotonic() + _MOST_S, set[RowFormat](), list[int]()
+    for file in local_files(data):
+        block = next(blocks(file.path, _BYTES, file.columns.values()), None)
+        if block is None or (known := with_format(file, block)) is None or (sizes and time.monotonic() > until):
+            continue
+        formats.add(known.row_format)
+        reader = RowReader(known.row_format, known.columns)
+        for _, row in islice(rows_of(block), _ROWS):
+            with suppress(RowError):
+                sizes.append(sum(len(str(one["content"]).encode()) for one in reader.read(parse_row(row)).messages))
+    return sorted(formats), sorted(sizes)
+
+
+BYTES_PER_TOKEN = 4
 """Of a row as it is in its file, roughly, in English and in Chinese."""
 _ESTIMATE_S = 1.0
 
@@ -456,4 +471,4 @@ def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
 def _sequences(data: DataConfig, rows: float, size: float) -> int:
     if data.packing is Packing.none:
         return math.ceil(rows)
-    return math.ceil(min(rows, size / _BYTES_PER_TOKEN / data.max_length))
+    return math.ceil(min(rows, size / BYTES_PER_TOKEN / data.max_length))

@@ -1,6 +1,6 @@
 """All ways to lay a run out on some machines, which fit, which is the cheapest; as text and as JSON. No torch."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -323,18 +323,24 @@ def _layout_table(found: Sequence[Layout]) -> list[str]:
     for name, layouts in groups.items():
         fitting = [layout for layout in layouts if layout.fits]
         best = min(fitting, key=lambda one: one.time.seconds, default=None)
-        best = best or min(layouts, key=lambda one: one.memory.peak(one.memory.worst))
-        rows.append(
-            [
-                name,
-                str(best.cfg.batch.micro_per_gpu),
-                gib(best.memory.peak(best.memory.worst)),
-                _table_words()[best.memory.worst],
-                gib(best.host_peak),
-                f"{best.time.seconds:.3g}" if best.time.is_known else "?",
-                f"{best.time.tokens_per_s:,.0f}" if best.time.is_known else "?",
-                tr("yes") if best.fits else tr("no"),
-            ]
-        )
-    heads = [tr("layout"), tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per node")]
+        rows.append((name, best or min(layouts, key=lambda one: one.memory.peak(one.memory.worst))))
+    return layout_table(tr("layout"), rows)
+
+
+def layout_table(title: str, layouts: Iterable[tuple[str, Layout]]) -> list[str]:
+    """Return layouts, each with a name, as a table."""
+    rows = [
+        [
+            name,
+            str(one.cfg.batch.micro_per_gpu),
+            gib(one.memory.peak(one.memory.worst)),
+            _table_words()[one.memory.worst],
+            gib(one.host_peak),
+            f"{one.time.seconds:.3g}" if one.time.is_known else "?",
+            f"{one.time.tokens_per_s:,.0f}" if one.time.is_known else "?",
+            tr("yes") if one.fits else tr("no"),
+        ]
+        for name, one in layouts
+    ]
+    heads = [title, tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per node")]
     return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")

@@ -232,12 +232,12 @@ def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str
             yield f"{indent}{name}:{comment}"
             for source in value:
                 fields = {field: to_plain(of_it) for field, of_it in _differing(source, SourceConfig()).items()}
-                yield f"{indent}{_INDENT}- {_inline(fields)}"
+                yield f"{indent}{_INDENT}- {inline(fields)}"
         else:
-            yield f"{indent}{name}: {_inline(to_plain(value))}{comment}"
+            yield f"{indent}{name}: {inline(to_plain(value))}{comment}"
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
     """Return a value in one line of YAML, which reads as the same value again."""
     text = yaml.safe_dump([escaped(value)], default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
     text = text.strip()[1:-1]

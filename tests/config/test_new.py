@@ -1,0 +1,185 @@
+"""`toolkit new`: what it writes composes, is what was planned, and fits; what does not fit is not written."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.config.load import LEARNING_RATES, load
+from toolkit.config.schema import Device, Dtype, Packing, RunConfig, TooLong, TuningMethod
+from toolkit.messages import set_language
+
+ROW = {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer " * 30}]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps(ROW)}\n" * 100)
+    return tmp_path
+
+
+def new(*words: str) -> int:
+    usual = {"model": "chatglm3_6b", "data": "chat.jsonl", "output": "mine.yaml"}
+    return main(
+        ["new", *(f"{k}={v}" for k, v in usual.items() if not any(w.startswith(f"{k}=") for w in words)), *words]
+    )
+
+
+def written() -> RunConfig:
+    return load(["recipe=mine.yaml"]).cfg
+
+
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        (["gpus=8x80GB"], TuningMethod.full),
+        (["gpus=1xRTX 4090"], TuningMethod.lora),
+        (["gpus=1x8GB"], TuningMethod.qlora),
+        (["gpus=8x80GB", "tuning=lora"], TuningMethod.lora),
+        (["gpus=2x24GB", "tuning=full", "host_memory=512GB"], TuningMethod.full),
+        (["gpus=3x80GB", "nodes=2"], TuningMethod.full),
+    ],
+)
+def test_the_recipe_fits_by_the_plan(words: list[str], method: TuningMethod, folder: Path, said: list[str]) -> None:
+    assert new(*words) == 0
+    cfg = written()
+    assert (cfg.tuning.method, cfg.optim.lr, cfg.data.max_length) == (method, LEARNING_RATES[method], 256)
+    assert cfg.model.name == "ChatGLM3-6B" and [source.path for source in cfg.data.sources] == ["chat.jsonl"]
+    is_offloaded = cfg.zero.offload_optimizer.device is not Device.none
+    assert is_offloaded == any(word.startswith("host_memory") for word in words), "only where nothing else fits"
+    machine = [word for word in words if not word.startswith("tuning=")]
+    assert main(["plan", "recipe=mine.yaml", *machine, "output=plan.json"]) == 0
+    assert json.loads(Path("plan.json").read_text())["recipe"]["fits"]
+    assert "messages; 95 training samples; about 77 tokens" in Path("mine.yaml").read_text()
+
+
+def test_each_comment_is_in_both_languages(folder: Path) -> None:
+    assert new("gpus=1x8GB") == 0
+    comments = re.findall(r"# .*", Path("mine.yaml").read_text(encoding="utf-8"))
+    chinese = [line for line in comments if re.search("[一-鿿]", line)]
+    assert len(chinese) >= 8
+    assert not [line for line in comments if "{{" in line or "{%" in line]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_what_it_names_to_type_next_is_in_the_recipe_and_works(language: str, folder: Path, said: list[str]) -> None:
+    set_language(language)
+    assert new("model=glm_tiny", "data=examples", "gpus=2xcpu") == 0
+    commands = said[-1].strip().splitlines()
+    text = Path("mine.yaml").read_text(encoding="utf-8")
+    assert [command.split()[1] for command in commands] == ["check", "show", "launch"]
+    assert all(f"#   {command.strip()}\n" in text for command in commands)
+    for command in commands[:2]:
+        assert main(command.split()[1:]) == 0
+    assert written().precision.dtype is Dtype.fp32, "CPUs"
+
+
+def test_plain_texts_are_packed(folder: Path) -> None:
+    assert new("data=examples_text", "gpus=8x80GB") == 0
+    data = written().data
+    assert (data.packing, data.too_long, data.max_length) == (Packing.packed, TooLong.split, 2048)
+
+
+def test_cards_without_bf16_get_fp16(folder: Path) -> None:
+    assert new("gpus=8xV100 32GB") == 0
+    assert written().precision.dtype is Dtype.fp16
+
+
+def test_other_columns_and_a_path_that_yaml_would_read_otherwise(folder: Path) -> None:
+    path = folder / "a #b: ${c}.jsonl"
+    path.write_text('{"q": "a", "a": "b"}\n')
+    assert new(f"data={path.name}", "gpus=8x80GB", "columns={prompt: q, response: a}") == 0
+    (source,) = written().data.sources
+    assert (source.path, source.columns) == (path.name, {"prompt": "q", "response": "a"})
+
+
+def test_a_directory_of_a_model(folder: Path) -> None:
+    config = {"model_type": "qwen2", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128}
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    assert new("model=model", "gpus=2xcpu") == 0
+    assert (written().model.path, written().data.max_length) == ("model", 128), "as many as it has positions"
+    assert main(["check", "recipe=mine.yaml"]) == 2, "there are no weights in it"
+
+
+def test_nothing_is_written_where_nothing_fits(
+    folder: Path, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new("gpus=1x4GB", "model=chatglm3_6b", "tuning=full") == 2
+    message = capsys.readouterr().err
+    assert "nothing fits, so nothing was written. What would fit: " in message
+    (remedy,) = re.findall(r"(host_memory=\d+GB) \(full\)", message) or [""]
+    assert not Path("mine.yaml").exists()
+    assert not remedy or new("gpus=1x4GB", "tuning=full", remedy) == 0
+
+
+def test_a_shorter_length_is_named_where_it_is_enough(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long: dict[str, Any] = {"prompt": "a", "response": "long " * 6000}
+    (folder / "long.jsonl").write_text(json.dumps(long) + "\n")
+    assert new("data=long.jsonl", "gpus=1x6GB") == 2
+    (length,) = re.findall(r"max_length=(\d+) \(qlora\)", capsys.readouterr().err)
+    assert new("data=long.jsonl", "gpus=1x6GB", f"max_length={length}") == 0
+    assert written().data.max_length == int(length)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpus=8x80GB", "model=chatglm3_6"], "Did you mean 'chatglm3_6b'?"),
+        (["gpus=8x80GB", "data=nothing.jsonl"], "There is no data file 'nothing.jsonl'"),
+        (["gpus=8x80GB", "data=strange.jsonl"], "belong to no known format"),
+        (["gpus=8x80GB", "data=docstrings"], "data = docstrings: no rows to look at"),
+        (["gpus=8x80GB", "data=examples", "columns={prompt: q}"], "the group examples names its own"),
+        (["gpus=8x80GB", "columns=["], "columns=:1: "),
+        (["gpus=8x80GB", "columns=q"], "columns"),
+        (["gpus=8xK9"], "no datasheet of 'K9'"),
+        (["gpus=8x80GB", "max_length=100000"], "max_length = 100000: the model has 8192 positions"),
+        (["gpus=8x80GB", "tuning=prompt"], "tuning = prompt is none of auto, full, lora, qlora"),
+        (["gpus=8x80GB", "output=chat.jsonl"], "chat.jsonl exists already"),
+        (["gpus=8x80GB", "output=no/mine.yaml"], "cannot write no/mine.yaml"),
+        (["gpus=8x80GB", "rank=3"], "unknown argument 'rank=3'"),
+        (["model="], "model is missing: toolkit new model=qwen3_8b"),
+    ],
+)
+def test_mistakes_are_one_message(
+    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "strange.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    before = (folder / "chat.jsonl").read_bytes()
+    assert new(*words) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error and "/tmp" not in error.replace(str(folder), "")
+    assert not (folder / "mine.yaml").exists() and (folder / "chat.jsonl").read_bytes() == before
+
+
+def test_a_terminal_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answers = iter(["chatglm3_6b", "chat.jsonl", "8x80GB"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or next(answers))
+    monkeypatch.setattr("toolkit.cli.new.this_machine", lambda: None)
+    assert main(["new"]) == 0
+    assert [question.split()[0] for question in asked] == ["Model", "Data", "GPUs"]
+    assert written().model.name == "ChatGLM3-6B"
+
+
+def test_the_gpus_of_this_node_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    nvidia = folder / "bin" / "nvidia-smi"
+    nvidia.parent.mkdir()
+    nvidia.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564'\n")
+    nvidia.chmod(0o755)
+    assert shutil.which("sh")
+    monkeypatch.setenv("PATH", f"{nvidia.parent}:/usr/bin:/bin")
+    assert new() == 0
+    assert any("1 x RTX 4090" in line for line in said)

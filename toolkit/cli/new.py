@@ -1,0 +1,94 @@
+"""Write a recipe for a model, data and GPUs: the fine-tuning method, ZeRO stage and micro-batch that fit.
+
+toolkit new model=MODEL data=PATH [gpus=8x80GB] [nodes=2] [host_memory=1TB] [tuning=auto] [max_length=N]
+            [columns={prompt: question, response: answer}] [output=mine.yaml]
+
+  model=MODEL        a name of `toolkit models`, a directory, or owner/name on Hugging Face
+  data=PATH          a file, a directory or a pattern; or examples, to try it out
+  gpus=8x80GB        GPUs of one node: their memory or their name (8xA100-80GB); without it those of this node
+  nodes=2            nodes that are alike; 1
+  host_memory=1TB    memory of one node; without it offloading to host memory is not considered
+  tuning=auto        full, lora or qlora; auto takes the first of them that fits
+  max_length=N       tokens of the longest sample; without it what the first rows of the data need
+  columns={…}        names in the file where they differ from the format's
+  output=mine.yaml   the recipe; never an existing file
+
+What is missing is asked for on a terminal. Nothing is loaded; of the data the first rows are read.
+"""
+
+import shlex
+import sys
+
+from toolkit.arguments import check_output, named_arguments, one_of, write_output
+from toolkit.config.schema import TuningMethod
+from toolkit.jobs.new_recipe import METHODS, choose, data_facts, machine_of, plan_methods, recipe_text, remedies
+from toolkit.messages import ConfigError, say, tr
+from toolkit.plan.layouts import layout_table
+from toolkit.plan.machine import GIB, Machine, this_machine
+
+_USAGE = "toolkit new model=qwen3_8b data=chat.jsonl gpus=8x80GB output=mine.yaml"
+_OPTIONAL = ("model", "data", "gpus", "nodes", "host_memory", "tuning", "max_length", "columns", "output")
+
+
+def run(words: list[str]) -> None:
+    """Ask, plan, write."""
+    given = {"output": "mine.yaml", **named_arguments(words, required=(), optional=_OPTIONAL, usage=_USAGE)}
+    check_output(given)
+    tuning = one_of(given, "tuning", ("auto", *(method.value for method in METHODS)))
+    methods = METHODS if tuning == "auto" else (TuningMethod(tuning),)
+    if "gpus" not in given and (here := this_machine()):
+        card = here.card.name if here.card else f"{here.memory_bytes // 2**20}MB"
+        given = {"gpus": f"{here.ranks}x{card}", "host_memory": f"{here.host_bytes // GIB}GB", **given}
+    _ask(given, "model", tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): "))
+    _ask(given, "data", tr("Data (a file, a directory or a pattern): "))
+    _ask(given, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "))
+    machine = machine_of(given)
+    facts = data_facts(given)
+    say(
+        "{data}: format {formats}, about {median} tokens (median) and {longest} (longest) at 4 bytes per token; "
+        "data.max_length = {length}.",
+        data=given["data"],
+        formats=facts["formats"],
+        median=facts["median"],
+        longest=facts["longest"],
+        length=facts["max_length"],
+    )
+    if facts["is_cut"]:
+        say("Longer samples will be dropped; `toolkit show` counts them.")
+    plans = list(plan_methods(given, facts, methods))
+    say("{model} on {machine}, by the plan:", model=facts["name"], machine=machine.name)
+    named = ((f"{plan.method.value}: {plan.layout.name}", plan.layout) for plan in plans)
+    say("\n".join(layout_table(tr("method"), named)))
+    plan = choose(plans)
+    if plan is None:
+        say("Nothing fits. Looking for what would …")
+        ways = "; ".join(remedies(given, facts, methods)) or tr("a smaller model, or GPUs with more memory")
+        raise ConfigError("nothing fits, so nothing was written. What would fit: {ways}.", ways=ways)
+    commands = _commands(shlex.quote(given["output"]), machine)
+    write_output(given, recipe_text(facts, plan, commands))
+    say(
+        "Wrote {file}: {method}, {layout}. Next:",
+        file=given["output"],
+        method=plan.method.value,
+        layout=plan.layout.name,
+    )
+    say("\n".join(f"  {command}" for command in commands))
+
+
+def _ask(given: dict[str, str], name: str, question: str) -> None:
+    if not given.get(name) and sys.stdin.isatty():
+        try:
+            given[name] = input(question).strip()
+        except EOFError:
+            given[name] = ""
+    if not given.get(name):
+        raise ConfigError("{name} is missing: {usage}", name=name, usage=_USAGE)
+
+
+def _commands(recipe: str, machine: Machine) -> list[str]:
+    where = "hostfile=hostfile" if machine.nodes > 1 else f"--num_gpus {machine.ranks}"
+    return [
+        f"toolkit check recipe={recipe} world_size={machine.world_size}",
+        f"toolkit show recipe={recipe} n=3",
+        f"toolkit launch {where} recipe={recipe}",
+    ]

@@ -1,0 +1,207 @@
+"""A recipe for a model, data and GPUs: looks at the data, plans each fine-tuning method, writes what fits."""
+
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from toolkit.arguments import parse_checked, positive_int
+from toolkit.config.files import is_hub_name, parse
+from toolkit.config.load import LEARNING_RATES, LoadedConfig, group_choices
+from toolkit.config.mesh import with_micro_batch
+from toolkit.config.preflight import position_limit, resolve_model_path
+from toolkit.config.schema import Device, Init, RowFormat, RunConfig, TuningMethod, set_leaf
+from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
+from toolkit.errors import Problems
+from toolkit.messages import ConfigError, did_you_mean, joined, tr
+from toolkit.plan.layouts import Layout, cheapest, gib, layouts, overrides
+from toolkit.plan.machine import Machine, parse_machine
+from toolkit.plan.outline import config_of, outline_of
+from toolkit.plan.speed import rates_of
+from toolkit.translate.convert import inline
+
+METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)
+"""The first that fits on the GPUs alone is chosen, else the first that fits with offloading."""
+_LEAST_LENGTH, _TEXT_LENGTH = 256, 2048
+"""Shortest `data.max_length` that is tried, and that of plain texts, which are split."""
+_CAUTIOUS_BYTES = 3
+"""Per token, for the longest row: more than the usual `BYTES_PER_TOKEN` would cut it."""
+_SAMPLES = 16
+"""Least `batch.global_size`, as in the recipe chatglm."""
+
+Given = Mapping[str, str]
+"""The arguments of `toolkit new`: model, data, gpus, nodes, host_memory, columns, max_length."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodPlan:
+    """The fastest layout of a fine-tuning method that fits, or the smallest where none does."""
+
+    method: TuningMethod
+    layout: Layout
+    machine: Machine
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether anything is in host memory."""
+        return self.layout.cfg.zero.offload_optimizer.device is not Device.none
+
+
+def data_facts(given: Given) -> dict[str, Any]:
+    """Return what the recipe says of model and data, and what was seen of the data. Raises for wrong ones."""
+    groups, model, data = group_choices(), given["model"], given["data"]
+    is_group = model in groups["model"]
+    if not is_group and not Path(model).is_dir() and not is_hub_name(model):
+        sentence = tr(
+            "model = {model} is no name of `toolkit models`, no directory here and not owner/name on Hugging Face.",
+            model=model,
+        )
+        raise ConfigError(joined(sentence, did_you_mean(model, groups["model"])))
+    columns = parse(f"columns: {given.get('columns', '{}')}", "columns=").values["columns"]
+    if columns and data in groups["data"]:
+        raise ConfigError(
+            "columns = {columns} is for data=PATH: the group {data} names its own.", columns=columns, data=data
+        )
+    facts = {
+        "group": model if is_group else "hf",
+        "path": "" if is_group else model,
+        "data_group": data if data in groups["data"] else "",
+        "sources": [] if data in groups["data"] else [{"path": data, **({"columns": columns} if columns else {})}],
+        "max_length": _LEAST_LENGTH,
+    }
+    problems, cfg = Problems(), _compose(facts).cfg
+    check_sources(cfg.data, (), problems)
+    problems.raise_all()
+    formats, sizes = look_at(cfg.data)
+    if not sizes:
+        raise ConfigError("data = {data}: no rows to look at. Name a file, a directory or a pattern.", data=data)
+    is_text = formats == [RowFormat.text]
+    needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(sizes[-1] / _CAUTIOUS_BYTES + 1)))
+    cfg = _planned(_compose(facts)).cfg
+    limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else position_limit(config_of(cfg))
+    length = positive_int(dict(given), "max_length") or min(needed, limit or needed)
+    if limit and length > limit:
+        raise ConfigError("max_length = {length}: the model has {limit} positions.", length=length, limit=limit)
+    return facts | {
+        "is_text": is_text,
+        "formats": ", ".join(formats),
+        "median": f"{sizes[len(sizes) // 2] // BYTES_PER_TOKEN:,}",
+        "longest": f"{sizes[-1] // BYTES_PER_TOKEN:,}",
+        "max_length": length,
+        "is_cut": not is_text and length * BYTES_PER_TOKEN < sizes[-1],
+        "name": cfg.model.name or model,
+    }
+
+
+def plan_methods(
+    given: Given, facts: Mapping[str, Any], methods: Sequence[TuningMethod], samples: int = _SAMPLES
+) -> Iterator[MethodPlan]:
+    """Yield the plan of each method that these GPUs can run, with at least so many samples per step."""
+    machine = machine_of(given)
+    precision = "fp32" if machine.on_cpu else "fp16" if machine.card and not machine.card.bf16_flops else "bf16"
+    for method in methods:
+        if method is TuningMethod.qlora and machine.on_cpu:
+            continue
+        size = -(-samples // machine.world_size) * machine.world_size
+        own = {"method": method.value, "dtype": precision, "global_size": size}
+        cfg = with_micro_batch(_planned(_compose({**facts, **own})).cfg)
+        outline = outline_of(cfg)
+        found = list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline)))
+        on_gpus = [one for one in found if one.cfg.zero.offload_optimizer.device is Device.none]
+        if not machine.host_bytes:  # offloading is planned where the host's memory is known
+            found = on_gpus
+        smallest = min(found, key=lambda one: one.memory.peak(one.memory.worst))
+        yield MethodPlan(method, cheapest(on_gpus) or cheapest(found) or smallest, machine)
+
+
+def machine_of(given: Given) -> Machine:
+    """Return the nodes that are planned for."""
+    return parse_machine(given["gpus"], positive_int(dict(given), "nodes") or 1, given.get("host_memory", ""))
+
+
+def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
+    """Return the plan whose method is used; None if nothing fits."""
+    return min((plan for plan in plans if plan.layout.fits), key=lambda plan: plan.is_offloaded, default=None)
+
+
+def remedies(given: Given, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
+    """Return the arguments with which something would fit: the smallest change of each kind that is enough."""
+    ranks, card = machine_of(given).ranks, re.sub(r"^\d+\s*\S", "", given["gpus"])
+    nodes, length = int(given.get("nodes", 1)), int(facts["max_length"])
+    ways = (
+        [("max_length", str(length >> half)) for half in range(1, 16) if length >> half >= _LEAST_LENGTH],
+        [("host_memory", f"{size}GB") for size in (128, 256, 512, 1024, 2048) if not given.get("host_memory")],
+        [("gpus", f"{more}x{card.strip()}") for more in (2, 4, 8) if more > ranks],
+        [("nodes", str(nodes * factor)) for factor in (2, 4, 8)],
+    )
+    found = []
+    for way in ways:
+        for name, value in way:
+            own = {"max_length": int(value)} if name == "max_length" else {}
+            if plan := choose(list(plan_methods({**given, name: value}, {**facts, **own}, methods, samples=1))):
+                found.append(f"{name}={value} ({plan.method.value})")
+                break
+    return found
+
+
+def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[str]) -> str:
+    """Return the recipe of a plan, composed once to see that it is what was planned."""
+    cfg, layout = plan.layout.cfg, plan.layout
+    settings: dict[str, Any] = {"zero": {"stage": cfg.zero.stage}}
+    for word in overrides(RunConfig(), cfg):
+        key, _, value = word.partition("=")
+        set_leaf(settings, key, yaml.safe_load(value))
+    epoch = estimate(cfg.data, 10**12)
+    steps = math.ceil(epoch[1] / cfg.batch.global_size) * cfg.train.epochs if epoch else 0
+    own = {
+        "method": plan.method.value,
+        "dtype": cfg.precision.dtype.value,
+        "global_size": cfg.batch.global_size,
+        "micro": cfg.batch.micro_per_gpu,
+        "settings": settings,
+        "machine": plan.machine.name,
+        "device": gib(layout.memory.peak(layout.memory.worst)),
+        "host": gib(layout.host_peak),
+        "rows": f"{epoch[0]:,}" if epoch else "?",
+        "steps": steps,
+        "commands": commands,
+    }
+    made = {**facts, **own}
+    assert not overrides(cfg, with_micro_batch(_compose(made).cfg)), "the recipe is not what was planned"
+    return _rendered(made)
+
+
+def _rendered(facts: Mapping[str, Any]) -> str:
+    method = facts.get("method", TuningMethod.full.value)
+    environment = jinja2.Environment(keep_trailing_newline=True)  # noqa: S701  # YAML, whose values `inline` quotes
+    environment.filters["yaml"] = inline
+    template = (resources.files("toolkit.jobs") / "new_recipe.yaml.j2").read_text(encoding="utf-8")
+    usual = {"method": method, "dtype": "bf16", "global_size": _SAMPLES, "micro": 1, "settings": {"zero": {"stage": 2}}}
+    rate = f"{LEARNING_RATES[TuningMethod(method)]:.1e}".replace("e-0", "e-")
+    return environment.from_string(template).render({**usual, "lr": rate, **facts})
+
+
+def _compose(facts: Mapping[str, Any]) -> LoadedConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(_rendered(facts), encoding="utf-8")
+        try:
+            loaded = parse_checked([f"recipe={path}"], files=False).loaded
+        except ConfigError as error:
+            raise ConfigError(re.sub(rf"{re.escape(str(path))}(:\d+)?: ", "", str(error))) from error
+    loaded.where.clear()  # no message names this file
+    return loaded
+
+
+def _planned(loaded: LoadedConfig) -> LoadedConfig:
+    """Return a config whose model has a config.json here, or known sizes."""
+    model = loaded.cfg.model
+    is_known = model.published and model.path == model.hub_id
+    return loaded if is_known else resolve_model_path(loaded, config_only=True)
