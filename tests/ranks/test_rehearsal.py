@@ -93,7 +93,7 @@ def test_nothing_is_left_behind(name: str, rehearsed: tuple[Path, str]) -> None:
 def test_it_is_told_in_one_line(rehearsed: tuple[Path, str]) -> None:
     told = [line for line in rehearsed[1].splitlines() if line.startswith("Dry run passed in ")]
     assert len(told) == len(CELLS) + len(RESUMED)
-    assert all("the longest batch (" in line and "Peak memory: " in line for line in told)
+    assert all("the longest batch (" in line and "Peak tensor memory: " in line for line in told)
 
 
 def test_what_cannot_be_written_is_told(rehearsed: tuple[Path, str]) -> None:

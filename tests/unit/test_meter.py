@@ -123,7 +123,7 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
         rooms.append(room)
         assert tracking.median_of_ranks(torch.device("cpu"), torch.float32) == found
     assert tried == [4, 4, 2, 4, 2]
-    unmeasured = an_account(matmul_flops=0.0)
+    unmeasured = an_account(matmul_flops=0.0, device="NVIDIA X1")
     assert set(unmeasured.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)) == {
         "model_flops_per_s",
         "hardware_flops_per_s",
@@ -159,7 +159,8 @@ def test_account_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_stay_short(capsys: pytest.CaptureFixture[str]) -> None:
     set_language("en")
     set_display("plain")  # as a training session does
-    row = {"step": 20, "loss": 2.0, "lr": 1e-4, "grad_norm": 1.0, "tokens_per_s": 4200.0, "host_memory_peak_bytes": 3e9}
+    row = {"step": 20, "loss": 2.0, "lr": 1e-4, "grad_norm": 1.0, "tokens_per_s": 4200.0}
+    row["device_memory_peak_bytes"] = 3e9
     progress = Progress(100, shown=True)
     progress.show({**row, "mfu_matmul": 1.31})  # the product was measured beside other work: that says nothing
     progress.show({**row, "mfu_matmul": 0.31, "padding_fraction": 0.04, "data_wait_fraction": 0.01})
@@ -175,11 +176,14 @@ def test_lines_stay_short(capsys: pytest.CaptureFixture[str]) -> None:
             "planned_memory_bytes": 14.0 * 2**30,
         }
     )
-    silent, short, long = (
+    row["host_memory_peak_bytes"] = row.pop("device_memory_peak_bytes")
+    progress.show({**row, "mfu_matmul": 0.31})
+    silent, short, long, on_cpu = (
         line.partition("tokens/s")[2].partition("  ETA")[0] for line in capsys.readouterr().out.splitlines()
     )
     assert silent == "  memory 2.8 GiB"
     assert short == "  31% of matmul  memory 2.8 GiB"
+    assert on_cpu == "  process memory 2.8 GiB"
     assert long == "  MFU 41%  waits 10% for data  6% padding  20% communication  memory 12.3 of 14.0 GiB planned"
 
 

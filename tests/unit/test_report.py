@@ -84,7 +84,7 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for text in ("4.0000", "deepspeed --num_gpus 2 run.py recipe=quickstart", "started again after step 20", "9.0000"):
         assert (text in page.text) == (text != "9.0000"), text
     assert not {"link", "img", "iframe", "object"} & set(page.elements), "nothing is fetched"
-    assert "A step was planned to take 0.25 s: 4,321 tokens/s." in page.text and "weights 1, loss 0.5" in page.text
+    assert "A step was planned to take 0.25 s: 4,321 tokens/s." in page.text and "weights 1, logits and loss 0.5" in page.text
     before = (folder / "report.html").stat().st_ino
     for name in ("step-time.png", "mine.png", "answers-mine.png"):
         (folder / "report" / name).write_bytes(b"of another report, or mine")
@@ -259,6 +259,17 @@ def test_a_run_is_compared_with_its_recipe(tmp_path: Path) -> None:
     run.config["recipe"] = "gone"
     changed, has_recipe = page_module.differences_of_run(run)
     assert not has_recipe and "train.max_steps" in {one.key for one in changed}
+
+
+def test_each_setting_of_a_data_source_has_a_row(tmp_path: Path) -> None:
+    run = read_run(fake_run(tmp_path / "run", 3, "data.sources=[{path: a.jsonl, columns: {prompt: q}, weight: 2}]"))
+    changed, _ = page_module.differences_of_run(run)
+    assert {one.key: list(one.values) for one in changed if one.key.startswith("data.sources")} == {
+        "data.sources[0].path": ["a.jsonl", "—", "—"],
+        "data.sources[0].columns.prompt": ["q", "—", "—"],
+        "data.sources[0].weight": ["2.0", "—", "—"],
+        "data.sources[0].format": ["—", "docstrings", "—"],
+    }
 
 
 def test_an_empty_run_and_a_copy(quick: None, tmp_path: Path) -> None:

@@ -437,9 +437,15 @@ def _parts(run: Run) -> list[Drawing]:
     colors = dict(zip(names, (ORANGE, BLUE, RED, GREEN), strict=True))
     colors = {name: color for name, color in colors.items() if any(record["s"] == name for record in records)}
     axes = Axes(x=tr("step"), y=tr("seconds per step"), series=tr("part"))
-    note = tr("The rest: backward, reduction over the ranks, update.")
+    note = tr(
+        "How the mean time of a step divides, from bottom to top: waiting for data, forward pass of the median rank, "
+        "waiting for the slowest rank, and the rest (backward pass, gradient reduction, optimizer update)."
+    )
     if len(colors) < len(names):
-        note = tr("The rest: forward, backward, update.")
+        note = tr(
+            "How the mean time of a step divides, from bottom to top: waiting for data, and the rest (forward and "
+            "backward pass, optimizer update)."
+        )
     return [stacked(records, axes, colors, name="step-parts", title=tr("What a step is made of"), note=note)]
 
 

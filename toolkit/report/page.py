@@ -8,10 +8,9 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +23,20 @@ from markupsafe import Markup
 
 import toolkit
 from toolkit.config import files
-from toolkit.config.load import load, to_dict
-from toolkit.config.schema import RunConfig, leaves
+from toolkit.config.load import load, to_dict, to_plain
+from toolkit.config.schema import RunConfig, SourceConfig, leaves
 from toolkit.disk import check_no_symlinks, write_atomically
-from toolkit.messages import ConfigError, TrackError, current_language, joined, printable, set_language, tr
+from toolkit.messages import (
+    ConfigError,
+    TrackError,
+    current_language,
+    joined,
+    printable,
+    read_table,
+    set_language,
+    tr,
+    translated,
+)
 from toolkit.report.figures import GIB, NAMES, Drawing, config, draw, events_of, is_own
 from toolkit.report.run import DONE, FAILED, PAGE, RUNNING, Run, Sample, distinct_names, expand_sweeps, read_run
 from toolkit.secrets import are_same, hide, hide_all
@@ -108,7 +117,7 @@ def tiles(run: Run) -> Iterator[Tile]:
         yield Tile(tr("Tokens"), short(total), detail)
     if (pace := speed(run)) is not None:
         detail = ""
-        for name in ("mfu_matmul", "mfu"):
+        for name in ("mfu_matmul", "mfu") if run.environment.get("device") else ():
             if series := history.training.series(name):
                 mean = f"{sum(one.mean for _, one in series) / len(series):.0%}"
                 detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
@@ -118,11 +127,9 @@ def tiles(run: Run) -> Iterator[Tile]:
         detail = tr("of {planned} GiB planned", planned=f"{planned / GIB:.2f}") if planned else ""
         yield Tile(tr("Memory of a rank"), f"{most / GIB:.2f} GiB", detail, _BAD if planned and most > planned else "")
     if history.seconds:
-        detail, ended = tr("in steps"), last("time")
-        with suppress(ValueError, OverflowError, IndexError):
-            began = datetime.strptime(str(run.starts[0].get("time")), "%Y-%m-%dT%H:%M:%S%z").timestamp()
-            if ended is not None and ended > began:
-                detail = tr("in steps; {time} from the start on", time=clock(round(ended - began)))
+        detail, whole = tr("in training steps"), run.summary.get("seconds")
+        if isinstance(whole, (int, float)) and len(run.starts) == 1:  # as the log's last lines say
+            detail = tr("in training steps; {time} in all, from the start of the command", time=clock(round(whole)))
         yield Tile(tr("Time"), clock(round(history.seconds)), detail)
     bad, skipped, rewinds = (int(last(name) or 0) for name in ("bad_steps", "skipped_steps", "rewinds"))
     restarts = max(len(run.starts) - 1, 0)
@@ -197,12 +204,12 @@ def settings(runs: Sequence[Run]) -> Table | None:
 
 def plan(run: Run) -> Table | None:
     """Return the memory of a rank that was planned for each phase of a run."""
-    phases = run.plan.get("device_bytes")
+    phases, words = run.plan.get("device_bytes"), read_table("plan/kinds.yaml")
     rows = []
     for phase, parts in phases.items() if isinstance(phases, dict) else ():
         if isinstance(parts, dict) and all(isinstance(size, (int, float)) for size in parts.values()):
-            told = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
-            rows.append([phase, f"{sum(parts.values()) / GIB:.3g}", told])
+            told = ", ".join(f"{translated(words.get(name, name))} {size / GIB:.3g}" for name, size in parts.items())
+            rows.append([translated(words.get(phase, phase)), f"{sum(parts.values()) / GIB:.3g}", told])
     step_s, pace = run.plan.get("step_s"), run.plan.get("tokens_per_s")
     note = ""
     if isinstance(step_s, float) and isinstance(pace, float):
@@ -337,6 +344,7 @@ def head(run: Run) -> list[str]:
 
 _OWN = ("run.name", "run.dir", "recipe", "resume")
 """What differs between any two runs and says nothing of them."""
+_SOURCE = dict(leaves(to_plain(SourceConfig())))
 
 
 class Changed(NamedTuple):
@@ -351,14 +359,14 @@ class Changed(NamedTuple):
 
 def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
-    ours, defaults = dict(leaves(run.config)), dict(leaves(to_dict(RunConfig())))
+    ours, defaults = _settings(run.config), _settings(to_dict(RunConfig()))
     name, recipe = str(run.config.get("recipe", "")), None
     if name in files.known_recipes():
         with suppress(ConfigError):
-            recipe = dict(leaves(to_dict(load([f"recipe={name}"]).cfg)))
+            recipe = _settings(to_dict(load([f"recipe={name}"]).cfg))
     found = []
-    for key, value in ours.items():
-        default = defaults.get(key)
+    for key in ours | (recipe or {}):
+        value, default = ours.get(key), defaults.get(key)
         its = recipe.get(key) if recipe is not None else default
         is_new = not are_same(value, its)
         if key not in _OWN and (is_new or not are_same(value, default)):
@@ -368,13 +376,26 @@ def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
 
 def differences_between(runs: Sequence[Run]) -> list[Changed]:
     """Return the settings in which runs differ."""
-    settings = [dict(leaves(run.config)) for run in runs]
+    settings = [_settings(run.config) for run in runs]
     keys = dict.fromkeys(key for one in settings for key in one)
     return [
         Changed(key, [_setting_text(one.get(key)) for one in settings], True)
         for key in keys
         if key not in _OWN and any(not are_same(one.get(key), settings[0].get(key)) for one in settings[1:])
     ]
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every value by its key; of the sections in a list only what is not a data source's default."""
+    found: dict[str, Any] = {}
+    for key, value in leaves(config):
+        sections = value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
+        for number, one in enumerate(sections):
+            items = {name: it for name, it in leaves(one) if it not in (_SOURCE.get(name), None)}
+            found |= {f"{key}[{number}].{name}": it for name, it in items.items()}
+        if not sections:
+            found[key] = value
+    return found
 
 
 def _setting_text(value: object) -> str:

@@ -119,7 +119,7 @@ def _speed_and_memory(row: dict[str, float]) -> list[str]:
     parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.0%}")
-    elif row.get("mfu_matmul", math.inf) <= 1:  # more shows that the machine was busier when the product was measured
+    elif "device_memory_peak_bytes" in row and row.get("mfu_matmul", math.inf) <= 1:  # more: it was busier at the start
         parts.append(tr("{share} of matmul", share=f"{row['mfu_matmul']:.0%}"))
     if row.get("data_wait_fraction", 0) >= WORTH_SHOWING:
         parts.append(tr("waits {share} for data", share=f"{row['data_wait_fraction']:.0%}"))
@@ -127,12 +127,12 @@ def _speed_and_memory(row: dict[str, float]) -> list[str]:
         parts.append(tr("{share} padding", share=f"{row['padding_fraction']:.0%}"))
     if "communication_fraction" in row:
         parts.append(tr("{share} communication", share=f"{row['communication_fraction']:.0%}"))
-    peak = f"{row.get('device_memory_peak_bytes', row.get('host_memory_peak_bytes', 0)) / GIB:.1f}"
-    if "planned_memory_bytes" in row:
-        planned = f"{row['planned_memory_bytes'] / GIB:.1f}"
-        parts.append(tr("memory {peak} of {planned} GiB planned", peak=peak, planned=planned))
-    else:
-        parts.append(tr("memory {peak} GiB", peak=peak))
+    peak = row.get("device_memory_peak_bytes", row.get("host_memory_peak_bytes", 0)) / GIB
+    planned = row.get("planned_memory_bytes", 0) / GIB
+    memory = tr("{peak} of {planned} GiB planned", peak=f"{peak:.1f}", planned=f"{planned:.1f}") if planned else ""
+    memory = memory or f"{peak:.1f} GiB"
+    is_gpu = "device_memory_peak_bytes" in row
+    parts.append(tr("memory {size}", size=memory) if is_gpu else tr("process memory {size}", size=memory))
     return parts
 
 

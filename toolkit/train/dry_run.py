@@ -169,8 +169,8 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
     run.watchdog.enter("", start.step)
     peak, before = max(device_bytes)
     return tr(
-        "Dry run passed in {seconds} s: {tried}. Peak memory: {peak} on rank {rank} ({before} before the step{limit})"
-        "{planned}.",
+        "Dry run passed in {seconds} s: {tried}. Peak tensor memory: {peak} on rank {rank} ({before} before the "
+        "step{limit}){planned}.",
         seconds=f"{time.monotonic() - began:.1f}",
         tried=f"{name}, {_tried(cfg, saves, task.has_validation)}",
         peak=shown(peak),

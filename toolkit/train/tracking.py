@@ -165,10 +165,8 @@ class Baseline:
         return row
 
     def describe(self) -> str:
-        """Return a line on what the shares are of."""
+        """Return a line on what the shares are of, on GPUs."""
         values = {"dtype": self.dtype, "measured": f"{self.matmul_flops / 1e12:.3g}" if self.matmul_flops else "?"}
-        if not self.device:
-            return tr("A matrix product ({dtype}) runs at {measured} TFLOP/s per rank.", **values)
         if not (self.card and self.card.flops(self.dtype)):
             return tr(
                 "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank. What the datasheet of '{device}' says "

@@ -135,7 +135,7 @@ class Trainer:
         if self.task.unit != TOKENS:  # FLOPs are known of language models alone
             baseline = replace(baseline, formula=None)
         say(self.task.start_lines(run))
-        if self.task.unit == TOKENS:
+        if self.task.unit == TOKENS and baseline.device:  # of a processor the figure says nothing that helps
             say(baseline.describe())
         if cfg.train.rehearse and run.start.step < run.total_steps:
             with phase(tr("Dry run")):
