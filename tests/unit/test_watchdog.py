@@ -4,7 +4,9 @@ import json
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -165,3 +167,68 @@ def test_a_step_that_may_compile_or_connect_has_the_patience_of_a_first_one(tmp_
 
     assert limits(recompiles=True) == [1800] * 10
     assert limits(recompiles=False) == [1800, 1800, 1800, 60, 1800, 60, 1800, 60, 1800, 60]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 64, 256, 4096])
+def test_the_run_directory_is_touched_no_more_often_on_many_ranks(
+    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks' heartbeats, notes and looks at the marker, in operations per second of one file server."""
+    (tmp_path / "logs").mkdir()
+    count = [0]
+
+    def counted(owner: Any, name: str, operations: int) -> None:
+        real = getattr(owner, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            count[0] += operations
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name, operations in ((Path, "write_text", 2), (Path, "read_text", 2), (Path, "exists", 1)):
+        counted(owner, name, operations)
+    counted(failure.os, "replace", 1)
+    slept: list[float] = []
+
+    class Over:
+        """Lets a loop run ten times without waiting."""
+
+        def wait(self, seconds: float) -> bool:
+            slept.append(seconds)
+            return len(slept) > 10
+
+        def is_set(self) -> bool:
+            return len(slept) > 10
+
+    def per_second(loop: Callable[[], None]) -> float:
+        count[0], slept[:] = 0, []
+        loop()
+        return count[0] / sum(slept[:10])
+
+    total = 0.0
+    for rank in (0, 1):
+        one = Watchdog(tmp_path, rank, num_ranks, hang_after_s=-1.0, patience_s=3600.0)
+        one._over = Over()  # type: ignore[assignment]
+        total += per_second(one._count) * (num_ranks - 1 if rank else 1)
+    peers = failure.Peers(tmp_path, 0, [failure.Peer("host", str(number), 1) for number in range(num_ranks)])
+    clock = [0.0]
+    monkeypatch.setattr(failure.time, "monotonic", lambda: clock[0])
+    over = Over()
+
+    def wait(seconds: float) -> str:
+        clock[0] += seconds
+        over.wait(seconds)
+        return ""
+
+    monkeypatch.setattr(peers, "wait", wait)
+    monkeypatch.setattr(failure, "_over", over)
+    monkeypatch.setattr(failure, "_peers", peers)
+    monkeypatch.setattr(failure, "_marker", tmp_path / "FAILED")
+    total += per_second(failure._wait_for_marker) * num_ranks
+    assert total <= 7 * min(num_ranks, 64) + 32
+
+
+def test_on_many_ranks_a_lost_machine_is_still_noticed() -> None:
+    """Ten beats of each, as one alone may be late: after 40 s on 256 ranks, as on two."""
+    assert [failure.stretch(number) for number in (1, 64, 256, 1024)] == [1.0, 1.0, 4.0, 16.0]

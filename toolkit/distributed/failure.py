@@ -55,6 +55,8 @@ _reported_peer = threading.Event()
 
 CHECK_EVERY_S = 0.5
 GRACE_S = 2.0
+_UNHURRIED_RANKS = 64
+"""From so many ranks on each looks and writes less often: all of them burden the run directory's server together."""
 _PEER_S = 1.5
 """How long a rank whose collective breaks looks for one that was killed, before it takes the error for its own."""
 
@@ -112,12 +114,17 @@ def _report_peer(peers: "Peers", text: str) -> None:
             sys.stderr.flush()
 
 
+def stretch(num_ranks: int) -> float:
+    """Return by what to multiply the time between two accesses to the run directory."""
+    return max(1.0, num_ranks / _UNHURRIED_RANKS)
+
+
 def _wait_for_marker() -> None:
     while not _over.is_set():
         if _peers is None:
             _over.wait(CHECK_EVERY_S)
         else:
-            text = _peers.wait(CHECK_EVERY_S)
+            text = _peers.wait(CHECK_EVERY_S * stretch(len(_peers.everybody)))
             if text and not _over.is_set() and not another_has_failed():
                 _report_peer(_peers, text)
             _peers.note()
@@ -182,7 +189,7 @@ class Peers:
 
     def note(self, left: bool = False) -> None:
         """Write down that this rank is there, or that it has left in good order, which is its last note."""
-        if not left and time.monotonic() - self._noted < NOTE_EVERY_S:
+        if not left and time.monotonic() - self._noted < NOTE_EVERY_S * stretch(len(self.everybody)):
             return
         path = self.folder / f"rank-{self.rank}.json"
         new = path.with_name(f".{path.name}")
@@ -213,7 +220,7 @@ class Peers:
         if not others:
             return ""
         before = {rank: self._read(rank) for rank in others}
-        time.sleep(seconds)
+        time.sleep(seconds * stretch(len(self.everybody)))
         gone = [rank for rank in others if before[rank] == self._read(rank) and not before[rank].get("left")]
         if not gone or len(gone) == len(others) > 1:  # of all the others it is rather this machine that is cut off
             return ""
@@ -529,7 +536,7 @@ EXIT_CODE = 124
 _EVERY_S = 1.0
 _LEAST_S, _TIMES = 60.0, 5.0
 _LOOK_S = 4.0
-_LOST_BEATS, _LOOK_EVERY = 40, 5
+_LOST_BEATS, _FEWEST_BEATS, _LOOK_EVERY = 40, 10, 5
 """A machine is lost when its ranks do not count while this one does so often, counts and not seconds, because a file
 server that stands still for a minute stops everybody's."""
 _WRITING_S = 30.0
@@ -566,6 +573,7 @@ class Watchdog:
         self.since = time.monotonic()
         self.taken: deque[float] = deque(maxlen=100)
         self.beats = 0
+        self.stretch = stretch(world_size)
         self._is_excused = False
         """Whether this step has taken long because another rank waited for its data."""
         self._is_steady = False
@@ -611,7 +619,8 @@ class Watchdog:
         counts: dict[int, tuple[int, int]] = {}
         times = 0
         others = range(1, self.world_size) if self.rank == 0 else (0,)
-        while not self._over.wait(_EVERY_S):
+        most, every_s = max(_LOST_BEATS / self.stretch, _FEWEST_BEATS), _EVERY_S * self.stretch
+        while not self._over.wait(every_s):
             times += self._beat()  # where this one cannot write, others may not be able to either
             if times % _LOOK_EVERY:
                 continue
@@ -619,9 +628,9 @@ class Watchdog:
             for rank, one in found.items():
                 if one.get("machine") != _NODE and counts.get(rank, (-1, 0))[0] != one["beats"]:
                     counts[rank] = one["beats"], times
-            lost = [rank for rank, (_, when) in counts.items() if times - when >= _LOST_BEATS]
+            lost = [rank for rank, (_, when) in counts.items() if times - when >= most]
             # Whoever goes on needs no judge: a file server may show old files.
-            if lost and self.phase and time.monotonic() - self.since > _LOST_BEATS * _EVERY_S:
+            if lost and self.phase and time.monotonic() - self.since > most * every_s:
                 self._tell(
                     tr(
                         "{who} Its machine, or the network to it, is gone ({phase} {step}).",
@@ -640,7 +649,7 @@ class Watchdog:
                 continue
             judge = threading.Thread(target=self._end, args=(waited,), daemon=True)
             judge.start()
-            judge.join(_LOOK_S + _WRITING_S)
+            judge.join(_LOOK_S * self.stretch + _WRITING_S)
             if judge.is_alive() and not self._over.is_set():
                 terminal.show_cursor()
                 os._exit(EXIT_CODE)
@@ -671,7 +680,7 @@ class Watchdog:
         everybody = range(self.world_size)
         since, phase, limit = self.since, self.phase, self.limit()
         before = self._read(everybody)
-        if self._over.wait(_LOOK_S) or self.since != since:
+        if self._over.wait(_LOOK_S * self.stretch) or self.since != since:
             return  # it came to its end meanwhile
         after = self._read(everybody)
         others = [rank for rank in everybody if rank != self.rank]
