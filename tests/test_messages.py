@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
 
 from toolkit import messages
-from toolkit.cli import main
+from toolkit.cli import COMMANDS, main, module_of
 from toolkit.config import rule_tables
 from toolkit.config.schema import all_keys
 from toolkit.messages import chinese, current_language, joined, placeholders, read_table, set_language, tr
@@ -95,6 +96,7 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates |= {*read_table("translate/keys.yaml")["sentences"].values(), *read_table("plan/kinds.yaml").values()}
     templates |= {text for _, _, text in read_table("doctor/findings.yaml").values()}
     templates |= set(filter(None, rule_tables.sentences()))
+    templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS}
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"
 

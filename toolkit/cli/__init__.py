@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from toolkit import __version__
-from toolkit.messages import ConfigError, did_you_mean, joined, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, tr, translated
 
 COMMANDS = tuple(
     [
@@ -51,6 +51,12 @@ def module_of(command: str) -> str:
     return f"toolkit.cli.{command.replace('-', '_')}"
 
 
+def help_of(command: str) -> str:
+    """Return a command's help; its first line in the user's language."""
+    summary, line, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n")
+    return translated(summary) + line + rest
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, of the command line if None is given; return the exit code (docs/commands.md)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -65,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         lines = [tr("usage: toolkit COMMAND recipe=NAME [key=value …]"), ""]
         for name in COMMANDS:
-            lines.append(f"  {name:15}{(import_module(module_of(name)).__doc__ or '').strip().splitlines()[0]}")
+            lines.append(f"  {name:15}{help_of(name).splitlines()[0]}")
         _show("\n".join([*lines, "", tr("`toolkit COMMAND --help` says more. docs/config.md lists every key.")]))
         return 0 if words else 2
     if words[0] == "--version":
@@ -100,7 +106,7 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(joined(unknown, did_you_mean(command, COMMANDS), known))
     module = import_module(module_of(command))
     if any(word in ("-h", "--help") for word in rest):
-        _show((module.__doc__ or "").strip())
+        _show(help_of(command))
         return 0
     run: Callable[[list[str]], int | None] = module.run
     return run(rest) or 0

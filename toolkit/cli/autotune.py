@@ -1,4 +1,4 @@
-"""Measure which ZeRO stage and micro-batch train fastest, searched for by DeepSpeed's autotuner.
+"""Measure which ZeRO stage and micro-batch train fastest, with DeepSpeed's autotuner.
 
 toolkit autotune [launcher options] recipe=NAME [stages=0,1,2] [micro=1,2,4] [sweep=NAME] [key=value …]
 

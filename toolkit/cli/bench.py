@@ -1,4 +1,4 @@
-"""Measure what a part of the toolkit costs on this machine, next to what it costs at least; in a checkout.
+"""Benchmark a part of the toolkit on this machine against a bare baseline; needs a source checkout.
 
 toolkit bench NAME recipe=NAME [ranks=2] [output=FILE] [key=value …]
 toolkit bench faults [only="K1 K2"] [output=FILE]

@@ -1,4 +1,4 @@
-"""Talk to a model in the terminal.
+"""Chat with a model in the terminal.
 
 toolkit chat PATH [adapter=DIR] [system="…"] [max_new_tokens=512] [temperature=0] [top_p=1] [top_k=0] [seed=0]
 

@@ -1,4 +1,4 @@
-"""Examine the machines of a run before it: what would break it, and what to type against that.
+"""Check the nodes before a run: what would make it fail, and the command that fixes it.
 
 toolkit doctor [launcher options] [recipe=NAME] [hostfile=FILE] [key=value …]
 

@@ -1,4 +1,4 @@
-"""Ask a model: one question, or every row of a file.
+"""Generate answers with a model: to one question, or to every row of a file.
 
 toolkit generate PATH prompt="…" [adapter=DIR] [key=value …]
 toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=value …]

@@ -1,4 +1,4 @@
-"""Make a recipe of another program's config: LLaMA-Factory, the ChatGLM repositories, transformers' Trainer.
+"""Convert a config of LLaMA-Factory, the ChatGLM repositories or transformers' Trainer into a recipe.
 
 toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]
 

@@ -1,4 +1,4 @@
-"""List the models that model=NAME can name, and where their weights are.
+"""List the available models (model=NAME) and where their weights are.
 
 toolkit models
 """

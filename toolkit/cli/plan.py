@@ -1,4 +1,4 @@
-"""Plan memory and time before anything is loaded: what fits on which GPUs, and the words to set it.
+"""Estimate GPU memory and time before anything is loaded: which layouts fit, and the overrides to set them.
 
 toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=true] [output=FILE] [key=value …]
 

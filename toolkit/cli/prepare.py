@@ -1,4 +1,4 @@
-"""Tokenise a recipe's data now, so that training finds it ready.
+"""Tokenise a recipe's data in advance.
 
 toolkit prepare recipe=NAME [key=value …]
 

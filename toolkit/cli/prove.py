@@ -1,4 +1,4 @@
-"""Hold a recipe's exact settings, on your ranks, against a plain PyTorch loop; find the setting that deviates.
+"""Compare a recipe's exact settings, on your ranks, with a plain PyTorch loop; find the setting that deviates.
 
 toolkit prove [launcher options] recipe=NAME [steps=8] [max_length=256] [output=FILE] [sweep=NAME] [key=value …]
 

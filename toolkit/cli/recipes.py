@@ -1,4 +1,4 @@
-"""List the recipes that recipe=NAME can name, and what each is for.
+"""List the available recipes (recipe=NAME) and what each is for.
 
 toolkit recipes
 """

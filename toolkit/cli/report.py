@@ -1,4 +1,4 @@
-"""Make a page of a run, or of several in one picture: curves, speed, memory, answers, settings; charts as PNG too.
+"""Write an HTML report of one or several runs: curves, speed, memory, answers, settings; charts as PNG too.
 
 toolkit report RUN [RUN2 …] [output=FILE.html] [language=en|zh]
 toolkit report runs/SWEEP

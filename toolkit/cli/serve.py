@@ -1,4 +1,4 @@
-"""Serve a model over HTTP with OpenAI's interface, by transformers' own server or vLLM.
+"""Serve a model over HTTP with an OpenAI-compatible API, by transformers' own server or vLLM.
 
 toolkit serve PATH [port=8000] [host=127.0.0.1] [served_name=NAME] [backend=auto] [adapter=DIR] [--server-option …]
 

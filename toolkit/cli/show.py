@@ -1,4 +1,4 @@
-"""Show samples as training sees them: which tokens are trained, what was left out, how long they are.
+"""Show samples as training sees them: which tokens are trained, what was skipped, how long they are.
 
 toolkit show recipe=NAME [n=5] [split=train] [color=auto] [key=value …]
 toolkit show runs/NAME/logs/bad-step-N.jsonl [n=5] [color=auto]    the samples of a step that went wrong

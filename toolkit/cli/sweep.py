@@ -1,4 +1,4 @@
-"""Run a recipe for every combination of values, one launch after another; the same command goes on where it was.
+"""Train a recipe for every combination of values, one run after another; rerun the command to resume.
 
 toolkit sweep [launcher options] recipe=NAME optim.lr=1e-5,2e-5 zero=stage2,stage3 [sweep=NAME] [key=value …]
 toolkit sweep … 'optim.lr=tag(log,interval(1e-6,1e-4))' trials=20 metric=eval_loss

@@ -1,4 +1,4 @@
-"""Train a recipe; run.py is this command.
+"""Train a recipe; run.py is the same.
 
 toolkit train recipe=NAME [key=value …] [--config-dir DIR] [--cfg job]
 

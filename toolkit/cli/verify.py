@@ -1,4 +1,4 @@
-"""Prove that a checkpoint or an export is exactly what was written, and still gives the logits that it gave then.
+"""Verify a checkpoint or an export: every byte against the manifest, and the logits against those at save time.
 
 toolkit verify PATH [forward=yes|no]
 
