@@ -106,7 +106,7 @@ def _resume(arguments: Arguments, words: list[str], ranks: int, folder: Path) ->
 def _nvme(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from benchmarks.nvme import measure, pieces
 
-    path = arguments.values.get("folder") or arguments.loaded.cfg.zero.offload_optimizer.nvme_path
+    path = arguments.values.get("directory") or arguments.loaded.cfg.zero.offload_optimizer.nvme_path
     if not path or not Path(path).is_dir():
         raise ConfigError(
             tr(
@@ -133,7 +133,7 @@ ARGUMENTS = {
     "start": ("ranks", "pairs"),
     "plan": ("ranks",),
     "resume": ("ranks", "pairs"),
-    "nvme": ("folder", "gib", "repeats"),
+    "nvme": ("directory", "gib", "repeats"),
 }
 """What is measured, and the words of its own that it takes beside `output`."""
 _MEASURES: dict[str, Measure] = {"data": _data, "memory": _memory, "start": _start, "resume": _resume, "nvme": _nvme}

@@ -67,4 +67,4 @@ def test_what_cannot_be_measured_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not take asynchronous, direct input/output: the write failed"):
         nvme.measure(tmp_path / "nowhere", nvme.PIECE, 1, lambda line: None, [AioConfig()])
     with pytest.raises(ConfigError, match="Give one on the disk to be measured: directory=/nvme"):
-        bench(["nvme", "recipe=quickstart", f"folder={tmp_path}/nowhere"])
+        bench(["nvme", "recipe=quickstart", f"directory={tmp_path}/nowhere"])

@@ -9,8 +9,8 @@ toolkit bench faults [only="K1 K2"] [output=FILE]
   checkpoint [repeats=5]       how long training waits for a save, next to a bare engine.save_checkpoint
   start [pairs=5]              seconds from the command to the first step, next to a bare DeepSpeed script
   resume [pairs=5]             the same of a run that resumes from a checkpoint, next to a fresh one
-  plan                         a rank's memory and a step's time next to what is planned, on the longest rows
-  nvme [folder=/nvme] [gib=1] [repeats=3]
+  plan                         a rank's memory and a step's time next to what is planned, on the longest sequences
+  nvme [directory=/nvme] [gib=1] [repeats=3]
                                DeepSpeed's reading and writing, by settings of zero.aio; the best as overrides
   faults                       kills, full disks, signals …: what must hold after each; takes an hour
 

@@ -3,7 +3,7 @@
 toolkit chat PATH [adapter=DIR] [system="…"] [max_new_tokens=512] [temperature=0] [top_p=1] [top_k=0] [seed=0]
 
   PATH, adapter, model.family, temperature, top_p, top_k, seed    as for `toolkit generate`
-  system=TEXT           what the model is told before the first question
+  system=TEXT           system message before the first question
   max_new_tokens=512    longest answer in tokens
 
 The answer appears as it is made; Ctrl-C stops it, and keeps what was said. Questions and answers so far are part of

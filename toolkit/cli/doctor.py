@@ -2,10 +2,10 @@
 
 toolkit doctor [launcher options] [recipe=NAME] [hostfile=FILE] [key=value …]
 
-  hostfile=FILE, --include …, --master_port N   as for `toolkit launch`; without a hostfile this machine alone
-  recipe=NAME, key=value   look also at what this recipe needs: files, disks, ops
-  quick=true       ask each machine about itself, without trying the network
-  timeout_s=30     patience with each answer of a machine
+  hostfile=FILE, --include …, --master_port N   as for `toolkit launch`; default: this node only
+  recipe=NAME, key=value   also check what this recipe needs: files, disks, ops
+  quick=true       check each node by itself, without network tests
+  timeout_s=30     timeout for each answer of a node
 """
 
 import sys

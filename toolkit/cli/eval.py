@@ -3,10 +3,10 @@
 toolkit eval recipe=NAME [model.path=DIR] [adapter=DIR] [evaluate.metrics=[bleu,rouge_l]] [output=FILE.jsonl]
              [key=value …]
 
-  model.path=DIR    the model, such as runs/NAME/export (beside model=hf where the recipe has another one)
+  model.path=DIR    the model, such as runs/NAME/export (with model=hf if the recipe has another model)
   adapter=DIR       an adapter that was trained on it, such as runs/NAME/export; without model.path on its own base
   output=FILE       gets every prompt, answer, reference and score; a new file in RUN.DIR/evaluations without it.
-                    FILE.json beside it gets the figures of all
+                    FILE.json next to it gets the totals
   key=value         any key of docs/config.md, above all evaluate.… and data.validation
 
 Under several processes, which share the work:  deepspeed --num_gpus 8 --module toolkit eval recipe=NAME …

@@ -2,19 +2,20 @@
 
 toolkit export-model PATH [merge=true] [format=hf|official] [dtype=bf16] [max_shard_size=5GB] [output=DIR]
 
-  PATH                a run folder: its newest whole checkpoint; a checkpoint, such as runs/NAME/checkpoints/step-500;
-                      an adapter, such as runs/NAME/export; or a model folder, official or in transformers' layout
+  PATH                a run directory (its newest complete checkpoint); a checkpoint, such as
+                      runs/NAME/checkpoints/step-500; an adapter, such as runs/NAME/export; or a model
+                      directory, official or in transformers' layout
                       (model.path=PATH says the same)
-  adapter=DIR         an adapter that was trained on the model folder PATH
+  adapter=DIR         an adapter that was trained on the model PATH
   merge=true          put the adapter into the weights of its base: a model of its own; without it the adapter alone
   format=hf           safetensors, config and tokenizer that transformers, vLLM and others load without remote code
   format=official     the official files: names, precisions and shards as they came, the other files copied
   dtype=bf16          precision of the weights: fp32, bf16 or fp16; without it that of the training, or of the files
   max_shard_size=5GB  largest file of weights in transformers' layout
   base=DIR            where the base lies now, if not where it was when the adapter was trained
-  output=DIR          must not exist; without it, of a run folder: RUN/export, RUN/merged or RUN/official
+  output=DIR          must not exist; default for a run directory: RUN/export, RUN/merged or RUN/official
   forward=no          do not read what was written again to compare its logits with those of the run
-  model.family=NAME   only where nothing in the folder tells ChatGLM2 from ChatGLM3
+  model.family=NAME   only if the files do not tell ChatGLM2 from ChatGLM3
 
 A checkpoint of any number of ranks under ZeRO 0 to 3 is exported by this one process, without a GPU. No more than a
 part of the weights is in memory at a time, also in the comparison afterwards; that of an adapter loads its base.

@@ -3,22 +3,22 @@
 toolkit generate PATH prompt="…" [adapter=DIR] [key=value …]
 toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=value …]
 
-  PATH                  (or model.path=PATH) a run folder, an export, an official ChatGLM folder or any other model
-                        folder; with adapter=DIR it may be left out
+  PATH                  (or model.path=PATH) a run directory, an export, an official ChatGLM directory or any other
+                        model directory; optional with adapter=DIR
   adapter=DIR           an adapter that was trained on that model
   prompt=TEXT           the question; the answer alone goes to stdout
-  input=FILE            questions: any file, folder or pattern that could be training data. A last answer of the
-                        assistant is not given to the model, but kept as `reference`; rows need none
+  input=FILE            questions: any file, directory or pattern that could be training data. A last answer of the
+                        assistant is not given to the model, but kept as `reference`; it is optional
   format=, columns=     as under data.sources: format=messages 'columns={prompt: question}'
   output=FILE           JSON lines, one for each row in order: messages, answer, reference, prompt_tokens, tokens,
                         finish (stop, or length: cut at max_new_tokens), where; or error, if the row could not be asked.
-                        Must not exist. Until all is there it is FILE.part, from which the same command goes on
+                        Must not exist. Until it is complete it is FILE.part, from which the same command resumes
   batch_size=8          questions at a time
   system=TEXT           system message for questions without one
   max_new_tokens=64     longest answer in tokens
   temperature=0         0 takes the likeliest token; above 0 tokens are drawn, among the likeliest that hold top_p=1 of
                         the probability or the top_k=0 likeliest (0: all), from seed=0
-  model.family=NAME     only where nothing in the folder tells ChatGLM2 from ChatGLM3
+  model.family=NAME     only if the files do not tell ChatGLM2 from ChatGLM3
   engine=deepspeed      through deepspeed.init_inference: started on several ranks, each holds a part of the model:
                         torchrun --nproc-per-node 2 -m toolkit generate PATH engine=deepspeed …
 """

@@ -2,10 +2,10 @@
 
 toolkit launch recipe=NAME [launcher options] [hostfile=FILE] [key=value …]
 
-  --num_gpus N, --include …   options of `deepspeed`, in front of the recipe or behind it
-  hostfile=FILE               several machines, examined as by `toolkit doctor quick=true`; --no_ssh_check leaves that
+  --num_gpus N, --include …   options of `deepspeed`, before or after the recipe
+  hostfile=FILE               several nodes, checked as by `toolkit doctor quick=true`; --no_ssh_check skips that
   recipe=NAME, key=value                       as for `toolkit train`
-  run.max_restarts=N                           start again, up to N times, a run that died or hung
+  run.max_restarts=N                           restart a run that crashed or hung, up to N times
 """
 
 from toolkit.arguments import parse_checked

@@ -9,11 +9,11 @@ toolkit new model=MODEL data=PATH [gpus=8x80GB] [nodes=2] [host_memory=1TB] [tun
   nodes=2            nodes that are alike; 1
   host_memory=1TB    memory of one node; without it offloading to host memory is not considered
   tuning=auto        full, lora or qlora; auto takes the first of them that fits
-  max_length=N       tokens of the longest sample; without it what the first rows of the data need
+  max_length=N       tokens of the longest sample; default: what the first rows of the data need
   columns={…}        names in the file where they differ from the format's
   output=mine.yaml   the recipe; never an existing file
 
-What is missing is asked for on a terminal. Nothing is loaded; of the data the first rows are read.
+Missing values are asked for on a terminal. Nothing is loaded; of the data the first rows are read.
 """
 
 import shlex

@@ -2,11 +2,11 @@
 
 toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=true] [output=FILE] [key=value …]
 
-  gpus=8x80GB      GPUs of one machine: their memory, or their name (8xA100-80GB, 4xH100), or 2xcpu;
-                   without it those of this machine, and without any 8x80GB
-  nodes=2          machines that are alike; 1
-  host_memory=1TB  memory of one machine; without it host memory is shown and not judged
-  calibrate=true   measure for a few seconds how fast this machine is; kept in prepare.dir/plan
+  gpus=8x80GB      GPUs of one node: their memory, or their name (8xA100-80GB, 4xH100), or 2xcpu;
+                   default: those of this node, or 8x80GB without any
+  nodes=2          identical nodes; default 1
+  host_memory=1TB  memory of one node; without it host memory is shown but not checked
+  calibrate=true   measure the speed of this node for a few seconds; kept in prepare.dir/plan
   output=FILE      the plan as JSON
 
 Nothing is loaded: model.path needs config.json alone, and the models of `toolkit models` not even that. GB and TB count

@@ -2,9 +2,9 @@
 
 toolkit prepare recipe=NAME [key=value …]
 
-  prepare.shard=i/n   do one of n parts, for n machines that share prepare.dir; then run it once without
+  prepare.shard=i/n   do one of n parts, for n nodes that share prepare.dir; then run it once without
 
-An interrupted run goes on where it stopped. Data that is prepared already is verified: every byte is read.
+An interrupted run resumes where it stopped. Data that is already prepared is verified: every byte is read.
 """
 
 from toolkit.arguments import parse_checked

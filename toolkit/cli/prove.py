@@ -6,7 +6,7 @@ toolkit prove [launcher options] recipe=NAME [steps=8] [max_length=256] [output=
   steps=8           optimizer steps; the run is resumed at half of them
   max_length=256    longest sample, in tokens
   output=FILE       the result as JSON
-  sweep=NAME        directory of the runs, run.dir/NAME; without it one of the recipe and these words
+  sweep=NAME        directory of the runs, run.dir/NAME; default: named after recipe and arguments
 
 The model keeps its architecture and vocabulary and becomes small and random; data, precision, kernels, packing,
 adapters, ZeRO, offload and layout stay. Losses, gradient norms and the export's logits may deviate from float64 by some

@@ -3,10 +3,10 @@
 toolkit report RUN [RUN2 …] [output=FILE.html] [language=en|zh]
 toolkit report runs/SWEEP
 
-  RUN            a run folder, finished or not, wherever it has been copied to; or the folder of a sweep,
+  RUN            a run directory, finished or not, wherever it has been copied to; or that of a sweep,
                  of which all runs are compared that have metrics
-  output=FILE    the page; without it report.html in the one folder, of several comparison.html here.
-                 The charts as PNG files go into the folder of the same name beside it
+  output=FILE    the page; default: report.html in the run directory, for several runs comparison.html here.
+                 The charts as PNG files go into the directory of the same name next to it
   language=      en or zh; without it that of the locale
 
 A run does it by itself at its end (report.enabled), and every report.every steps. The page is one file that needs no

@@ -2,11 +2,11 @@
 
 toolkit serve PATH [port=8000] [host=127.0.0.1] [served_name=NAME] [backend=auto] [adapter=DIR] [--server-option …]
 
-  PATH             (or model.path=PATH) a run folder with an export, or a folder in transformers' layout; of an official
-                   ChatGLM folder make one with `toolkit export-model`
+  PATH             (or model.path=PATH) a run directory with an export, or a model in transformers' layout; convert
+                   an official ChatGLM directory with `toolkit export-model`
   backend=auto     vllm where it is installed, else transformers (pip install fastapi uvicorn openai)
-  host=127.0.0.1   where to listen: this machine alone; 0.0.0.0 lets everybody in who can reach it, as neither server
-                   asks who is there
+  host=127.0.0.1   where to listen: this machine only; 0.0.0.0 allows everyone who can reach it, as neither server
+                   authenticates users
   served_name=NAME name of the model in requests; by default that of its directory, or of the run
   adapter=DIR      a LoRA adapter in peft's layout (vllm)
   --…              goes to the server as it is, with all that follows: --device cpu

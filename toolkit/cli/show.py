@@ -3,7 +3,7 @@
 toolkit show recipe=NAME [n=5] [split=train] [color=auto] [key=value …]
 toolkit show runs/NAME/logs/bad-step-N.jsonl [n=5] [color=auto]    the samples of a step that went wrong
 
-  n=5          samples to show (rows, where data.packing fills rows with several); 0 shows the counts only
+  n=5          samples to show (sequences, with data.packing); 0 shows the counts only
   split=train  train or validation
   color=auto   always, never, or auto: colour on a terminal (unless NO_COLOR is set), brackets elsewhere
 """

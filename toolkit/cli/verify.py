@@ -2,14 +2,14 @@
 
 toolkit verify PATH [forward=yes|no]
 
-  PATH           a checkpoint (step-N), weights alone (step-N-weights), an export, or a run folder: everything in it
+  PATH           a checkpoint (step-N), weights only (step-N-weights), an export, or a run directory: everything in it
   forward=yes    load the model, compare every shape with its config, and run it once on the CPU: the logits must be
                  those in probe/ but for rounding. Memory holds a layer of a model at a time; a checkpoint, or an
                  adapter with its base, once
   forward=no     only the files: sizes and SHA-256 of every byte, nothing missing, nothing foreign, no empty tensors, no
                  path that leads out; quick, and without PyTorch
 
-Exit code 0 if all is whole, 74 if anything is not.
+Exit code 0 if everything is intact, 74 otherwise.
 """
 
 import sys
