@@ -1,5 +1,6 @@
 """What is written beside weights. The probe: the same ids, the same logits, and nothing else touched."""
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import GlmConfig
 
 from toolkit.config.schema import PrecisionConfig
 from toolkit.engine.build import use_tf32
+from toolkit.export import model as export_model
 from toolkit.export.model import verify_logits
 from toolkit.messages import CheckpointError, ModelError, ProofDiffers
 from toolkit.models import probe
@@ -222,6 +224,31 @@ def test_rounding_is_proven_and_damage_is_an_error(
         assert not isinstance(error.value, ProofDiffers)
         weight.data = whole
         shutil.rmtree(tmp_path / "damaged")
+
+
+def test_a_model_that_rounds_far_in_float32_has_bounds_of_its_own(tmp_path: Path) -> None:
+    """Sharp attention enlarges rounding, beyond what other weights of a usual model change."""
+    model = deep_model(12)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 32
+            layer.self_attn.k_proj.weight *= 32
+    save_model(model, tmp_path / "export")
+    ids = probe.spread_ids(model.config)
+    found, exact = probe.capture(model, ids), probe.capture(copy.deepcopy(model).double(), ids)
+    far = 20 * probe.difference_of(exact, found)
+    assert far > probe.WRONG["float32"]
+    logits = found.logits.clone()
+    logits[0, 0] += far * logits.std()
+    saved = probe.Probe(ids, logits, "float32")
+    probe.write(saved, tmp_path / "export")
+    assert "the logits are those of the save" in verify_logits(tmp_path / "export")
+    assert export_model._bounds(copy.deepcopy(model), None, found, saved, far)[0] > far, "of a checkpoint"
+    model.model.layers[6].self_attn.v_proj.weight.data.zero_()
+    save_model(model, tmp_path / "damaged")
+    probe.write(saved, tmp_path / "damaged")
+    with pytest.raises(CheckpointError, match="other weights than were saved"):
+        verify_logits(tmp_path / "damaged")
 
 
 def test_what_could_not_be_exported_at_the_end_is_told_at_the_start(model: transformers.GlmForCausalLM) -> None:
