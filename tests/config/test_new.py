@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import deepspeed, run
 
 from toolkit.cli import main
 from toolkit.config.load import LEARNING_RATES, load
 from toolkit.config.schema import Device, Dtype, Packing, RunConfig, TooLong, TuningMethod
 from toolkit.messages import set_language
 
+ROOT = Path(__file__).parents[2]
 ROW = {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer " * 30}]}
 
 
@@ -77,6 +79,16 @@ def test_what_it_names_to_type_next_is_in_the_recipe_and_works(language: str, fo
     for command in commands[:2]:
         assert main(command.split()[1:]) == 0
     assert written().precision.dtype is Dtype.fp32, "CPUs"
+
+
+@pytest.mark.ranks
+def test_the_recipe_trains(folder: Path) -> None:
+    assert new("model=glm_tiny", "gpus=2xcpu") == 0
+    finished = run(
+        deepspeed(2, str(ROOT / "run.py"), "recipe=mine.yaml", "train.max_steps=2", "run.name=made"), cwd=folder
+    )
+    assert finished.code == 0, finished.output[-3000:]
+    assert Path("runs/made/DONE").is_file()
 
 
 def test_plain_texts_are_packed(folder: Path) -> None:
