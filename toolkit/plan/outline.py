@@ -247,6 +247,7 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
     return Outline(shapes | added, frozenset(added), sizes, frozenset(targets))
 
 
+@cache
 def layer_of(name: str) -> int:
     """Return the number of the layer that a parameter belongs to, -1 for none."""
     if name.startswith("prefix_encoder."):

@@ -30,6 +30,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from toolkit import children
@@ -289,6 +290,7 @@ def causal_pairs(lengths: Iterable[int]) -> int:
     return sum(length * (length + 1) // 2 for length in lengths)
 
 
+@cache
 def _place_of(name: str, layers: int) -> Place:
     if name.startswith("prefix_encoder."):  # keys and values of the first layer, as of all others
         return 0, _KEYS
