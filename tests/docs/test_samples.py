@@ -33,9 +33,10 @@ def test_each_format_has_a_sample(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     shown = re.findall(r"^\*\*(\w+)\*\*.*?\n\n```json\n(.*?)```", text, re.MULTILINE | re.DOTALL)
     for name, sample in shown:
-        row = parse_row(parse_line(sample.encode()))
-        assert isinstance(row, dict)
-        assert detect_format(row, {}).value == name
+        for line in sample.splitlines():
+            row = parse_row(parse_line(line.encode()))
+            assert isinstance(row, dict)
+            assert detect_format(row, {}).value == name
     of_files = {one.value for one in RowFormat} - {"auto", "docstrings"}
     assert {name for name, _ in shown} == of_files
 

@@ -18,7 +18,7 @@ END = 1
 class ByteEncoder:
     """Each byte is its value + 2, an end token follows each answer; what the assistant says is trained."""
 
-    drops_system = False
+    drops_system = drops_tools = False
     can_cut = True
 
     def __init__(self, vocab_size: int = 258, only_last: bool = False) -> None:
@@ -41,6 +41,10 @@ class ByteEncoder:
             ids += part
             mask += [bool(message.get("loss", answers))] * len(part)
         return ids, mask
+
+    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
+        """Return the conversation."""
+        return [messages]
 
     def encode_many(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Sequence[Any] | None] | None = None

@@ -326,7 +326,7 @@ def test_marks_that_are_wrong(tokenizer: Any) -> None:
         TemplateChatEncoder(tokenizer)
 
 
-def test_a_template_that_drops_earlier_reasoning_trains_the_last(tokenizer: Any) -> None:
+def test_a_template_that_drops_earlier_reasoning_takes_a_sample_for_each_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML.replace(
         "{{ m['content'] }}",
         "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'].split('</think>')[-1] }}",
@@ -337,6 +337,10 @@ def test_a_template_that_drops_earlier_reasoning_trains_the_last(tokenizer: Any)
     reasoned: list[dict[str, Any]] = chat("hello", "x</think>one", "fox", "two")
     with pytest.raises(RowError, match=r"Train last answers only: data\.train_on=last"):
         encoder.encode(reasoned)
+    assert [spoken(tokenizer, encoder.encode(part)) for part in encoder.divide(reasoned)] == [
+        ["x</think>one" + END],
+        ["two" + END],
+    ]
     assert spoken(tokenizer, encoder.encode([reasoned[0], {**reasoned[1], "loss": False}, *reasoned[2:]])) == [
         "two" + END
     ]
@@ -344,8 +348,9 @@ def test_a_template_that_drops_earlier_reasoning_trains_the_last(tokenizer: Any)
         "{{ m['content'] }}", "{{ m['content'] ~ ('!' if loop.last and m['role'] == 'assistant' else '') }}"
     )
     encoder = TemplateChatEncoder(tokenizer)
-    assert encoder.only_last
-    assert spoken(tokenizer, encoder.encode(chat("hello", "one", "fox", "two"))) == ["two!" + END]
+    parts = encoder.divide(chat("hello", "one", "fox", "two"))
+    assert [spoken(tokenizer, encoder.encode(part)) for part in parts] == [["one!" + END], ["two!" + END]]
+    assert encoder.divide(chat("hello", "one")) == [chat("hello", "one")]
 
 
 def test_plain_text_is_trained_whole(tokenizer: Any) -> None:

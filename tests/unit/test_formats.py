@@ -82,6 +82,78 @@ WEATHER = {"name": "weather", "parameters": {"type": "object"}}
             },
             [user("q"), assistant("", tool_calls=[call("weather", city="x")]), tool('{"t": 1}'), assistant("a")],
         ),
+        (  # ms-swift's and ModelScope's
+            {"query": "p", "response": "r", "system": "s", "history": [["a", "b"]]},
+            [system("s"), user("a"), assistant("b"), user("p"), assistant("r")],
+        ),
+        (
+            {
+                "system": "s",
+                "conversation": [{"human": "q", "assistant": "a", "id": 3}, {"human": "p", "assistant": "b"}],
+            },
+            [system("s"), user("q"), assistant("a"), user("p"), assistant("b")],
+        ),
+        (  # calls follow the text of their turn, and each other
+            {
+                "messages": [
+                    user("q"),
+                    assistant("Let me see.", loss=False),
+                    {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": 1}}', "loss": False},
+                    {"role": "tool_call", "content": '{"name": "g", "arguments": "{\\"b\\": 2}"}', "loss": False},
+                    {"role": "tool_response", "content": '{"t": 1}'},
+                    {"role": "tool_response", "content": "two"},
+                    {"role": "assistant", "content": "a", "loss_scale": 1.0},
+                ]
+            },
+            [
+                user("q"),
+                assistant("Let me see.", loss=False, tool_calls=[call("f", a=1), call("g", b=2)]),
+                tool('{"t": 1}'),
+                tool("two"),
+                assistant("a", loss=True),
+            ],
+        ),
+        (  # LLaMA-Factory's reasoning before a call
+            {
+                "conversations": [
+                    {"from": "human", "value": "q"},
+                    {"from": "function_call", "value": '<think>\nHm.\n</think>\n\n{"name": "f", "arguments": ""}'},
+                    {"from": "observation", "value": "o"},
+                    {"from": "gpt", "value": "<think>\nHm.\n</think>\n\na"},
+                ]
+            },
+            [
+                user("q"),
+                assistant("<think>\nHm.\n</think>", tool_calls=[call("f")]),
+                tool("o"),
+                assistant("<think>\nHm.\n</think>\n\na"),
+            ],
+        ),
+        (  # and its newer form
+            {
+                "messages": [
+                    {"role": "system", "content": [{"type": "text", "value": "s"}], "loss_weight": 0.0},
+                    {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "reasoning", "value": "Hm."},
+                            {"type": "tool_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+                        ],
+                        "loss_weight": 1.0,
+                    },
+                    {"role": "tool", "content": [{"type": "text", "value": '{"t": 1}'}]},
+                    {"role": "assistant", "content": [{"type": "text", "value": "a"}], "loss_weight": 0.0},
+                ]
+            },
+            [
+                {**system("s"), "loss": False},
+                {**user("q"), "loss": False},
+                assistant("", reasoning_content="Hm.", tool_calls=[call("f", a=1)], loss=True),
+                tool('{"t": 1}'),
+                assistant("a", loss=False),
+            ],
+        ),
         (  # OpenAI's
             {
                 "messages": [
@@ -102,8 +174,8 @@ WEATHER = {"name": "weather", "parameters": {"type": "object"}}
             },
             [
                 user("q1q2"),
-                assistant("", tool_calls=[call("f", a=1), call("g")]),
-                tool("one"),
+                assistant("", tool_calls=[{**call("f", a=1), "id": "1"}, {**call("g"), "id": "2"}]),
+                {**tool("one"), "tool_call_id": "1"},
                 assistant("a", loss=False),
                 user("q"),
                 assistant("b", loss=True),
@@ -130,7 +202,10 @@ def test_columns() -> None:
     ]
 
 
-@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER]), [{"type": "function", "function": WEATHER}]])
+@pytest.mark.parametrize(
+    "tools",
+    [[WEATHER], json.dumps([WEATHER]), [{"type": "function", "function": WEATHER}], [json.dumps(WEATHER)]],
+)
 def test_tools(tools: Any) -> None:
     row = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "tools": tools}
     assert read(row).tools == [{"type": "function", "function": WEATHER}]
@@ -179,6 +254,26 @@ ANSWER = {"from": "gpt", "value": "a"}
         (
             {"system": "s", "conversations": [{"from": "system", "value": "t"}, TURN, ANSWER]},
             "the row has a system message twice: under 'system' and in the list. Remove one",
+        ),
+        (
+            {"messages": [TURN, {**ANSWER, "loss_weight": 0.5}]},
+            "message 2 of 'messages': 'loss_weight' is 0.5, neither true nor false",
+        ),
+        (
+            {"messages": [TURN, {**ANSWER, "loss": True, "weight": 0}]},
+            "message 2 of 'messages': 'loss', 'weight' contradict each other",
+        ),
+        (
+            {"messages": [TURN, {**ANSWER, "reasoning": "a", "reasoning_content": "b"}]},
+            "message 2 of 'messages': 'reasoning_content', 'reasoning' contradict each other",
+        ),
+        (
+            {"messages": [TURN, {**ANSWER, "thinking": {"a": 1}}]},
+            "message 2 of 'messages': 'thinking' is an object, not a text. Correct or remove the row",
+        ),
+        (
+            {"conversation": [{"human": "q", "answer": "a"}]},
+            "message 1 of 'conversation': no key 'assistant'; the row has 'human', 'answer'. Add it or remove the row",
         ),
         ({"prompt": "p", "response": "r", "tools": "x"}, "'tools' is a text, not a list of tools"),
         ({"prompt": "p", "response": "r", "tools": [3]}, "'tools' is a list, not a list of tools"),
@@ -269,6 +364,25 @@ def test_real_files() -> None:
             assert sum(bool(message.get("tool_calls")) for message in messages) == 216
             assert sum(message["role"] == "tool" for message in messages) == 218
             assert any(conversation.tools for conversation in found)
+    for name, usable, refusal in (
+        ("dpo_zh_demo.json", 0, "preference data ('chosen', 'rejected')"),
+        ("kto_en_demo.json", 150, "preference data: 'label' is false"),
+        ("reason_tool_use_demo_50.jsonl", 50, ""),
+    ):
+        text = (SHARED / name).read_text(encoding="utf-8")
+        rows = json.loads(text) if name.endswith(".json") else [json.loads(line) for line in text.splitlines()]
+        reader, found, refused = RowReader(RowFormat.messages, {}), [], []
+        for row in rows:
+            try:
+                found.append(reader.read(row))
+            except RowError as error:
+                refused.append(str(error))
+        assert len(found) == usable
+        assert all(refusal and reason.startswith(refusal) for reason in refused)
+    messages = [message for conversation in found for message in conversation.messages]
+    assert sum(len(message.get("tool_calls", [])) for message in messages) == 68
+    assert sum("reasoning_content" in message for message in messages) == 112
+    assert not reader.skipped
 
 
 def test_columns_are_blamed_for_a_name_that_no_row_has() -> None:
@@ -295,8 +409,7 @@ def test_openais_developer_is_a_system_message() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("reasoning_content", "because"),
-        ("thinking", "because"),
+        ("thoughts", "because"),
         ("function_call", {"name": "f", "arguments": "{}"}),
         ("images", ["a.png"]),
         ("tools", [WEATHER]),
@@ -308,8 +421,45 @@ def test_text_of_a_message_does_not_vanish(key: str, value: Any) -> None:
         read(row)
     text = f"message 2 of 'messages': the key '{key}' is not read, and what it holds would be lost. Write it into the"
     assert str(caught.value).startswith(text)
-    with pytest.raises(RowError, match="message 1 of 'messages': the key 'tool_calls' is not read"):
-        read({"messages": [{**user("q"), "tool_calls": [call("f")]}, assistant("a")]})
+    for unread, number, listed in (
+        ("tool_calls", 1, [{**user("q"), "tool_calls": [call("f")]}, assistant("a")]),
+        ("reasoning_content", 1, [{**user("q"), "reasoning_content": "because"}, assistant("a")]),
+        ("why", 2, [user("q"), assistant("a", tool_calls=[{**call("f"), "why": "because"}])]),
+        ("why", 2, [user("q"), assistant("", tool_calls=[{"name": "f", "arguments": {}, "why": "because"}])]),
+        ("image", 1, [{**user("q"), "content": [{"type": "text", "text": "q", "image": "a.png"}]}, assistant("a")]),
+    ):
+        with pytest.raises(RowError, match=f"message {number} of 'messages': the key '{unread}' is not read"):
+            read({"messages": listed})
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_kept(key: str) -> None:
+    row = {"messages": [user("q"), {**assistant("a"), key: "because"}]}
+    assert read(row).messages[1] == assistant("a", reasoning_content="because")
+    row["messages"][1] |= {"reasoning_content": "because", key: "because"}
+    assert read(row).messages[1] == assistant("a", reasoning_content="because")
+    assert read({"messages": [user("q"), {**assistant("a"), key: " "}]}).messages[1] == assistant("a")
+
+
+def test_preference_data_is_named() -> None:
+    talk = {"messages": [user("q"), assistant("a")]}
+    for row in (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"conversations": [TURN], "chosen": ANSWER, "rejected": ANSWER},
+        {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+        {**talk, "rejected_response": "b"},
+    ):
+        with pytest.raises(RowError, match=r"^preference data \('(chosen|rejected_response)'"):
+            detect_format(row, {})
+    with pytest.raises(RowError, match=r"^preference data"):
+        RowReader(RowFormat.messages, {}).read({**talk, "rejected_response": "b"})
+    with pytest.raises(RowError, match=r"^preference data: 'label' is false, which marks a bad answer"):
+        read({**talk, "label": False})
+    assert read({**talk, "label": True, "rejected": None}).messages == talk["messages"]
+    better = read({"prompt": "q", "chosen": "a", "rejected": "b"}, response="chosen")
+    assert better.messages == [user("q"), assistant("a")]
+    listed = read({"chosen": [user("q"), assistant("a")], "rejected": []}, messages="chosen")
+    assert listed.messages == [user("q"), assistant("a")]
 
 
 def test_metadata_of_messages_is_counted() -> None:

@@ -17,8 +17,9 @@ from toolkit.messages import BaseMissing, ConfigError, ModelError, RowError
 from toolkit.models import adapters
 from toolkit.models.adapters import BaseModel
 from toolkit.models.chat import fit_tokenizer, load_tokenizer
-from toolkit.models.chat_template import TemplateChatEncoder, TooSlow, bound_templates, time_limit
+from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.directory import read_config
+from toolkit.models.sandbox import TooSlow, bound_templates, time_limit
 from toolkit.models.weights import WeightFiles, read_tensors
 
 CONFIG: dict[str, Any] = {

@@ -161,6 +161,23 @@ def test_splitting_trains_every_token_once(tmp_path: Path) -> None:
     assert [train.where(index) for index in (4, 5, 6, 7)] == [f"{tmp_path}/d.jsonl:3"] * 4
 
 
+def test_windows_end_with_answers_and_dropped_turns_are_counted(tmp_path: Path, said: list[str]) -> None:
+    calls = [{"role": "assistant", "content": "aaa"}, {"role": "tool", "content": "tt"}] * 2
+    loop = {"messages": [{"role": "user", "content": "qq"}, *calls, {"role": "assistant", "content": "b"}]}
+    cfg = made(tmp_path, [loop], max_length=10, too_long=TooLong.split)
+    assert texts(build_caches(cfg, ByteEncoder()).train) == ["qqAAA$", "$ttAAA$", "$ttB$"]
+    cfg = made(
+        tmp_path,
+        [{"prompt": "q", "response": "a", "history": [["q", "a"]] * 5}],
+        max_length=9,
+        too_long=TooLong.truncate,
+    )
+    report = build_caches(cfg, ByteEncoder()).report
+    assert (report.truncated, report.turns_dropped) == (1, 3)
+    _tell(report)
+    assert "1 samples lost their oldest turns to data.max_length, 3 turns in all." in said
+
+
 def test_windows_without_a_trained_token_are_left_out(tmp_path: Path) -> None:
     cfg = made(tmp_path, [chat("q" * 25, "ab"), chat("q", "abc" * 5)], max_length=10, too_long=TooLong.split)
     assert texts(build_caches(cfg, ByteEncoder()).train) == ["qqqqqqqAB$", "qABCABCABC", "cABCABC$"]
@@ -376,9 +393,7 @@ def test_keys_of_messages_that_are_not_read_are_counted_and_text_is_an_error(tmp
     assert report.message_keys == {"id": 6}
     _tell(report)
     assert "Keys of messages that are not read: id (6)." in said
-    turns[1]["reasoning_content"] = "because"
+    turns[1]["thoughts"] = "because"
     cfg = made(tmp_path, [{"messages": turns}])
-    with pytest.raises(
-        DataError, match=r"d\.jsonl:1: message 2 of 'messages': the key 'reasoning_content' is not read"
-    ):
+    with pytest.raises(DataError, match=r"d\.jsonl:1: message 2 of 'messages': the key 'thoughts' is not read"):
         build_caches(cfg, ByteEncoder())

@@ -234,8 +234,8 @@ def test_unknown_keys_name_the_known_formats(tmp_path: Path, skip: bool) -> None
         read(path, skip=skip)
     assert str(error.value) == (
         f"{path}:1: the keys 'question', 'answer' belong to no known format. Known are prompt, response (history); "
-        "instruction, output (input, history); conversations; messages; text. Say which is which with `columns`, for "
-        "example columns: {prompt: question, response: …}."
+        "query, response; instruction, output (input, history); conversations; messages; conversation; text. Say which "
+        "is which with `columns`, for example columns: {prompt: question, response: …}."
     )
 
 

@@ -207,7 +207,7 @@ def test_a_row_is_counted_once(tmp_path: Path) -> None:
 
 def test_tools_without_a_place_are_counted(tmp_path: Path) -> None:
     class NoPlace(ByteEncoder):
-        drops_system = True
+        drops_system = drops_tools = True
 
     rows = [{**row, "tools": [{"name": "f", "parameters": {}}]} for row in pairs(3)] + pairs(2)
     assert made(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows)), NoPlace()).report.systems == 3

@@ -76,13 +76,17 @@ class RowFormat(str, Enum):
     sharegpt = "sharegpt"
     messages = "messages"
     text = "text"
+    query_response = "query_response"
+    conversation = "conversation"
     docstrings = "docstrings"
 
 
 ROW_FIELDS = {
     RowFormat.prompt_response: ("prompt", "response", "history", "system", "tools"),
     RowFormat.instruction: ("instruction", "input", "output", "history", "system", "tools"),
+    RowFormat.query_response: ("query", "response", "history", "system", "tools"),
     RowFormat.sharegpt: ("conversations", "system", "tools", "from", "value", "role", "content"),
+    RowFormat.conversation: ("conversation", "system", "tools", "human", "assistant"),
     RowFormat.messages: ("messages", "system", "tools", "from", "value", "role", "content"),
     RowFormat.text: ("text",),
 }
@@ -436,7 +440,7 @@ class SourceConfig:
     split: str = "train"
     """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library. Each also takes system and tools."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     weight: float = 1.0
@@ -495,11 +499,13 @@ class DataConfig:
     validation_fraction: Share = 0.05
     """Fraction of the training rows, chosen by `run.seed`, kept for validation when `data.validation` is empty; 0 keeps none."""
     train_on: TrainOn = TrainOn.auto
-    """auto: what the model family's own fine-tuning trains (ChatGLM-6B and ChatGLM2: the last answer; all others: every answer); all: every answer; last: the last answer; marked: messages with "loss": true. In all of them "loss": true or false at a message decides for it. With ChatGLM-6B and ChatGLM2 each trained answer becomes a sample of its own."""
+    """auto: what the model family's own fine-tuning trains (ChatGLM-6B and ChatGLM2: the last answer; all others: every answer); all: every answer; last: the last answer; marked: messages with "loss": true. In all of them "loss": true or false at a message decides for it. With ChatGLM-6B and ChatGLM2 each trained answer becomes a sample of its own; with chat templates, those that the template writes otherwise once another turn follows."""
+    train_thinking: bool = True
+    """With chat templates: whether the reasoning of answers is trained, with its markers (an empty `<think></think>` too); false: only what follows it."""
     max_length: Annotated[int, Ge(8)] = 1024
     """Longest sample in tokens, prompt and answer together, at most the model's positions; also the length of a packed row."""
     too_long: TooLong = TooLong.drop
-    """drop: drop and count; truncate: remove the oldest turns (dropped if the newest turn alone is too long); split: make several samples, of whole turns where they fit, else of windows of tokens; error: stop."""
+    """drop: drop and count; truncate: remove the oldest turns (dropped if the newest turn alone is too long); split: make several samples, of whole turns where they fit, else of windows of tokens that end with an answer where one ends; error: stop."""
     on_bad_row: OnBadRow = OnBadRow.error
     """error: stop at the first row that cannot be used, with file and line; skip: drop, count and list them in a file."""
     max_bad_fraction: Share = 0.01

@@ -4,6 +4,7 @@ counted if they are metadata, and an error if they hold text, lest it vanish.
 
 import difflib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +15,9 @@ from toolkit.data.readers import DECODER, check_characters, parse_line
 from toolkit.messages import RowError, tr
 
 Message = Mapping[str, Any]
-"""One turn: `role` and `content`; an assistant's may have `tool_calls` (as OpenAI writes them, arguments as an object)
-and `metadata`; `loss`, if there, says whether it is trained. Roles: system, user, assistant, tool; and text, a plain
-text that is a conversation's only message."""
+"""One turn: `role` and `content`; an assistant's may have `tool_calls` (as OpenAI writes them, arguments as an object),
+`reasoning_content` and `metadata`, a tool's `tool_call_id`; `loss`, if there, says whether it is trained. Roles:
+system, user, assistant, tool; and text, a plain text that is a conversation's only message."""
 
 TEXT = "text"
 
@@ -90,9 +91,16 @@ _ROLES = {
 _ROLE_NAMES = {name: role for role, names in _ROLES.items() for name in names}
 _PAIR_FIELDS = {
     RowFormat.prompt_response: ("prompt", "response"),
+    RowFormat.query_response: ("query", "response"),
     RowFormat.instruction: ("instruction", "output"),
 }
-_LIST_FIELDS = {RowFormat.sharegpt: "conversations", RowFormat.messages: "messages"}
+_LIST_FIELDS = {
+    RowFormat.sharegpt: "conversations",
+    RowFormat.messages: "messages",
+    RowFormat.conversation: "conversation",
+}
+_PREFERENCE = frozenset({"chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response"})
+"""Columns of data for DPO and its like."""
 
 
 class RowReader:
@@ -104,10 +112,12 @@ class RowReader:
         fields = {field for names in ROW_FIELDS.values() for field in names}
         self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}
         self.names = {field: columns.get(field, field) for field in fields}
+        self.columns = columns
 
     def read(self, row: object) -> Conversation:
         """Return the conversation of one parsed row; a RowError if it lacks something or a value has a wrong type."""
         mapping = as_object(row)
+        _check_preference(mapping, self.columns)
         try:
             if self.row_format is RowFormat.text:
                 return Conversation([_message(TEXT, _text(mapping, self.names["text"]))])
@@ -156,7 +166,7 @@ class RowReader:
         return messages
 
     def _listed(self, row: Mapping[str, Any]) -> list[Message]:
-        """A list of messages, each with from and value, or role and content."""
+        """A list of messages, each with from and value, or role and content; or of pairs with human and assistant."""
         key = self.names[_LIST_FIELDS[self.row_format]]
         listed = _parsed(row[key]) if key in row else _missing(row, key)
         if not isinstance(listed, list) or not listed:
@@ -164,9 +174,12 @@ class RowReader:
                 "'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=_kind(listed)
             )
         messages: list[Message] = []
+        add = self._add_pair if self.row_format is RowFormat.conversation else self._add_item
         for number, item in enumerate(listed, start=1):
             try:
-                messages += self._item(item)
+                if not isinstance(item, dict):
+                    raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
+                add(item, messages)
             except RowError as error:
                 reason = self._explained(error)
                 raise RowError("message {number} of '{key}': {reason}", number=number, key=key, reason=reason) from None
@@ -174,10 +187,16 @@ class RowReader:
             raise RowError("'{key}' holds no answer of the assistant. Correct or remove the row", key=key)
         return messages
 
-    def _item(self, item: object) -> list[Message]:
-        """Return the messages of one item; ChatGLM3's `tool` items are a call and what came back."""
-        if not isinstance(item, dict):
-            raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
+    def _add_pair(self, item: dict[str, Any], messages: list[Message]) -> None:
+        """Add a question and its answer, which the last pair may lack where none is due."""
+        asked, answered = self.names["human"], self.names["assistant"]
+        messages.append(_message("user", _text(item, asked)))
+        if self.answered or item.get(answered) not in (None, ""):
+            messages.append(_message("assistant", _text(item, answered)))
+        self.skipped.update(unread_keys(item, (asked, answered)))
+
+    def _add_item(self, item: dict[str, Any], messages: list[Message]) -> None:
+        """Add the messages of one item; ChatGLM3's `tool` items are a call and what came back."""
         speaker, said = self.names["from"], self.names["value"]
         if speaker not in item:
             speaker, said = self.names["role"], self.names["content"]
@@ -188,26 +207,101 @@ class RowReader:
                 "unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES)
             )
         is_call = role == "tool" and "parameters" in item
-        self.skipped.update(unread_keys(item, "call" if is_call else role, speaker, said))
+        self.skipped.update(unread_keys(item, (speaker, said, *_LOSS, *_READ.get("call" if is_call else role, ()))))
         extra = _loss(item)
-        if role == "function_call":
-            return [{**_message("assistant", ""), "tool_calls": _calls(_parsed(item.get(said))), **extra}]
         if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
-            return [
-                {**_message("assistant", ""), "tool_calls": _calls(call), **extra},
-                _message("tool", _as_text(item.get("observation"))),
-            ]
-        message = {**_message(role, ""), **extra}
-        if role == "assistant" and item.get("tool_calls"):
-            message["tool_calls"] = _calls(_parsed(item["tool_calls"]))
-            message["content"] = "" if item.get(said) in (None, "") else _content(item, said)
-        else:
+            messages.append({**_message("assistant", ""), "tool_calls": self._calls(call), **extra})
+            messages.append(_message("tool", _as_text(item.get("observation"))))
+            return
+        if role == "tool":
             # What a tool gives back may be an object, and may be nothing.
-            message["content"] = _as_text(item.get(said)) if role == "tool" else _content(item, said)
-        if role == "assistant" and isinstance(item.get("metadata"), str):
+            result = {**_message("tool", _as_text(item.get(said))), **extra}
+            messages.append({**result, **_identity(item, "tool_call_id")})
+            return
+        if role not in ("assistant", "function_call"):
+            messages.append({**_message(role, self._content(item, said)[0]), **extra})
+            return
+        message = self._answer(item, said, role)
+        if isinstance(item.get("metadata"), str):
             message["metadata"] = item["metadata"]
-        return [message]
+        last = messages[-1] if messages else {}
+        # Calls that follow an answer, or each other, are of one turn: the model writes them at once.
+        is_more = role == "function_call" and last.get("role") == "assistant" and last.get("loss") == extra.get("loss")
+        if is_more and not message["content"] and "reasoning_content" not in message:
+            messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
+            return
+        messages.append({**message, **extra})
+
+    def _answer(self, item: dict[str, Any], said: str, role: str) -> dict[str, Any]:
+        """Return what the assistant said, thought and called."""
+        message = _message("assistant", "")
+        thoughts = list(dict.fromkeys(thought for key in REASONING_KEYS if (thought := _thought(item, key))))
+        if len(thoughts) > 1:
+            raise RowError("{keys} contradict each other", keys=_quoted({k: 0 for k in REASONING_KEYS if k in item}))
+        calls: list[Any] = []
+        if role == "function_call":
+            value: Any = item.get(said)
+            if isinstance(value, str) and (block := _THINK.match(value)):  # LLaMA-Factory's way of thinking aloud
+                message["content"], value = block[1], value[block.end() :]
+            calls = self._calls(_parsed(value))
+        else:
+            called = item.get("tool_calls")
+            calls = self._calls(_parsed(called)) if called else []
+            if not calls or item.get(said) not in (None, ""):
+                message["content"], more_thoughts, more_calls = self._content(item, said, is_answer=True)
+                thoughts, calls = thoughts + more_thoughts, calls + more_calls
+        if thoughts:
+            message["reasoning_content"] = "\n".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _content(self, item: Mapping[str, Any], key: str, is_answer: bool = False) -> tuple[str, list[str], list[Any]]:
+        """Return a message's text; of a list of parts, joined, also what an answer thinks and calls."""
+        value = item.get(key)
+        if not isinstance(value, list):
+            return _text(item, key), [], []
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[Any] = []
+        for part in value:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" or (is_answer and kind in ("reasoning", "thinking")):
+                held = next((name for name in (kind, "text", "value") if name in part), "text")
+                self.skipped.update(unread_keys(part, ("type", held)))
+                (texts if kind == "text" else thoughts).append(_text(part, held))
+            elif is_answer and kind == "tool_call":
+                self.skipped.update(unread_keys(part, ("type", "value")))
+                calls += self._calls(_parsed(part.get("value")))
+            else:
+                raise RowError("'{key}' holds something that is no text: only text can be trained on", key=key)
+        text = "".join(texts)
+        return (text if calls else _text({key: text}, key)), thoughts, calls
+
+    def _calls(self, value: object) -> list[dict[str, Any]]:
+        """Return tool calls as OpenAI writes them, with the arguments as an object."""
+        calls = []
+        for item in value if isinstance(value, list) else [value]:
+            whole = item if isinstance(item, dict) else {}
+            call = whole.get("function", whole)
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+                raise RowError(
+                    'a call of a tool must look like {{"name": …, "arguments": {{…}}}}, and this is {kind}',
+                    kind=_kind(item),
+                )
+            given = "parameters" if "arguments" not in call and "parameters" in call else "arguments"
+            arguments = {} if call.get(given) in (None, "") else _parsed(call[given])
+            if not isinstance(arguments, dict):
+                raise RowError(
+                    "the arguments of '{name}' are {kind}, not an object", name=call["name"], kind=_kind(arguments)
+                )
+            self.skipped.update(unread_keys(call, ("type", "id", "name", given)))
+            if call is not whole:
+                self.skipped.update(unread_keys(whole, ("type", "id", "function")))
+            function = {"name": call["name"], "arguments": arguments}
+            calls.append({"type": "function", **_identity(whole, "id"), "function": function})
+        return calls
 
 
 def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:
@@ -216,6 +310,7 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
     def there(field: str) -> bool:
         return columns.get(field, field) in row
 
+    _check_preference(row, columns)
     for row_format, field in _LIST_FIELDS.items():
         if there(field):
             return row_format
@@ -231,9 +326,9 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
             "`columns` names '{name}', but the row has {keys}. Correct `columns`", name=absent[0], keys=_quoted(row)
         )
     raise RowError(
-        "the keys {keys} belong to no known format. Known are prompt, response (history); instruction, output "
-        "(input, history); conversations; messages; text. Say which is which with `columns`, for example "
-        "columns: {{prompt: {first}, response: …}}",
+        "the keys {keys} belong to no known format. Known are prompt, response (history); query, response; "
+        "instruction, output (input, history); conversations; messages; conversation; text. Say which is which with "
+        "`columns`, for example columns: {{prompt: {first}, response: …}}",
         keys=_quoted(row),
         first=next(iter(row), "…"),
     )
@@ -262,35 +357,58 @@ def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
+_LOSS = ("loss", "weight", "loss_weight", "loss_scale")
+"""Keys that say whether a message is trained: ours and ms-swift's, OpenAI's, LLaMA-Factory's, ms-swift's other one."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_THINK = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
+
+
 def _loss(item: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether a message is trained: `loss`, or OpenAI's `weight` of 0 or 1; {} where nothing is said."""
-    for key in ("loss", "weight"):
+    """Return whether a message is trained; {} where nothing is said."""
+    found: dict[str, bool] = {}
+    for key in _LOSS:
         value = item.get(key)
         if value is None:
             continue
         if value not in (0, 1, True, False) or isinstance(value, str):
             raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value))
-        return {"loss": bool(value)}
-    return {}
+        if found.setdefault("loss", bool(value)) != bool(value):
+            raise RowError("{keys} contradict each other", keys=_quoted({k: 0 for k in _LOSS if k in item}))
+    return found
 
 
-def _calls(value: object) -> list[dict[str, Any]]:
-    """Return tool calls as OpenAI writes them, with the arguments as an object."""
-    calls = []
-    for item in value if isinstance(value, list) else [value]:
-        call = item.get("function", item) if isinstance(item, dict) else item
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+def _thought(item: Mapping[str, Any], key: str) -> str:
+    """Return the reasoning under a key, "" if there is none."""
+    value = item.get(key)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return ""
+    return _text(item, key)
+
+
+def _identity(item: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Return the id of a call, which some templates write."""
+    value = item.get(key)
+    return {key: value} if isinstance(value, str) and value else {}
+
+
+def _check_preference(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    """Raise a RowError for a row with a better and a worse answer, or with one that is marked as bad."""
+    if not _PREFERENCE.isdisjoint(row) and _PREFERENCE.isdisjoint(columns.values()):
+        found = {key: row[key] for key in row if key in _PREFERENCE and row[key] not in (None, "", [])}
+        if found:
             raise RowError(
-                'a call of a tool must look like {{"name": …, "arguments": {{…}}}}, and this is {kind}',
-                kind=_kind(item),
+                "preference data ({keys}), as for DPO, is not supported: one answer per question is trained. To train "
+                "the better ones, map them (columns: {{response: chosen}}, columns: {{messages: chosen}}) or write "
+                "them into a file of their own",
+                keys=_quoted(found),
             )
-        arguments = _parsed(call.get("arguments", call.get("parameters", {})))
-        if not isinstance(arguments, dict):
-            raise RowError(
-                "the arguments of '{name}' are {kind}, not an object", name=call["name"], kind=_kind(arguments)
+    if row.get("label") is False:
+        raise RowError(
+            tr(
+                "preference data: 'label' is false, which marks a bad answer (KTO), and it would be trained as a good "
+                "one. Remove such rows, or skip them: data.on_bad_row=skip data.max_bad_fraction=1"
             )
-        calls.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
-    return calls
+        )
 
 
 def _tools(value: object, key: str) -> list[Any] | None:
@@ -298,6 +416,7 @@ def _tools(value: object, key: str) -> list[Any] | None:
     value = _parsed(value)
     if value in (None, "", []):
         return None
+    value = [_parsed(tool) for tool in value] if isinstance(value, list) else value
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowError("'{key}' is {kind}, not a list of tools", key=key, kind=_kind(value))
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
@@ -324,21 +443,14 @@ def _history(history: object, key: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _content(item: Mapping[str, Any], key: str) -> str:
-    """Return a message's text; OpenAI's lists of parts are joined."""
-    value = item.get(key)
-    if not isinstance(value, list):
-        return _text(item, key)
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise RowError("'{key}' holds something that is no text: only text can be trained on", key=key)
-    return _text({key: "".join(_text(part, "text") for part in value)}, key)
-
-
 def _as_text(value: object) -> str:
-    """Return a tool's result as text: as it is, or as JSON."""
+    """Return a tool's result as text: as it is, its parts joined, or as JSON."""
     if value is None:
         return ""
+    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+        texts = [part.get("text", part.get("value")) for part in value]
+        if all(isinstance(text, str) and len(part) == 2 for text, part in zip(texts, value, strict=True)):
+            return "".join(texts)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -411,24 +523,25 @@ METADATA = frozenset(
 
 
 _READ = {
-    "assistant": ("loss", "weight", "tool_calls", "metadata"),
-    "call": ("loss", "weight", "name", "parameters", "observation"),
+    "assistant": ("tool_calls", "metadata", *REASONING_KEYS),
+    "function_call": REASONING_KEYS,
+    "tool": ("tool_call_id",),
+    "call": ("name", "parameters", "observation"),
 }
-"""Keys that are read besides role and text, by role; "call" is an item that holds a call and its result."""
+"""Keys that are read besides role, text and loss, by role; "call" is an item that holds a call and its result."""
 
 
-def unread_keys(item: Mapping[str, object], role: str, speaker: str, said: str) -> Iterator[str]:
-    """Yield the skipped keys of a message; RowError for one with text, a list or an object (`reasoning_content`)."""
-    read = (speaker, said, *_READ.get(role, ("loss", "weight")))
+def unread_keys(item: Mapping[str, object], read: Sequence[str]) -> Iterator[str]:
+    """Yield the skipped keys of a message, a part or a call; RowError for one with text, a list or an object."""
     for key, value in item.items():
         if key in read:
             continue
         has_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
-        if has_text and key not in METADATA and value != item.get(said):
+        if has_text and key not in METADATA and not any(value == item.get(name) for name in read):
             raise RowError(
-                "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text "
-                "(reasoning as the model writes it, for example <think>…</think> before the answer), calls into "
-                "the assistant's 'tool_calls', tools into the row's 'tools', or remove the key",
+                "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text, the "
+                "assistant's reasoning into its 'reasoning_content', calls into its 'tool_calls', tools into the row's "
+                "'tools', or remove the key",
                 key=key[:40],
             )
         yield key

@@ -69,10 +69,15 @@ class PrepareReport:
     """Rows that could not be used; all are listed in bad_rows.jsonl of the cache."""
     truncated: int = 0
     """Samples that lost their oldest turns (a plain text: its end)."""
+    turns_dropped: int = 0
+    """Turns that these lost."""
     split: int = 0
     """Conversations that became several samples for their length."""
+    divided: int = 0
+    """Conversations that became several samples, as the chat template writes earlier answers otherwise later on."""
+    divided_samples: int = 0
     systems: int = 0
-    """Rows whose system message was left out because the model's format has no place for it."""
+    """Rows whose system message or tools were left out because the model's format has no place for them."""
     unused: list[str] = field(default_factory=list)
     message_keys: dict[str, int] = field(default_factory=dict)
     """Keys of messages that were not read, and in how many messages."""
@@ -330,9 +335,8 @@ class _Builder:
         report, counts, examples = self.report, part.counts, self.report.examples
         report.rows_read += counts.rows
         self.source_rows[made.file.source] += counts.rows
-        report.truncated += counts.truncated
-        report.split += counts.split
-        report.systems += counts.systems
+        for name in ("truncated", "turns_dropped", "split", "divided", "divided_samples", "systems"):
+            setattr(report, name, getattr(report, name) + getattr(counts, name))
         report.unused += [name for name in counts.unused if name not in report.unused]
         for key, count in counts.message_keys.items():
             report.message_keys[key] = report.message_keys.get(key, 0) + count

@@ -43,6 +43,8 @@ class ChatEncoder(Protocol):
     """Whether only the last message of a conversation can be trained."""
     drops_system: bool
     """Whether the format has no place for a system message and leaves it out."""
+    drops_tools: bool
+    """Whether it leaves out the tools that may be called."""
     can_cut: bool
     """Whether a piece from the middle of a sample's ids is a sample that the model can learn from."""
 
@@ -54,6 +56,12 @@ class ChatEncoder(Protocol):
         """Return ids and mask of one conversation whose last message is the assistant's; or raise a RowError."""
         ...
 
+    def divide(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> Sequence[Sequence[Mapping[str, Any]]]:
+        """Return conversations in which all answers of one can be trained: mostly itself; or raise a RowError."""
+        ...
+
     def encode_many(
         self,
         conversations: Sequence[Sequence[Mapping[str, Any]]],
@@ -63,7 +71,7 @@ class ChatEncoder(Protocol):
         ...
 
 
-CODE_VERSION = 4
+CODE_VERSION = 5
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
 
 EXAMPLES = 5
@@ -100,7 +108,10 @@ class PartCounts:
     too_long: list[tuple[RowPosition, int]] = field(default_factory=list)
     """With too_long=error: the first row that is too long, and its tokens."""
     truncated: int = 0
+    turns_dropped: int = 0
     split: int = 0
+    divided: int = 0
+    divided_samples: int = 0
     systems: int = 0
     """Rows whose system message or tools the model's format leaves out."""
     unused: list[str] = field(default_factory=list)
@@ -203,13 +214,15 @@ class PartBuilder:
             try:
                 parsed = parse_row(value)
                 whole = reader.read(parsed)
-                found = self._marked(whole)
+                found = self._marked(whole, counts)
             except RowError as error:
                 counts.refuse(row, error, value)
                 continue
             if not counts.unused and isinstance(parsed, dict):
                 counts.unused = reader.unused(parsed)
-            if self.encoder.drops_system and (whole.tools or any(m["role"] == "system" for m in whole.messages)):
+            if (self.encoder.drops_tools and whole.tools) or (
+                self.encoder.drops_system and any(m["role"] == "system" for m in whole.messages)
+            ):
                 counts.systems += 1
             if not found:
                 counts.drop(tr("no token the loss covers"), row)
@@ -227,7 +240,7 @@ class PartBuilder:
                     continue
                 yield from ((row, sample) for sample in samples)
 
-    def _marked(self, whole: Conversation) -> list[Conversation]:
+    def _marked(self, whole: Conversation, counts: PartCounts) -> list[Conversation]:
         """Return what is learned from a row; see `formats.mark_trained`."""
         if len(whole.messages) > _MOST_MESSAGES:
             raise RowError(
@@ -235,7 +248,12 @@ class PartBuilder:
                 count=f"{len(whole.messages):,}",
                 most=f"{_MOST_MESSAGES:,}",
             )
-        found = list(mark_trained(whole, self.train_on, self.encoder.only_last))
+        found: list[Conversation] = []
+        for marked in mark_trained(whole, self.train_on, self.encoder.only_last):
+            parts = self.encoder.divide(marked.messages, marked.tools)
+            found += [marked] if len(parts) == 1 else [Conversation(list(part), marked.tools) for part in parts]
+            counts.divided += len(parts) > 1
+            counts.divided_samples += len(parts) if len(parts) > 1 else 0
         if len(found) > 1 and sum(map(_chars, found)) > _MOST_TEXT:
             raise RowError(
                 "{count} answers, each with all that is said before it, come to more than {most} million "
@@ -270,7 +288,9 @@ class PartBuilder:
             if self.too_long is TooLong.truncate and conversation.is_text:  # its beginning stays one
                 newest = ids[: self.limit], trained[: self.limit]
             elif self.too_long is TooLong.truncate:
-                newest = self._most_turns(conversation, *turns(conversation.messages), newest=True)[1]
+                system, parts = turns(conversation.messages)
+                num_turns, newest = self._most_turns(conversation, system, parts, newest=True)
+                counts.turns_dropped += len(parts) - num_turns if newest else 0
                 reason = tr("newest turn alone longer than data.max_length = {limit}", limit=self.limit)
             if newest is None:
                 counts.drop(reason, row)
@@ -301,10 +321,12 @@ class PartBuilder:
         self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts
     ) -> list[Encoded]:
         """Make several samples, so that each trained token is in exactly one of them."""
+        system, parts = turns(conversation.messages)
+        earlier = chain.from_iterable(parts[:-1])
         if conversation.is_text:
             samples = self._windows(encoded)
-        elif self.encoder.only_last:
-            newest = self._most_turns(conversation, *turns(conversation.messages), newest=True)[1]
+        elif self.encoder.only_last or not any(m.get("loss", m["role"] == "assistant") for m in earlier):
+            newest = self._most_turns(conversation, system, parts, newest=True)[1]
             samples = iter([newest]) if newest else self._windows(encoded)
         else:
             samples = self._turn_windows(conversation)
@@ -326,12 +348,17 @@ class PartBuilder:
             rest = rest[max(count, 1) :]
 
     def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
-        """Yield pieces of the ids; each begins with the last token of the one before it, as context for the next."""
+        """Yield pieces of the ids, cut after an answer where one ends; each begins with the last token of the one
+        before it, as context for the next.
+        """
         ids, trained = encoded
-        if not self.encoder.can_cut:
-            return
-        for start in range(0, len(ids) - 1, self.limit - 1):
-            yield _first_unmarked(ids[start : start + self.limit], trained[start : start + self.limit])
+        start = 0
+        while self.encoder.can_cut and start < len(ids) - 1:
+            stop = start + self.limit
+            if stop < len(ids):
+                stop = next((i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i]), stop)
+            yield _first_unmarked(ids[start:stop], trained[start:stop])
+            start = stop - 1
 
 
 def _usable(encoded: Encoded) -> Encoded | None:
@@ -365,7 +392,7 @@ def row_hashes(
 
 
 def _chars(conversation: Conversation) -> int:
-    return sum(len(message["content"]) for message in conversation.messages)
+    return sum(len(m["content"]) + len(m.get("reasoning_content", "")) for m in conversation.messages)
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -177,7 +177,7 @@ def main(words: list[str]) -> None:
     """Serve; the words are the model's name and the arguments of transformers' command line."""
     from transformers.cli.transformers import app
 
-    from toolkit.models.chat_template import bound_templates
+    from toolkit.models.sandbox import bound_templates
 
     _bound_requests()
     bound_templates()

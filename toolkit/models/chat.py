@@ -194,9 +194,15 @@ def load_chat_encoder(
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 
-def chat_encoder(tokenizer: Any, original_labels: bool = True) -> AnyChatEncoder:
+def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: bool = True) -> AnyChatEncoder:
     """Return the chat encoder of a loaded tokenizer; see `load_chat_encoder`."""
     if isinstance(tokenizer, tokenizers.GlmTokenizer | tokenizers.ChatGLMTokenizer) and tokenizer.has_own_template:
+        if not train_thinking:
+            raise ModelError(
+                "data.train_thinking = false has no effect: the tokenizer '{name}' uses a ChatGLM's own chat format, "
+                "which knows no reasoning. Remove it.",
+                name=tokenizer.name_or_path,
+            )
         if tokenizer.has_chat_format:
             return FORMATS[tokenizer.family](tokenizer, original_labels)
         raise ModelError(
@@ -210,4 +216,4 @@ def chat_encoder(tokenizer: Any, original_labels: bool = True) -> AnyChatEncoder
             "format. Remove it.",
             name=tokenizer.name_or_path,
         )
-    return TemplateChatEncoder(tokenizer)
+    return TemplateChatEncoder(tokenizer, train_thinking)

@@ -4,30 +4,21 @@ Control strings in messages stay text: `<|assistant|>` that a user types never b
 a message, what would become a control token is broken up by U+FDD0 and U+FDD1, which Unicode keeps for programs; the
 tokenizer drops them after it has looked for control tokens. These are the special ones, and added ones by which a
 template begins or ends turns; others, such as `<think>`, are content of answers.
-
-Jinja's sandbox (3.1.6) keeps a model's template from the machine, and a time limit ends loops, but not one call such as
-`'x' * 10**9`: `BoundedEnvironment` computes the size of what multiplies, pads, joins or replaces beforehand.
 """
 
 import hashlib
 import json
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, suppress
-from functools import cached_property, wraps
-from types import FrameType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jinja2 import Environment, TemplateError, nodes, utils
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from toolkit.errors import is_failure, reason_of
 from toolkit.messages import ModelError, RowError, tr
+from toolkit.models.sandbox import TooSlow, bound_templates, time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,7 +258,7 @@ def _token_at(encoding: Any, position: int) -> int:
     return length
 
 
-CODE_VERSION = 4
+CODE_VERSION = 5
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]
@@ -283,18 +274,47 @@ _PROBE: list[dict[str, Any]] = [
 ]
 
 
+_WORD = "Zygote"
+"""What is looked for in a rendering."""
+
+
+def _called(name: str) -> dict[str, Any]:
+    call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {"a": "b"}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+_TOOLS: list[Any] = [{"type": "function", "function": {"name": _WORD, "description": "?", "parameters": {}}}]
+_RESULT = {"role": "tool", "content": _WORD, "tool_call_id": "call00000"}
+_LOOP = [_PROBE[0], _called(_WORD), _RESULT, _PROBE[1]]
+_PLACES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
+    "system": ([{"role": "system", "content": _WORD}, _PROBE[0]], None),
+    "tools": (_PROBE[:1], _TOOLS),
+    "tool_calls": ([_PROBE[0], _called(_WORD)], None),
+    "tool": ([_PROBE[0], _called("other"), _RESULT], None),
+    "text": ([_PROBE[0], {**_called("other"), "content": _WORD}], None),
+}
+"""What a conversation may have -> one that has it; a template that does not write `_WORD` there has no place for it."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which templates read the reasoning of an answer."""
+_MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+"""What generation may be asked with: an answer follows the first prompt that it was rendered after (GLM-4.7's default
+begins the reasoning, that of Qwen3.5's small models ends it)."""
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+
+
 class TemplateChatEncoder:
     """Encodes through a tokenizer's own chat template; control strings in messages stay text.
 
     Answers are located by comparing the rendered conversation up to an answer with that including it; a template's own
-    marks ({% generation %}) must agree, else it is an error. Templates that change earlier answers (dropping their
-    reasoning, for example) and have no marks train the last answer only.
+    marks ({% generation %}) must agree, else it is an error. A template that writes earlier answers otherwise once
+    another turn follows trains them in samples of their own (`divide`). `train_thinking`: whether the loss covers what
+    an answer has before its content, the reasoning and its markers.
     """
 
-    drops_system = False
+    only_last = False
     can_cut = True
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", train_thinking: bool = True) -> None:
         if not tokenizer.chat_template:
             raise ModelError(
                 "The tokenizer '{name}' has no chat template. Name a file with one: model.chat_template=FILE.",
@@ -306,12 +326,12 @@ class TemplateChatEncoder:
                 "Set eos_token in its tokenizer_config.json.",
                 name=tokenizer.name_or_path,
             )
-        self.tokenizer = tokenizer
-        self.vocab_size, self.stop_ids = len(tokenizer), [int(tokenizer.eos_token_id)]
+        self.tokenizer, self.train_thinking = tokenizer, train_thinking
+        self.vocab_size = len(tokenizer)
         self.answer_ids: list[int] = []  # what is trained begins where the assistant speaks
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts = [
-            str(CODE_VERSION),
+            f"{CODE_VERSION} {train_thinking}",
             type(tokenizer).__name__,
             backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True),
             json.dumps(tokenizer.chat_template),
@@ -319,15 +339,29 @@ class TemplateChatEncoder:
         ]
         self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self.template = tokenizer.get_chat_template()
+        self.end = str(tokenizer.eos_token)
         self.tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != _OTHERS}
         self.has_marks = "{% generation" in self.template or "{%- generation" in self.template
-        self.only_last = False
         self.knows_probe = False
-        """Whether it renders an ordinary conversation as training needs it."""
+        """Whether it renders an ordinary question and its answer as training needs it."""
         self.frame: tuple[str, str] | None = None
         """What precedes and follows each answer, where both are always the same."""
-        self._probe()
+        self.rewrites = True
+        """Whether it writes earlier answers otherwise once another turn follows."""
+        self.ends: set[str] = set()
+        """Tokens beside the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
         self.turn_marks = self._turn_marks()
+        others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends))
+        self.stop_ids = [int(tokenizer.eos_token_id), *others]
+        answer = {"role": "assistant", "content": "First answer."}
+        self.reasoning_key = next(
+            (key for key in _REASONING if self._has_place([_PROBE[0], {**answer, key: _WORD}], None)), None
+        )
+        """Where it reads an answer's reasoning, None if nowhere."""
+        self.missing = {name for name, place in _PLACES.items() if not self._has_place(*place)}
+        """What it has no place for."""
+        self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
+        self._probe()
         self.shield = Shield(tokenizer, self.turn_marks)
         self.span_tokenizer = SpanTokenizer(tokenizer, self.frame, self.shield)
 
@@ -346,7 +380,7 @@ class TemplateChatEncoder:
         texts: list[str] = []
         spans: list[list[Span]] = []
         for messages, given in zip(conversations, tools or [None] * len(conversations), strict=True):
-            messages, given = self.shield.cover(messages), self.shield.cover(given)
+            messages, given = self._given(messages), self.shield.cover(given)
             if messages[0]["role"] == "text":
                 begin = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else ""
                 text = f"{begin or ''}{messages[0]['content']}{self.tokenizer.eos_token}"
@@ -362,23 +396,65 @@ class TemplateChatEncoder:
                 raise
             raise RowError(tr("the tokenizer fails on the text: {reason}", reason=reason_of(error))) from error
 
+    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
+        """Return what a conversation's answers are trained in: itself, or beginnings of it where the template writes
+        earlier answers otherwise once another turn follows (without their reasoning, mostly). Each trained answer is
+        trained in one of them, as generation would write it.
+        """
+        if not self.rewrites:
+            return [messages]
+        wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
+        if wanted in ([], [len(messages) - 1]):
+            return [messages]
+        given = self._named(messages)
+        texts = {index: self.render(given[: index + 1], tools, add_generation_prompt=False) for index in wanted}
+        found: list[Sequence[Message]] = []
+        while wanted:
+            last = wanted[-1]
+            kept = [index for index in wanted if self._stop(texts[last], texts[index]) is not None]
+            wanted = [index for index in wanted if index not in kept]
+            found.insert(0, [{**message, "loss": i in kept} for i, message in enumerate(messages[: last + 1])])
+        return found
+
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
-        text = self.render(self.shield.cover(messages), self.shield.cover(tools), add_generation_prompt=True)
+        text = self.render(self._given(messages), self.shield.cover(tools), add_generation_prompt=True)
         return self.span_tokenizer.encode_many([text], [[]])[0][0]
+
+    def _given(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages as the template gets them: control strings covered, the reasoning under its key."""
+        return self.shield.cover(self._named(messages))
+
+    def _named(self, messages: Sequence[Message]) -> Sequence[Message]:
+        key = self.reasoning_key
+        if key in (None, "reasoning_content"):
+            return messages
+        return [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
+
+    def _has_place(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Return whether the template writes `_WORD` of a conversation, or rejects it, which is told of each row."""
+        try:
+            return _WORD in self.render(messages, tools, add_generation_prompt=False)
+        except RowError:
+            return True
 
     def _probe(self) -> None:
         """Look at how the template renders answers; reject marks that are not what generation would write."""
-        try:
-            compared = self._compared(_PROBE, None)
-        except RowError:  # it knows other conversations only; each is looked at by itself
-            return
+        with suppress(RowError):  # it knows other conversations only; each is looked at by itself
+            self.knows_probe = self._compared(_PROBE[:2], None, [1]) is not None
+        reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in _PROBE]]
+        reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in _PROBE]]
+        histories: list[tuple[list[Any], Any]] = [(chat, None) for chat in (_PROBE, *reasoned)]
+        histories += [(_LOOP, _TOOLS), ([*_LOOP, _PROBE[2], *_LOOP[1:]], _TOOLS)]
+        self.rewrites = any(self._divides(*history) for history in histories)
+        compared = None
+        with suppress(RowError):
+            compared = self._compared(_PROBE, None, [1, 3])
         if compared is None:
-            self.only_last = not self.has_marks
             return
-        self.knows_probe = True
         text, spans = compared
-        asks = self.render(_PROBE[:3], None, True).removeprefix(self.render(_PROBE[:3], None, False))
+        begin = len(self.render(_PROBE[:1], None, add_generation_prompt=False))
+        asks = text[begin : spans[0][0]]
         answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, _PROBE[1::2], strict=True)]
         endings = {answer.removeprefix(content) for answer, content in answers}
         if asks and len(endings) == 1 and all(answer.startswith(content) for answer, content in answers):
@@ -386,9 +462,8 @@ class TemplateChatEncoder:
         if not self.has_marks:
             return
         marked_text, marks = self._marked(_PROBE, None)
-        end = self.tokenizer.eos_token  # which may be unmarked
-        marked, written = (
-            [marked_text[begin:stop].split(end)[0].strip() for begin, stop in found] for found in (marks, spans)
+        marked, written = (  # the end token may be unmarked
+            [marked_text[begin:stop].split(self.end)[0].strip() for begin, stop in found] for found in (marks, spans)
         )
         if marked != written:
             raise ModelError(
@@ -399,6 +474,12 @@ class TemplateChatEncoder:
                 written=written,
             )
 
+    def _divides(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        try:
+            return len(self.divide(messages, tools)) > 1
+        except RowError:
+            return False
+
     def _turn_marks(self) -> set[str]:
         """Return the added tokens, special or not, by which the template begins and ends turns; not `<think>`."""
         added = re.compile(any_of(token.content for token in self.tokenizer.added_tokens_decoder.values()))
@@ -406,7 +487,10 @@ class TemplateChatEncoder:
 
         def between(role: str) -> list[str]:
             said = self.render([*_PROBE[:2], {"role": role, "content": "Two?"}], None, False)
-            return added.findall(said.partition(answer)[2].partition("Two?")[0])
+            rest = said.partition(answer)[2].partition("Two?")[0]
+            if (found := added.match(rest)) and found[0] != self.end:
+                self.ends.add(found[0])
+            return added.findall(rest)
 
         marks: set[str] = set()
         with suppress(RowError):
@@ -421,62 +505,131 @@ class TemplateChatEncoder:
 
     def _spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return the text of a conversation and the spans of its trained messages."""
-        trained = [bool(message.get("loss", message["role"] == "assistant")) for message in messages]
-        if self.has_marks:
-            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            text, marks = self._marked(messages, tools)
-            # A template that joins messages marks fewer answers than there are.
-            if len(marks) == len(answers) and not any(trained[i] for i in range(len(messages)) if i not in answers):
-                return text, [mark for index, mark in zip(answers, marks, strict=True) if trained[index]]
-        wanted = [index for index, is_trained in enumerate(trained) if is_trained]
-        if self.only_last:
-            wanted = [len(messages) - 1]
-        compared = self._compared(messages, tools, wanted)
-        if compared is None and wanted != [len(messages) - 1]:
-            raise RowError(
+        wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
+        is_plain = all(len(message) == 2 and message["role"] != "tool" for message in messages)
+        if not is_plain:
+            self._check_places(messages)
+        found = self._marked_spans(messages, tools, wanted) if self.has_marks else None
+        found = found or self._compared(messages, tools, wanted)
+        if found is None:
+            raise self._rewritten(messages, wanted)
+        text, spans = found
+        is_plain = is_plain and not any("</think>" in messages[index]["content"] for index in wanted)
+        if is_plain and self.train_thinking and not self.ends:
+            return text, spans
+        pairs = zip(wanted, spans, strict=True)
+        return text, [self._trained_part(messages, tools, index, text, span) for index, span in pairs]
+
+    def _check_places(self, messages: Sequence[Message]) -> None:
+        """Raise a RowError for what the template would not write."""
+        for number, message in enumerate(messages, start=1):
+            calls, has = message.get("tool_calls"), set()
+            if message["role"] == "tool":
+                has = {"tool"}
+            elif calls:
+                has = {"tool_calls", "text"} if message["content"] else {"tool_calls"}
+            lost = next(iter(sorted(has & self.missing, reverse=True)), "")
+            if self.reasoning_key is None and message.get("reasoning_content") and _is_trained(message):
+                lost = "reasoning"
+            if lost:
+                kinds = {
+                    "tool_calls": tr("calls of tools"),
+                    "text": tr("a text beside calls of tools"),
+                    "tool": tr("results of tools"),
+                    "reasoning": tr("the reasoning of an answer"),
+                }
+                raise RowError(
+                    "message {number}: the chat template has no place for {what}, which would be lost. Write it into "
+                    "the text of the message as the model is to write it, or give another template: "
+                    "model.chat_template=FILE",
+                    number=number,
+                    what=kinds[lost],
+                )
+
+    def _rewritten(self, messages: Sequence[Message], wanted: Sequence[int]) -> Exception:
+        """Return why the trained answers of a conversation cannot be found in its text."""
+        if wanted != [len(messages) - 1]:
+            return RowError(
                 tr(
                     "the chat template writes an earlier answer of this conversation otherwise once another turn "
                     "follows, so it cannot be trained with the rest. Train last answers only: data.train_on=last"
                 )
             )
-        if compared is None and self.knows_probe:
-            raise RowError(
+        if self.knows_probe:
+            return RowError(
                 tr(
                     "the chat template writes the answer of this conversation otherwise than the prompt that "
                     "generation would see asks for it"
                 )
             )
-        if compared is None:
-            raise ModelError(
-                "The chat template of '{name}' cannot be trained with: the conversation with its answer does not "
-                "begin with the prompt that generation would see. Give a template whose turns do not depend on "
-                "later ones: model.chat_template=FILE.",
-                name=self.tokenizer.name_or_path,
+        return ModelError(
+            "The chat template of '{name}' cannot be trained with: the conversation with its answer does not "
+            "begin with the prompt that generation would see. Give a template whose turns do not depend on "
+            "later ones: model.chat_template=FILE.",
+            name=self.tokenizer.name_or_path,
+        )
+
+    def _trained_part(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, index: int, text: str, span: Span
+    ) -> Span:
+        """Return what is trained of a message: without its reasoning if that is not, and with the token that ends it
+        where that begins the next turn.
+        """
+        (begin, stop), message = span, messages[index]
+        block = _THOUGHT.match(message["content"]) if "</think>" in message["content"] else None
+        thought = str(message.get(self.reasoning_key or "") or (block[1] if block else "")).strip()
+        if thought and text.find(thought, begin, stop) < 0:
+            raise RowError(
+                tr(
+                    "the chat template leaves out the reasoning of an answer that is to be trained. Give one that "
+                    "keeps it: model.chat_template=FILE (for DeepSeek-R1 examples/data/deepseek_r1.jinja)"
+                )
             )
-        return compared
+        if not self.train_thinking and message["role"] == "assistant":
+            other = {**message, "content": f"{block[0] if block else ''}\ufdd2"}
+            rendered = self.render([*messages[:index], other, *messages[index + 1 :]], tools, False)
+            pairs = enumerate(zip(text[begin:stop], rendered[begin:], strict=False))
+            begin += next((offset for offset, (one, another) in pairs if one != another), 0)
+        if self.ends and self.end not in text[begin:stop]:
+            stop += len(next((end for end in self.ends if text.startswith(end, stop)), ""))
+        return begin, stop
 
     def _compared(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Iterable[int] | None = None
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int]
     ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of `wanted` (None: answers); None if it rewrites turns."""
-        if wanted is None:
-            wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        """Return a conversation's text and the spans of `wanted`; None if it rewrites turns."""
         rendered = self.render(messages, tools, add_generation_prompt=False)
         spans = []
         for index in wanted:
             last = index == len(messages) - 1
             after = rendered if last else self.render(messages[: index + 1], tools, add_generation_prompt=False)
-            if not last and not rendered.startswith(after):
+            stop = self._stop(rendered, after)
+            begin = None if stop is None else self._begin(messages[index], after)
+            if stop is not None and begin is None:
+                begin = self._prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
+            if stop is None or begin is None:
                 return None
-            begin = self._begin(messages[index], after)
-            if begin is None:
-                is_answer = messages[index]["role"] == "assistant"
-                before = self.render(messages[:index], tools, add_generation_prompt=is_answer)
-                if not rendered.startswith(before):
-                    return None
-                begin = len(before)
-            spans.append((begin, len(after)))
+            spans.append((begin, stop))
         return rendered, spans
+
+    def _stop(self, text: str, after: str) -> int | None:
+        """Return where a text that ends with an answer stops in a longer one, None if it is written otherwise there.
+        Phi-3's template writes an end token after the last answer only.
+        """
+        if text.startswith(after):
+            return len(after)
+        shorter = after.removesuffix(self.end)
+        return len(shorter) if shorter != after and text.startswith(shorter) else None
+
+    def _prompt_length(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, asks: bool
+    ) -> int | None:
+        """Return the length of the prompt that a text begins with."""
+        for mode in _MODES if asks else _MODES[:1]:
+            before = self.render(messages, tools, asks, **mode)
+            if text.startswith(before):
+                return len(before)
+        return None
 
     def _begin(self, message: Message, text: str) -> int | None:
         """Return where the answer begins in the text that ends with it, framed as in the probe; spares a rendering."""
@@ -486,6 +639,17 @@ class TemplateChatEncoder:
         begin = len(text) - len(ending) - len(message["content"])
         is_framed = begin >= 0 and text.endswith(message["content"] + ending) and text.endswith(asks, 0, begin)
         return begin if is_framed else None
+
+    def _marked_spans(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int]
+    ) -> tuple[str, list[Span]] | None:
+        """Return the same by the template's marks; None if they are not of these messages."""
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        text, marks = self._marked(messages, tools)
+        # A template that joins messages marks fewer answers than there are.
+        if len(marks) != len(answers) or not set(wanted) <= set(answers):
+            return None
+        return text, [mark for index, mark in zip(answers, marks, strict=True) if index in wanted]
 
     def _marked(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return a conversation's text and what the template marks in it."""
@@ -504,7 +668,9 @@ class TemplateChatEncoder:
         )
         return texts[0], [(int(begin), int(end)) for begin, end in marks[0]]
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, add_generation_prompt: bool, **mode: bool
+    ) -> str:
         """Return the template's text, through transformers' own sandbox. Its public function copies every message
         first, which plain JSON does not need and costs more than the rendering (transformers 5.23).
         """
@@ -518,6 +684,7 @@ class TemplateChatEncoder:
                 tools=listed,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
+                **mode,
                 **self.tokens,
             ),
             messages,
@@ -525,18 +692,26 @@ class TemplateChatEncoder:
         return text
 
 
+def _is_trained(message: Message) -> bool:
+    return bool(message.get("loss", message["role"] == "assistant"))
+
+
+_FAILURES = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
+
+
 def _rendered(render: Callable[[Sequence[Message]], Any], messages: Sequence[Message]) -> Any:
-    """Return a template's rendering, a call's arguments as text if it wants that; RowError if it fails."""
+    """Return a template's rendering, calls in another form if it wants that; RowError if it fails."""
     bound_templates()
     try:
         with time_limit(_RENDERING_S):
             try:
                 return render(messages)
-            except (TypeError, ValueError, AttributeError, KeyError):
+            except _FAILURES:
                 if not any(message.get("tool_calls") for message in messages):
                     raise
-                with suppress(TemplateError, TypeError, ValueError, AttributeError, KeyError):
-                    return render([_with_text_arguments(message) for message in messages])
+                for form in (_with_text_arguments, _with_ids):
+                    with suppress(*_FAILURES):
+                        return render(form(messages))
                 raise
     except TooSlow:
         # Not a row that could be skipped: the next one would take as long.
@@ -550,196 +725,33 @@ def _rendered(render: Callable[[Sequence[Message]], Any], messages: Sequence[Mes
     raise RowError(failure) from None
 
 
-def _with_text_arguments(message: Message) -> Message:
-    """Return a message whose calls have their arguments as JSON text, the form of OpenAI's API."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = call["function"]
-        arguments = json.dumps(function["arguments"], ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else message
+def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have their arguments as JSON text, the form of OpenAI's API."""
+    changed: list[Message] = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            calls.append({**call, "function": {**function, "arguments": arguments}})
+        changed.append({**message, "tool_calls": calls} if calls else message)
+    return changed
 
 
-class TooSlow(Exception):
-    """A body took longer than it may."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in Python code that takes too long; only in the main thread, where signals are handled."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TooSlow
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-_LARGEST = 1 << 24
-"""Characters of a text, or items of a list: more than a context of several million tokens takes."""
-_MOST_BITS = 1 << 16
-"""Of a number. A larger one is named by its bits."""
-_WIDTH = re.compile(r"\d+")
-"""Of a field in a format, such as `%1000000000d`; other numbers there are few and small."""
-_SEQUENCES = (str, list, tuple, bytes)
-
-
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with bounds on sizes; each raises SecurityError."""
-
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        known, self.filters = self.filters, _Filters()
-        self.filters.update({name: _bounded(name, one) for name, one in known.items()})
-        self.globals["lipsum"] = _bounded("lipsum", utils.generate_lorem_ipsum)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute an operator, if its result is not too large."""
-        if operator == "+" and isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
-            _check(len(left) + len(right))
-        elif isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-            _check(bits, _MOST_BITS)
-        elif operator == "*":
-            pairs = ((left, right), (right, left))
-            _check(max((len(a) * b for a, b in pairs if isinstance(a, _SEQUENCES) and isinstance(b, int)), default=0))
-        elif operator == "%" and isinstance(left, str):
-            _check_call("%", (left, right), {})
-        return self.binop_table[operator](left, right)
-
-    def call(self, context: Context, function: Any, *args: Any, **options: Any) -> Any:
-        """Call a function or a method, if its result is not too large."""
-        owner = getattr(function, "__self__", None)
-        given = (owner, *args) if isinstance(owner, str) else args
-        _check_call(getattr(function, "__name__", ""), given, options)
-        return super().call(context, function, *args, **options)
-
-    def concat(self, parts: Iterable[str]) -> str:
-        """Join the texts of a template, a macro or `~`."""
-        texts, length = [], 0
-        for text in parts:
-            length += len(text)
-            _check(length)
-            texts.append(text)
-        return "".join(texts)
-
-
-class _Filters(dict[str, Callable[..., Any]]):
-    """Bounds replaced filters too: transformers has a `tojson` of its own (5.23)."""
-
-    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
-        super().__setitem__(name, _bounded(name, function))
-
-
-class _Generator(CodeGenerator):
-    """Compiles `~` to a call of `concat`."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        """Write `a ~ b`."""
-        self.write("environment.concat(map(str, (")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write(")))")
-
-
-BoundedEnvironment.code_generator_class = _Generator
-
-
-def bound_templates() -> None:
-    """Let transformers render all chat templates of this process within the bounds."""
-    from transformers.utils import chat_template_utils
-
-    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
-
-
-def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    kind = "%" if name == "format" else name  # the filter of that name, unlike the method
-
-    @wraps(function)  # with the marks by which Jinja hands the context to some
-    def within(*args: Any, **options: Any) -> Any:
-        _check_call(kind, args, options)
-        return function(*args, **options)
-
-    return within
-
-
-def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Raise if a filter, or a method with what it is called on as first argument, would make something too large."""
-    values = [value for value in (*args, *options.values()) if not isinstance(value, (Context, Environment))]
-    _check(max((abs(value) for value in values if isinstance(value, int)), default=0))
-    if values and name in _SIZES:
-        _check(_SIZES[name](values))
-
-
-def _padded(values: list[Any]) -> int:
-    """Return how long a text is whose every line, or tab, may get a width, or a text, more."""
-    places = sum(values[0].count(sign) for sign in "\n\t") + 1 if isinstance(values[0], str) else 1
-    return _length(values[0]) + places * _longest(values[1:])
-
-
-def _replaced(values: list[Any]) -> int:
-    text, old, new = (str(value) for value in [*values, "", ""][:3])
-    return len(text) + text.count(old) * len(new)
-
-
-def _joined(values: list[Any]) -> int:
-    """Of a list and what separates its items, in either order: method and filter."""
-    items = next((value for value in values if isinstance(value, (list, tuple))), ())
-    separator = max((len(value) for value in values if isinstance(value, str)), default=0)
-    return sum(_length(item) + separator for item in items)
-
-
-def _formatted(values: list[Any], sign: str = "{") -> int:
-    text = str(values[0])
-    widths = sum(int(width[:20]) for width in _WIDTH.findall(text))
-    return len(text) + widths + text.count(sign) * _longest(values[1:])
-
-
-def _longest(values: Iterable[Any]) -> int:
-    """Return the largest width, or the length of the longest text, among values and what is in them."""
-    longest = 0
-    for value in values:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        longest = max(longest, abs(value) if isinstance(value, int) else _length(value), _longest(inner))
-    return longest
-
-
-def _length(value: Any) -> int:
-    return len(value) if isinstance(value, Sized) else 20
-
-
-_SIZES: dict[str, Callable[[list[Any]], int]] = {
-    **dict.fromkeys(("ljust", "rjust", "center", "zfill", "expandtabs", "indent"), _padded),
-    **dict.fromkeys(("format", "format_map"), _formatted),
-    "%": lambda values: _formatted(values, "%"),
-    "replace": _replaced,
-    "join": _joined,
-    "sum": lambda values: sum(map(_length, values[0])) if isinstance(values[0], (list, tuple)) else 0,
-    "translate": lambda values: _length(values[0]) * _longest(values[1:]),
-    "tojson": lambda values: 10**5 * _longest(values[1:]),
-    "wordwrap": lambda values: _length(values[0]) * (1 + _longest(v for v in values[1:] if isinstance(v, str))),
-    "lipsum": lambda values: 1000 * _longest(values),
-}
-"""Method or filter -> about how large its result will be, for those that can make much of little."""
-
-
-def _check(size: int, most: int = _LARGEST) -> None:
-    if size > most:
-        raise SecurityError(
-            tr(
-                "it makes a text, a list or a number of {size}, and {most} are the most that a template may make",
-                size=f"{size:.2g}" if size > 10**12 else f"{size:,}",
-                most=f"{most:,}",
-            )
-        )
+def _with_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls are numbered, and the results in the calls' order: Mistral's templates ask for ids of
+    nine characters.
+    """
+    changed: list[Message] = []
+    num_calls = num_results = 0
+    for message in messages:
+        calls = message.get("tool_calls") or []
+        if calls:
+            named = [{**call, "id": f"call{num_calls + n:05}"} for n, call in enumerate(calls)]
+            num_calls += len(calls)
+            message = {**message, "tool_calls": named}
+        elif message["role"] == "tool":
+            message = {**message, "tool_call_id": f"call{num_results:05}"}
+            num_results += 1
+        changed.append(message)
+    return changed

@@ -142,7 +142,7 @@ def build_encoder(cfg: RunConfig) -> chat.AnyChatEncoder:
         tokenizer = chat.load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
     else:
         tokenizer = chat.fit_tokenizer(texts, model.shape.vocab_size, cache_dir)
-    return chat.chat_encoder(tokenizer, model.original_labels)
+    return chat.chat_encoder(tokenizer, model.original_labels, cfg.data.train_thinking)
 
 
 def _tell(report: tokenize.PrepareReport) -> None:
@@ -157,9 +157,20 @@ def _tell(report: tokenize.PrepareReport) -> None:
             examples="; ".join(report.examples.get(reason, [])),
         )
     if report.truncated:
-        say("{count} samples lost their oldest turns to data.max_length.", count=f"{report.truncated:,}")
+        say(
+            "{count} samples lost their oldest turns to data.max_length, {turns} turns in all.",
+            count=f"{report.truncated:,}",
+            turns=f"{report.turns_dropped:,}",
+        )
     if report.split:
         say("{count} conversations became several samples.", count=f"{report.split:,}")
+    if report.divided:
+        say(
+            "{count} conversations became {samples} samples: the chat template writes earlier answers otherwise once "
+            "another turn follows. data.train_on=last trains the last answer of each only.",
+            count=f"{report.divided:,}",
+            samples=f"{report.divided_samples:,}",
+        )
     if report.systems:
         say(
             "{count} rows have a system message or tools, which this model's format does not support: dropped.",

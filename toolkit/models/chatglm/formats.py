@@ -62,7 +62,7 @@ class FamilyChatEncoder:
 
     def __init__(self, tokenizer: Any, original_labels: bool = True) -> None:
         self.tokenizer, self.original = tokenizer, original_labels
-        self.vocab_size, self.drops_system = len(tokenizer), self.only_last
+        self.vocab_size, self.drops_system, self.drops_tools = len(tokenizer), self.only_last, self.only_last
         self._known: dict[tuple[str, bool], Piece] = {}
         self.stop_ids, self.answer_ids = (
             [int(tokenizer.convert_tokens_to_ids(token)) for token in tokens] for tokens in (self.stops, self.asks)
@@ -86,7 +86,18 @@ class FamilyChatEncoder:
     ) -> list[Encoded]:
         """Return ids and mask of several conversations; RowError if the format has no place for a message."""
         pairs = zip(conversations, tools or [None] * len(conversations), strict=True)
+        if any("reasoning_content" in message for messages in conversations for message in messages):
+            raise RowError(
+                tr(
+                    "this model's format has no place for the reasoning of an answer. Write it into the text of the "
+                    "answer as the model is to write it, or remove it"
+                )
+            )
         return self.encode_pieces(self.example(with_tools(*pair)) for pair in pairs)
+
+    def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
+        """Return the conversation: what follows an answer changes nothing of it."""
+        return [messages]
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""

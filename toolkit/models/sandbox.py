@@ -1,0 +1,207 @@
+"""What keeps a model's chat template, which is a program, within bounds.
+
+Jinja's sandbox (3.1.6) keeps a template from the machine, and a time limit ends loops, but not one call such as
+`'x' * 10**9`: `BoundedEnvironment` computes the size of what multiplies, pads, joins or replaces beforehand.
+"""
+
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+from jinja2 import Environment, nodes, utils
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from toolkit.messages import tr
+
+
+class TooSlow(Exception):
+    """A body took longer than it may."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TooSlow in Python code that takes too long; only in the main thread, where signals are handled."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+_LARGEST = 1 << 24
+"""Characters of a text, or items of a list: more than a context of several million tokens takes."""
+_MOST_BITS = 1 << 16
+"""Of a number. A larger one is named by its bits."""
+_WIDTH = re.compile(r"\d+")
+"""Of a field in a format, such as `%1000000000d`; other numbers there are few and small."""
+_SEQUENCES = (str, list, tuple, bytes)
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with bounds on sizes; each raises SecurityError."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        known, self.filters = self.filters, _Filters()
+        self.filters.update({name: _bounded(name, one) for name, one in known.items()})
+        self.globals["lipsum"] = _bounded("lipsum", utils.generate_lorem_ipsum)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator, if its result is not too large."""
+        if operator == "+" and isinstance(left, _SEQUENCES) and isinstance(right, _SEQUENCES):
+            _check(len(left) + len(right))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            _check(bits, _MOST_BITS)
+        elif operator == "*":
+            pairs = ((left, right), (right, left))
+            _check(max((len(a) * b for a, b in pairs if isinstance(a, _SEQUENCES) and isinstance(b, int)), default=0))
+        elif operator == "%" and isinstance(left, str):
+            _check_call("%", (left, right), {})
+        return self.binop_table[operator](left, right)
+
+    def call(self, context: Context, function: Any, *args: Any, **options: Any) -> Any:
+        """Call a function or a method, if its result is not too large."""
+        owner = getattr(function, "__self__", None)
+        given = (owner, *args) if isinstance(owner, str) else args
+        _check_call(getattr(function, "__name__", ""), given, options)
+        return super().call(context, function, *args, **options)
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join the texts of a template, a macro or `~`."""
+        texts, length = [], 0
+        for text in parts:
+            length += len(text)
+            _check(length)
+            texts.append(text)
+        return "".join(texts)
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    """Bounds replaced filters too: transformers has a `tojson` of its own (5.23)."""
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        super().__setitem__(name, _bounded(name, function))
+
+
+class _Generator(CodeGenerator):
+    """Compiles `~` to a call of `concat`."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Write `a ~ b`."""
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+BoundedEnvironment.code_generator_class = _Generator
+
+
+def bound_templates() -> None:
+    """Let transformers render all chat templates of this process within the bounds."""
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    kind = "%" if name == "format" else name  # the filter of that name, unlike the method
+
+    @wraps(function)  # with the marks by which Jinja hands the context to some
+    def within(*args: Any, **options: Any) -> Any:
+        _check_call(kind, args, options)
+        return function(*args, **options)
+
+    return within
+
+
+def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise if a filter, or a method with what it is called on as first argument, would make something too large."""
+    values = [value for value in (*args, *options.values()) if not isinstance(value, (Context, Environment))]
+    _check(max((abs(value) for value in values if isinstance(value, int)), default=0))
+    if values and name in _SIZES:
+        _check(_SIZES[name](values))
+
+
+def _padded(values: list[Any]) -> int:
+    """Return how long a text is whose every line, or tab, may get a width, or a text, more."""
+    places = sum(values[0].count(sign) for sign in "\n\t") + 1 if isinstance(values[0], str) else 1
+    return _length(values[0]) + places * _longest(values[1:])
+
+
+def _replaced(values: list[Any]) -> int:
+    text, old, new = (str(value) for value in [*values, "", ""][:3])
+    return len(text) + text.count(old) * len(new)
+
+
+def _joined(values: list[Any]) -> int:
+    """Of a list and what separates its items, in either order: method and filter."""
+    items = next((value for value in values if isinstance(value, (list, tuple))), ())
+    separator = max((len(value) for value in values if isinstance(value, str)), default=0)
+    return sum(_length(item) + separator for item in items)
+
+
+def _formatted(values: list[Any], sign: str = "{") -> int:
+    text = str(values[0])
+    widths = sum(int(width[:20]) for width in _WIDTH.findall(text))
+    return len(text) + widths + text.count(sign) * _longest(values[1:])
+
+
+def _longest(values: Iterable[Any]) -> int:
+    """Return the largest width, or the length of the longest text, among values and what is in them."""
+    longest = 0
+    for value in values:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        longest = max(longest, abs(value) if isinstance(value, int) else _length(value), _longest(inner))
+    return longest
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, Sized) else 20
+
+
+_SIZES: dict[str, Callable[[list[Any]], int]] = {
+    **dict.fromkeys(("ljust", "rjust", "center", "zfill", "expandtabs", "indent"), _padded),
+    **dict.fromkeys(("format", "format_map"), _formatted),
+    "%": lambda values: _formatted(values, "%"),
+    "replace": _replaced,
+    "join": _joined,
+    "sum": lambda values: sum(map(_length, values[0])) if isinstance(values[0], (list, tuple)) else 0,
+    "translate": lambda values: _length(values[0]) * _longest(values[1:]),
+    "tojson": lambda values: 10**5 * _longest(values[1:]),
+    "wordwrap": lambda values: _length(values[0]) * (1 + _longest(v for v in values[1:] if isinstance(v, str))),
+    "lipsum": lambda values: 1000 * _longest(values),
+}
+"""Method or filter -> about how large its result will be, for those that can make much of little."""
+
+
+def _check(size: int, most: int = _LARGEST) -> None:
+    if size > most:
+        raise SecurityError(
+            tr(
+                "it makes a text, a list or a number of {size}, and {most} are the most that a template may make",
+                size=f"{size:.2g}" if size > 10**12 else f"{size:,}",
+                most=f"{most:,}",
+            )
+        )
