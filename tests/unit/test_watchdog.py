@@ -232,3 +232,35 @@ def test_the_run_directory_is_touched_no_more_often_on_many_ranks(
 def test_on_many_ranks_a_lost_machine_is_still_noticed() -> None:
     """Ten beats of each, as one alone may be late: after 40 s on 256 ranks, as on two."""
     assert [failure.stretch(number) for number in (1, 64, 256, 1024)] == [1.0, 1.0, 4.0, 16.0]
+
+
+def test_of_many_ranks_a_few_judge_a_hang(tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If each of 1,024 ranks read the files of all, twice, a hang would end without a word: that takes minutes."""
+    (tmp_path / "logs").mkdir()
+    read: list[int] = []
+    monkeypatch.setattr(Watchdog, "_read", lambda self, ranks: read.append(self.rank) or {})
+    monkeypatch.setattr(failure, "_marker", tmp_path / "FAILED")
+    (tmp_path / "FAILED").touch()
+
+    def ended(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(failure.os, "_exit", ended)
+    for rank in (7, 8, 1023):
+        one = Watchdog(tmp_path, rank, 1024, hang_after_s=-1.0, patience_s=3600.0)
+        one.enter(failure.STEP, 3)
+        one._over = threading.Event()
+        if rank == 7:
+            monkeypatch.setattr(one._over, "wait", lambda seconds: False)
+            one._end(100.0)
+        else:
+            with pytest.raises(SystemExit, match="124"):
+                one._end(100.0)
+        assert (tmp_path / "logs" / f"hang-rank-{rank}.txt").exists()
+    assert read == [7, 7] and len(quick) == 1
+    (tmp_path / "FAILED").unlink()  # no judge has found anything: they are gone themselves
+    monkeypatch.setattr(failure, "_LOOK_S", 0.0)
+    one = Watchdog(tmp_path, 9, 1024, hang_after_s=-1.0, patience_s=3600.0)
+    one.enter(failure.STEP, 3)
+    one._end(100.0)
+    assert read == [7, 7, 9, 9]

@@ -540,6 +540,8 @@ _LOST_BEATS, _FEWEST_BEATS, _LOOK_EVERY = 40, 10, 5
 """A machine is lost when its ranks do not count while this one does so often, counts and not seconds, because a file
 server that stands still for a minute stops everybody's."""
 _WRITING_S = 30.0
+_JUDGES = 8
+"""Ranks that judge a hang at once where there are many; the others wait for what they find."""
 STEP, DATA = "step", "data"
 """A step's two phases: its data, which no other rank can hurry, and the rest."""
 
@@ -649,7 +651,7 @@ class Watchdog:
                 continue
             judge = threading.Thread(target=self._end, args=(waited,), daemon=True)
             judge.start()
-            judge.join(_LOOK_S * self.stretch + _WRITING_S)
+            judge.join(3 * _LOOK_S * self.stretch + _WRITING_S)
             if judge.is_alive() and not self._over.is_set():
                 terminal.show_cursor()
                 os._exit(EXIT_CODE)
@@ -679,6 +681,14 @@ class Watchdog:
         """Find out who hangs, write down where this rank is, say so once, and end; unless a rank waits for its data."""
         everybody = range(self.world_size)
         since, phase, limit = self.since, self.phase, self.limit()
+        if self.world_size > _UNHURRIED_RANKS and self.rank >= _JUDGES:  # or each would read the files of all
+            until = time.monotonic() + 2 * _LOOK_S * self.stretch
+            while time.monotonic() < until:
+                if another_has_failed():
+                    self._write_stacks(waited)
+                    os._exit(EXIT_CODE)
+                if self._over.wait(CHECK_EVERY_S) or self.since != since:
+                    return
         before = self._read(everybody)
         if self._over.wait(_LOOK_S * self.stretch) or self.since != since:
             return  # it came to its end meanwhile
