@@ -71,6 +71,11 @@ def joined(*sentences: str) -> str:
     return line
 
 
+def listed(*texts: str) -> str:
+    """Return texts as a list within a sentence; "" is skipped."""
+    return ("、" if current_language() == "zh" else ", ").join(filter(None, texts))
+
+
 def translated(english: str) -> str:
     """Return a text in the user's language as it is: one of a data file, or a template that is not filled in."""
     return chinese()["messages"].get(english, english) if current_language() == "zh" else english

@@ -32,7 +32,18 @@ from toolkit.engine.parameters import count_parameters, is_partitioned
 from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, ProofDiffers, joined, say, tr, warn
+from toolkit.messages import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    ProofDiffers,
+    joined,
+    listed,
+    say,
+    tr,
+    warn,
+)
 from toolkit.models import adapters, attention, directory, layers, load, loss, pipeline, probe, save
 from toolkit.models.loss import token_loss_sum
 from toolkit.secrets import hide
@@ -415,7 +426,7 @@ class LanguageTask(Task):
             "directory: {folder}",
             trained=f"{trained:,}",
             parameters=f"{total:,}",
-            parts=", ".join(parts),
+            parts=listed(*parts),
             samples=f"{len(store):,}",
             tokens=f"{store.num_tokens:,}",
             trained_tokens=f"{store.num_trained_tokens:,}",
