@@ -120,6 +120,7 @@ def test_every_recipe_keeps_its_own_zero_group() -> None:
         "glm4_9b_lora": 2,
         "glm4_0414_9b": 3,
         "glm4_0414_32b": 3,
+        "glm45_air_lora": 3,
         "qwen3_8b": 3,
         "qwen3_8b_lora": 2,
         "llama31_8b": 3,

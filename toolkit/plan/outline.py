@@ -10,6 +10,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -432,9 +433,14 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes]
     """Build the model on the meta device, in a process of its own, once for each config.json."""
     kept, folder = _cache_of(cfg, config), Path(cfg.model.path).absolute()
     say("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type"))
-    command = [sys.executable, "-m", "toolkit.models.outline", str(folder)]
-    try:  # without a standard input: nobody is to be asked whether code of the folder may run
-        ran = children.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S)
+    try:
+        with tempfile.TemporaryDirectory() as published:
+            if _file(cfg) is None:  # what model.published says of it
+                folder = Path(published)
+                (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            command = [sys.executable, "-m", "toolkit.models.outline", str(folder)]
+            # Without a standard input: nobody is to be asked whether code of the folder may run.
+            ran = children.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S)
         reason = (ran.stderr.strip().splitlines() or ["?"])[-1] if ran.returncode else ""
     except subprocess.TimeoutExpired:
         reason = tr("no answer within {seconds} s", seconds=_MEASURE_S)
