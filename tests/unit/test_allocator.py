@@ -28,6 +28,6 @@ def test_the_recipe_counts_as_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("apply_env", "check_port"):
         monkeypatch.setattr(startup.environment, name, lambda *_, name=name: order.append(name))
     monkeypatch.setattr(startup, "set_allocator", lambda environ: order.append("set_allocator"))
-    monkeypatch.setattr(startup, "check_build_locks", lambda environ: None)
-    startup.set_environment(startup.RunConfig(), startup.environment.detect({}), {})
+    monkeypatch.setattr(startup.preflight, "check_build_locks", lambda environ: None)
+    startup.set_environment(startup.schema.RunConfig(), startup.environment.detect({}), {})
     assert order == ["apply_env", "set_allocator", "check_port"]

@@ -227,8 +227,8 @@ class PartBuilder:
             if not found:
                 counts.drop(tr("no token the loss covers"), row)
             read += [(row, value, conversation) for conversation in found]
-        text = accumulate(_chars(conversation) for _, _, conversation in read)
-        for _, some in groupby(zip(text, read, strict=True), key=lambda pair: pair[0] // _BATCH_CHARS):
+        before = accumulate((_chars(conversation) for _, _, conversation in read), initial=0)
+        for _, some in groupby(zip(before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
             for (row, value, conversation), encoded in self._encoded([one for _, one in some], counts):
                 if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]

@@ -346,8 +346,8 @@ class TemplateChatEncoder:
         """Whether it renders an ordinary question and its answer as training needs it."""
         self.frame: tuple[str, str] | None = None
         """What precedes and follows each answer, where both are always the same."""
-        self.rewrites = True
-        """Whether it writes earlier answers otherwise once another turn follows."""
+        self.rewrites = self.rewrites_reasoning = True
+        """Whether it writes earlier answers otherwise once another turn follows: any, and those with reasoning."""
         self.ends: set[str] = set()
         """Tokens beside the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
         self.turn_marks = self._turn_marks()
@@ -401,7 +401,7 @@ class TemplateChatEncoder:
         earlier answers otherwise once another turn follows (without their reasoning, mostly). Each trained answer is
         trained in one of them, as generation would write it.
         """
-        if not self.rewrites:
+        if not self.rewrites and not (self.rewrites_reasoning and any(map(_reasons, messages))):
             return [messages]
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         if wanted in ([], [len(messages) - 1]):
@@ -444,9 +444,10 @@ class TemplateChatEncoder:
             self.knows_probe = self._compared(_PROBE[:2], None, [1]) is not None
         reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in _PROBE]]
         reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in _PROBE]]
-        histories: list[tuple[list[Any], Any]] = [(chat, None) for chat in (_PROBE, *reasoned)]
-        histories += [(_LOOP, _TOOLS), ([*_LOOP, _PROBE[2], *_LOOP[1:]], _TOOLS)]
-        self.rewrites = any(self._divides(*history) for history in histories)
+        loops = (_LOOP, [*_LOOP, _PROBE[2], *_LOOP[1:]])
+        divided = [self._divides(_PROBE, None), *(self._divides(loop, _TOOLS) for loop in loops)]
+        self.rewrites_reasoning = any(self._divides(chat, None) for chat in reasoned)
+        self.rewrites = any(divided)
         compared = None
         with suppress(RowError):
             compared = self._compared(_PROBE, None, [1, 3])
@@ -690,6 +691,10 @@ class TemplateChatEncoder:
             messages,
         )
         return text
+
+
+def _reasons(message: Message) -> bool:
+    return "reasoning_content" in message or "</think>" in message["content"]
 
 
 def _is_trained(message: Message) -> bool:

@@ -172,7 +172,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
         "Dry run passed in {seconds} s: {tried}. Peak tensor memory: {peak} on rank {rank} ({before} before the "
         "step{limit}){planned}.",
         seconds=f"{time.monotonic() - began:.1f}",
-        tried=listed(name, *_tried(cfg, saves, task.has_validation)),
+        tried=listed(name, _tried(cfg, saves, task.has_validation)),
         peak=shown(peak),
         rank=device_bytes.index((peak, before)),
         before=shown(before),
@@ -187,13 +187,13 @@ def _saves(config: CheckpointConfig, steps: range) -> int:
     return due + (config.at_end and not is_last_due)
 
 
-def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> list[str]:
-    return [
+def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
+    return listed(
         tr("an update"),
         tr("a save") if saves else "",
         tr("an export") if cfg.checkpoint.export else "",
         tr("an evaluation") if evaluates or cfg.evaluate.prompts else "",
-    ]
+    )
 
 
 # The disk
