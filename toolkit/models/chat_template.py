@@ -350,18 +350,22 @@ class TemplateChatEncoder:
         """Whether it writes earlier answers otherwise once another turn follows: any, and those with reasoning."""
         self.ends: set[str] = set()
         """Tokens beside the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
-        self.turn_marks = self._turn_marks()
+        self.turn_marks: set[str] = set()
+        self.reasoning_key: str | None = _REASONING[0]
+        """Where it reads an answer's reasoning, None if nowhere."""
+        self.missing: set[str] = set()
+        """What it has no place for."""
+        with suppress(RowError):  # it knows other conversations only; each is looked at by itself
+            self.render(_PROBE[:1], None, add_generation_prompt=False)
+            self.turn_marks = self._turn_marks()
+            answered = [[_PROBE[0], {**_PROBE[1], key: _WORD}] for key in _REASONING]
+            keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._has_place(chat, None))
+            self.reasoning_key = next(keys, None)
+            self.missing = {name for name, place in _PLACES.items() if not self._has_place(*place)}
+            self._probe()
+        self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
         others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends))
         self.stop_ids = [int(tokenizer.eos_token_id), *others]
-        answer = {"role": "assistant", "content": "First answer."}
-        self.reasoning_key = next(
-            (key for key in _REASONING if self._has_place([_PROBE[0], {**answer, key: _WORD}], None)), None
-        )
-        """Where it reads an answer's reasoning, None if nowhere."""
-        self.missing = {name for name, place in _PLACES.items() if not self._has_place(*place)}
-        """What it has no place for."""
-        self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
-        self._probe()
         self.shield = Shield(tokenizer, self.turn_marks)
         self.span_tokenizer = SpanTokenizer(tokenizer, self.frame, self.shield)
 
@@ -440,7 +444,7 @@ class TemplateChatEncoder:
 
     def _probe(self) -> None:
         """Look at how the template renders answers; reject marks that are not what generation would write."""
-        with suppress(RowError):  # it knows other conversations only; each is looked at by itself
+        with suppress(RowError):
             self.knows_probe = self._compared(_PROBE[:2], None, [1]) is not None
         reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in _PROBE]]
         reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in _PROBE]]
