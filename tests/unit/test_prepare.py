@@ -367,7 +367,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     os.utime(manifest, (manifest.stat().st_atime - day_s, manifest.stat().st_mtime - day_s))
     later = context.Process(target=prepare_in_process, args=(cfg, results))
     later.start()
-    assert results.get(timeout=30)[:2] == (False, False)
+    assert results.get(timeout=200)[:2] == (False, False)
     later.join(30)
 
 
