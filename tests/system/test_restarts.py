@@ -202,4 +202,4 @@ def test_who_starts_nothing_again_is_refused(rows_file: Path, tmp_path: Path) ->
         [sys.executable, str(REPOSITORY / "run.py"), *words], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert python.returncode == 2
-    assert "nobody here would start the run again (single). Type: toolkit launch recipe=quickstart " in python.stderr
+    assert "nothing here would restart the run (single). Type: toolkit launch recipe=quickstart " in python.stderr
