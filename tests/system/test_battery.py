@@ -246,7 +246,7 @@ for number in range(rounds):
     print("ready", flush=True)
     sys.stdin.readline()
     try:
-        run_dir.choose_run_dir(cfg, lambda line: None)
+        run_dir.choose_run_dir(cfg)
         print("works", flush=True)
     except RunFolderError as error:
         print("told", error, flush=True)
@@ -270,7 +270,7 @@ def test_of_two_that_want_one_folder_one_gets_it(tmp_path: Path) -> None:
             answers = both_say(both)
             assert sorted(answer.split()[0] for answer in answers) == ["told", "works"], answers
             [told] = [answer for answer in answers if answer.startswith("told")]
-            assert "another process works in" in told or "exists already" in told
+            assert "another process works in" in told or "already exists" in told
             for process in both:
                 say(process)
     finally:
