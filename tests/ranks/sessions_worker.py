@@ -114,7 +114,7 @@ def main() -> None:
     from toolkit.messages import Diverged, ToolkitError
     from toolkit.train import checkpointer, run_dir
     from toolkit.train.language_data import load_data
-    from toolkit.train.language_task import LanguageTask
+    from toolkit.train.preference_task import task_of
     from toolkit.train.trainer import Trainer
 
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
@@ -128,7 +128,7 @@ def main() -> None:
         values = {key: (value, "the case") for key, value in case.get("values", {}).items()}
         loaded = replace(composed(tuple(case["overrides"])), values)
         check_rules(loaded, ranks.world_size)
-        task = LanguageTask()
+        task = task_of(loaded.cfg)
         task.data = load_data(loaded.cfg)
         if index == 0:
             process_group.start(loaded.cfg.distributed)

@@ -41,6 +41,7 @@ def a_step(loss: float = 2.0) -> StepResult:
     """Return a step of ten tokens, two of them padding."""
     return StepResult(
         loss=loss,
+        count=4,
         trained_tokens=4,
         total_tokens=8,
         computed_tokens=10,
@@ -48,7 +49,7 @@ def a_step(loss: float = 2.0) -> StepResult:
         grad_norm=1.0,
         votes=[],
         micro_losses=torch.zeros(1),
-        micro_tokens=[4],
+        micro_counts=[4],
         rank_tokens=10,
         arrived=0.0,
         forward_s=0.1,

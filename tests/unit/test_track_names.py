@@ -29,6 +29,9 @@ def test_evaluations_are_in_it() -> None:
         "eval_samples",
         "eval_answers",
         "eval_tokens_per_s",
+        "eval_pairs",
+        "eval_rewards",
+        "eval_logps",
     }
     assert not {f"eval_{metric.value}" for metric in Metric} & others
 

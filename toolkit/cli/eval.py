@@ -50,6 +50,12 @@ def _checked(words: list[str], world_size: int) -> tuple[Arguments, Path]:
     words = _with_base(words)
     arguments = parse(words, world_size=world_size, names=("output", "adapter"), problems=problems)
     cfg = arguments.loaded.cfg
+    if cfg.preference.is_on:
+        problems.add(
+            ConfigError(
+                tr("toolkit eval does not support preference pairs: use preference=none, with conversations as data.")
+            )
+        )
     if not (cfg.data.validation or cfg.data.validation_fraction):
         problems.add(ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction.")))
     file = problems.attempt(_output, cfg, arguments.values.get("output", ""))

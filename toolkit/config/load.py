@@ -31,7 +31,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from toolkit.config import files
 from toolkit.config.files import YamlDocument, known_recipes
-from toolkit.config.schema import RunConfig, TuningMethod, as_text, get_value, set_leaf
+from toolkit.config.schema import RowFormat, RunConfig, TrainOn, TuningMethod, as_text, get_value, set_leaf
 from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
 from toolkit.errors import Problems
 from toolkit.messages import ConfigError, did_you_mean, filled, joined, tr
@@ -48,6 +48,8 @@ LEARNING_RATES = {
     TuningMethod.prompt: 3e-2,  # as in peft's own examples
 }
 """Peak rates with AdamW. Few new parameters that begin at 0 or at random need larger ones than trained weights."""
+PREFERENCE_RATE = 40
+"""By what these are divided for pairs: to 5e-7 and 5e-6, as in alignment-handbook's recipes/zephyr-7b-beta/dpo."""
 _CHOSEN = "chosen"
 """The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar rejects, or be the name of
 the recipe that it builds on."""
@@ -161,13 +163,26 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
         raise ConfigError(reason) from error
     if problems is None:
         found.raise_all()
-    method = loaded.cfg.tuning.method
-    if "optim.lr" not in loaded.where and loaded.cfg.optim.lr != LEARNING_RATES[method]:
-        loaded.cfg.optim.lr = LEARNING_RATES[method]
-        loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
+    _follow(loaded)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
     loaded.cfg.recipe = loaded.cfg.recipe or name
     return loaded
+
+
+def _follow(loaded: LoadedConfig) -> None:
+    """Settle what follows from other keys where nothing names it: the learning rate, and how rows of pairs are read."""
+    cfg, method = loaded.cfg, loaded.cfg.tuning.method
+    rate = float(f"{LEARNING_RATES[method] / (PREFERENCE_RATE if cfg.preference.is_on else 1):.6g}")
+    if "optim.lr" not in loaded.where and cfg.optim.lr != rate:
+        cfg.optim.lr = rate
+        loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
+    if not cfg.preference.is_on:
+        return
+    if cfg.data.train_on is TrainOn.auto:
+        cfg.data.train_on = TrainOn.last
+    for source in (*cfg.data.sources, *cfg.data.validation):
+        if source.format is RowFormat.auto:
+            source.format = RowFormat.preference
 
 
 def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:

@@ -197,6 +197,11 @@ RANGES: tuple[Rule, ...] = (
         "run.name = {value} must be a plain directory name; the directory around it is run.dir.",
     ),
     Rule(
+        "preference.label_smoothing",
+        lambda c: c.preference.label_smoothing >= 0.5,
+        "preference.label_smoothing = {value} must be below 0.5. If more pairs are mislabelled, swap their answers.",
+    ),
+    Rule(
         "prepare.shard",
         lambda c: (
             c.prepare.shard
@@ -332,7 +337,7 @@ READ_BY_LANGUAGE_MODELS = _read(
     " ".join(
         key
         for key in expand(
-            "model.* tuning.* data.* prepare.* kernels.* evaluate.* train.activation_checkpointing.* "
+            "model.* tuning.* data.* preference.* prepare.* kernels.* evaluate.* train.activation_checkpointing.* "
             "train.neftune_alpha train.random_ltd.*"
         )
         if key not in _CUSTOM_MODELS_READ.split()

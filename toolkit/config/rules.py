@@ -42,7 +42,7 @@ def check_rules(
     found.apply((_check_table,), loaded, tables.INCOMPATIBLE)
     found.apply((_check_world_sizes, _check_weights, _check_requirements, _check_untested, _check_variables), loaded)
     if not custom:
-        found.apply((_check_keep_best, _check_shape), loaded)
+        found.apply((_check_keep_best, _check_shape, _check_pairs), loaded)
         found.apply((_check_table,), loaded, tables.INCOMPATIBLE_OF_MODELS)
     read_by_models = (tables.READ_BY_LANGUAGE_MODELS,) if custom else ()
     found.apply((check_unused_keys,), loaded, (*read_by_models, *tables.READ_WHEN))
@@ -203,6 +203,27 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.about("parallel.tensor", str(error))
 
 
+def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Rows of pairs need a loss of pairs, and the other way round."""
+    data, is_on = loaded.cfg.data, loaded.cfg.preference.is_on
+    for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for number, source in enumerate(sources):
+            if (source.format is schema.RowFormat.preference) == is_on:
+                continue
+            place = f"{key}[{number}].format"
+            if is_on:
+                sentence = tr(
+                    "{place} = {format} is not a format of preference pairs, which preference.loss = {loss} needs. "
+                    "Leave the format out, or use preference=none.",
+                    place=place,
+                    format=source.format.value,
+                    loss=loaded.cfg.preference.loss.value,
+                )
+            else:
+                sentence = tr("{place} = preference needs a preference loss, for example preference=dpo.", place=place)
+            yield loaded.about(key, sentence)
+
+
 def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
     for row in tables.REQUIRES:
         missing = [override for override, is_so in row.needs.items() if not is_so(loaded.cfg)]
@@ -269,6 +290,7 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     known = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
+    known += schema.EVAL_PAIRS if loaded.cfg.preference.is_on else ()
     if evaluate.keep_best and evaluate.keep_best not in known:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
         yield loaded.error(

@@ -79,6 +79,7 @@ class RowFormat(str, Enum):
     query_response = "query_response"
     conversation = "conversation"
     docstrings = "docstrings"
+    preference = "preference"
 
 
 ROW_FIELDS = {
@@ -89,6 +90,11 @@ ROW_FIELDS = {
     RowFormat.conversation: ("conversation", "system", "tools", "human", "assistant"),
     RowFormat.messages: ("messages", "system", "tools", "from", "value", "role", "content"),
     RowFormat.text: ("text",),
+    RowFormat.preference: (
+        *("prompt", "response", "instruction", "input", "output", "query", "history"),
+        *("conversations", "messages", "conversation", "human", "assistant", "from", "value", "role", "content"),
+        *("chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response", "system", "tools"),
+    ),
 }
 """What each format reads of a row, and of the messages in it; the names that `columns` may give other ones."""
 
@@ -116,6 +122,19 @@ class TooLong(str, Enum):
     truncate = "truncate"
     split = "split"  # type: ignore[assignment]  # also the name of a method of str
     error = "error"
+
+
+class PreferenceLoss(str, Enum):
+    """What is learned from pairs of a better and a worse answer."""
+
+    none = "none"
+    sigmoid = "sigmoid"
+    robust = "robust"
+    hinge = "hinge"
+    ipo = "ipo"
+    simpo = "simpo"
+    orpo = "orpo"
+    cpo = "cpo"
 
 
 class Packing(str, Enum):
@@ -264,6 +283,8 @@ AUTO = "auto"
 """In place of a number: one that is found."""
 EVAL_LOSS = "eval_loss"
 """Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
+EVAL_PAIRS = ("eval_rewards/accuracies", "eval_rewards/margins")
+"""Names of what is better if it is more in an evaluation of pairs."""
 
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -440,7 +461,7 @@ class SourceConfig:
     split: str = "train"
     """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library. Each also takes system and tools."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer (docs/preference.md); auto means this with `preference.loss`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     weight: float = 1.0
@@ -535,6 +556,33 @@ class PrepareConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class PreferenceConfig:
+    """`preference`: preference tuning on pairs of a chosen and a rejected answer (docs/preference.md)."""
+
+    loss: PreferenceLoss = PreferenceLoss.none
+    """none: supervised fine-tuning; with a reference model sigmoid (DPO), robust (DPO with noisy labels), hinge and ipo; without one simpo, orpo and cpo. The data are preference pairs then, and `batch` counts pairs."""
+    beta: PositiveFloat = 0.1
+    """Scale of the rewards: the larger, the closer the model stays to the reference; orpo: weight of the odds ratio term (lambda in its paper). preference=simpo sets 2."""
+    label_smoothing: Share = 0.0
+    """sigmoid, robust, simpo, cpo: expected share of mislabelled pairs, below 0.5; above 0 makes sigmoid conservative DPO (cDPO); preference=robust sets 0.1."""
+    gamma: NonNegativeFloat = 0.0
+    """simpo: target margin between the rewards of the two answers; preference=simpo sets 1."""
+    sft_weight: NonNegativeFloat = 0.0
+    """Weight of the chosen answer's cross entropy (mean over its tokens), which is added to the pair's loss; 0 adds none. orpo and cpo need it: preference=orpo and preference=cpo set 1."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether pairs are learned from."""
+        return self.loss is not PreferenceLoss.none
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the model before training."""
+        known = (PreferenceLoss.sigmoid, PreferenceLoss.robust, PreferenceLoss.hinge, PreferenceLoss.ipo)
+        return self.loss in known
+
+
+@dataclass(kw_only=True, slots=True)
 class BatchConfig:
     """`batch`: rows per step. Gradient accumulation is derived: global_size / (micro_per_gpu x ranks)."""
 
@@ -553,7 +601,7 @@ class OptimConfig:
     name: OptimizerName = OptimizerName.adamw
     """adamw: decoupled weight decay; adam: weight decay added to the gradient; adamw_8bit: AdamW whose states take 8 bits (bitsandbytes); muon: orthogonalised momentum for the matrices of the layers, AdamW for the rest; lion: the sign of a momentum; adafactor: factored second moments; sgd, adagrad: PyTorch's."""
     lr: PositiveFloat = 2e-5
-    """Peak learning rate. Where nothing names it, it follows `tuning.method`: full and freeze 2e-5, lora and qlora 2e-4, ptuning_v2 5e-3, prompt 3e-2."""
+    """Peak learning rate. Where nothing names it, it follows `tuning.method`: full and freeze 2e-5, lora and qlora 2e-4, ptuning_v2 5e-3, prompt 3e-2; with `preference.loss` a fortieth of that: 5e-7, 5e-6."""
     adam_lr: NonNegativeFloat = 0.0
     """muon: peak learning rate of what AdamW trains (embeddings, output layer, norms, biases); 0 takes `optim.lr`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -1157,6 +1205,8 @@ class RunConfig:
     """Which parameters are trained."""
     data: DataConfig = field(default_factory=DataConfig)
     """What is learned from."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Preference tuning."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig, metadata=FREE)
     """The tokenised store."""
     batch: BatchConfig = field(default_factory=BatchConfig)

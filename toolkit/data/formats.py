@@ -133,6 +133,10 @@ class RowReader:
             messages = [_message("system", _text(mapping, self.names["system"])), *messages]
         return Conversation(messages, _tools(mapping.get(self.names["tools"]), self.names["tools"]))
 
+    def read_all(self, row: object) -> list[Conversation]:
+        """Return what is learned from one parsed row: here one conversation."""
+        return [self.read(row)]
+
     def _explained(self, error: RowError) -> RowError:
         """Return an error that blames `columns` where these asked for a key that a row lacks."""
         if not isinstance(error, MissingKey) or error.key not in self.renamed:
@@ -304,6 +308,109 @@ class RowReader:
         return calls
 
 
+_ANSWERS = ("chosen", "rejected")
+
+
+class PairReader:
+    """Turns rows of `RowFormat.preference` into two conversations that differ in their last answer alone. What was said
+    before is read as one of the other formats; an answer is a text, a message or a list of messages.
+    """
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.columns = columns
+        self.names = {field: columns.get(field, field) for field in ROW_FIELDS[RowFormat.preference]}
+        self.skipped: Counter[str] = Counter()  # as of `RowReader`
+
+    def read_all(self, row: object) -> list[Conversation]:
+        """Return the conversation with the chosen answer and the one with the rejected; a RowError as `RowReader`."""
+        mapping, names = as_object(row), self.names
+        whole = {answer: key for answer in _ANSWERS if (key := self._whole(mapping, answer))}
+        if names["chosen"] not in mapping and ("rejected" in whole or mapping.get(names["rejected_response"])):
+            # ms-swift: the chosen answer ends the conversation, or is what the other formats call it.
+            chosen = self._before(mapping, is_answered=True)
+            if "rejected" in whole:
+                rejected = self._read(mapping, RowFormat.messages, messages=whole["rejected"])
+            else:
+                rejected = self._answered(replace(chosen, messages=chosen.messages[:-1]), mapping, "rejected_response")
+            pair = [chosen, rejected]
+        elif len(whole) == len(_ANSWERS):
+            pair = [self._read(mapping, RowFormat.messages, messages=whole[answer]) for answer in _ANSWERS]
+        else:
+            before = self._before(mapping)
+            pair = [self._answered(before, mapping, answer) for answer in _ANSWERS]
+        plain = [[{key: value for key, value in m.items() if key != "loss"} for m in one.messages] for one in pair]
+        for messages, name in zip(plain, _ANSWERS, strict=True):
+            if messages[-1]["role"] != "assistant":
+                raise RowError("the {answer} conversation does not end with the assistant's answer", answer=name)
+        if plain[0][:-1] != plain[1][:-1]:
+            raise RowError(
+                tr("the chosen and the rejected conversation must have the same messages before their last answer")
+            )
+        return [replace(one, messages=list(messages)) for one, messages in zip(pair, plain, strict=True)]
+
+    def unused(self, row: Mapping[str, object]) -> list[str]:
+        """Return the keys of a row that are not read."""
+        return [str(key) for key in row if key not in self.names.values()]
+
+    def _before(self, row: Mapping[str, Any], is_answered: bool = False) -> Conversation:
+        """Return what was said before the answers; `is_answered`: with the chosen one."""
+        names = self.names
+        for row_format, field in _LIST_FIELDS.items():
+            if names[field] in row:
+                return self._read(row, row_format, is_answered)
+        if isinstance(_parsed(row.get(names["prompt"])), list):
+            return self._read(row, RowFormat.messages, is_answered, messages=names["prompt"])
+        asked = {fields[0]: row_format for row_format, fields in _PAIR_FIELDS.items()}
+        found = next(
+            (row_format for field, row_format in asked.items() if names[field] in row), RowFormat.prompt_response
+        )
+        return self._read(row, found, is_answered)
+
+    def _read(
+        self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
+    ) -> Conversation:
+        reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
+        reader.skipped = self.skipped
+        others = {self.names[field] for field in _PREFERENCE} - set(columns.values())
+        if not is_answered:
+            others |= {self.names[fields[1]] for fields in _PAIR_FIELDS.values()}
+        return reader.read({key: value for key, value in row.items() if key not in others})
+
+    def _answered(self, before: Conversation, row: Mapping[str, Any], answer: str) -> Conversation:
+        """Return what was said with an answer of the row behind it."""
+        key, reader = self.names[answer], RowReader(RowFormat.messages, self.columns)
+        reader.skipped = self.skipped
+        if not before.messages or before.messages[-1]["role"] == "assistant":
+            raise RowError(tr("the messages before the two answers must end with a question"))
+        messages, said = list(before.messages), _parsed(row[key]) if key in row else _missing(row, key)
+        if not isinstance(said, list | dict):
+            return replace(before, messages=[*messages, _message("assistant", _text(row, key))])
+        for item in said if isinstance(said, list) else [said]:
+            try:
+                if not isinstance(item, dict):
+                    raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
+                reader._add_item(item, messages)
+            except RowError as error:
+                raise RowError("'{key}' cannot be used: {reason}", key=key, reason=reader._explained(error)) from None
+        return replace(before, messages=messages)
+
+    def _whole(self, row: Mapping[str, Any], answer: str) -> str:
+        """Return the key of a whole conversation, with its question, that ends with an answer; "" if none does."""
+        keys = self.names["from"], self.names["role"]
+        for name in (self.names[answer], self.names[f"{answer}_messages"]):
+            items = _parsed(row.get(name))
+            if isinstance(items, list) and any(
+                isinstance(item, dict) and item.get(key) in _ROLES["user"] for item in items for key in keys
+            ):
+                return name
+        return ""
+
+
+def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader | PairReader:
+    """Return the reader of a format's rows."""
+    return PairReader(columns) if row_format is RowFormat.preference else RowReader(row_format, columns)
+
+
 def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:
     """Return the format of a file from the keys of its first row; a RowError if no known format has these keys."""
 
@@ -397,8 +504,8 @@ def _check_preference(row: Mapping[str, Any], columns: Mapping[str, str]) -> Non
         found = {key: row[key] for key in row if key in _PREFERENCE and row[key] not in (None, "", [])}
         if found:
             raise RowError(
-                "preference data ({keys}), as for DPO, is not supported: one answer per question is trained. To train "
-                "the better ones, map them (columns: {{response: chosen}}, columns: {{messages: chosen}}) or write "
+                "preference data ({keys}) needs preference=dpo or another loss of pairs. To train the better answers "
+                "alone, map them (columns: {{response: chosen}}, columns: {{messages: chosen}}) or write "
                 "them into a file of their own",
                 keys=_quoted(found),
             )

@@ -58,7 +58,7 @@ class PackingPlan:
 
     def __reduce__(self) -> Any:
         if self.folder is None:
-            return PackingPlan, (self.num_rows, self.members)
+            return PackingPlan, (self.num_rows, self.members, self.offsets)
         return load_plan, (self.folder,)
 
 
@@ -73,23 +73,23 @@ def plan_sequences(
     seed: int,
     sources: list[SourceConfig],
     most: int = 0,
+    pairs: bool = False,
     cache_dir: Path,
 ) -> PackingPlan:
     """Return the plan of a split, made now if there is none.
 
     `classes`: the longest samples, ascending, of classes of length, which are packed separately. `seed` decides which
     samples meet, and which are taken for a fractional weight. `sources`: the training sources; [] takes each sample
-    once, or `evaluated_samples`.
+    once, or `evaluated_samples`. `pairs`: samples come in twos, which share a row; then nothing is packed.
     """
+    size = 2 if pairs else 1
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
-    is_capped = 0 < most < len(cache)
+    is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        members = evaluated_samples(cache, most).astype(np.uint32) if is_capped else None
-        return PackingPlan(len(cache) if members is None else len(members), members)
+        return _unpacked(evaluated_samples(cache, most, size), size) if pairs or is_capped else PackingPlan(len(cache))
     key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
-    key += [micro_per_gpu] if packing is Packing.grouped else []
-    key += [{"most": most}] if is_capped else []
+    key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * pairs
     classes = list(classes) if packing is Packing.packed else []
     if by_source or classes:
         points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
@@ -97,11 +97,11 @@ def plan_sequences(
     target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        samples = evaluated_samples(cache, most) if is_capped else weighted_samples(cache, weights, seed)
+        samples = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
         # Samples of one length are dealt out at random, so that rows do not follow the order of the files.
         samples = samples[Permutation(len(samples), f"plan {seed}")(np.arange(len(samples)))]
-        lengths = cache.lengths(samples)
-        kinds = cache.sources()[samples] if by_source else np.searchsorted(classes, lengths)
+        lengths = cache.lengths(size * samples)
+        kinds = cache.sources()[size * samples] if by_source else np.searchsorted(classes, lengths)
         rows, bounds = np.empty(len(lengths), np.int64), [0]
         for kind in range(len(sources) if by_source else len(classes) + 1):
             mine = np.flatnonzero(kinds == kind)
@@ -114,9 +114,9 @@ def plan_sequences(
             rows[mine] = filled + bounds[-1]
             bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
         counts = np.bincount(rows)
-        np.save(folder / "members.npy", samples[np.argsort(rows, kind="stable")].astype(np.uint32))
-        if counts.max(initial=1) > 1:
-            np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
+        np.save(folder / "members.npy", _members(samples[np.argsort(rows, kind="stable")], size))
+        if size * counts.max(initial=1) > 1:
+            np.save(folder / "offsets.npy", size * np.concatenate(([0], np.cumsum(counts))))
         plan = {"num_rows": len(counts), "bounds": bounds if by_source else []}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
@@ -124,12 +124,24 @@ def plan_sequences(
     return load_plan(target)
 
 
-def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int) -> NDArray[np.int64]:
-    """Return the samples of an epoch: each as often as its source's weight says, of a fraction a random part."""
-    everything = np.arange(len(cache))
+def _unpacked(units: NDArray[np.int64], size: int) -> PackingPlan:
+    offsets = np.arange(0, size * len(units) + 1, size) if size > 1 else None
+    return PackingPlan(len(units), _members(units, size), offsets)
+
+
+def _members(units: NDArray[np.int64], size: int) -> NDArray[np.uint32]:
+    """Return the samples of units of so many that follow each other in the cache."""
+    return (size * units[:, None] + np.arange(size)).ravel().astype(np.uint32)
+
+
+def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:
+    """Return the samples of an epoch: each as often as its source's weight says, of a fraction a random part. `size`:
+    samples that belong together; their units are numbered.
+    """
+    everything = np.arange(len(cache) // size)
     if all(weight == 1 for weight in weights):
         return everything
-    source_of = cache.sources()
+    source_of = cache.sources()[::size]
     chosen = []
     for number, weight in enumerate(weights):
         mine = everything[source_of == number]
@@ -142,15 +154,15 @@ def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int) -> 
     return np.concatenate(chosen) if chosen else everything[:0]
 
 
-def evaluated_samples(cache: TokenizedCache, most: int) -> NDArray[np.int64]:
+def evaluated_samples(cache: TokenizedCache, most: int, size: int = 1) -> NDArray[np.int64]:
     """Return the samples of a split that its loss is measured on, ascending: the same on any number of ranks. Each
-    source gives its share, but at least one: at most max(`most`, sources); `most` 0 takes all.
+    source gives its share, but at least one: at most max(`most`, sources); `most` 0 takes all; `size` as above.
     """
-    if not 0 < most < len(cache):
-        return np.arange(len(cache))
-    source_of = cache.sources()
+    if not 0 < most < len(cache) // size:
+        return np.arange(len(cache) // size)
+    source_of = cache.sources()[::size]
     numbers, counts = np.unique(source_of, return_counts=True)
-    wanted = counts * (most / len(cache))
+    wanted = counts * (most / len(source_of))
     shares = np.maximum(1, np.floor(wanted).astype(np.int64))
     for place in np.argsort(shares - wanted, kind="stable")[: max(0, most - int(shares.sum()))]:
         shares[place] += 1  # the largest remainders first

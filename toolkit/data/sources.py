@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import DataConfig, OnBadRow, Packing, RowFormat, SourceConfig
-from toolkit.data.formats import Conversation, RowReader, detect_format, parse_row
+from toolkit.data.formats import Conversation, detect_format, parse_row, reader_of
 from toolkit.data.readers import Block, block_bytes, blocks, files_of, first_row, rows_of
 from toolkit.disk import sha256, write_atomically
 from toolkit.distributed.file_lock import build_once
@@ -150,10 +150,10 @@ def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversati
     for _, file, block in read_blocks(files, [data.max_samples] * len(files), block_bytes(total_bytes(files))):
         if file.row_format is RowFormat.auto:
             continue
-        reader = RowReader(file.row_format, file.columns)
+        reader = reader_of(file.row_format, file.columns)
         for _, row in rows_of(block):
             try:
-                yield reader.read(parse_row(row))
+                yield from reader.read_all(parse_row(row))
             except RowError:
                 continue
 
@@ -337,11 +337,11 @@ def _check_file(file: DataFile, source: SourceConfig, place: str, on_bad_row: On
     if wrong := _missing_column(source, [row for _, row in rows], place, str(file.path)):
         raise DataError(wrong)
     known = with_format(file, block)
-    reader = RowReader(known.row_format, file.columns) if known else None
+    reader = reader_of(known.row_format, file.columns) if known else None
     errors = []
     for line, row in rows:
         try:
-            parse_row(row) if reader is None else reader.read(parse_row(row))
+            parse_row(row) if reader is None else reader.read_all(parse_row(row))
         except RowError as error:
             errors.append(DataError(f"{file.path}:{line}: {error}."))
     if on_bad_row is OnBadRow.skip and len(errors) < len(rows):
@@ -431,10 +431,11 @@ def look_at(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
         if block is None or (known := with_format(file, block)) is None or (sizes and time.monotonic() > until):
             continue
         formats.add(known.row_format)
-        reader = RowReader(known.row_format, known.columns)
+        reader = reader_of(known.row_format, known.columns)
         for _, row in islice(rows_of(block), _ROWS):
             with suppress(RowError):
-                sizes.append(sum(len(str(one["content"]).encode()) for one in reader.read(parse_row(row)).messages))
+                for read in reader.read_all(parse_row(row)):
+                    sizes.append(sum(len(str(one["content"]).encode()) for one in read.messages))
     return sorted(formats), sorted(sizes)
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain, groupby, islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from toolkit import children
 from toolkit.config.schema import DataConfig, RowFormat, TooLong
-from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, parse_row, turns
+from toolkit.data.formats import Conversation, Message, PairReader, RowReader, mark_trained, parse_row, reader_of, turns
 from toolkit.data.readers import Block, rows_of
 from toolkit.data.sources import DataFile
 from toolkit.messages import DataError, RowError, current_language, set_language, tr
@@ -183,15 +184,16 @@ class PartBuilder:
             return path, False
         # A block of which no row can be parsed has no format; all its rows are rejected before one is needed.
         row_format = RowFormat.prompt_response if row_format is RowFormat.auto else row_format
-        write_part(path, self._encode(block, RowReader(row_format, columns)))
+        write_part(path, self._encode(block, reader_of(row_format, columns)))
         return path, True
 
-    def _encode(self, block: Block, reader: RowReader) -> Part:
+    def _encode(self, block: Block, reader: RowReader | PairReader) -> Part:
         counts, ids, trained = PartCounts(), array("I"), bytearray()
         lengths, lines, ordinals = array("I"), array("I"), array("I")
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
-            for row, (sample_ids, covered) in self._batch(batch, reader, counts):
+            samples = self._batch(batch, reader, counts)
+            for row, (sample_ids, covered) in _pairs(samples) if isinstance(reader, PairReader) else samples:
                 ids.extend(sample_ids)
                 trained.extend(covered)
                 lengths.append(len(sample_ids))
@@ -205,7 +207,7 @@ class PartBuilder:
         return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, counts)
 
     def _batch(
-        self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts
+        self, batch: list[tuple[RowPosition, Any]], reader: RowReader | PairReader, counts: PartCounts
     ) -> Iterator[tuple[RowPosition, Encoded]]:
         """Yield the samples of some rows, each with its row."""
         counts.rows += len(batch)
@@ -213,17 +215,20 @@ class PartBuilder:
         for row, value in batch:
             try:
                 parsed = parse_row(value)
-                whole = reader.read(parsed)
-                found = self._marked(whole, counts)
+                wholes = reader.read_all(parsed)
+                found = list(chain.from_iterable(self._marked(whole, counts) for whole in wholes))
             except RowError as error:
                 counts.refuse(row, error, value)
                 continue
             if not counts.unused and isinstance(parsed, dict):
                 counts.unused = reader.unused(parsed)
-            if (self.encoder.drops_tools and whole.tools) or (
-                self.encoder.drops_system and any(m["role"] == "system" for m in whole.messages)
+            if (self.encoder.drops_tools and wholes[0].tools) or (
+                self.encoder.drops_system and any(m["role"] == "system" for m in wholes[0].messages)
             ):
                 counts.systems += 1
+            if len(wholes) > 1 and wholes[0] == wholes[1]:
+                counts.drop(tr("both answers are the same"), row)
+                continue
             if not found:
                 counts.drop(tr("no token the loss covers"), row)
             read += [(row, value, conversation) for conversation in found]
@@ -359,6 +364,14 @@ class PartBuilder:
                 stop = next((i for i in range(stop, start + 1, -1) if trained[i - 1] and not trained[i]), stop)
             yield _first_unmarked(ids[start:stop], trained[start:stop])
             start = stop - 1
+
+
+def _pairs(samples: Iterable[tuple[RowPosition, Encoded]]) -> Iterator[tuple[RowPosition, Encoded]]:
+    """Yield the samples of rows that gave both of their pair; where one was dropped, the row is counted already."""
+    for _, of_row in groupby(samples, key=itemgetter(0)):
+        pair = list(of_row)
+        if len(pair) == 2:
+            yield from pair
 
 
 def _usable(encoded: Encoded) -> Encoded | None:

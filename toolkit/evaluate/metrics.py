@@ -19,7 +19,7 @@ from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from toolkit.config.schema import EVAL_LOSS, Metric
+from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, Metric
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import barrier, gather, rank, sum_over_ranks, world_size
 from toolkit.evaluate.generate import Sampling, decode_answer, generate, until_stop
@@ -443,13 +443,24 @@ def score_answers(
     return results
 
 
-SAMPLES = "eval_samples"
-"""How many samples an evaluation of a custom model is of; a language model's counts tokens."""
+SAMPLES, PAIRS = "eval_samples", "eval_pairs"
+"""How many samples (pairs) an evaluation of a custom model (of preferences) is of; a language model's counts tokens."""
 
 
 def describe_evaluation(row: Mapping[str, float]) -> list[str]:
     """Return the lines about an evaluation, a row of metrics.jsonl."""
     step = int(row["step"])
+    if PAIRS in row:
+        return [
+            tr(
+                "step {step}  validation loss {loss}, reward accuracy {accuracy}, margin {margin} over {count} pairs",
+                step=step,
+                loss=f"{row[EVAL_LOSS]:.4f}",
+                accuracy=f"{row[EVAL_PAIRS[0]]:.1%}",
+                count=f"{int(row[PAIRS]):,}",
+                margin=f"{row[EVAL_PAIRS[1]]:.4f}",
+            )
+        ]
     if SAMPLES in row:
         others = {name: value for name, value in row.items() if name not in ("step", EVAL_LOSS, SAMPLES)}
         return [

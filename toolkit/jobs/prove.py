@@ -201,6 +201,10 @@ def _unsuitable(cfg: RunConfig) -> list[ConfigError]:
     if cfg.tuning.method not in _METHODS or cfg.tuning.adapter:
         text = tr("prove knows tuning=full, freeze and lora, without tuning.adapter.")
         found.append(ConfigError(text))
+    if cfg.preference.is_on:
+        found.append(
+            ConfigError(tr("prove does not support preference.loss: use preference=none, with conversations as data."))
+        )
     if cfg.model.trust_remote_code:
         found.append(ConfigError(tr("prove knows architectures of transformers: set model.trust_remote_code=false.")))
     if cfg.plan.auto:

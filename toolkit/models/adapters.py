@@ -20,8 +20,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -124,6 +126,23 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
     for parameter in model.parameters():  # peft keeps additions to half-precision models in float32
         if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
             parameter.data = parameter.data.to(precision)
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what it does without its LoRA additions, and with the modules that it came with.
+
+    peft's `enable_adapters` would also freeze the additions and thaw them again, behind the back of DeepSpeed's hooks.
+    """
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
 
 
 def parameter_of(layer: Any) -> str:

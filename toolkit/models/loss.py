@@ -43,6 +43,19 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
     return loss_head(engine).losses(engine, _on_device(engine, batch)).sum()
 
 
+def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run forward and return of each row the sum of its trained tokens' log-probabilities, nats, and how many these
+    are: float32 `[B]` on the engine's device, with gradients. A row without trained tokens gives 0. Arguments as above.
+    """
+    given = with_label_positions(batch)
+    rows, size = given["input_ids"].shape
+    counts = torch.bincount(given["places"].cpu() // size, minlength=rows)
+    losses = loss_head(engine).losses(engine, _on_device(engine, given), each=True)
+    # Not index_add, whose order of additions is another one each time on a GPU.
+    sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
+    return -sums, counts.to(losses)
+
+
 @torch.no_grad()
 def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
     """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`."""
@@ -98,20 +111,22 @@ class LossHead:
             self._path = LossPath.all_logits if self.kernel is LossKernel.full else self._find_path(engine)
         return self._path
 
-    def losses(self, engine: Any, batch: Batch) -> torch.Tensor:
-        """Run forward on a batch on its device with label positions; float32 [T], or their sum, [1], for a gradient."""
+    def losses(self, engine: Any, batch: Batch, each: bool = False) -> torch.Tensor:
+        """Run forward on a batch on its device with label positions; float32 [T], or for a gradient their sum, [1],
+        unless `each` is wanted.
+        """
         path, targets = self.path(engine), batch["targets"]
         if path is LossPath.all_logits:
             logits = logits_of(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
         else:
-            with self._requested(engine, batch, path):
+            with self._requested(engine, batch, path, each):
                 logits = logits_of(engine, batch).flatten(0, 1)
             if path is LossPath.losses:
                 return logits.flatten()
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
     @contextmanager
-    def _requested(self, engine: Any, batch: Batch, path: LossPath) -> Iterator[None]:
+    def _requested(self, engine: Any, batch: Batch, path: LossPath, each: bool = False) -> Iterator[None]:
         """Let the output layer compute losses, or logits of trained tokens, in place of its own forward pass."""
         layer: Any = getattr(engine, "module", engine).get_output_embeddings()
         own_forward, instance_forward = layer.forward, layer.__dict__.get("forward")
@@ -127,6 +142,8 @@ class LossHead:
                 return own_forward(states[:, None])
             if not torch.is_grad_enabled():
                 return chunked_losses(states, layer.weight, layer.bias, targets)[:, None, None]
+            if each:
+                return _ChunkedLosses.apply(states, layer.weight, layer.bias, targets)[:, None, None]
             if self.kernel is not LossKernel.liger or not len(states):
                 return chunked_loss_sum(states, layer.weight, layer.bias, targets)[None, None, None]
             from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -306,6 +323,42 @@ class _ChunkedLossSum(torch.autograd.Function):
         )
 
 
+class _ChunkedLosses(torch.autograd.Function):
+    """`chunked_losses` with gradients. What a token's loss is multiplied by is not known before the backward pass, so
+    the logits of each chunk are computed again there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        return chunked_losses(hidden, weight, bias, targets)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        of_hidden, of_weight, of_bias, _ = ctx.needs_input_grad
+        hidden_gradient = torch.empty_like(hidden) if of_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
+        size = _rows(weight)
+        for begin in range(0, len(hidden), size):
+            states, wanted = hidden[begin : begin + size], targets[begin : begin + size, None]
+            gradient = _log_probabilities(states, weight, bias).exp_()
+            gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
+            gradient *= outer[0][begin : begin + size, None]
+            if bias_gradient is not None:
+                bias_gradient += gradient.sum(dim=0)
+            gradient = gradient.to(hidden.dtype)
+            if hidden_gradient is not None:
+                hidden_gradient[begin : begin + size] = _product(gradient, weight)
+            if weight_gradient is not None:
+                weight_gradient += _product(gradient.t(), states)
+        whole = (weight_gradient, weight), (bias_gradient, bias)
+        return hidden_gradient, *(None if found is None else found.to(like.dtype) for found, like in whole), None
+
+
 def _rows(weight: torch.Tensor) -> int:
     """Return the tokens of a chunk."""
     return max(1, CHUNK_BYTES // (4 * weight.size(0)))
@@ -448,6 +501,7 @@ def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
         "parallel.sequence": cfg.parallel.sequence > 1,
         "parallel.pipeline": cfg.parallel.pipeline > 1,
         "compile.enabled": cfg.compile.enabled,
+        "preference.loss": cfg.preference.is_on,
     }
     if used := [key for key, is_used in others.items() if is_used]:
         raise ConfigError(

@@ -473,8 +473,9 @@ class CustomTask(Task):
         return batch.size
 
     def sizes(self, batches: list[MicroBatch]) -> list[int]:
-        """Return samples, twice, and no pairs."""
-        return [sum(batch.size for batch in batches)] * 2 + [0]
+        """Return samples for tokens, and no pairs."""
+        samples = sum(batch.size for batch in batches)
+        return [samples, samples, 0, samples]
 
     def shape(self, batch: MicroBatch) -> tuple[int, ...]:
         return (batch.size,)

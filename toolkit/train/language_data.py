@@ -1,9 +1,9 @@
 """Data of a language model: encoder, tokenized caches, packing plans, and this rank's micro-batches of them."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,8 @@ class LanguageData:
     validation_plan: PackingPlan | None
     report: tokenize.PrepareReport
     """What became of the rows of the sources."""
+    reference: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """By split, the log-probability of each sample's answer by the reference of pairs, where it is known ahead."""
 
     @property
     def identity(self) -> dict[str, str]:
@@ -111,6 +113,7 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
             seed=cfg.run.seed,
             sources=sources,
             most=0 if store is train else most,
+            pairs=cfg.preference.is_on,
             cache_dir=Path(cfg.prepare.dir),
         )
 
@@ -238,10 +241,11 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares them ahead."""
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
+    shares = _sampler(cfg, prepared, place, start, total_steps, changing_order(cfg, prepared))
     loader = build_loader(
         prepared.train,
         prepared.train_plan,
-        _sampler(cfg, prepared, place, start, total_steps, changing_order(cfg, prepared)),
+        shares,
         prepared.pad_id,
         prepared.packing,
         seed=cfg.run.seed,
@@ -249,8 +253,40 @@ def training_batches(
         multiple=pad_multiple(place.sequence),
     )
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
-    parts = map(partial(attention.local_part, part=place.part, parts=place.sequence), iter(loader))
+    batches = _with_reference(iter(loader), shares, prepared.train_plan, prepared.reference.get("train"))
+    parts = map(partial(attention.local_part, part=place.part, parts=place.sequence), batches)
     return ahead(parts, accumulation(cfg, ranks.world_size))
+
+
+def _with_reference(
+    batches: Iterator[Batch], shares: Iterable[list[int]], plan: PackingPlan, reference: NDArray[np.float32] | None
+) -> Iterator[Batch]:
+    """Yield batches of shares of a plan's rows with `reference` of their samples, float32 [B], where it is known."""
+    if reference is None:
+        yield from batches
+        return
+    for rows, batch in zip(shares, batches, strict=True):
+        samples = [sample for row in rows for sample in plan[row]]
+        yield {**batch, "reference": torch.from_numpy(reference[samples])}
+
+
+def answer_batches(
+    cfg: RunConfig, prepared: LanguageData, split: str, ranks: Ranks
+) -> tuple[list[list[int]], Iterator[Batch]]:
+    """Return this rank's share of a split's answers, each once over all ranks: the samples of each micro-batch, and
+    these. As many on every rank; those at the end may be empty.
+    """
+    is_train = split == "train"
+    store = prepared.train if is_train else prepared.validation
+    plan = prepared.train_plan if is_train else prepared.validation_plan
+    assert store is not None and plan is not None and plan.members is not None
+    place = mesh_of(cfg, ranks.world_size, ranks.rank)
+    samples = np.unique(plan.members)
+    shares = sampler.sequential(len(samples), 2 * micro_rows(cfg), place.data_rank, place.data_ranks)
+    numbers = [samples[share].tolist() for share in shares]
+    everything = PackingPlan(len(store))
+    loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.packing, seed=cfg.run.seed)
+    return numbers, ahead(iter(loader), 2)
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -297,7 +333,10 @@ def _sampler(
     store, plan = prepared.train, prepared.train_plan
 
     def lengths(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return store.lengths(rows if plan.members is None else plan.members[rows])
+        if plan.members is None or plan.offsets is None:
+            return store.lengths(rows if plan.members is None else plan.members[rows])
+        begins = plan.offsets[rows]  # of pairs, as long as the longer answer makes them
+        return np.maximum(*(store.lengths(plan.members[begins + place]) for place in (0, 1)))
 
     return sampler.GlobalBatchSampler(
         num_rows=order.num_rows if order else len(plan),
@@ -328,8 +367,10 @@ def _evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) ->
     loader = build_loader(
         store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
     )
-    sources = store.sources()
-    for rows, batch in zip(shares, loader, strict=True):
+    sources, batches = store.sources(), iter(loader)
+    for rows, batch in zip(
+        shares, _with_reference(batches, shares, plan, prepared.reference.get("validation")), strict=True
+    ):
         samples = [plan[row] for row in rows]
         if prepared.packing is not Packing.packed:  # then each sample is a row of the batch by itself
             samples = [[sample] for row in samples for sample in row]

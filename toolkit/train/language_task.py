@@ -290,6 +290,7 @@ def _lines(figures: dict[str, float]) -> list[str]:
 class LanguageTask(Task):
     """Trains a causal language model on conversations and texts; its steps need no data and no run."""
 
+    loss_unit = "nats/token"
     cfg: RunConfig
     ranks: Ranks
     data: language_data.LanguageData
@@ -421,13 +422,13 @@ class LanguageTask(Task):
             if one.trained
         ]
         line = tr(
-            "{trained} of {parameters} parameters are trained ({parts}). {samples} samples with "
+            "{trained} of {parameters} parameters are trained ({parts}). {samples} with "
             "{tokens} tokens ({trained_tokens} trained), {steps} steps ({per_epoch} per epoch). Run "
             "directory: {folder}",
             trained=f"{trained:,}",
             parameters=f"{total:,}",
             parts=listed(*parts),
-            samples=f"{len(store):,}",
+            samples=self._size_of_data(),
             tokens=f"{store.num_tokens:,}",
             trained_tokens=f"{store.num_trained_tokens:,}",
             steps=f"{run.total_steps:,}",
@@ -436,6 +437,9 @@ class LanguageTask(Task):
         )
         duplicates = self.data.report.duplicates()
         return f"{line}\n{duplicates}" if duplicates else line
+
+    def _size_of_data(self) -> str:
+        return tr("{samples} samples", samples=f"{len(self.data.train):,}")
 
     # Dry run
 
@@ -466,12 +470,13 @@ class LanguageTask(Task):
         return loss.num_trained_tokens(batch)
 
     def sizes(self, batches: list[language_data.Batch]) -> list[int]:
-        """Return tokens without padding and with it, and the pairs of a token and one that it attends to."""
+        """Return tokens without padding and with it, pairs of tokens that attend, and trained tokens."""
         # A sample's tokens are numbered from 0, also in a packed row: each sees itself and those before it.
         return [
             sum(int((batch["segment_ids"] > 0).sum()) for batch in batches),
             sum(batch["input_ids"].numel() for batch in batches),
             sum(int(((batch["position_ids"] + 1) * (batch["segment_ids"] > 0)).sum()) for batch in batches),
+            sum(map(loss.num_trained_tokens, batches)),
         ]
 
     def shape(self, batch: language_data.Batch) -> tuple[int, ...]:
@@ -540,13 +545,17 @@ class LanguageTask(Task):
         if result.state.evaluations:
             summary["first_eval_loss"] = result.state.evaluations[0]["eval_loss"]
             summary["last_eval_loss"] = result.state.evaluations[-1]["eval_loss"]
-        data = self.data
-        if run.cfg.evaluate.ngram_baselines and data.validation is not None and run.ranks.rank == 0:
-            # Of the samples that the loss is measured on, so that all figures are of the same tokens.
-            measured = None if data.validation_plan is None else data.validation_plan.members
-            counted = metrics.ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
-            summary |= {"unigram_loss": counted.unigram, "bigram_loss": counted.bigram}
+        if run.cfg.evaluate.ngram_baselines and self.has_validation and run.ranks.rank == 0:
+            summary |= self._baselines()
         return summary
+
+    def _baselines(self) -> dict[str, float]:
+        """Return the losses of n-grams, of the samples that the loss is measured on: all are of the same tokens."""
+        data = self.data
+        assert data.validation is not None
+        measured = None if data.validation_plan is None else data.validation_plan.members
+        counted = metrics.ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
+        return {"unigram_loss": counted.unigram, "bigram_loss": counted.bigram}
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         losses = {name: f"{loss:.3f}" for name, loss in summary.items() if name.endswith("_loss")}

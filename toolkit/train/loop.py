@@ -188,7 +188,7 @@ class TrainLoop:
             self.step,
             trouble,
             result.micro_losses,
-            result.micro_tokens,
+            result.micro_counts,
             lambda: self.task.samples_at(self.began),
         )
         warn(

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from statistics import median_low  # of two ranks, the one that is not slow
@@ -298,14 +298,14 @@ def record_bad_step(
     step: int,
     trouble: Anomaly,
     micro_losses: torch.Tensor,
-    micro_tokens: Sequence[int],
+    micro_counts: Sequence[int],
     samples: Callable[[], Samples],
 ) -> tuple[str, Path]:
     """Write a step's samples to logs/bad-step-N.jsonl, worst micro-batch first; return a sentence and the file. A
-    collective. `micro_losses`, sums, and `micro_tokens` [accumulation] are this rank's; `samples` is called on rank
+    collective. `micro_losses`, sums, and `micro_counts` [accumulation] are this rank's; `samples` is called on rank
     0 only.
     """
-    sums = zip(micro_losses.tolist(), micro_tokens, strict=True)
+    sums = zip(micro_losses.tolist(), micro_counts, strict=True)
     losses = gather([loss / count if count else 0.0 for loss, count in sums])
     file = unused_path(folder / "logs" / f"bad-step-{step}.jsonl")
 
@@ -345,7 +345,9 @@ class StepResult:
     """What one step did. Loss and counts are those of the global batch, the same on every rank."""
 
     loss: float
-    """Sum of the losses / trained tokens (or samples), nats per token."""
+    """Sum of the losses / count: nats per token, or of a task that does not count tokens per sample or pair."""
+    count: int
+    """What the loss is the mean of: trained tokens, samples or pairs of answers."""
     trained_tokens: int
     total_tokens: int
     """Tokens that are not padding."""
@@ -358,8 +360,8 @@ class StepResult:
     votes: list[int]
     micro_losses: torch.Tensor
     """Sums of the losses of this rank's micro-batches, float32 [accumulation] on the device."""
-    micro_tokens: list[int]
-    """Trained tokens of this rank's micro-batches."""
+    micro_counts: list[int]
+    """What the losses of this rank's micro-batches are sums of."""
     rank_tokens: int
     """Tokens of this rank, including padding."""
     arrived: float
@@ -367,10 +369,14 @@ class StepResult:
     forward_s: float
     router_loss: float | None = None
     """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Further means over the global batch, by `Task.figures`."""
 
 
-_Sums = tuple[torch.Tensor, float, float | None, list[float]]
-"""This rank's micro-batch losses; the global batch's loss, the sum of the routers' losses, and all other counts."""
+_Sums = tuple[torch.Tensor, float, float | None, dict[str, float], list[float]]
+"""This rank's micro-batch losses; the global batch's loss, the sum of the routers' losses, the means of the task's
+figures, and all other counts.
+"""
 
 
 def train_step(
@@ -382,28 +388,30 @@ def train_step(
     votes: Sequence[bool] = (),
     copies: int = 1,
 ) -> StepResult:
-    """Do one optimizer step whose loss is exactly sum(token losses) / N over the global batch, N known before any
-    backward.
+    """Do one optimizer step whose loss is exactly sum(losses) / N over the global batch, N (of tokens: those trained)
+    known before any backward.
 
     `micro_batches`: this rank's accumulation window on the CPU, the same on all stages of a pipeline; `votes`: answers
     on which all ranks must agree, sent with a sum; `copies`: how many ranks compute the same sequences. N counts these
     copies, as the engine averages gradients over fewer ranks. ValueError if no token is trained; Diverged if fp16's
     loss scale cannot be lowered any more.
     """
-    micro_tokens, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
+    micro_counts, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     has_stages = is_pipeline(engine)
     # A pipeline's last stage alone counts tokens and losses, so that each counts once.
-    mine = [0, 0, 0, 0] if has_stages and not engine.is_last_stage() else [sum(micro_tokens), *sizes]
+    is_counted = not has_stages or engine.is_last_stage()
+    mine = [number if is_counted else 0 for number in (sum(micro_counts), *sizes)]
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([*mine, *map(float, votes)], engine.device)
     if has_stages:
         sums = _pipeline_passes(engine, task, micro_batches, guard, counts)
     else:
         sums = _data_parallel_passes(engine, task, micro_batches, guard, counts, world_size, forward)
-    micro_losses, loss, router_sum, (trained, total, computed, pairs, *heard) = sums
+    micro_losses, loss, router_sum, figures, (count, total, computed, pairs, trained, *heard) = sums
     return StepResult(
         loss=loss,
+        count=int(count) // copies,
         trained_tokens=int(trained) // copies,
         total_tokens=int(total) // copies,
         computed_tokens=int(computed) // copies,
@@ -411,11 +419,12 @@ def train_step(
         grad_norm=guard.gate.grad_norm,
         votes=[int(count) for count in heard],
         micro_losses=micro_losses,
-        micro_tokens=micro_tokens,
+        micro_counts=micro_counts,
         rank_tokens=sizes[1],
         arrived=arrived,
         forward_s=forward.seconds(),
         router_loss=None if router_sum is None else router_sum / (world_size * len(micro_batches)),
+        figures=figures,
     )
 
 
@@ -443,7 +452,7 @@ def _data_parallel_passes(
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[place] = micro_sum.detach()
         if place == len(micro_batches) - 1:
-            sums = _read(micro_losses, routers, counts, guard)
+            sums = _read(task, micro_losses, routers, counts, guard)
         try:
             engine.step()
         except Exception as error:
@@ -474,19 +483,27 @@ def _pipeline_passes(
 
     def before_update() -> None:
         micro_losses.extend([torch.zeros((), device=engine.device)] * (len(micro_batches) - len(micro_losses)))
-        read.append(_read(torch.stack(micro_losses), None, counts, guard))
+        read.append(_read(task, torch.stack(micro_losses), None, counts, guard))
 
     train_window(engine, micro_batches, finish, before_update)
     return read[0]
 
 
-def _read(micro_losses: torch.Tensor, routers: RouterLoss | None, counts: torch.Tensor, guard: StepGuard) -> _Sums:
+def _read(
+    task: "Task", micro_losses: torch.Tensor, routers: RouterLoss | None, counts: torch.Tensor, guard: StepGuard
+) -> _Sums:
     """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device."""
     of_routers = routers.collect() if routers else micro_losses.new_zeros(())
-    sums = sum_over_ranks(torch.stack((micro_losses.sum(), of_routers)), micro_losses.device)
+    figures = task.take_figures()
+    sums = sum_over_ranks(
+        torch.stack((micro_losses.sum(), of_routers, *(value.to(micro_losses) for value in figures.values()))),
+        micro_losses.device,
+    )
     total, router_sum, *others = torch.cat((sums, counts)).tolist()
+    of_figures, others = others[: len(figures)], others[len(figures) :]
     if not others[0]:
         raise ValueError("no token of this global batch is trained")
     loss = total / others[0]
     guard.see_loss(loss)
-    return micro_losses, loss, router_sum if routers else None, others
+    means = {name: value / others[0] for name, value in zip(figures, of_figures, strict=True)}
+    return micro_losses, loss, router_sum if routers else None, means, others

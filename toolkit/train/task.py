@@ -87,7 +87,9 @@ class Task(ABC):
     """
 
     unit = TOKENS
-    """What is counted: TOKENS or SAMPLES."""
+    """What speed is counted in: TOKENS or SAMPLES."""
+    loss_unit = ""
+    """What the loss is counted in, such as nats/token; "" where only the task knows."""
     memory_sections: tuple[str, ...] = ("",)
     """Beginnings of the config's keys in which something that takes less memory can be set."""
     steps_per_epoch: int
@@ -177,11 +179,11 @@ class Task(ABC):
 
     @abstractmethod
     def count(self, batch: Any) -> int:
-        """Return how many of a micro-batch's tokens or samples are trained."""
+        """Return of how many a micro-batch's loss is the sum: trained tokens, samples, or what the task learns from."""
 
     @abstractmethod
     def sizes(self, batches: list[Any]) -> list[int]:
-        """Return of a rank's micro-batches: what is not padding, all of it, and pairs of those that attend."""
+        """Return of a rank's micro-batches: what is not padding, all of it, pairs of those that attend, and trained."""
 
     @abstractmethod
     def shape(self, batch: Any) -> tuple[int, ...]:
@@ -190,6 +192,12 @@ class Task(ABC):
     @abstractmethod
     def loss_sum(self, engine: Any, batch: Any) -> torch.Tensor:
         """Run a micro-batch forward; return the sum of its losses, a float32 scalar on the engine's device."""
+
+    def take_figures(self) -> dict[str, torch.Tensor]:
+        """Return sums over this rank's micro-batches since the last call, to be means over the step's count: scalars by
+        their names in metrics.jsonl, the same names on every rank.
+        """
+        return {}
 
     def router_loss(self, engine: DeepSpeedEngine) -> RouterLoss | None:
         """Return the load-balancing loss that is added to each micro-batch's; None without one."""

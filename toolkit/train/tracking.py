@@ -273,8 +273,9 @@ class ThroughputMeter:
         return RankTimes(len(self.results), seconds, own_s, data_wait_s, tokens)
 
     def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
-        """Return a row of metrics.jsonl and reset the sums. `loss` is exact: sum of token losses / trained tokens over
-        all ranks since the last finite one. `lr` is what this step used, `pace` that of the call just before.
+        """Return a row of metrics.jsonl and reset the sums. `loss` is exact: sum of losses / their number (of trained
+        tokens) over all ranks since the last row, without steps that are not finite; so are the task's figures. `lr` is
+        what this step used, `pace` that of the call just before.
         """
         results, seconds, ranks = self.results, pace.seconds, world_size()
         trained, total, computed, pairs = (
@@ -282,13 +283,14 @@ class ThroughputMeter:
             for name in ("trained_tokens", "total_tokens", "computed_tokens", "pairs")
         )
         finite = [result for result in results if math.isfinite(result.loss)]
-        loss_sum = sum(result.loss * result.trained_tokens for result in finite)
+        counted = sum(result.count for result in finite)
+        loss_sum = sum(result.loss * result.count for result in finite)
         router_losses = [result.router_loss for result in results if result.router_loss is not None]
         host_bytes, device_bytes = (int(max(peaks)) for peaks in self.peaks)
         row = {
             "step": step,
             "epoch": round(epoch, 6),
-            "loss": loss_sum / sum(result.trained_tokens for result in finite) if finite else results[-1].loss,
+            "loss": loss_sum / counted if finite else results[-1].loss,
             "lr": lr,
             "grad_norm": results[-1].grad_norm,
             "tokens_per_s": total / seconds,
@@ -316,6 +318,8 @@ class ThroughputMeter:
             row["planned_memory_bytes"] = self.baseline.planned_bytes
         if self.collectives.is_on:
             row["communication_fraction"] = min(self.communication_of) / seconds
+        for name in results[-1].figures if finite else ():
+            row[name] = sum(result.figures[name] * result.count for result in finite) / counted
         if router_losses:
             row["router_loss"] = statistics.fmean(router_losses)
         if self.engine.fp16_enabled():

@@ -235,10 +235,8 @@ class Trainer:
         return start
 
     def _end_lines(self, result: FitResult, summary: Mapping[str, Any], samples: list[dict[str, str]]) -> list[str]:
-        in_tokens = self.task.unit == TOKENS
-        first, last = (
-            f"{loss:.{3 if in_tokens else 4}f}" for loss in (result.state.first_loss, result.state.last_loss)
-        )
+        unit = self.task.loss_unit
+        first, last = (f"{loss:.{3 if unit else 4}f}" for loss in (result.state.first_loss, result.state.last_loss))
         lines = [
             tr(
                 "Done: {steps} steps in {steps_s} s ({seconds} s in all, from the start of the command), training loss "
@@ -246,7 +244,7 @@ class Trainer:
                 steps=summary["steps_done"],
                 steps_s=summary["steps_seconds"],
                 seconds=summary["seconds"],
-                losses=f"{first} -> {last}" + (" nats/token" if in_tokens else ""),
+                losses=f"{first} -> {last} {unit}".rstrip(),
             )
         ]
         if result.skipped_steps or result.state.rewinds:

@@ -1,0 +1,168 @@
+"""Preferences on ranks: however pairs are cut up, a plain PyTorch DPO loop's losses; resumed bit by bit; it learns."""
+
+import copy
+import json
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import REPOSITORY, forked, run
+from shared import WORDS, default_first, losses, of_tier, rows_of, tiny, trained
+
+WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
+# fp32: the only difference left is the order of additions.
+TOLERANCE = 1e-5
+STEPS = 8
+ALL = "zero.stage3_param_persistence_threshold=0"
+RECOMPUTE = "train.activation_checkpointing.enabled=true"
+LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "optim.lr=0.01"]
+FULL = ["optim.lr=0.001"]
+SAVED = ["checkpoint.every=4", "checkpoint.keep=0"]
+
+# name -> overrides; two ranks
+CELLS: dict[str, list[str]] = {
+    "full-stage0": ["zero=stage0", *FULL, *SAVED],
+    "full-stage2-micro2": ["zero=stage2", "batch.micro_per_gpu=2", RECOMPUTE, *FULL],
+    "full-stage3": ["zero=stage3", ALL, *FULL],
+    "lora-stage0-micro2": ["zero=stage0", "batch.micro_per_gpu=2", *LORA],
+    "lora-stage2": ["zero=stage2", *LORA, *SAVED],
+    "lora-stage3": ["zero=stage3", ALL, RECOMPUTE, *LORA],
+    "orpo-stage3": ["zero=stage3", ALL, "preference=orpo", *FULL],
+}
+ONE_RANK = {
+    "full-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL],
+    "lora-one-rank-1x4": ["zero=stage1", *LORA],
+}
+SHORT = ("full-stage3", "lora-stage2", "orpo-stage3")
+RESUMED = ("full-stage0", "lora-stage2")
+
+
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """37 pairs: the chosen answers are of words of which the rejected have few."""
+    draw = random.Random(5)
+    file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    with file.open("w", encoding="utf-8") as handle:
+        for _ in range(37):
+            prompt, chosen, rejected = (
+                " ".join(draw.choices(words, k=draw.randint(1, 8))) for words in (WORDS, WORDS[:8], WORDS[7:])
+            )
+            handle.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
+    return file
+
+
+def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
+    """Return the overrides of a run."""
+    return tiny(pairs_file, folder, name, "preference=dpo", f"train.max_steps={STEPS}", *overrides)
+
+
+@pytest.fixture(scope="session")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pairs_file: Path) -> Path:
+    """Train all cells, then resume some from the middle in directories of their own."""
+    folder = tmp_path_factory.mktemp("preference")
+    for all_cells, command in ((CELLS, forked(2, WORKER)), (ONE_RANK, forked(0, WORKER))):
+        cells = of_tier(request, all_cells, SHORT)
+        if not cells:
+            continue
+        cases = [{"overrides": words(pairs_file, folder, name, given)} for name, given in cells.items()]
+        for name in set(RESUMED) & cells.keys():
+            checkpoint = folder / "runs" / name / "checkpoints" / "step-4"
+            given = [*cells[name], f"resume={checkpoint}"]
+            cases.append({"overrides": words(pairs_file, folder, f"{name}-resumed", given)})
+        listing = folder / f"cases-{len(cells)}.json"
+        listing.write_text(json.dumps(cases))
+        finished = run([*command, str(listing)], cwd=folder, timeout_s=400)
+        assert finished.code == 0, finished.output[-6000:]
+    return folder / "runs"
+
+
+def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
+    """Train in a plain PyTorch loop, with a second model as the reference; return losses and margins of the steps."""
+    from toolkit.config.load import load
+    from toolkit.data.loader import collate
+    from toolkit.data.sampler import GlobalBatchSampler
+    from toolkit.models.adapters import apply_tuning
+    from toolkit.models.load import create_model
+    from toolkit.train.language_data import load_data
+
+    cfg = load(overrides).cfg
+    data = load_data(cfg)
+    model = create_model(cfg.model, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
+    reference = copy.deepcopy(model).eval()
+    if cfg.tuning.method.value == "lora":
+        apply_tuning(model, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
+
+    def of_answers(which: Any, samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = collate([[sample] for sample in samples], data.pad_id)
+        logits = which(input_ids=batch["input_ids"], attention_mask=(batch["segment_ids"] > 0).long()).logits
+        labels = batch["labels"][:, 1:]
+        of_token = logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        return (of_token * (labels >= 0)).sum(dim=1), (labels >= 0).sum(dim=1)
+
+    optimizer = torch.optim.AdamW(
+        [one for one in model.parameters() if one.requires_grad],
+        lr=cfg.optim.lr,
+        betas=tuple(cfg.optim.betas),
+        eps=cfg.optim.eps,
+        weight_decay=cfg.optim.weight_decay,
+    )
+    plan, size, beta = data.train_plan, cfg.batch.global_size, cfg.preference.beta
+    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
+    found: dict[str, list[float]] = {"loss": [], "margins": []}
+    for step, rows in enumerate(islice(sampler, STEPS)):
+        iteration = max(step - 1, 0)  # as in shared.plain_loop
+        factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (STEPS - iteration) / (STEPS - 2)
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.optim.lr * factor
+        both = [[data.train[plan[row][place]] for row in rows] for place in (0, 1)]
+        (chosen, tokens), (rejected, others) = (of_answers(model, samples) for samples in both)
+        if cfg.preference.loss.value == "orpo":
+            means = chosen / tokens, rejected / others
+            margins = means[0] - means[1]
+            odds = [mean - torch.log(1 - mean.exp()) for mean in means]
+            loss = (-means[0] - beta * torch.nn.functional.logsigmoid(odds[0] - odds[1])).mean()
+        else:
+            with torch.no_grad():
+                before = [of_answers(reference, samples)[0] for samples in both]
+            margins = (chosen - before[0]) - (rejected - before[1])
+            loss = -torch.nn.functional.logsigmoid(beta * margins).mean()
+        found["loss"].append(float(loss.detach()))
+        found["margins"].append(float(beta * margins.detach().mean()))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", default_first([*CELLS, *ONE_RANK], SHORT))
+def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: Path, tmp_path: Path) -> None:
+    expected = plain_loop(words(pairs_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
+    assert expected["loss"][0] - expected["loss"][-1] > 0.02, "the reference must learn, or the comparison says little"
+    rows = [row for row in rows_of(runs / name) if "loss" in row]
+    margins = [row["rewards/margins"] for row in rows]
+    assert losses(runs / name) == pytest.approx(expected["loss"], abs=TOLERANCE)
+    assert margins == pytest.approx(expected["margins"], abs=TOLERANCE)
+    if "orpo" not in name:
+        assert rows[0]["loss"] == pytest.approx(0.6931472, abs=1e-6), "it begins as the reference"
+
+
+@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
+    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 4] for one in (name, f"{name}-resumed"))
+    assert len(whole) >= 4 and whole == resumed
+    kept = [sorted((runs / one).glob("reference/*.f32")) for one in (name, f"{name}-resumed")]
+    assert [len(files) for files in kept] == ([2, 2] if name.startswith("full") else [0, 0])
+    for one, other in zip(*kept, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("name", default_first(["full-stage3", "lora-stage2"], SHORT))
+def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
+    first, last = (rows_of(runs / name)[index] for index in (0, -1))
+    assert (first["eval_loss"], first["eval_rewards/margins"]) == pytest.approx((0.6931472, 0.0), abs=1e-6)
+    assert first["eval_pairs"] == 7
+    assert last["eval_loss"] < first["eval_loss"] and last["eval_rewards/accuracies"] > 0.7

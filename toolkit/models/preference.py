@@ -1,0 +1,86 @@
+"""Losses of pairs of a chosen and a rejected answer, and the rewards that their policies imply.
+
+p, r: log-probabilities of an answer by the model and by the reference, the model before training, summed over the
+answer's tokens; bars: their means; b: beta; e: label_smoothing; S: log sigmoid; D = (p - r of the chosen) - (p - r of
+the rejected). What is added to each, sft_weight x the chosen answer's cross entropy, is a mean over its tokens.
+
+- sigmoid (DPO): -S(b D), equation 7 of Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; with label smoothing
+  -(1 - e) S(b D) - e S(-b D) (conservative DPO, equation 9 of the next), and robust: that minus twice the swapped
+  term, unbiased, (-(1 - e) S(b D) + e S(-b D)) / (1 - 2e), equation 10 of Chowdhury et al. 2024,
+  https://arxiv.org/abs/2403.00409.
+- hinge: max(0, 1 - b D), the calibration loss of SLiC-HF, Zhao et al. 2023, https://arxiv.org/abs/2305.10425, with
+  DPO's ratios in place of log-probabilities, as TRL and LLaMA-Factory have it.
+- ipo: (D - 1 / (2b))^2, equation 17 of Azar et al. 2023, https://arxiv.org/abs/2310.12036, of means over tokens in
+  place of sums, as its authors advised (TRL, DPO Trainer, "ipo") and TRL and LLaMA-Factory do.
+- simpo: -S(b (bar p chosen - bar p rejected) - gamma), equation 6 of Meng et al. 2024,
+  https://arxiv.org/abs/2405.14734.
+- orpo: -S(log odds ratio) x b, odds = P / (1 - P) with P = exp(bar p), equations 6 and 7 of Hong et al. 2024,
+  https://arxiv.org/abs/2403.07691; b is its lambda.
+- cpo: -S(b (p chosen - p rejected)), equation 5 of Xu et al. 2024, https://arxiv.org/abs/2401.08417.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from toolkit.config.schema import PreferenceConfig, PreferenceLoss
+
+
+class Answers(NamedTuple):
+    """One side of some pairs, float32 [n] each."""
+
+    log_probabilities: torch.Tensor
+    """Sums over each answer's tokens, nats."""
+    tokens: torch.Tensor
+    reference: torch.Tensor
+    """Log-probabilities by the reference; unused where the loss needs none."""
+
+
+class PairLosses(NamedTuple):
+    """What some pairs give, float32 [n] each."""
+
+    losses: torch.Tensor
+    chosen_rewards: torch.Tensor
+    """Without gradients, like `rejected_rewards`."""
+    rejected_rewards: torch.Tensor
+
+
+def pair_losses(config: PreferenceConfig, chosen: Answers, rejected: Answers) -> PairLosses:
+    """Return the loss of each pair, and the rewards of its answers: beta times what the loss compares."""
+    kind, beta = config.loss, config.beta
+    better, worse = (_compared(config, answers) for answers in (chosen, rejected))
+    margin = beta * (better - worse)
+    if kind is PreferenceLoss.hinge:
+        losses = torch.relu(1 - margin)
+    elif kind is PreferenceLoss.ipo:
+        losses = (better - worse - 1 / (2 * beta)) ** 2
+    elif kind is PreferenceLoss.orpo:
+        losses = -beta * logsigmoid(_log_odds(better) - _log_odds(worse))
+    else:
+        losses = _smoothed(margin - config.gamma, config.label_smoothing, kind is PreferenceLoss.robust)
+    if config.sft_weight:
+        losses = losses - config.sft_weight * chosen.log_probabilities / chosen.tokens
+    return PairLosses(losses, beta * better.detach(), beta * worse.detach())
+
+
+def _compared(config: PreferenceConfig, answers: Answers) -> torch.Tensor:
+    """Return what a loss compares of the two answers: log-probabilities or their ratios, sums or means."""
+    values = answers.log_probabilities
+    if config.needs_reference:
+        values = values - answers.reference
+    by_token = config.loss in (PreferenceLoss.ipo, PreferenceLoss.simpo, PreferenceLoss.orpo)
+    return values / answers.tokens if by_token else values
+
+
+def _smoothed(margin: torch.Tensor, swapped: float, is_robust: bool) -> torch.Tensor:
+    as_labelled, other_way = (1 - swapped) * logsigmoid(margin), swapped * logsigmoid(-margin)
+    if is_robust:
+        return (other_way - as_labelled) / (1 - 2 * swapped)
+    return -as_labelled - other_way
+
+
+def _log_odds(means: torch.Tensor) -> torch.Tensor:
+    """Return log(P / (1 - P)) of P = exp(means); an answer that is certain gets that of the nearest below."""
+    means = means.clamp(max=-torch.finfo(means.dtype).eps)
+    return means - torch.log(-torch.expm1(means))

@@ -1,0 +1,247 @@
+"""Preferences: a loss of pairs of a chosen and a rejected answer, both in one forward pass (models/preference.py).
+
+Rows of a plan are pairs, so that sampler, accumulation and `batch` count these; in a micro-batch the answers alternate.
+The reference is the model before training. With a new LoRA that is the model without its adapter, computed with each
+step; else its log-probabilities are computed before the first step, by the weights that training starts from, and kept
+in the run directory: there is never a second model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import DeepSpeedEngine
+from numpy.typing import NDArray
+
+from toolkit.config.mesh import micro_rows
+from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, RunConfig, TuningMethod
+from toolkit.data import sampler
+from toolkit.disk import write_atomically
+from toolkit.distributed import process_group
+from toolkit.engine.ds_config import DsConfig
+from toolkit.evaluate.metrics import PAIRS
+from toolkit.messages import tr
+from toolkit.models.adapters import without_adapter
+from toolkit.models.loss import answer_log_probabilities
+from toolkit.models.preference import Answers, PairLosses, pair_losses
+from toolkit.terminal import phase
+from toolkit.train import language_data, run_dir
+from toolkit.train.language_task import LanguageTask
+from toolkit.train.task import FitResult, RunContext
+
+REFERENCE = "reference"
+"""Directory of a run that keeps the reference's log-probabilities."""
+FIGURES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+class PreferenceTask(LanguageTask):
+    """Trains a causal language model on pairs of answers."""
+
+    loss_unit = ""
+
+    def __init__(self) -> None:
+        self._figures = _zeros()
+
+    # Data
+
+    def settle(self, cfg: RunConfig) -> None:
+        """Take the settled config; what is counted as a sample is a pair."""
+        super().settle(cfg)
+        self.epoch = replace(self.epoch, samples=self.epoch.sequences)
+
+    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
+        self._figures = _zeros()  # without those of a dry run that failed
+        return super().batches(position, num_steps)
+
+    # Model
+
+    def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
+        """Build the engine; its weights say what the reference is, as no checkpoint is loaded yet. A collective."""
+        engine = super().build(ds, source)
+        if self._is_reference_ahead:
+            splits = ["train", "validation"] if self.has_validation else ["train"]
+            found = {split: self._reference_of_split(engine, split, source.folder) for split in splits}
+            self.data = replace(self.data, reference=found)
+        return engine
+
+    @property
+    def _is_reference_ahead(self) -> bool:
+        tuning = self.cfg.tuning
+        is_in_model = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
+        return self.cfg.preference.needs_reference and not is_in_model
+
+    def _reference_of_split(self, engine: DeepSpeedEngine, split: str, folder: Path) -> NDArray[np.float32]:
+        """Return the reference's log-probability of each answer of a split, [samples]; read if the run knows it."""
+        store = self.data.train if split == "train" else self.data.validation
+        assert store is not None
+        file = folder / REFERENCE / f"{store.fingerprint}-{split}.f32"
+        kept = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
+        if kept is not None and len(kept) == len(store):
+            return kept
+        numbers, batches = language_data.answer_batches(self.cfg, self.data, split, self.ranks)
+        values = np.zeros(len(store), np.float32)
+        with (
+            _evaluating(engine),
+            phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
+        ):
+            for samples, batch in zip(numbers, batches, strict=True):
+                found, _ = answer_log_probabilities(engine, batch)
+                values[samples] = found[: len(samples)].float().cpu().numpy()
+                advance(1)
+        values = process_group.sum_over_ranks(torch.from_numpy(values), engine.device).float().cpu().numpy()
+
+        def write() -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, values.tobytes())
+
+        process_group.on_rank0(write)
+        return values
+
+    def prepare_evaluation(self, run: RunContext) -> None:
+        """Nothing is asked of the model."""
+
+    def _size_of_data(self) -> str:
+        return tr("{pairs} preference pairs", pairs=f"{len(self.data.train) // 2:,}")
+
+    # Dry run
+
+    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
+        batch, name = super().longest_batch(position)
+        return self._with_any_reference(batch), name
+
+    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
+        return self._with_any_reference(super().larger_batch(rows, share))
+
+    def _with_any_reference(self, batch: language_data.Batch) -> language_data.Batch:
+        return {**batch, "reference": torch.zeros(len(batch["input_ids"]))} if self.data.reference else batch
+
+    def check_evaluation(self, run: RunContext) -> None:
+        """Evaluate one batch, and begin an answer."""
+        if self.has_validation:
+            self._evaluate(run.engine, islice(language_data.evaluation_batches(run.cfg, self.data, run.ranks), 1))
+        super().check_evaluation(run)
+
+    # Steps
+
+    def count(self, batch: language_data.Batch) -> int:
+        """Return the pairs; none are in the row that stands in for an empty micro-batch."""
+        return len(batch["input_ids"]) // 2
+
+    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+        """Return the sum of the losses of pairs, and add up their figures."""
+        losses, figures = self._pairs(engine, batch)
+        for name, value in figures.items():
+            self._figures[name] = self._figures[name].to(value) + value
+        return losses
+
+    def take_figures(self) -> dict[str, torch.Tensor]:
+        taken, self._figures = self._figures, _zeros()
+        return taken
+
+    def _pairs(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the sum of the losses of a micro-batch's pairs, and the sums of their figures."""
+        reference = self._reference(engine, batch)
+        values, tokens = answer_log_probabilities(engine, batch)
+        end = 2 * self.count(batch)
+        chosen, rejected = (Answers(*(one[place:end:2] for one in (values, tokens, reference))) for place in (0, 1))
+        found: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
+        margins = found.chosen_rewards - found.rejected_rewards
+        answers = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
+        figures = (found.chosen_rewards, found.rejected_rewards, margins, (margins > 0).float(), *answers)
+        # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
+        loss = found.losses.sum() if end else 0 * values.sum()
+        return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True)}
+
+    def _reference(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+        """Return the reference's log-probabilities of a micro-batch's answers, [B]; zeros where none are needed."""
+        if not self.cfg.preference.needs_reference:
+            return torch.zeros(len(batch["input_ids"]), device=engine.device)
+        if self._is_reference_ahead:
+            return batch["reference"].to(engine.device, non_blocking=True)
+        with _evaluating(engine), without_adapter(engine.module):
+            return answer_log_probabilities(engine, batch)[0]
+
+    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+        """Evaluate the validation pairs: loss, rewards, and how many are in order."""
+        count = -(-len(self.data.validation_plan or ()) // (micro_rows(run.cfg) * run.ranks.world_size))
+        with phase(tr("Evaluating"), count, tr("batches")) as advance:
+
+            def batches() -> Iterator[language_data.Batch]:
+                for batch in language_data.evaluation_batches(run.cfg, self.data, run.ranks):
+                    yield batch
+                    alive()
+                    advance(1)
+
+            return self._evaluate(run.engine, batches())
+
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+        """Return the means over the pairs of this rank's batches and the others'. A collective."""
+        sums = torch.zeros(2 + len(FIGURES), dtype=torch.float64)
+        with _evaluating(engine):
+            for batch in batches:
+                loss, figures = self._pairs(engine, batch)
+                found = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
+                sums += found.cpu()
+        pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
+        means = [total / pairs for total in totals]
+        return {EVAL_LOSS: means[0], PAIRS: int(pairs)} | {
+            f"eval_{name}": mean for name, mean in zip(FIGURES, means[1:], strict=True)
+        }
+
+    # End
+
+    def _baselines(self) -> dict[str, float]:
+        return {}
+
+    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+        """Return also how many validation pairs were in order, before and after."""
+        known = result.state.evaluations
+        ends = {"first": known[0], "last": known[-1]} if known else {}
+        order = {f"{name}_eval_accuracy": row[EVAL_PAIRS[0]] for name, row in ends.items()}
+        return super().summary(run, result) | order
+
+    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        if "last_eval_loss" not in summary:
+            return []
+        return [
+            tr(
+                "Validation loss {first} -> {last}, reward accuracy {before} -> {after}.",
+                first=f"{summary['first_eval_loss']:.4f}",
+                last=f"{summary['last_eval_loss']:.4f}",
+                before=f"{summary['first_eval_accuracy']:.1%}",
+                after=f"{summary['last_eval_accuracy']:.1%}",
+            )
+        ]
+
+
+def task_of(cfg: RunConfig) -> LanguageTask:
+    """Return the task of a config."""
+    return PreferenceTask() if cfg.preference.is_on else LanguageTask()
+
+
+def _zeros() -> dict[str, torch.Tensor]:
+    return dict.fromkeys(FIGURES, torch.zeros(()))
+
+
+@contextmanager
+def _evaluating(engine: Any) -> Iterator[None]:
+    """Compute without gradients and dropout; then as before."""
+    was_training = getattr(engine, "module", engine).training
+    engine.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        engine.train(was_training)
