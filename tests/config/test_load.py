@@ -17,10 +17,10 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError, read_table
 
 KNOWN = (
-    "Known: chatglm, chatglm2_6b, chatglm3_lora, chatglm3_qlora, chatglm_6b, chatglm_full_adgen, "
+    "Known: chatglm, chatglm2_6b, chatglm3_dpo_lora, chatglm3_lora, chatglm3_qlora, chatglm_6b, chatglm_full_adgen, "
     "chatglm_lora_adgen, chatglm_ptuning_adgen, deepseek_r1_distill_qwen_7b_lora, fp16, glm45_air_lora, "
     "glm4_0414_32b, glm4_0414_9b, glm4_9b, glm4_9b_lora, llama31_8b, llama31_8b_lora, long_context, pretrain_continue, "
-    "quickstart, qwen3_8b, qwen3_8b_lora, zero1, zero2_offload, zero3_nvme, zero3_offload."
+    "quickstart, qwen3_8b, qwen3_8b_lora, qwen3_dpo, zero1, zero2_offload, zero3_nvme, zero3_offload."
 )
 
 # Words on the command line (after recipe=quickstart) -> the whole message.
@@ -106,12 +106,12 @@ IN_A_FILE = {
     ),
     "defaults:\n  - override /zeroo: stage3\n": (
         ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: compile, data, kernels, model, optim, "
-        "parallel, precision, schedule, track, tuning, zero."
+        "parallel, precision, preference, schedule, track, tuning, zero."
     ),
     "defaults:\n  - chatgml\n": ":2: unknown recipe 'chatgml'. Did you mean 'chatglm'?",
     "defaults:\n  - chatglm\n  - override /zero@model: stage3\n": (
         ":3: unknown group 'zero@model'. Did you mean 'model'? Known: compile, data, kernels, model, optim, "
-        "parallel, precision, schedule, track, tuning, zero."
+        "parallel, precision, preference, schedule, track, tuning, zero."
     ),
     "defaults:\n  - zero: stage3\n": (
         ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."

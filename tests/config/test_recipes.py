@@ -123,6 +123,8 @@ def test_every_recipe_keeps_its_own_zero_group() -> None:
         "glm45_air_lora": 3,
         "qwen3_8b": 3,
         "qwen3_8b_lora": 2,
+        "chatglm3_dpo_lora": 2,
+        "qwen3_dpo": 3,
         "llama31_8b": 3,
         "llama31_8b_lora": 2,
         "deepseek_r1_distill_qwen_7b_lora": 2,

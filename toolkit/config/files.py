@@ -186,8 +186,8 @@ def _walk(node: yaml.Node | None, path: str, lines: dict[str, int]) -> None:
 
 SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
 """Example conversations."""
-_TEXTS = ("examples/data/text_zh.jsonl", "examples/data/text_en.jsonl")
-_SHIPPED = (*SHIPPED, *_TEXTS, "examples/data/deepseek_r1.jinja")
+_OTHERS = ("examples/data/text_zh.jsonl", "examples/data/text_en.jsonl", "examples/data/pairs.jsonl")
+_SHIPPED = (*SHIPPED, *_OTHERS, "examples/data/deepseek_r1.jinja")
 """Paths that name a shipped file from any working directory, unless a file of that name is there."""
 OWN = "data=chat.jsonl"
 """The shortest override that names data of one's own."""
@@ -216,7 +216,7 @@ def sentence(sources: Iterable[tuple[str, str]]) -> str:
     for path, row_format in sources:
         if row_format == RowFormat.docstrings.value:
             names.append(tr("the docstrings of the installed Python"))
-        elif path in (*SHIPPED, *_TEXTS):
+        elif path in (*SHIPPED, *_OTHERS):
             names.append(path)
     if not names:
         return ""

@@ -1247,6 +1247,13 @@ class RunConfig:
     """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are rejected."""
 
 
+def has_reference_in_step(cfg: RunConfig) -> bool:
+    """Whether each step computes the reference of its pairs: as the model without its new adapter."""
+    tuning = cfg.tuning
+    is_adapter = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
+    return cfg.preference.needs_reference and is_adapter
+
+
 def influence_of(key: str, schema: type) -> Influence:
     """Return what a dotted key influences: what its field declares, else the nearest section that it is in.
 

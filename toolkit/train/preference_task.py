@@ -19,7 +19,7 @@ from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import micro_rows
-from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, RunConfig, TuningMethod
+from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, RunConfig, has_reference_in_step
 from toolkit.data import sampler
 from toolkit.disk import write_atomically
 from toolkit.distributed import process_group
@@ -78,9 +78,7 @@ class PreferenceTask(LanguageTask):
 
     @property
     def _is_reference_ahead(self) -> bool:
-        tuning = self.cfg.tuning
-        is_in_model = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
-        return self.cfg.preference.needs_reference and not is_in_model
+        return self.cfg.preference.needs_reference and not has_reference_in_step(self.cfg)
 
     def _reference_of_split(self, engine: DeepSpeedEngine, split: str, folder: Path) -> NDArray[np.float32]:
         """Return the reference's log-probability of each answer of a split, [samples]; read if the run knows it."""
