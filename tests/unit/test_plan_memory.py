@@ -27,7 +27,8 @@ WORLDS = st.sampled_from([1, 2, 4, 8, 16, 64])
 STAGES = st.sampled_from([0, 1, 2, 3])
 DTYPES = st.sampled_from(list(Dtype))
 METHODS = st.sampled_from([TuningMethod.full, TuningMethod.lora, TuningMethod.freeze, TuningMethod.ptuning_v2])
-NAMES = st.sampled_from(sorted(published_models()))
+# A mixture of experts is measured, as no formula knows it.
+NAMES = st.sampled_from(sorted(name for name, config in published_models().items() if shapes_of_config(config)))
 A100 = parse_machine("8xA100-80GB", 1, "1TB")
 
 
