@@ -153,8 +153,9 @@ def test_packed_follows_the_plain_loop(
         assert furthest(losses(runs / name), training) < TOLERANCE, name
         assert furthest(eval_losses(runs / name), validation) < TOLERANCE, name
         padding = [row["padding_fraction"] for row in rows_of(runs / name) if "loss" in row]
-        # Of 30 samples the last row of an epoch may stay half empty.
-        assert min(padding) < 0.1, name
+        # Over all steps, as which samples share one is up to the order. Measured: packed 0.02 to 0.10 (the last row of
+        # an epoch of 30 samples may stay half empty), grouped 0.15 and 0.16.
+        assert sum(padding) / len(padding) < (0.12 if cells is PACKED_CELLS else 0.2), name
 
 
 @pytest.mark.parametrize("name", BF16_CELLS)
