@@ -1,3 +1,3 @@
 """Fixtures of this folder."""
 
-from shared import rows_file, straight  # noqa: F401
+from shared import pairs_file, rows_file, straight  # noqa: F401

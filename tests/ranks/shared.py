@@ -44,6 +44,20 @@ def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="session")
+def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """37 pairs: the chosen answers are of words of which the rejected have few."""
+    draw = random.Random(5)
+    file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    with file.open("w", encoding="utf-8") as handle:
+        for _ in range(37):
+            prompt, chosen, rejected = (
+                " ".join(draw.choices(words, k=draw.randint(1, 8))) for words in (WORDS, WORDS[:8], WORDS[7:])
+            )
+            handle.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
+    return file
+
+
 def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
     """Return overrides of a tiny run: fp32, torch's Adam, not rehearsed, every step logged, all below `folder`."""
     return [

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import random
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import REPOSITORY, forked, run
-from shared import WORDS, default_first, losses, of_tier, rows_of, tiny, trained
+from shared import default_first, losses, of_tier, rows_of, tiny, trained
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # fp32: the only difference left is the order of additions.
@@ -38,20 +37,6 @@ ONE_RANK = {
 }
 SHORT = ("full-stage3", "lora-stage2", "orpo-stage3")
 RESUMED = ("full-stage0", "lora-stage2")
-
-
-@pytest.fixture(scope="session")
-def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """37 pairs: the chosen answers are of words of which the rejected have few."""
-    draw = random.Random(5)
-    file = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    with file.open("w", encoding="utf-8") as handle:
-        for _ in range(37):
-            prompt, chosen, rejected = (
-                " ".join(draw.choices(words, k=draw.randint(1, 8))) for words in (WORDS, WORDS[:8], WORDS[7:])
-            )
-            handle.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
-    return file
 
 
 def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:

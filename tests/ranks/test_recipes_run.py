@@ -13,6 +13,8 @@ WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # Needs fp16 arithmetic, which DeepSpeed 0.19.8's CPU accelerator has on few processors; the last test shows it.
 # QLoRA's weights in 4 bits are bitsandbytes' kernels for NVIDIA GPUs.
 NEEDS_GPU = {"fp16", "chatglm3_qlora"}
+# They learn from pairs of answers.
+PAIRS = {"chatglm3_dpo_lora", "qwen3_dpo"}
 # Their samples are longer than the positions of glm_tiny.
 LONG = {"deepseek_r1_distill_qwen_7b_lora", "long_context"}
 ADAM = dict.fromkeys(("glm4_0414_32b", "zero2_offload", "zero3_offload", "zero3_nvme"), "DeepSpeedCPUAdam")
@@ -66,12 +68,13 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: Path) -> Path:
     """Run all recipes in one launch."""
     folder = tmp_path_factory.mktemp("recipes")
     names = [name for name in recipes() if name != "zero3_nvme" or can_do_async_io()]
     listing = folder / "cases.json"
-    listing.write_text(json.dumps([{"overrides": overrides(name, rows_file, folder)} for name in names]))
+    data = {name: pairs_file if name in PAIRS else rows_file for name in names}
+    listing.write_text(json.dumps([{"overrides": overrides(name, data[name], folder)} for name in names]))
     finished = run(forked(2, WORKER, str(listing)), cwd=folder, timeout_s=500)
     assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
