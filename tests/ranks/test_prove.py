@@ -12,17 +12,7 @@ def test_a_recipe_is_proved(tmp_path: Path, rows_file: Path) -> None:
     settings = ["recipe=chatglm", f"model.path={model}", f"data.sources=[{{path: {rows_file}}}]", "zero=stage2"]
     settings += ["precision=bf16", "data.packing=packed", "batch.global_size=2", "batch.micro_per_gpu=1"]
     settings += ["train.activation_checkpointing.enabled=true", f"run.dir={tmp_path}/runs"]
-    command = [
-        "python",
-        "-m",
-        "toolkit",
-        "prove",
-        "--num_gpus",
-        "2",
-        *settings,
-        "steps=4",
-        f"output={tmp_path}/out.json",
-    ]
+    command = ["python", "-m", "toolkit", "prove", "--num_gpus=2", *settings, "steps=4", f"output={tmp_path}/out.json"]
     finished = run(command, cwd=REPOSITORY, timeout_s=600)
     assert finished.code == 0, finished.output[-4000:]
     result = json.loads((tmp_path / "out.json").read_text())

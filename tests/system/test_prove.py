@@ -37,17 +37,7 @@ sys.meta_path.insert(0, Plant())
 def test_a_planted_defect_is_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HALF_A_GRADIENT)
     settings = ["recipe=quickstart", "precision=bf16", "zero=stage2", f"run.dir={tmp_path}/runs"]
-    command = [
-        "python",
-        "-m",
-        "toolkit",
-        "prove",
-        "--num_gpus",
-        "2",
-        *settings,
-        "steps=4",
-        f"output={tmp_path}/out.json",
-    ]
+    command = ["python", "-m", "toolkit", "prove", "--num_gpus=2", *settings, "steps=4", f"output={tmp_path}/out.json"]
     finished = run(command, cwd=REPOSITORY, timeout_s=1800, PYTHONPATH=str(tmp_path))
     assert finished.code == 1, finished.output[-4000:]
     result = json.loads((tmp_path / "out.json").read_text())

@@ -259,16 +259,13 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
         )
     findings = proof.findings(job, [], proof.cfg)
     resumed = _resume(proof, job)
+    titles = {"losses": tr("losses"), "norms": tr("gradient norms"), "logits": tr("logits of the export")}
     say("")
     for line in text_table(
         (tr("of {steps} steps", steps=steps), tr("deviates by"), tr("rounding alone"), tr("allowed"), ""),
         [
             (
-                tr("losses")
-                if one.name == "losses"
-                else tr("gradient norms")
-                if one.name == "norms"
-                else tr("logits of the export"),
+                titles[one.name],
                 *(f"{number:.1e}" for number in (one.found, one.rounding, one.limit)),
                 tr("right") if one.is_right else tr("deviates"),
             )

@@ -53,11 +53,14 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     if "export" in spec:
         model = load_any(spec["export"], dtype="fp32", device="cpu").model
         return {"logits": _logits(model, first, data.pad_id)}
-    return follow(cfg, data, spec["world_size"], spec["dtype"], torch.device(spec["device"])) | {"rows": len(first)}
+    return follow(cfg, data, spec["world_size"], spec["dtype"], torch.device(spec["device"]), first)
 
 
-def follow(cfg: RunConfig, data: LanguageData, world_size: int, dtype: str, device: torch.device) -> dict[str, Any]:
-    """Train as the config says, in one process; return losses and gradient norms of all steps, and the last logits.
+def follow(
+    cfg: RunConfig, data: LanguageData, world_size: int, dtype: str, device: torch.device, rows: list[Sample]
+) -> dict[str, Any]:
+    """Train as the config says, in one process; return losses and gradient norms of all steps, and the last logits of
+    a few rows.
 
     `dtype`: float64, in which a model still computes norms and rotary tables in float32; or the run's own. Weights
     begin as those of the run: rounded to the run's precision.
@@ -76,9 +79,8 @@ def follow(cfg: RunConfig, data: LanguageData, world_size: int, dtype: str, devi
     is_low = wanted in (torch.bfloat16, torch.float16)
     masters = {name: one.detach().float().requires_grad_() if is_low else one for name, one in trained.items()}
     optimizer = plain_optimizer(masters, cfg.optim)
-    losses, norms, first = [], [], None
+    losses, norms = [], []
     for samples in _batches(cfg, data, world_size, cfg.train.max_steps):
-        first = first or samples[:ROWS]
         losses.append(_backward(model, samples, data.pad_id))
         for name, parameter in trained.items():
             if is_low:
@@ -90,12 +92,11 @@ def follow(cfg: RunConfig, data: LanguageData, world_size: int, dtype: str, devi
         optimizer.zero_grad()
         for name, parameter in trained.items() if is_low else ():
             parameter.data.copy_(masters[name])
-    assert first is not None
-    return {"losses": losses, "norms": norms, "logits": _logits(model.eval(), first, data.pad_id)}
+    return {"losses": losses, "norms": norms, "logits": _logits(model.eval(), rows, data.pad_id)}
 
 
 def plain_optimizer(named: dict[str, torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """Return PyTorch's own optimizer of a recipe's; those of PLAIN."""
+    """Return PyTorch's own AdamW, Adam, SGD or Adagrad, whichever a recipe names."""
     groups, betas = parameter_groups(named.items(), optim), (optim.betas[0], optim.betas[1])
     shared: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     if optim.name is OptimizerName.sgd:
@@ -104,9 +105,6 @@ def plain_optimizer(named: dict[str, torch.nn.Parameter], optim: OptimConfig) ->
         return torch.optim.Adagrad(groups, eps=optim.eps, **shared)
     kind = torch.optim.AdamW if optim.name is OptimizerName.adamw else torch.optim.Adam
     return kind(groups, betas=betas, eps=optim.eps, **shared)
-
-
-PLAIN = (OptimizerName.adamw, OptimizerName.adam, OptimizerName.sgd, OptimizerName.adagrad)
 
 
 def _batches(cfg: RunConfig, data: LanguageData, world_size: int, num_steps: int) -> Iterator[list[Sample]]:
