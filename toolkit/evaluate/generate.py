@@ -44,6 +44,7 @@ from toolkit.messages import (
 )
 from toolkit.models.adapters import has_adapter
 from toolkit.models.chat import AnyChatEncoder
+from toolkit.models.probe import evaluating
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +92,7 @@ def generate(
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:  # with greedy decoding, transformers warns of them
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    was_training, own = model.training, model.generation_config
-    model.eval()
+    own = model.generation_config
     # In its place, as transformers takes from it whatever a config that is passed leaves out.
     model.generation_config = GenerationConfig(
         max_new_tokens=sampling.max_new_tokens,
@@ -104,12 +104,11 @@ def generate(
     )
     try:
         eagerly = torch.compiler.set_stance("force_eager")  # each new token would be compiled again
-        with torch.no_grad(), eagerly, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with evaluating(model), eagerly, torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
             output = model.generate(input_ids=ids, attention_mask=mask, synced_gpus=in_step, **options)
     finally:
         model.generation_config = own
-        model.train(was_training)
     stops = set(encoder.stop_ids)
     return [until_stop(row, stops) for row in output[:, longest:].tolist()]
 

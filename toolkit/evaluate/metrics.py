@@ -27,6 +27,7 @@ from toolkit.messages import Stopped, tr
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.loss import token_losses
 from toolkit.models.pipeline import evaluate_window, is_pipeline
+from toolkit.models.probe import evaluating
 from toolkit.secrets import hide
 
 
@@ -51,16 +52,14 @@ def evaluate_loss(
         `eval_loss/SOURCE`.
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
-    was_training = getattr(model, "module", model).training
-    model.eval()
-    for batch, by_position in _losses(model, micro_batches):
-        # A token's loss stands before it.
-        losses = by_position.flatten()[batch["places"] - 1]
-        for number in batch["sources"].unique().tolist():
-            mine = batch["sources"] == number
-            sums[number, 0] += losses[mine].sum(dtype=torch.float64)
-            sums[number, 1] += mine.sum()
-    model.train(was_training)
+    with evaluating(model):
+        for batch, by_position in _losses(model, micro_batches):
+            # A token's loss stands before it.
+            losses = by_position.flatten()[batch["places"] - 1]
+            for number in batch["sources"].unique().tolist():
+                mine = batch["sources"] == number
+                sums[number, 0] += losses[mine].sum(dtype=torch.float64)
+                sums[number, 1] += mine.sum()
     totals = sum_over_ranks(sums.flatten(), device).view(-1, 2) / copies
     by_name: dict[str, torch.Tensor] = {}
     for name, total in zip(names, totals, strict=True):

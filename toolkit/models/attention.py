@@ -24,6 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from toolkit.config.schema import Attention
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.messages import ModelError, tr
+from toolkit.models.probe import evaluating
 
 VARLEN = "varlen"
 SEQUENCE = "sequence"
@@ -111,16 +112,13 @@ def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], dev
     """Return the logits of rows in evaluation mode, float32 [B, S, V]. A collective under ZeRO-3."""
     given = {key: tensor.to(device) for key, tensor in batch.items()}
     module = getattr(engine, "module", engine)
-    was_training = module.training
-    module.eval()
-    with torch.no_grad():
+    with evaluating(engine):
         logits: torch.Tensor = engine(
             input_ids=given["input_ids"],
             position_ids=given["position_ids"],
             use_cache=False,
             **attention_arguments(module, given),
         ).logits
-    module.train(was_training)
     return logits.float()
 
 

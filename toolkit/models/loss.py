@@ -27,6 +27,7 @@ from toolkit.config.schema import LossKernel, RunConfig
 from toolkit.messages import ConfigError, tr
 from toolkit.models.attention import UNTRAINED, Batch, attention_arguments, with_label_positions
 from toolkit.models.chatglm.modeling import check_rows
+from toolkit.models.probe import evaluating
 
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
@@ -189,14 +190,11 @@ class LossHead:
 
         # Last of the layer's hooks, and first of the model's: DeepSpeed's own put other objects in the tensors' place.
         hooks = layer.register_forward_hook(see), module.register_forward_hook(compare, prepend=True)
-        was_training = module.training
-        module.eval()
+        eagerly = torch.compiler.set_stance("force_eager")
         try:
-            eagerly = torch.compiler.set_stance("force_eager")
-            with torch.no_grad(), eagerly, self._requested(engine, batch, LossPath.picked):
+            with evaluating(engine), eagerly, self._requested(engine, batch, LossPath.picked):
                 logits = logits_of(engine, batch)
         finally:
-            module.train(was_training)
             for hook in hooks:
                 hook.remove()
         if len(seen) != 1 or logits.shape[:2] != (len(batch["targets"]), 1):

@@ -229,9 +229,8 @@ def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], fini
 def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, float32, CPU. A collective."""
     given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
-    was_training = engine.module.training
-    picked = evaluate_window(engine, [given], lambda model, one: pick(logits_of(model, one)).float().cpu())
-    engine.module.train(was_training)
+    with probe.evaluating(engine):
+        picked = evaluate_window(engine, [given], lambda model, one: pick(logits_of(model, one)).float().cpu())
     logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
     return logits
 

@@ -2,9 +2,11 @@
 every checkpoint and export; a model that loads the weights must give the same logits but for rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -77,13 +79,22 @@ def spread_ids(config: PreTrainedConfig) -> torch.Tensor:
     )
 
 
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Compute without gradients and dropout with a model or an engine; leave it in its mode, also on an error."""
+    was_training = getattr(model, "module", model).training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 def capture(model: PreTrainedModel, ids: torch.Tensor, device: torch.device | str = "cpu") -> Probe:
     """Run a model. A collective if it is partitioned; draws no random numbers and leaves the model in its mode."""
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model):
         logits = model(input_ids=ids.to(device), use_cache=False).logits[:, -1].float().cpu()
-    model.train(was_training)
     return Probe(ids, logits, precision_of(model, device))
 
 

@@ -32,7 +32,7 @@ from toolkit.evaluate import metrics
 from toolkit.export.model import CUSTOM_CARD, WEIGHTS, export_custom, export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn
-from toolkit.models import load, save
+from toolkit.models import load, probe, save
 from toolkit.terminal import phase
 from toolkit.train import checkpointer, run_dir, schedule
 from toolkit.train.step import Samples
@@ -596,11 +596,10 @@ def evaluate(
     """
     sums: dict[str, float] = {EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
     kept: list[dict[str, torch.Tensor]] = []
-    generators, was_training = state_files.capture_generators(), engine.module.training
+    generators = state_files.capture_generators()
     share_buffers(engine.module)
-    engine.eval()
     try:
-        with torch.no_grad():
+        with probe.evaluating(engine):
             for place, (numbers, micro) in enumerate(validation_batches(spec, cfg, ranks)):
                 if place == most:
                     break
@@ -614,7 +613,6 @@ def evaluate(
                         sums[f"eval_{name}"] = sums.get(f"eval_{name}", 0.0) + float(value.double().sum())
                 alive()
     finally:
-        engine.train(was_training)
         state_files.restore_generators(generators)
     totals = dict(zip(sums, process_group.sum_over_ranks(list(sums.values()), engine.device).tolist(), strict=True))
     count = totals.pop(metrics.SAMPLES)

@@ -7,7 +7,6 @@ in the run directory: there is never a second model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -29,6 +28,7 @@ from toolkit.messages import tr
 from toolkit.models.adapters import without_adapter
 from toolkit.models.loss import answer_log_probabilities
 from toolkit.models.preference import Answers, PairLosses, pair_losses
+from toolkit.models.probe import evaluating
 from toolkit.terminal import phase
 from toolkit.train import language_data, run_dir
 from toolkit.train.language_task import LanguageTask
@@ -91,7 +91,7 @@ class PreferenceTask(LanguageTask):
         numbers, batches = language_data.answer_batches(self.cfg, self.data, split, self.ranks)
         values = np.zeros(len(store), np.float32)
         with (
-            _evaluating(engine),
+            evaluating(engine),
             phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
         ):
             for samples, batch in zip(numbers, batches, strict=True):
@@ -168,7 +168,7 @@ class PreferenceTask(LanguageTask):
             return torch.zeros(len(batch["input_ids"]), device=engine.device)
         if self._is_reference_ahead:
             return batch["reference"].to(engine.device, non_blocking=True)
-        with _evaluating(engine), without_adapter(engine.module):
+        with evaluating(engine), without_adapter(engine.module):
             return answer_log_probabilities(engine, batch)[0]
 
     def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
@@ -187,7 +187,7 @@ class PreferenceTask(LanguageTask):
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return the means over the pairs of this rank's batches and the others'. A collective."""
         sums = torch.zeros(2 + len(FIGURES), dtype=torch.float64)
-        with _evaluating(engine):
+        with evaluating(engine):
             for batch in batches:
                 loss, figures = self._pairs(engine, batch)
                 found = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
@@ -231,15 +231,3 @@ def task_of(cfg: RunConfig) -> LanguageTask:
 
 def _zeros() -> dict[str, torch.Tensor]:
     return dict.fromkeys(FIGURES, torch.zeros(()))
-
-
-@contextmanager
-def _evaluating(engine: Any) -> Iterator[None]:
-    """Compute without gradients and dropout; then as before."""
-    was_training = getattr(engine, "module", engine).training
-    engine.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        engine.train(was_training)
