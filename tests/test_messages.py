@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from toolkit import messages
-from toolkit.cli import COMMANDS, main, module_of
+from toolkit.cli import COMMANDS, help_of, main, module_of
 from toolkit.config import rule_tables
 from toolkit.config.schema import all_keys
 from toolkit.messages import chinese, current_language, joined, placeholders, read_table, set_language, tr
@@ -99,6 +99,31 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS}
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_in_the_language_of_the_user_with_the_same_arguments(command: str) -> None:
+    """Synopsis, arguments and commands within lines are compared; what explains them is Chinese."""
+    pages = {}
+    for language in ("en", "zh"):
+        set_language(language)
+        pages[language] = help_of(command)
+    synopsis, arguments, commands = (
+        rf"^toolkit {command}(?: .*?)?(?=    |$)",
+        r"^  ([^\s,]+)",
+        r"`(?:toolkit|deepspeed)[^`]*`",
+    )
+    for pattern in (synopsis, arguments, commands, r"(?:torchrun|deepspeed) --.*$"):
+        english, other = (re.findall(pattern, text, re.MULTILINE) for text in pages.values())
+        assert english == other, pattern
+    bare = [line for line in pages["en"].splitlines() if line in pages["zh"].splitlines() and line.startswith("  ")]
+    assert not [line for line in bare if re.search(r"\S   *\S", line)], "not translated"
+    widths = [len(line) + len(re.findall("[\u3000-\u9fff\uff00-\uffef]", line)) for line in pages["zh"].splitlines()]
+    assert max(widths) <= 130
+
+
+def test_help_in_chinese_is_complete() -> None:
+    assert set(read_table("locale/help_zh.yaml")) == set(COMMANDS)
 
 
 class OneLineEach(yaml.SafeDumper):

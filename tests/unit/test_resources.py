@@ -195,6 +195,10 @@ def test_ranks_that_would_not_be_bound_to_cores(tmp_path: Path, monkeypatch: pyt
 
 
 def test_this_machine_alone_needs_no_ssh() -> None:
+    assert deepspeed.port_of_one_node({"here": [0]}, {"--master_port": "1"}) == {}
+    assert deepspeed.port_of_one_node({"here": [0], "there": [0]}, {}) == {}
+    for hosts in ({}, {"here": [0]}):
+        assert 1024 < int(deepspeed.port_of_one_node(hosts, {})["--master_port"]) < 65536
     assert deepspeed.options_without_ssh({"here": [0]}, {}) == ["--no_ssh_check", "--master_addr", "127.0.0.1"]
     assert deepspeed.options_without_ssh({"here": [0]}, {"--master_addr": "10.0.0.1"}) == ["--no_ssh_check"]
     assert deepspeed.options_without_ssh({"here": [0]}, {"--force_multi": ""}) == []

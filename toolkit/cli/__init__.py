@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from toolkit import __version__
-from toolkit.messages import ConfigError, did_you_mean, joined, tr, translated
+from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, tr, translated
 
 COMMANDS = tuple(
     [
@@ -52,9 +52,11 @@ def module_of(command: str) -> str:
 
 
 def help_of(command: str) -> str:
-    """Return a command's help; its first line in the user's language."""
-    summary, line, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n")
-    return translated(summary) + line + rest
+    """Return a command's help in the user's language."""
+    summary, _, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n\n")
+    if current_language() == "zh":
+        rest = read_table("locale/help_zh.yaml")[command].rstrip()
+    return f"{translated(summary)}\n\n{rest}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,19 +5,19 @@ toolkit bench faults [only="K1 K2"] [output=FILE]
 
   step [pairs=20] [steps=5]    steps per second of our loop and of a bare DeepSpeed loop, in turns
   data [rows=1000000]          tokenizing, the cache's size, opening it, packing; with made-up Chinese and English rows
-  memory [steps=20]            each rank's memory during training, and that of a bare DeepSpeed script
+  memory [steps=20]            each rank's memory during training, next to a bare DeepSpeed script's
   checkpoint [repeats=5]       how long training waits for a save, next to a bare engine.save_checkpoint
-  start [pairs=5]              seconds from the command to the first step, next to a bare DeepSpeed script
-  resume [pairs=5]             the same of a run that resumes from a checkpoint, next to a fresh one
-  plan                         a rank's memory and a step's time next to what is planned, on the longest sequences
+  start [pairs=5]              seconds from the command to the first step, next to a bare DeepSpeed script's
+  resume [pairs=5]             the same for a run that resumes from a checkpoint, next to a new run
+  plan                         memory per rank and time per step, next to the plan's estimate, on the longest sequences
   nvme [directory=/nvme] [gib=1] [repeats=3]
-                               DeepSpeed's reading and writing, by settings of zero.aio; the best as overrides
-  faults                       kills, full disks, signals …: what must hold after each; takes an hour
+                               DeepSpeed's reading and writing, by settings of zero.aio; prints the best as overrides
+  faults                       inject kills, full disks, signals … and check the recovery; takes an hour
 
   ranks=2         ranks of each launch, on this machine; not of data and nvme
-  output=FILE     JSON list that the result is appended to; without it the result is only shown
+  output=FILE     append the result to this JSON list; without it the result is only shown
 
-The last line is the result, one JSON object. All but `faults` work in prepare.dir/bench, and remove it. Linux only.
+The last line is the result, one JSON object. All but `faults` work in prepare.dir/bench, which they delete. Linux only.
 """
 
 import os

@@ -6,16 +6,17 @@ toolkit chat PATH [adapter=DIR] [system="…"] [max_new_tokens=512] [temperature
   system=TEXT           system message before the first question
   max_new_tokens=512    longest answer in tokens
 
-The answer appears as it is made; Ctrl-C stops it, and keeps what was said. Questions and answers so far are part of
-each prompt; when they get longer than the model's positions, the oldest leave, and that is said. Commands:
+The answer is shown while it is generated; Ctrl-C stops it and keeps what was generated. Each prompt includes the
+conversation so far; when it exceeds the model's context window, the oldest turns are dropped and a notice is printed.
+Commands:
 
-  /reset           forget everything that was said
-  /undo            forget the last question and its answer
-  /system TEXT     from now on with this system message; without TEXT, with none
-  /help            these commands
-  /exit            the end, as Ctrl-D is
+  /reset           clear the conversation
+  /undo            remove the last question and its answer
+  /system TEXT     set the system message; without TEXT, remove it
+  /help            list these commands
+  /exit            quit, like Ctrl-D
 
-A question may not begin with `/`; put a blank before it. If stdin is no terminal, each of its lines is a question.
+A question must not begin with `/`; put a space before it. If stdin is not a terminal, each line is a question.
 """
 
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, number, positive_int
+from toolkit.cli import help_of
 from toolkit.messages import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def run(words: list[str]) -> None:
     from toolkit.export.load import load_any
 
     loaded = load_any(path, adapter=adapter, family=family or "auto")
-    help_text = (__doc__ or "").partition("Commands:\n\n")[2].rstrip()
+    help_text = "\n".join(line for line in help_of("chat").splitlines() if line.startswith("  /"))
     session = ChatSession(loaded.model, loaded.encoder, sampling, sys.stdin.isatty(), help_text)
     session.set_system(given.get("system", ""))
     session.talk()

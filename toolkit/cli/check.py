@@ -4,7 +4,7 @@ toolkit check recipe=NAME [world_size=8] [key=value …]
 
   world_size=8     number of ranks that the batch sizes are checked for
 
-All errors are reported at once. Of each data file the first rows are read.
+All errors are reported at once. Only the first rows of each data file are read.
 """
 
 from toolkit.arguments import parse_checked

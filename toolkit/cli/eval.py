@@ -4,12 +4,12 @@ toolkit eval recipe=NAME [model.path=DIR] [adapter=DIR] [evaluate.metrics=[bleu,
              [key=value …]
 
   model.path=DIR    the model, such as runs/NAME/export (with model=hf if the recipe has another model)
-  adapter=DIR       an adapter that was trained on it, such as runs/NAME/export; without model.path on its own base
-  output=FILE       gets every prompt, answer, reference and score; a new file in RUN.DIR/evaluations without it.
-                    FILE.json next to it gets the totals
-  key=value         any key of docs/config.md, above all evaluate.… and data.validation
+  adapter=DIR       an adapter trained on it, such as runs/NAME/export; without model.path its own base model is used
+  output=FILE       every prompt, answer, reference and score; default: a new file in RUN.DIR/evaluations. Totals
+                    are written to FILE.json next to it
+  key=value         any key of docs/config.md, mostly evaluate.… and data.validation
 
-Under several processes, which share the work:  deepspeed --num_gpus 8 --module toolkit eval recipe=NAME …
+On several processes, which share the work:  deepspeed --num_gpus 8 --module toolkit eval recipe=NAME …
 """
 
 import os

@@ -7,18 +7,18 @@ toolkit export-model PATH [merge=true] [format=hf|official] [dtype=bf16] [max_sh
                       directory, official or in transformers' layout
                       (model.path=PATH says the same)
   adapter=DIR         an adapter that was trained on the model PATH
-  merge=true          put the adapter into the weights of its base: a model of its own; without it the adapter alone
-  format=hf           safetensors, config and tokenizer that transformers, vLLM and others load without remote code
-  format=official     the official files: names, precisions and shards as they came, the other files copied
-  dtype=bf16          precision of the weights: fp32, bf16 or fp16; without it that of the training, or of the files
+  merge=true          merge the adapter into its base model's weights; without it the adapter alone is exported
+  format=hf           safetensors, config and tokenizer; transformers, vLLM and others load them without remote code
+  format=official     the official layout: names, precisions and shards as in the original, other files copied
+  dtype=bf16          precision of the weights: fp32, bf16 or fp16; default: that of the training, or of the files
   max_shard_size=5GB  largest file of weights in transformers' layout
-  base=DIR            where the base lies now, if not where it was when the adapter was trained
+  base=DIR            current path of the base model, if it was moved after training
   output=DIR          must not exist; default for a run directory: RUN/export, RUN/merged or RUN/official
-  forward=no          do not read what was written again to compare its logits with those of the run
-  model.family=NAME   only if the files do not tell ChatGLM2 from ChatGLM3
+  forward=no          do not reload the output and compare its logits with the run's
+  model.family=NAME   only if the files do not distinguish ChatGLM2 from ChatGLM3
 
-A checkpoint of any number of ranks under ZeRO 0 to 3 is exported by this one process, without a GPU. No more than a
-part of the weights is in memory at a time, also in the comparison afterwards; that of an adapter loads its base.
+One process without a GPU exports checkpoints of any number of ranks under ZeRO 0 to 3. Only a part of the weights is in
+memory at a time, also during the comparison; to compare an adapter, its base model is loaded.
 """
 
 import re

@@ -7,19 +7,19 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
                         model directory; optional with adapter=DIR
   adapter=DIR           an adapter that was trained on that model
   prompt=TEXT           the question; the answer alone goes to stdout
-  input=FILE            questions: any file, directory or pattern that could be training data. A last answer of the
-                        assistant is not given to the model, but kept as `reference`; it is optional
+  input=FILE            questions: any file, directory or pattern that could be training data. A final assistant
+                        message is optional; it is not passed to the model but kept as `reference`
   format=, columns=     as under data.sources: format=messages 'columns={prompt: question}'
   output=FILE           JSON lines, one for each row in order: messages, answer, reference, prompt_tokens, tokens,
-                        finish (stop, or length: cut at max_new_tokens), where; or error, if the row could not be asked.
-                        Must not exist. Until it is complete it is FILE.part, from which the same command resumes
-  batch_size=8          questions at a time
+                        finish (stop, or length: cut at max_new_tokens), where; or error, if the row could not be used.
+                        Must not exist. Until complete it is named FILE.part; rerun the same command to resume
+  batch_size=8          questions per batch
   system=TEXT           system message for questions without one
   max_new_tokens=64     longest answer in tokens
-  temperature=0         0 takes the likeliest token; above 0 tokens are drawn, among the likeliest that hold top_p=1 of
-                        the probability or the top_k=0 likeliest (0: all), from seed=0
-  model.family=NAME     only if the files do not tell ChatGLM2 from ChatGLM3
-  engine=deepspeed      through deepspeed.init_inference: started on several ranks, each holds a part of the model:
+  temperature=0         0 takes the most likely token; above 0 tokens are sampled from the top_p=1 of the probability
+                        mass or the top_k=0 most likely tokens (0: all), with seed=0
+  model.family=NAME     only if the files do not distinguish ChatGLM2 from ChatGLM3
+  engine=deepspeed      use deepspeed.init_inference: start it on several ranks, each holds a part of the model:
                         torchrun --nproc-per-node 2 -m toolkit generate PATH engine=deepspeed …
 """
 

@@ -3,8 +3,8 @@
 toolkit hostfile output=FILE [nodes=LIST] [slots=N]
 
   output=FILE    must not exist
-  nodes=LIST     such as gpu[01-03,07]; by default the job's, SLURM_JOB_NODELIST
-  slots=N        GPUs of each; by default the job's, SLURM_GPUS_ON_NODE
+  nodes=LIST     such as gpu[01-03,07]; default: the Slurm job's nodes, SLURM_JOB_NODELIST
+  slots=N        GPUs per node; default: the Slurm job's, SLURM_GPUS_ON_NODE
 """
 
 import os

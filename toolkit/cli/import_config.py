@@ -4,11 +4,11 @@ toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]
 
   FILE             a LLaMA-Factory YAML, a train.sh of the ChatGLM-6B or ChatGLM2-6B repository, TrainingArguments as
                    JSON, YAML or the command in a .sh
-  DEEPSPEED.json   its DeepSpeed JSON, where FILE does not name one that is here
-  world_size=8     number of GPUs that FILE is started on, where it does not say so: it decides batch.global_size
-  output=FILE.yaml where to write; without it the recipe is printed, and what there is to say goes to standard error
+  DEEPSPEED.json   its DeepSpeed JSON, unless FILE names one that exists on this machine
+  world_size=8     number of GPUs that FILE was used with, if it does not state it: determines batch.global_size
+  output=FILE.yaml where to write; without it the recipe is printed, and notes go to standard error
 
-Nothing is executed. Every key that means something else here, or has no counterpart, is listed.
+Nothing is executed. Keys with a different meaning or without a counterpart are listed.
 """
 
 import re

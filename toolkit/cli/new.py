@@ -6,14 +6,14 @@ toolkit new model=MODEL data=PATH [gpus=8x80GB] [nodes=2] [host_memory=1TB] [tun
   model=MODEL        a name of `toolkit models`, a directory, or owner/name on Hugging Face
   data=PATH          a file, a directory or a pattern; or examples, to try it out
   gpus=8x80GB        GPUs of one node: their memory or their name (8xA100-80GB); without it those of this node
-  nodes=2            nodes that are alike; 1
+  nodes=2            identical nodes; default 1
   host_memory=1TB    memory of one node; without it offloading to host memory is not considered
   tuning=auto        full, lora or qlora; auto takes the first of them that fits
   max_length=N       tokens of the longest sample; default: what the first rows of the data need
   columns={…}        names in the file where they differ from the format's
   output=mine.yaml   the recipe; never an existing file
 
-Missing values are asked for on a terminal. Nothing is loaded; of the data the first rows are read.
+Missing values are asked for on a terminal. No model is loaded; only the first rows of the data are read.
 """
 
 import shlex

@@ -9,8 +9,8 @@ toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=tr
   calibrate=true   measure the speed of this node for a few seconds; kept in prepare.dir/plan
   output=FILE      the plan as JSON
 
-Nothing is loaded: model.path needs config.json alone, and the models of `toolkit models` not even that. GB and TB count
-in 1024s, as memory is sold.
+Nothing is loaded: model.path needs config.json alone, and the models of `toolkit models` not even that. GB and TB are
+powers of 1024, as memory is sold.
 """
 
 import json

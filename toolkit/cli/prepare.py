@@ -2,7 +2,7 @@
 
 toolkit prepare recipe=NAME [key=value …]
 
-  prepare.shard=i/n   do one of n parts, for n nodes that share prepare.dir; then run it once without
+  prepare.shard=i/n   process one of n parts, for n nodes that share prepare.dir; then run once without it
 
 An interrupted run resumes where it stopped. Data that is already prepared is verified: every byte is read.
 """

@@ -8,9 +8,10 @@ toolkit prove [launcher options] recipe=NAME [steps=8] [max_length=256] [output=
   output=FILE       the result as JSON
   sweep=NAME        directory of the runs, run.dir/NAME; default: named after recipe and arguments
 
-The model keeps its architecture and vocabulary and becomes small and random; data, precision, kernels, packing,
-adapters, ZeRO, offload and layout stay. Losses, gradient norms and the export's logits may deviate from float64 by some
-times what the plain loop in the same precision does. If they deviate by more, each setting is made plainer in turn.
+The model keeps its architecture and vocabulary but is small and randomly initialized; data, precision, kernels,
+packing, adapters, ZeRO, offload and layout are the recipe's. Losses, gradient norms and the export's logits may deviate
+from float64 by a small multiple of the plain loop's own deviation in the same precision. Beyond that, settings are
+simplified one by one to find the cause.
 
 Exit code 0: everything is right; 1: something deviates.
 """

@@ -3,14 +3,14 @@
 toolkit report RUN [RUN2 …] [output=FILE.html] [language=en|zh]
 toolkit report runs/SWEEP
 
-  RUN            a run directory, finished or not, wherever it has been copied to; or that of a sweep,
-                 of which all runs are compared that have metrics
+  RUN            a run directory, finished or not, wherever it has been copied to; or that of a sweep:
+                 all runs that have metrics are compared
   output=FILE    the page; default: report.html in the run directory, for several runs comparison.html here.
-                 The charts as PNG files go into the directory of the same name next to it
-  language=      en or zh; without it that of the locale
+                 Charts are saved as PNG files in the directory of the same name next to it
+  language=      en or zh; default: the locale's
 
-A run does it by itself at its end (report.enabled), and every report.every steps. The page is one file that needs no
-network. A report that is there is replaced, any other file is left alone.
+Training writes it at the end (report.enabled), and every report.every steps. The page is one file that needs no
+network. An existing report is replaced; other files are never overwritten.
 """
 
 from pathlib import Path

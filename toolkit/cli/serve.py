@@ -7,13 +7,13 @@ toolkit serve PATH [port=8000] [host=127.0.0.1] [served_name=NAME] [backend=auto
   backend=auto     vllm where it is installed, else transformers (pip install fastapi uvicorn openai)
   host=127.0.0.1   where to listen: this machine only; 0.0.0.0 allows everyone who can reach it, as neither server
                    authenticates users
-  served_name=NAME name of the model in requests; by default that of its directory, or of the run
+  served_name=NAME name of the model in requests; default: name of its directory, or of the run
   adapter=DIR      a LoRA adapter in peft's layout (vllm)
-  --…              goes to the server as it is, with all that follows: --device cpu
+  --…              passed to the server unchanged, with everything after it: --device cpu
 
 A request names the model: POST http://HOST:PORT/v1/chat/completions, {"model": "NAME", "messages": […]}; its full path
 is accepted too. GET /v1/models lists it.
-This process becomes the server. ChatGLM-6B can be served by neither.
+This process becomes the server. Neither server supports ChatGLM-6B.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Show samples as training sees them: which tokens are trained, what was skipped, how long they are.
 
 toolkit show recipe=NAME [n=5] [split=train] [color=auto] [key=value …]
-toolkit show runs/NAME/logs/bad-step-N.jsonl [n=5] [color=auto]    the samples of a step that went wrong
+toolkit show runs/NAME/logs/bad-step-N.jsonl [n=5] [color=auto]    the samples of a skipped step
 
   n=5          samples to show (sequences, with data.packing); 0 shows the counts only
   split=train  train or validation

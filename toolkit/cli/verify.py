@@ -3,11 +3,11 @@
 toolkit verify PATH [forward=yes|no]
 
   PATH           a checkpoint (step-N), weights only (step-N-weights), an export, or a run directory: everything in it
-  forward=yes    load the model, compare every shape with its config, and run it once on the CPU: the logits must be
-                 those in probe/ but for rounding. Memory holds a layer of a model at a time; a checkpoint, or an
-                 adapter with its base, once
-  forward=no     only the files: sizes and SHA-256 of every byte, nothing missing, nothing foreign, no empty tensors, no
-                 path that leads out; quick, and without PyTorch
+  forward=yes    load the model, compare every shape with its config, and run it once on the CPU: the logits must equal
+                 those in probe/ up to rounding. Memory holds one layer of a model at a time; checkpoints, and
+                 adapters with their base model, are loaded completely
+  forward=no     files only: sizes, SHA-256 of every byte, missing or extra files, empty tensors, paths that leave the
+                 directory; fast, and without PyTorch
 
 Exit code 0 if everything is intact, 74 otherwise.
 """

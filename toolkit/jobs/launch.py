@@ -151,8 +151,11 @@ def _command(
     environ, exported = environment.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
     # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
+    port = deepspeed.port_of_one_node(hosts, options)
+    options = {**options, **port}
     command = [sys.executable, "-m", processes.FRONT_END, *quiet]
-    command += [*deepspeed.options_without_ssh(hosts, options), *typed]
+    command += [*deepspeed.options_without_ssh(hosts, options), *(word for pair in port.items() for word in pair)]
+    command += typed
     command += deepspeed.mpi_launcher_args(hosts, options, exported) if backend == "openmpi" else []
     # Outside a checkout the installed package's command, without --local_rank, which would come before its `train`; the
     # variable says the same.

@@ -22,7 +22,14 @@ from typing import Any
 import psutil
 
 from toolkit import children
-from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, read_status, strip_launcher_arguments, variables_of_files
+from toolkit.launch.environment import (
+    MPI_LAUNCHERS,
+    Ranks,
+    free_port,
+    read_status,
+    strip_launcher_arguments,
+    variables_of_files,
+)
 from toolkit.launch.hostfile import SELECTING, Resources, is_here, read_hostfile, select_gpus
 from toolkit.launch.processes import DEEPSPEED, LAUNCHERS, TYPED_LAUNCHERS
 from toolkit.messages import LaunchError, tr
@@ -211,6 +218,12 @@ _BACKENDS = {
 """Of DeepSpeed's --launcher: the program that it looks for (0.19.8), and where it comes from."""
 DEFAULT_PORT = "29500"
 """DeepSpeed's own."""
+
+
+def port_of_one_node(hosts: Resources, options: Mapping[str, str]) -> dict[str, str]:
+    """Return a free --master_port for ranks on this node alone, where none was given: another run may have 29500."""
+    is_one = len(hosts) < 2 and "--force_multi" not in options
+    return {"--master_port": str(free_port())} if is_one and "--master_port" not in options else {}
 
 
 def options_without_ssh(hosts: Resources, options: Mapping[str, str]) -> list[str]:
