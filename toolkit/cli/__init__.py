@@ -10,34 +10,32 @@ from importlib import import_module
 from toolkit import __version__
 from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, tr, translated
 
-COMMANDS = tuple(
-    [
-        "train",
-        "launch",
-        "sweep",
-        "autotune",
-        "prove",
-        "new",
-        "check",
-        "recipes",
-        "models",
-        "plan",
-        "prepare",
-        "show",
-        "export-config",
-        "import-config",
-        "eval",
-        "generate",
-        "chat",
-        "serve",
-        "export-model",
-        "verify",
-        "hostfile",
-        "doctor",
-        "report",
-        "bench",
-        "completion",
-    ]
+COMMANDS = (
+    "train",
+    "launch",
+    "sweep",
+    "autotune",
+    "prove",
+    "new",
+    "check",
+    "recipes",
+    "models",
+    "plan",
+    "prepare",
+    "show",
+    "export-config",
+    "import-config",
+    "eval",
+    "generate",
+    "chat",
+    "serve",
+    "export-model",
+    "verify",
+    "hostfile",
+    "doctor",
+    "report",
+    "bench",
+    "completion",
 )
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""
@@ -54,8 +52,7 @@ def module_of(command: str) -> str:
 def help_of(command: str) -> str:
     """Return a command's help in the user's language."""
     summary, _, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n\n")
-    if current_language() == "zh":
-        rest = read_table("locale/help_zh.yaml")[command].rstrip()
+    rest = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else rest
     return f"{translated(summary)}\n\n{rest}"
 
 
