@@ -9,6 +9,7 @@ An interrupted run resumes where it stopped. Data that is already prepared is ve
 
 from toolkit.arguments import parse_checked
 from toolkit.config.preflight import check_positions, resolve_model_path
+from toolkit.config.schema import data_unit
 from toolkit.messages import DataError, say
 
 
@@ -17,7 +18,7 @@ def run(words: list[str]) -> None:
     loaded = resolve_model_path(arguments.loaded)
     check_positions(loaded)
     cfg = loaded.cfg
-    from toolkit.data.preview import padding_line
+    from toolkit.data.preview import padding_line, unit_name
     from toolkit.data.store import damaged_files
     from toolkit.data.tokenize import prepare_shard
     from toolkit.train.language_data import build_encoder, load_data
@@ -41,8 +42,9 @@ def run(words: list[str]) -> None:
             files=", ".join(damaged),
         )
     say(
-        "{samples} training samples, {tokens} tokens ({trained} trained), in {folder}.",
-        samples=f"{len(prepared.train):,}",
+        "{count} training {unit}, {tokens} tokens ({trained} trained), in {folder}.",
+        count=f"{len(prepared.train) // data_unit(cfg)[1]:,}",
+        unit=unit_name(cfg),
         tokens=f"{prepared.train.num_tokens:,}",
         trained=f"{prepared.train.num_trained_tokens:,}",
         folder=folder,

@@ -1247,6 +1247,11 @@ class RunConfig:
     """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are rejected."""
 
 
+def data_unit(cfg: RunConfig) -> tuple[str, int]:
+    """Return what the data are counted in, and of how many tokenized samples one is."""
+    return ("pairs", 2) if cfg.preference.is_on else ("samples", 1)
+
+
 def has_reference_in_step(cfg: RunConfig) -> bool:
     """Whether each step computes the reference of its pairs: as the model without its new adapter."""
     tuning = cfg.tuning

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import micro_rows, with_micro_batch
-from toolkit.config.schema import Packing, RunConfig
+from toolkit.config.schema import Packing, RunConfig, data_unit
 from toolkit.data.packing import PackingPlan
 from toolkit.data.sampler import Permutation
 from toolkit.data.sources import locate_all
@@ -101,16 +101,25 @@ def padding_line(cfg: RunConfig, packing: Packing, cache: TokenizedCache, plan: 
     )
 
 
+def unit_name(cfg: RunConfig) -> str:
+    """Return what the data are counted in, for a reader."""
+    return {"pairs": tr("pairs"), "answers": tr("answers"), "samples": tr("samples")}[data_unit(cfg)[0]]
+
+
 def count_lines(
     cfg: RunConfig, report: PrepareReport, packing: Packing, cache: TokenizedCache, plan: PackingPlan
 ) -> list[str]:
     """Return what became of each source's rows, and how long the samples of a split are."""
-    heads = (tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained"))
+    _, size = data_unit(cfg)
+    heads = (tr("source"), tr("split"), tr("rows"), unit_name(cfg), tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
-    keys = ("rows", "samples", "tokens", "trained_tokens")
+    counts = [
+        (source["rows"], source["samples"] // size, source["tokens"], source["trained_tokens"])
+        for source in report.sources
+    ]
     rows = [
-        (hide(name), str(source["split"]), *(f"{source[key]:,}" for key in keys))
-        for name, source in zip(names, report.sources, strict=True)
+        (hide(name), str(source["split"]), *(f"{count:,}" for count in found))
+        for name, source, found in zip(names, report.sources, counts, strict=True)
     ]
     lengths = cache.lengths()
     filled = padding_line(cfg, packing, cache, plan)

@@ -74,11 +74,12 @@ def card(state: RunState, is_adapter: bool) -> bytes:
     packages, commit = state.versions.get("packages", {}), state.versions.get("commit")
     versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
     versions += [tr("toolkit commit {commit}", commit=commit)] if commit else []
-    shown = {key: config[key] for key in ("tuning", "data", "batch", "optim", "schedule", "precision")}
+    keys = ("tuning", "data", "preference", "batch", "optim", "schedule", "precision")
+    shown = {key: config[key] for key in keys if key in config}
     lines = [
         *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""),
         *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in facts), ""),
-        *(f"## {tr('Losses')}", "", *_losses(state), ""),
+        *(f"## {tr('Losses')}", "", *_losses(state, config), ""),
         *(f"## {tr('Versions')}", "", *(f"- {version}" for version in versions), ""),
         *(f"## {tr('Settings')}", "", "```json"),
         *(json.dumps(shown, indent=1, ensure_ascii=False, default=str), "```", ""),
@@ -86,14 +87,13 @@ def card(state: RunState, is_adapter: bool) -> bytes:
     return "\n".join(lines).encode()
 
 
-def _losses(state: RunState) -> list[str]:
-    """Return a table of the evaluations, and the training loss at both ends; nats per trained token."""
+def _losses(state: RunState, config: Mapping[str, Any]) -> list[str]:
+    """Return a table of the evaluations, and the training loss at both ends."""
     lines = []
     if not math.isnan(state.first_loss):
-        line = tr(
-            "training: {first} -> {last} nats/token", first=f"{state.first_loss:.4f}", last=f"{state.last_loss:.4f}"
-        )
-        lines += [line, ""]
+        has_pairs = config.get("preference", {}).get("loss", "none") != "none"
+        ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if has_pairs else " nats/token")
+        lines += [tr("training: {losses}", losses=ends), ""]
     if state.evaluations:
         names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # not each source's
         lines += [f"| step | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]

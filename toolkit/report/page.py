@@ -240,10 +240,11 @@ def data_card(run: Run) -> list[Table]:
         run.data.get(name) for name in ("splits", "sources", "dropped", "duplicates")
     )
     found = []
+    unit = {"pairs": tr("pairs"), "answers": tr("answers")}.get(str(run.data.get("unit")), tr("samples"))
     if isinstance(splits, dict) and splits:
         counts = ["samples", "tokens", "trained_tokens", "shortest", "median", "longest"]
         named = [(name, split) for name, split in splits.items() if isinstance(split, dict)]
-        heads = [tr("split"), tr("samples"), tr("tokens"), tr("trained"), tr("shortest"), tr("median"), tr("longest")]
+        heads = [tr("split"), unit, tr("tokens"), tr("trained"), tr("shortest"), tr("median"), tr("longest")]
         reasons = dropped.items() if isinstance(dropped, dict) else ()
         note = "; ".join(f"{reason}: {_count(count)}" for reason, count in reasons)
         notes = [tr("Rows skipped: {reasons}.", reasons=note or tr("none"))]
@@ -260,7 +261,7 @@ def data_card(run: Run) -> list[Table]:
     if isinstance(sources, list) and sources:
         counts = ["rows", "samples", "tokens", "trained_tokens"]
         listed = [one for one in sources[:_MOST_ROWS] if isinstance(one, dict)]
-        heads = [tr("source"), tr("split"), tr("rows"), tr("samples"), tr("tokens"), tr("trained")]
+        heads = [tr("source"), tr("split"), tr("rows"), unit, tr("tokens"), tr("trained")]
         rows = [
             [str(one.get("name")), str(one.get("split")), *(_count(one.get(key)) for key in counts)] for one in listed
         ]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint import state_files
 from toolkit.config.load import to_dict
 from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod
+from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod, data_unit
 from toolkit.data import preview, sampler
 from toolkit.data.store import TokenizedCache
 from toolkit.disk import unused_path
@@ -331,9 +331,9 @@ class LanguageTask(Task):
     def data_summary(self) -> dict[str, Any]:
 
         def sizes(store: TokenizedCache) -> dict[str, int]:
-            return {"samples": len(store), "tokens": store.num_tokens, "trained_tokens": store.num_trained_tokens}
+            return {unit: len(store) // size, "tokens": store.num_tokens, "trained_tokens": store.num_trained_tokens}
 
-        data = self.data
+        data, (unit, size) = self.data, data_unit(self.cfg)
         return {
             "sources": data.source_names,
             "packing": data.packing.value,
@@ -346,7 +346,9 @@ class LanguageTask(Task):
         """Return counts, dropped rows, and a histogram of each split's lengths."""
         data, report = self.data, self.data.report
         splits = {"train": data.train, "validation": data.validation}
+        unit, size = data_unit(self.cfg)
         return {
+            "unit": unit,
             "packing": data.packing.value,
             "rows_per_epoch": self.epoch.sequences,
             "rows_read": report.rows_read,
@@ -356,8 +358,12 @@ class LanguageTask(Task):
             "split": report.split,
             "divided": report.divided,
             "duplicates": {"training": report.repeated, "validation": report.leaked},
-            "sources": report.sources,
-            "splits": {name: language_data.split_card(cache) for name, cache in splits.items() if cache is not None},
+            "sources": [{**source, "samples": source["samples"] // size} for source in report.sources],
+            "splits": {
+                name: {**language_data.split_card(cache), "samples": len(cache) // size}
+                for name, cache in splits.items()
+                if cache is not None
+            },
         }
 
     def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:

@@ -59,7 +59,9 @@ class TrainLoop:
         self.state = replace(state, evaluations=list(state.evaluations))
         self.step, self.place, self.began = state.step, place, place
         counted = state.trained_tokens, state.total_tokens
-        self.meter = ThroughputMeter(self.engine, self.baseline, *counted, self.task.unit, self.collectives)
+        self.meter = ThroughputMeter(
+            self.engine, self.baseline, *counted, self.task.unit, self.collectives, self.task.counted
+        )
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
         self.batches = self.task.batches(place, self.run.total_steps - state.step)
 

@@ -50,6 +50,7 @@ class PreferenceTask(LanguageTask):
     """Trains a causal language model on pairs of answers."""
 
     loss_unit = ""
+    counted = "pairs"
 
     def __init__(self) -> None:
         self._figures = _zeros()
@@ -140,8 +141,9 @@ class PreferenceTask(LanguageTask):
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of pairs, and add up their figures."""
         losses, figures = self._pairs(engine, batch)
+        count = losses.new_tensor(self.count(batch))
         for name, value in figures.items():
-            self._figures[name] = self._figures[name].to(value) + value
+            self._figures[name] = self._figures[name].to(value) + torch.stack((value, count))
         return losses
 
     def take_figures(self) -> dict[str, torch.Tensor]:
@@ -230,4 +232,4 @@ def task_of(cfg: RunConfig) -> LanguageTask:
 
 
 def _zeros() -> dict[str, torch.Tensor]:
-    return dict.fromkeys(FIGURES, torch.zeros(()))
+    return dict.fromkeys(FIGURES, torch.zeros(2))

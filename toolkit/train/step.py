@@ -369,13 +369,13 @@ class StepResult:
     forward_s: float
     router_loss: float | None = None
     """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
-    figures: dict[str, float] = field(default_factory=dict)
-    """Further means over the global batch, by `Task.figures`."""
+    figures: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Further sums over the global batch, each with over how many: `Task.take_figures`."""
 
 
-_Sums = tuple[torch.Tensor, float, float | None, dict[str, float], list[float]]
-"""This rank's micro-batch losses; the global batch's loss, the sum of the routers' losses, the means of the task's
-figures, and all other counts.
+_Sums = tuple[torch.Tensor, float, float | None, dict[str, tuple[float, float]], list[float]]
+"""This rank's micro-batch losses; the global batch's loss, the sum of the routers' losses, those of the task's figures,
+and all other counts.
 """
 
 
@@ -496,14 +496,14 @@ def _read(
     of_routers = routers.collect() if routers else micro_losses.new_zeros(())
     figures = task.take_figures()
     sums = sum_over_ranks(
-        torch.stack((micro_losses.sum(), of_routers, *(value.to(micro_losses) for value in figures.values()))),
+        torch.cat((micro_losses.sum()[None], of_routers[None], *(pair.to(micro_losses) for pair in figures.values()))),
         micro_losses.device,
     )
     total, router_sum, *others = torch.cat((sums, counts)).tolist()
-    of_figures, others = others[: len(figures)], others[len(figures) :]
+    of_figures, others = others[: 2 * len(figures)], others[2 * len(figures) :]
     if not others[0]:
         raise ValueError("no token of this global batch is trained")
     loss = total / others[0]
     guard.see_loss(loss)
-    means = {name: value / others[0] for name, value in zip(figures, of_figures, strict=True)}
-    return micro_losses, loss, router_sum if routers else None, means, others
+    found = dict(zip(figures, zip(of_figures[::2], of_figures[1::2], strict=True), strict=True))
+    return micro_losses, loss, router_sum if routers else None, found, others

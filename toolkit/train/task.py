@@ -90,6 +90,8 @@ class Task(ABC):
     """What speed is counted in: TOKENS or SAMPLES."""
     loss_unit = ""
     """What the loss is counted in, such as nats/token; "" where only the task knows."""
+    counted = ""
+    """What a step's loss is the mean of, as metrics.jsonl names it; "" where that is what `unit` says."""
     memory_sections: tuple[str, ...] = ("",)
     """Beginnings of the config's keys in which something that takes less memory can be set."""
     steps_per_epoch: int
@@ -194,8 +196,8 @@ class Task(ABC):
         """Run a micro-batch forward; return the sum of its losses, a float32 scalar on the engine's device."""
 
     def take_figures(self) -> dict[str, torch.Tensor]:
-        """Return sums over this rank's micro-batches since the last call, to be means over the step's count: scalars by
-        their names in metrics.jsonl, the same names on every rank.
+        """Return sums over this rank's micro-batches since the last call, and over how many, [2] each, by the names
+        that their means have in metrics.jsonl; the same names on every rank.
         """
         return {}
 

@@ -26,7 +26,7 @@ from deepspeed.comm.comm import comms_logger, timers
 
 from toolkit import children
 from toolkit.config.load import to_dict, to_plain
-from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod, leaves
+from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod, data_unit, leaves
 from toolkit.disk import write_atomically
 from toolkit.distributed.process_group import full_shape, gather, rank, sum_over_ranks, world_size
 from toolkit.engine.memory import is_out_of_memory
@@ -234,8 +234,9 @@ class ThroughputMeter:
         total_tokens: int = 0,
         unit: str = TOKENS,
         collectives: Collectives | None = None,
+        counted_in: str = "",
     ) -> None:
-        self.engine, self.baseline, self.unit = engine, baseline, unit
+        self.engine, self.baseline, self.unit, self.counted_in = engine, baseline, unit, counted_in
         self.collectives = collectives or Collectives()
         self.collectives.take(counts=False)  # what came before the first step
         self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
@@ -318,8 +319,12 @@ class ThroughputMeter:
             row["planned_memory_bytes"] = self.baseline.planned_bytes
         if self.collectives.is_on:
             row["communication_fraction"] = min(self.communication_of) / seconds
-        for name in results[-1].figures if finite else ():
-            row[name] = sum(result.figures[name] * result.count for result in finite) / counted
+        if self.counted_in:
+            row[self.counted_in] = counted
+        for name in results[-1].figures:
+            total, number = (sum(result.figures[name][place] for result in finite) for place in (0, 1))
+            if number:
+                row[name] = total / number
         if router_losses:
             row["router_loss"] = statistics.fmean(router_losses)
         if self.engine.fp16_enabled():
@@ -475,7 +480,8 @@ def log_summary(run: RunContext, result: FitResult, samples: list[dict[str, str]
 
 
 def _mean_loss(run: RunContext) -> float:
-    """Return the mean over the trained tokens (or samples) of the run, from metrics.jsonl."""
+    """Return the mean over the trained tokens (samples, pairs) of the run, from metrics.jsonl."""
+    counted, _ = data_unit(run.cfg)
     total = tokens = before = 0.0
     with suppress(OSError, ValueError, KeyError), (run.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
@@ -483,7 +489,7 @@ def _mean_loss(run: RunContext) -> float:
             if metrics.is_evaluation(row):
                 continue
             count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
-            since, before = count - before, count
+            since, before = row.get(counted, count - before), count  # pairs are those of a row, the others of the run
             if math.isfinite(row["loss"]):
                 total += row["loss"] * since
                 tokens += since
