@@ -632,6 +632,34 @@ def without_op(name: str) -> str:
     return others.get(name, "optim.torch=true")
 
 
+def check_packages(name: str = "deepspeed-finetuning-toolkit") -> None:
+    """Check that packages are installed in versions that this toolkit knows: its workarounds reach into DeepSpeed, and
+    earlier versions computed wrong gradients in silence (0.18.3 to 0.19.3, DeepSpeed issue 8224).
+
+    A checkout that is on the path without being installed says nothing of versions. Raises LaunchError.
+    """
+    from packaging.requirements import Requirement
+
+    wrong = []
+    with suppress(metadata.PackageNotFoundError):
+        for wanted in map(Requirement, metadata.requires(name) or ()):
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            try:
+                found = metadata.version(wanted.name)
+            except metadata.PackageNotFoundError:
+                wrong.append(tr("{package} (not installed)", package=wanted))
+                continue
+            if not wanted.specifier.contains(found, prereleases=True):
+                wrong.append(f"{wanted} ({found})")
+    if wrong:
+        raise LaunchError(
+            "This toolkit needs other packages than are installed: {packages}. Install them: "
+            "`pip install -c constraints.txt -e .` in its checkout.",
+            packages=", ".join(wrong),
+        )
+
+
 OPS = ("fused_adam", "cpu_adam", "async_io", "gds", "deepspeed_shm_comm", "deepspeed_ccl_comm", "utils")
 """Names under which DeepSpeed 0.19.8 builds what a run may use."""
 YOUNG_S = 120.0

@@ -86,7 +86,8 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
                 "{folder} holds no intact checkpoint. To start over, choose another run.name.",
                 folder=checkpoints,
             )
-        if checkpoint is None:
+        # Without a config nothing was stopped: another process has just made the directory, and did not get its lock.
+        if checkpoint is None and (named / "config.yaml").exists():
             say("The run {folder} was stopped before its first checkpoint: it starts over.", folder=named)
     directory.discard_unfinished(checkpoints)
     _put_aside(named, checkpoint)

@@ -51,6 +51,7 @@ def make_ready(words: list[str], custom: bool = False) -> tuple[Arguments, envir
         return None
     problems = Problems()
     arguments = parse_checked(words, world_size=ranks.world_size, custom=custom, problems=problems)
+    problems.attempt(preflight.check_packages)
     problems.attempt(preflight.check_compiler, arguments.loaded)
     if ranks.rank == 0:
         problems.attempt(preflight.check_track_here, arguments.loaded)
