@@ -1,4 +1,5 @@
-"""The only place that starts processes: none of them outlives the one that started it, however that ends.
+"""The only place that starts processes: none but a run of `toolkit board` outlives the one that started it, however
+that ends.
 
 Linux sends a child a signal when the thread that started it ends (PR_SET_PDEATHSIG), so `start` belongs on a thread
 that lasts. This file, run as a program, asks for the signal and then becomes the command: subprocess's `preexec_fn`
@@ -45,6 +46,11 @@ def start(command: Sequence[str], *, ends_with_input: bool = False, **options: A
 def start_tree(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
     """Start a command that starts others, such as a launcher; its exit code is the one that is returned."""
     return subprocess.Popen(_tied_to_this("keep", command, options), **options)  # noqa: S603
+
+
+def start_detached(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+    """Start a command that goes on when this process, or its terminal, ends."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)  # noqa: S603
 
 
 def _tied_to_this(way: str, command: Sequence[str], options: dict[str, Any]) -> list[str]:

@@ -11,31 +11,9 @@ from toolkit import __version__
 from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, tr, translated
 
 COMMANDS = (
-    "train",
-    "launch",
-    "sweep",
-    "autotune",
-    "prove",
-    "new",
-    "check",
-    "recipes",
-    "models",
-    "plan",
-    "prepare",
-    "show",
-    "export-config",
-    "import-config",
-    "eval",
-    "generate",
-    "chat",
-    "serve",
-    "export-model",
-    "verify",
-    "hostfile",
-    "doctor",
-    "report",
-    "bench",
-    "completion",
+    *("train", "launch", "sweep", "autotune", "prove", "new", "check", "recipes", "models", "plan", "prepare", "show"),
+    *("export-config", "import-config", "eval", "generate", "chat", "serve", "export-model", "verify", "hostfile"),
+    *("doctor", "report", "board", "bench", "completion"),
 )
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""

@@ -14,21 +14,18 @@ powers of 1024, as memory is sold.
 """
 
 import json
-from dataclasses import replace
 
-from toolkit.arguments import check_output, check_parsed, one_of, parse, positive_int, write_output
+from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import with_micro_batch
 from toolkit.config.preflight import resolve_model_path
-from toolkit.config.schema import RunConfig
 from toolkit.errors import Problems
+from toolkit.jobs.check import machine_for
 from toolkit.messages import say
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
-from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
+from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of
 from toolkit.plan.speed import calibrate, rates_of
-
-_USUAL = "8x80GB"
 
 
 def run(words: list[str]) -> None:
@@ -57,23 +54,8 @@ def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:
     given = arguments.values
     problems.attempt(check_output, given)
     problems.attempt(one_of, given, "calibrate", ("false", "true"))
-    machine = problems.attempt(_machine, given, arguments.loaded.cfg)
+    machine = problems.attempt(machine_for, given, arguments.loaded.cfg)
     check_parsed(arguments.loaded, machine.world_size if machine else None, problems, files=False)
     problems.raise_all()
     assert machine is not None
     return arguments.loaded, given, machine
-
-
-def _machine(given: dict[str, str], cfg: RunConfig) -> Machine:
-    nodes = positive_int(given, "nodes") or 1
-    host = given.get("host_memory", "")
-    machine = this_machine(nodes) if "gpus" not in given else parse_machine(given["gpus"], nodes, host)
-    if machine is None:
-        say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
-        machine = parse_machine(_USUAL, nodes, host)
-    if host:
-        machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))
-    bound = int(cfg.plan.max_gpu_gib * GIB)
-    if bound and bound < machine.usable_bytes:
-        machine = replace(machine, memory_bytes=bound, context_bytes=0)
-    return machine

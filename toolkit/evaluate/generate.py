@@ -281,16 +281,21 @@ class ChatSession:
         if self.is_terminal:
             _tell(tr("{commands}; Ctrl-C stops an answer, Ctrl-D ends.", commands=" ".join(COMMANDS)))
         for line in self._lines():
-            try:
-                if line.startswith("/"):
-                    if not self._obey(line):
-                        return
-                elif line.strip():
-                    self._answer(line.strip())
-            except (ConfigError, ModelError, RowError) as error:
-                if not self.is_terminal:
-                    raise error if isinstance(error, ConfigError | ModelError) else ModelError(str(error)) from None
-                _tell(str(error))
+            if not self.take(line):
+                return
+
+    def take(self, line: str) -> bool:
+        """Answer a question or obey a command; return whether the conversation goes on."""
+        try:
+            if line.startswith("/"):
+                return self._obey(line)
+            if line.strip():
+                self._answer(line.strip())
+        except (ConfigError, ModelError, RowError) as error:
+            if not self.is_terminal:
+                raise error if isinstance(error, ConfigError | ModelError) else ModelError(str(error)) from None
+            _tell(str(error))
+        return True
 
     def set_system(self, text: str) -> None:
         """Set the system message, "" for none; an error if the model would not see it."""

@@ -370,7 +370,7 @@ class Run:
             return DONE
         if self.failure:
             return FAILED
-        return RUNNING if _is_worked_on(self.folder) else UNFINISHED
+        return RUNNING if is_worked_on(self.folder) else UNFINISHED
 
     @property
     def total_steps(self) -> int | None:
@@ -389,10 +389,15 @@ class Run:
         return found if isinstance(found, dict) else {}
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a directory is a run's."""
+    return any((folder / name).is_file() for name in _IS_RUN)
+
+
 def read_run(path: Path) -> Run:
     """Read a run directory; a RunFolderError if it is none, or cannot be read."""
     folder = path.absolute()
-    if not any((folder / name).is_file() for name in _IS_RUN):
+    if not is_run(folder):
         raise RunFolderError(
             "{folder} is no directory of a run: it has none of {files}. Give the directory that "
             "run.dir and run.name make, such as runs/NAME.",
@@ -480,7 +485,7 @@ def _bad_steps(folder: Path) -> dict[int, str]:
     return found
 
 
-def _is_worked_on(folder: Path) -> bool:
+def is_worked_on(folder: Path) -> bool:
     """Whether the process that holds the run's lock is one of this machine, and there."""
     lock = _mapping(folder / "run.lock")
     pid = lock.get("pid")

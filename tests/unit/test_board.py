@@ -1,0 +1,209 @@
+"""The board's routes: who may ask, what is answered, and that nothing is overwritten."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.unit.fake_runs import HOSTILE, fake_run
+from toolkit.config.load import to_plain
+from toolkit.config.schema import RunConfig, leaves
+from toolkit.jobs.board import Board, application
+from toolkit.messages import current_language, set_language
+
+TOKEN, COOKIE = "a-token", "board-1"
+ADDRESS = "http://127.0.0.1:8765"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def client(folder: Path) -> Iterator[TestClient]:
+    """A browser that has opened the printed address."""
+    with TestClient(application(Board(Path("runs"), folder), TOKEN, COOKIE), base_url=ADDRESS) as made:
+        made.cookies.set(COOKIE, TOKEN)
+        yield made
+
+
+def ask(client: TestClient, action: str, /, **given: Any) -> dict[str, Any]:
+    answer = client.post(f"/do/{action}", json=given)
+    assert answer.status_code in (200, 400), answer.text
+    return dict(answer.json())
+
+
+def test_only_who_has_the_token_is_answered(client: TestClient) -> None:
+    client.cookies.clear()
+    for path in ("/", "/?token=", "/?token=another", "/file/board.js", "/report?run=one", f"/report?token={TOKEN}"):
+        assert client.get(path).status_code == 403, path
+    assert client.post("/do/runs", json={}).status_code == 403
+    opened = client.get(f"/?token={TOKEN}")
+    assert opened.status_code == 200
+    cookie = opened.headers["set-cookie"]
+    assert f"{COOKIE}={TOKEN}" in cookie and "HttpOnly" in cookie and "SameSite=strict" in cookie
+    client.cookies.set(COOKIE, TOKEN)
+    assert client.post("/do/runs", json={}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8765", "localhost@evil.example", ""])
+def test_another_name_for_this_machine_is_not_answered(host: str, client: TestClient) -> None:
+    assert client.get("/", headers={"host": host}).status_code == 403
+
+
+def test_another_page_cannot_ask_with_the_cookie(client: TestClient) -> None:
+    for origin in ("http://127.0.0.1:9999", "http://evil.example", "null"):
+        assert client.post("/do/runs", json={}, headers={"origin": origin}).status_code == 403, origin
+    assert client.post("/do/runs", json={}, headers={"origin": ADDRESS}).status_code == 200
+    assert client.get("/do/runs").status_code == 405
+
+
+def test_the_page_loads_nothing_from_elsewhere(client: TestClient) -> None:
+    page = client.get("/")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
+    for text in (page.text, *(client.get(f"/file/{name}").text for name in ("board.js", "board.css"))):
+        assert "//" not in re.sub(r"^\s*//.*$|\s//\s.*$", "", text, flags=re.MULTILINE)
+    links = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+    assert all(client.get(f"/{link}").status_code == 200 for link in links if not link.startswith("data:"))
+
+
+@pytest.mark.parametrize(
+    "path", ["../board.py", "..%2fboard.py", "%2e%2e/board.py", "board.html.j2", "/etc/passwd", ""]
+)
+def test_only_the_files_of_the_page_are_served(path: str, client: TestClient) -> None:
+    assert client.get(f"/file/{path}").status_code == 404
+
+
+def test_runs_are_listed_and_compared(folder: Path, client: TestClient) -> None:
+    assert ask(client, "runs")["rows"] == []
+    fake_run(folder / "runs" / "one", text=HOSTILE)
+    (folder / "runs" / "one" / "DONE").write_text('{"steps": 40}')
+    fake_run(folder / "runs" / "sweep" / "lr=1", 3, "optim.lr=0.5")
+    (folder / "outside").mkdir()
+    fake_run(folder / "outside" / "two")
+    listed = ask(client, "runs")
+    rows = {row["run"]: row for row in listed["rows"]}
+    assert {name: (row["state"], row["cells"][2]) for name, row in rows.items()} == {
+        "one": ("done", "40 / 40"),
+        "sweep/lr=1": ("unfinished", "3 / 40"),
+    }
+    assert dict(zip(listed["heads"], rows["one"]["cells"], strict=True))["tokens per second"] == "1,020"
+    with (folder / "runs" / "sweep" / "lr=1" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "loss": 1.5}) + "\n")
+    assert {row["run"]: row for row in ask(client, "runs")["rows"]}["sweep/lr=1"]["cells"][2:4] == ["4 / 40", "1.5000"]
+    report = client.get("/report", params={"run": "one"})
+    assert "<h1>one" in report.text and "sandbox allow-scripts" in report.headers["content-security-policy"]
+    assert "optim.lr" in client.get("/report", params={"run": ["one", "sweep/lr=1"]}).text
+    for name in ("../outside/two", "/etc", ".", ""):
+        assert client.get("/report", params={"run": name}).status_code == 400, name
+
+
+def test_every_error_is_shown_with_its_key_and_value(client: TestClient) -> None:
+    values = {"optim.lr": "fast", "train.stpes": "3", "zero.stage": "9", "data.max_length": "[1", "language": "zh"}
+    found = ask(client, "check", base="quickstart", gpus="many", values=values)
+    texts = {key: error["text"] for error in found["errors"] for key in error["keys"]}
+    assert "fast" in texts["optim.lr"]
+    assert "train.max_steps" in texts["train.stpes"]
+    assert "9" in texts["zero.stage"]
+    assert "data.max_length" in texts
+    assert any("many" in error["text"] for error in found["errors"])
+    assert found["plan"] == []
+    assert current_language() == "en", "a recipe's own language is not the board's"
+
+
+def test_a_rule_between_keys_is_reported_next_to_a_wrong_value(client: TestClient) -> None:
+    values = {"optim.lr": "fast", "batch.global_size": "7", "batch.micro_per_gpu": "2"}
+    found = ask(client, "check", base="quickstart", gpus="2xcpu", values=values)
+    first, second = (error["text"] for error in found["errors"])
+    assert first == "recipe.yaml:7: 'optim.lr' = fast must be a number."
+    assert second.startswith("recipe.yaml:9: batch.global_size = 7 is not a multiple of batch.micro_per_gpu (2) x 2")
+
+
+def test_the_plan_is_that_of_the_command(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+    from toolkit.cli import main
+
+    values = {"batch.micro_per_gpu": "4", "data.max_length": "64"}
+    found = ask(client, "check", base="quickstart", gpus="2xcpu", groups={"zero": "stage1"}, values=values)
+    assert found["errors"] == []
+    assert found["values"]["zero.stage"] == "1" and found["values"]["data.max_length"] == "64"
+    assert any("config and files are in order" in note for note in found["notes"])
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    capsys.readouterr()
+    assert main(["plan", "recipe=quickstart", "zero=stage1", "gpus=2xcpu", *overrides]) == 0
+    assert capsys.readouterr().out.splitlines() == "\n".join(found["plan"]).splitlines()
+
+
+def test_a_model_of_unknown_size_is_not_looked_up(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reach(*_: Any, **__: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("toolkit.config.preflight._config_folder", reach)
+    monkeypatch.setattr("toolkit.config.preflight._once_per_machine", reach)
+    found = ask(client, "check", base="qwen3_8b_lora", gpus="8x80GB", values={"model.path": "owner/other"})
+    assert found["errors"] == []
+    assert "owner/other" in found["plan"][0]
+    assert ask(client, "check", base="qwen3_8b_lora", gpus="8x80GB")["plan"][0].startswith("Qwen3-8B: ")
+
+
+def test_a_saved_recipe_is_what_was_checked_and_is_not_overwritten(folder: Path, client: TestClient) -> None:
+    given = {
+        "base": "quickstart",
+        "groups": {"zero": "stage1"},
+        "values": {"optim.lr": "1e-3", "run.name": "${recipe}"},
+    }
+    text = ask(client, "check", **given)["text"]
+    assert "Wrote" in ask(client, "save", **given, file="recipes/mine.yaml")["said"]
+    mine = folder / "recipes" / "mine.yaml"
+    assert mine.read_text() == text
+    assert ask(client, "check", base="mine")["values"]["optim.lr"] == "0.001"
+    other = given | {"values": {"optim.lr": "2e-3"}}
+    assert ask(client, "save", **other, file="recipes/mine.yaml")["exists"] is True
+    assert mine.read_text() == text
+    assert "exists" not in ask(client, "save", **other, file="recipes/mine.yaml", overwrite=True)
+    assert "lr: 2e-3" in mine.read_text()
+    assert "error" in ask(client, "save", **given, file="mine.txt")
+    assert "error" in ask(client, "save", base="", values={"a": "[1"}, file="broken.yaml")
+    assert not (folder / "mine.txt").exists() and not (folder / "broken.yaml").exists()
+
+
+def test_the_form_has_every_key_of_the_schema(client: TestClient) -> None:
+    form = ask(client, "form")
+    keys = {key["key"]: key for key in form["keys"]}
+    assert {key for key, value in leaves(to_plain(RunConfig())) if value != {}} - {"recipe"} <= set(keys)
+    assert all(key["text"] for key in keys.values())
+    assert keys["zero.overlap_comm"]["choices"] == ["true", "false"]
+    set_language("zh")
+    try:
+        in_chinese = {key["key"]: key["text"] for key in ask(client, "form")["keys"]}
+    finally:
+        set_language("en")
+    assert re.search(r"[\u4e00-\u9fff]", in_chinese["optim.lr"])
+
+
+def test_only_a_recipe_with_a_plain_name_is_started(folder: Path, client: TestClient) -> None:
+    for given in (
+        {"recipe": "quickstart", "name": "../x", "ranks": "1"},
+        {"recipe": "quickstart", "name": "", "ranks": "1"},
+        {"recipe": "quickstart", "name": "x", "ranks": "0"},
+        {"recipe": "nothing.yaml", "name": "x", "ranks": "1"},
+        {"recipe": "/etc/passwd", "name": "x", "ranks": "1"},
+    ):
+        assert "error" in ask(client, "start", **given), given
+    for name in ("x", "../x", ""):
+        assert "error" in ask(client, "stop", run=name)
+        assert "error" in ask(client, "log", run=name)
+    assert not (folder / "runs").exists()
+
+
+def test_no_model_is_loaded_unasked(client: TestClient) -> None:
+    assert ask(client, "ask", text="hello") == {"error": "no model is loaded."}
+    assert "error" in ask(client, "open", path="nowhere")
+    assert client.post("/do/nothing", json={}).status_code == 404
+    assert client.post("/do/runs", content=b"[]").status_code == 400

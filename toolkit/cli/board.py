@@ -1,0 +1,26 @@
+"""Serve a page on this machine to watch and compare runs, write recipes, see samples, chat, start and stop runs.
+
+toolkit board [RUNS_DIR] [port=8765] [language=en|zh]
+
+  RUNS_DIR     the directory of runs; default runs
+  port=8765    where it listens, on 127.0.0.1 alone; 0 takes a free one
+  language=    en or zh; without it that of the locale
+
+Open the printed address: its token lets this browser in. From another machine:  ssh -L 8765:127.0.0.1:8765 HOST
+Training does not depend on the page: runs that it has started go on when it ends. Needs  pip install starlette uvicorn
+"""
+
+from pathlib import Path
+
+from toolkit.arguments import named_arguments, non_negative_int, one_of
+from toolkit.messages import set_language
+
+USAGE = "toolkit board runs"
+
+
+def run(words: list[str]) -> None:
+    given = named_arguments(words, required=(), optional=("runs", "port", "language"), usage=USAGE, bare="runs")
+    set_language(one_of(given, "language", ("", "en", "zh")))
+    from toolkit.jobs.board import serve
+
+    serve(Path(given.get("runs", "runs")), non_negative_int(given, "port", 8765))

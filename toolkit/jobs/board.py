@@ -1,0 +1,394 @@
+"""`toolkit board`: a page on this machine to look at runs, write recipes, see samples, and ask a model.
+
+It holds nothing of its own: reports, checks and plans are those of the commands; samples, chats and runs are processes.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import jinja2
+
+from toolkit import children
+from toolkit.errors import Problems
+from toolkit.jobs import recipe_form
+from toolkit.jobs.detached import Launches, end_of
+from toolkit.messages import (
+    ConfigError,
+    RunFolderError,
+    ToolkitError,
+    current_language,
+    printable,
+    say,
+    tr,
+    write_to_stdout,
+)
+from toolkit.report.run import distinct_names, is_run, is_worked_on, read_run
+from toolkit.secrets import hide
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+HOSTS = ("127.0.0.1", "localhost")
+"""Names by which a browser may ask: a page elsewhere whose name was made to mean this machine has another."""
+_FILES = {"board.js": "text/javascript", "board.css": "text/css"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_REPORT_POLICY = (  # its scripts are those that its own policy names by their hashes
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "frame-ancestors 'self'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_STAMPED = ("metrics.jsonl", "DONE", "FAILED", "config.yaml", "data.json")
+"""Files of a run by which a change is seen."""
+Given = Mapping[str, Any]
+
+
+class Board:
+    """What the page asks for; `folder` is for recipes as they are typed."""
+
+    def __init__(self, runs: Path, folder: Path) -> None:
+        self.runs, self.folder, self.launches = runs, folder, Launches(runs)
+        self.chat: subprocess.Popen[str] | None = None
+        self.is_asked = False
+        """Whether the model is answering."""
+        self._rows: dict[Path, tuple[object, list[str], str]] = {}
+        self.actions: dict[str, Callable[[Given], Mapping[str, Any]]] = {
+            "runs": self.list_runs,
+            "log": self.log,
+            "form": lambda given: recipe_form.form(),
+            "check": lambda given: recipe_form.examine(given, self.folder),
+            "save": recipe_form.save,
+            "start": self.launches.start,
+            "stop": self.launches.stop,
+            "interrupt": self.interrupt,
+            "close": self.close,
+        }
+        self.streams: dict[str, Callable[[Given], Iterator[str]]] = {
+            "samples": self.samples,
+            "open": self.open_chat,
+            "ask": self.ask,
+        }
+        """Answers of processes, as they come. They are started on the main thread, whose end would end them."""
+
+    def found(self) -> dict[str, Path]:
+        """Return the directories of runs, those of sweeps too, by their paths below the directory of runs."""
+        paths = [path for path in self.runs.glob("*") if path.is_dir() and not path.name.startswith(".")]
+        nested = [inner for path in paths if not is_run(path) for inner in path.glob("*") if inner.is_dir()]
+        return {str(path.relative_to(self.runs)): path for path in (*paths, *nested) if is_run(path)}
+
+    def list_runs(self, given: Given) -> dict[str, Any]:
+        """Return a row of figures for each run, the newest first, and those that have no directory yet."""
+        from toolkit.report.page import NONE, overview
+
+        found, rows, heads = self.found(), [], overview([]).heads
+        for name, path in found.items():
+            stamp, cells, state = self._row(path)
+            is_alive = state == "running" or self.launches.is_alive(name)
+            row = {"run": name, "path": str(path), "state": state, "cells": cells, "is_alive": is_alive}
+            rows.append((max(stamp), row | {"has_log": self.launches.log(name).is_file()}))
+        for name in {*self.launches.names()} - {*found}:
+            is_alive = self.launches.is_alive(name)
+            word = tr("starting") if is_alive else tr("did not start")
+            cells = [name, word, *[NONE] * (len(heads) - 2)]
+            row = {"run": "", "name": name, "state": "running" if is_alive else "failed", "cells": cells}
+            rows.append((self.launches.started(name), row | {"has_log": True, "is_alive": is_alive}))
+        rows.sort(key=lambda pair: -pair[0])
+        return {"heads": heads, "rows": [row for _, row in rows]}
+
+    def _row(self, path: Path) -> tuple[list[float], list[str], str]:
+        """Return when a run's files changed, its figures and its state; what has not changed is not read again."""
+        from toolkit.report.page import overview
+
+        times = [(path / name).stat().st_mtime for name in _STAMPED if (path / name).is_file()] or [0.0]
+        stamp = (times, is_worked_on(path))
+        if self._rows.get(path, (None,))[0] != stamp:
+            run = read_run(path)
+            cells = [printable(hide(cell)) for cell in overview([run]).rows[0]]
+            self._rows[path] = (stamp, cells, run.status)
+        _, cells, state = self._rows[path]
+        return times, cells, state
+
+    def report(self, names: list[str]) -> str:
+        """Return the report of one run, or of several in comparison."""
+        from toolkit.report.figures import draw
+        from toolkit.report.page import render
+
+        found = self.found()
+        if unknown := [name for name in names if name not in found]:
+            raise RunFolderError("there is no run {name}.", name=unknown[0])
+        runs = [read_run(found[name]) for name in dict.fromkeys(names)]
+        distinct_names(runs)
+        return render(runs, draw(runs), "report")
+
+    def log(self, given: Given) -> dict[str, str]:
+        """Return the end of what a run that was started here has printed."""
+        name = str(given.get("run"))
+        if name not in self.launches.names():
+            raise RunFolderError("there is no run {name}.", name=name)
+        return {"text": printable(hide(end_of(self.launches.log(name))))}
+
+    def samples(self, given: Given) -> Iterator[str]:
+        """Return what `toolkit show` prints of the recipe that was typed, coloured."""
+        problems, file = Problems(), self.folder / "samples.yaml"
+        file.write_text(recipe_form.recipe_text(given, problems), encoding="utf-8")
+        problems.raise_all()
+        words = [f"recipe={file}", f"n={given.get('n', 5)}", f"split={given.get('split', 'train')}", "color=always"]
+        process = _start("toolkit", "show", *words, stderr=subprocess.STDOUT)
+
+        def lines() -> Iterator[str]:
+            with process:
+                yield from process.stdout or ()
+                process.kill()
+
+        return lines()
+
+    def open_chat(self, given: Given) -> Iterator[str]:
+        """Load a model in a process of its own."""
+        self.close(given)
+        path = str(given.get("path", ""))
+        if not Path(path).is_dir():
+            raise ConfigError("there is no directory {folder}", folder=path)
+        self.chat = _start("toolkit.jobs.chat", path)
+        return self._answer()
+
+    def ask(self, given: Given) -> Iterator[str]:
+        """Ask the model that is loaded."""
+        if self.chat is None or self.chat.poll() is not None:
+            raise ConfigError(tr("no model is loaded."))
+        assert self.chat.stdin is not None
+        self.chat.stdin.write(json.dumps(str(given.get("text", ""))) + "\n")
+        self.chat.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Iterator[str]:
+        assert self.chat is not None and self.chat.stdout is not None
+        self.is_asked = True
+        for line in self.chat.stdout:
+            yield line
+            if line.startswith('{"end"'):
+                break
+        else:
+            yield json.dumps({"closed": tr("The model's process has ended.")}) + "\n"
+        self.is_asked = False
+
+    def interrupt(self, given: Given) -> dict[str, str]:
+        """Stop the answer that is being given."""
+        if self.chat is not None and self.is_asked:
+            self.chat.send_signal(signal.SIGINT)
+        return {}
+
+    def close(self, given: Given) -> dict[str, str]:
+        """Free the model's memory."""
+        if self.chat is not None:
+            self.chat.kill()
+            self.chat.communicate()
+            self.chat = None
+        return {}
+
+
+def _start(module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8", **options}
+    return children.start([sys.executable, "-m", module, *words], **pipes)
+
+
+class Guard:
+    """Wraps an ASGI application: answers only who has the token, under a name of this machine, and sets the headers."""
+
+    def __init__(self, app: Any, token: str, cookie: str) -> None:
+        self.app, self.token, self.cookie = app, token, cookie
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Answer a request, or reject it."""
+        from starlette.requests import Request
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] != "http":  # there is no route for anything else
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        known = request.query_params.get("token") if scope["path"] == "/" else None
+        known = known or request.cookies.get(self.cookie, "")
+        may = urlsplit(f"//{host}").hostname in HOSTS and hmac.compare_digest(known.encode(), self.token.encode())
+        if origin and urlsplit(origin).netloc != host:  # another page, which the browser gave the cookie along
+            may = False
+
+        async def with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}
+                more = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
+                message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in given)]
+            await send(message)
+
+        rejected = PlainTextResponse(tr("Open the address that `toolkit board` has printed."), status_code=403)
+        await (self.app if may else rejected)(scope, receive, with_headers)
+
+
+def application(board: Board, token: str, cookie: str) -> Guard:
+    """Return the ASGI application."""
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+
+    # One thread, as checking a recipe chooses the language of messages for a moment.
+    worker = ThreadPoolExecutor(1)
+
+    async def work(function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(worker, function, *arguments)
+
+    def page(request: "Request") -> "Response":
+        response = HTMLResponse(_page())
+        response.set_cookie(cookie, token, httponly=True, samesite="strict")
+        return response
+
+    def file(request: "Request") -> "Response":
+        name = request.path_params["name"]
+        return Response(_file(name), media_type=_FILES[name]) if name in _FILES else Response(status_code=404)
+
+    async def report(request: "Request") -> "Response":
+        try:
+            text = await work(board.report, request.query_params.getlist("run"))
+        except ToolkitError as error:
+            return Response(str(error), status_code=400)
+        return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
+
+    async def act(request: "Request") -> "Response":
+        name = request.path_params["name"]
+        try:
+            given = await request.json()
+            if not isinstance(given, dict):
+                raise ValueError
+            if name in board.streams:
+                return StreamingResponse(board.streams[name](given), media_type="text/plain; charset=utf-8")
+            if name in board.actions:
+                return JSONResponse(await work(board.actions[name], given))
+        except ToolkitError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        except ValueError:
+            return Response(status_code=400)
+        return Response(status_code=404)
+
+    routes = [
+        Route("/", page),
+        Route("/file/{name}", file),
+        Route("/report", report),
+        Route("/do/{name}", act, methods=["POST"]),
+    ]
+    return Guard(Starlette(routes=routes), token, cookie)
+
+
+def serve(runs: Path, port: int) -> None:
+    """Serve the page until Ctrl-C; a ConfigError if the port is taken or a package is missing."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn
+    except ImportError as error:
+        raise ConfigError(
+            tr("the board needs packages that are not installed:  pip install starlette uvicorn")
+        ) from error
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOSTS[0], port))
+    except OSError as error:
+        raise ConfigError("port {port} cannot be used: {reason}.", port=port, reason=error.strerror or error) from error
+    token, port = secrets.token_urlsafe(32), listener.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="toolkit-board-") as folder:
+        board = Board(runs, Path(folder))
+        config = uvicorn.Config(
+            application(board, token, f"board-{port}"),
+            access_log=False,  # it would hold the token
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        say("Open this address; it lets in whoever knows it. Ctrl-C ends the board, runs continue.")
+        write_to_stdout(f"  http://{HOSTS[0]}:{port}/?token={token}")  # `say` would hide the token
+        try:
+            with suppress(KeyboardInterrupt):
+                uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            board.close({})
+
+
+def _file(name: str) -> str:
+    return (resources.files("toolkit.jobs") / "page" / name).read_text(encoding="utf-8")
+
+
+def _page() -> str:
+    language = "zh-CN" if current_language() == "zh" else "en"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(_file("board.html.j2")).render(language=language, words=_words())
+
+
+def _words() -> dict[str, str]:
+    """Return the texts of the page by the names that its template and its program have for them."""
+    return {
+        "board": tr("Training board"),
+        "runs": tr("Runs"),
+        "recipe": tr("Recipe"),
+        "samples": tr("Samples"),
+        "chat": tr("Chat"),
+        "noscript": tr("This page needs JavaScript."),
+        "gone": tr("The board does not answer: it has ended. Start it again with `toolkit board`."),
+        "no_runs": tr("No runs here yet. Write a recipe, save it and start it."),
+        "compare": tr("Compare"),
+        "stop": tr("Stop"),
+        "log": tr("Log"),
+        "live": tr("reload while it trains"),
+        "base": tr("Based on the recipe"),
+        "nothing": tr("(none)"),
+        "groups": tr("Groups"),
+        "of_recipe": tr("as in the recipe"),
+        "search": tr("Search keys and descriptions"),
+        "gpus": tr("GPUs of one node, to plan for"),
+        "in_order": tr("No errors."),
+        "errors": tr("Errors"),
+        "plan": tr("Plan"),
+        "file": tr("The recipe"),
+        "save_as": tr("Save as"),
+        "save": tr("Save"),
+        "overwrite": tr("Overwrite it?"),
+        "name": tr("Name of the run"),
+        "ranks": tr("GPUs"),
+        "start": tr("Start"),
+        "samples_note": tr(
+            "Samples of the recipe on the page before, as training sees them. The data is tokenized first."
+        ),
+        "count": tr("Samples"),
+        "split": tr("Split"),
+        "show": tr("Show"),
+        "working": tr("Working …"),
+        "chat_note": tr("A run, a checkpoint, an export or any model directory. It is loaded when you ask for it."),
+        "path": tr("Directory"),
+        "load": tr("Load"),
+        "unload": tr("Unload"),
+        "loaded": tr("Loaded."),
+        "question": tr("Question"),
+        "ask": tr("Ask"),
+    }

@@ -1,0 +1,113 @@
+"""Checks a recipe without training: config, data, model directory, DeepSpeed config; and the GPUs to plan it for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from toolkit.arguments import parse_checked, positive_int
+from toolkit.config import files
+from toolkit.config.files import is_hub_name
+from toolkit.config.load import LoadedConfig
+from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
+from toolkit.config.preflight import check_compiler, check_positions, check_track_here, resolve_model_path
+from toolkit.config.schema import AUTO, Init, RunConfig
+from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
+from toolkit.errors import Problems
+from toolkit.messages import say, tr
+from toolkit.models.directory import read_config, trust_code
+from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
+from toolkit.plan.outline import Outline, shapes_of_config, tensor_part, tuned
+from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
+
+_USUAL = "8x80GB"
+
+
+def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
+    """Say what a recipe trains, or raise everything that is wrong with it as one error.
+
+    Without `fetch` a model on Hugging Face is not looked up: its size is not told then.
+    """
+    problems = Problems()
+    arguments = parse_checked(words, names=("world_size",), problems=problems)
+    cfg, world_size = arguments.loaded.cfg, arguments.world_size
+    problems.attempt(check_track_here, arguments.loaded)
+    problems.attempt(check_compiler, arguments.loaded)
+    known = {key for error in problems.errors for key in error.keys}
+    unread = check_sources(cfg.data, known, problems)
+    if not any(key.startswith("data.") for key in known):
+        problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
+    problems.settle()
+    may_read = not known & {"model", "model.path"} and (fetch or not is_hub_name(cfg.model.path))
+    outlines = problems.attempt(_outlines, arguments.loaded, problems) if may_read else None
+    problems.raise_all()
+    for note in [*arguments.notes, *([unread] if unread else [])]:
+        say(note)
+    for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
+        say(_rows(cfg, ranks))
+    if world_size and cfg.parallel.tensor > 1:
+        groups, size = mesh_of(cfg, world_size).data_ranks, cfg.parallel.tensor
+        say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
+    if outlines:
+        whole, mine = outlines
+        trained, total = f"{whole.num_trained:,}", f"{whole.num_parameters:,}"
+        say(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
+        if mine is not whole:
+            say(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
+    name = cfg.tuning.method.value
+    say(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
+    size, steps = cfg.batch.global_size, cfg.train.max_steps  # what is wrong with the steps, as far as files show it
+    found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
+    epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
+    tell_length(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size or 1)
+    say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
+    if line := files.notice(cfg.data):
+        say(line)
+
+
+def _outlines(loaded: LoadedConfig, problems: Problems) -> tuple[Outline, Outline] | None:
+    """Read the model directory; return the outlines of the model and a rank's part, None where training finds them."""
+    has_weights = not is_hub_name(loaded.cfg.model.path)
+    loaded = resolve_model_path(loaded, config_only=True)
+    problems.attempt(check_positions, loaded)
+    cfg = loaded.cfg
+    if cfg.model.init is not Init.pretrained:
+        return None  # the vocabulary of a random model is known once its tokenizer has been fitted
+    if cfg.model.trust_remote_code:
+        trust_code(cfg.model.path)
+    shapes = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
+    if not shapes or cfg.tuning.adapter:
+        return None
+    outline = tuned(*shapes, cfg.tuning)
+    return outline, tensor_part(outline, cfg.parallel.tensor)
+
+
+def _rows(cfg: RunConfig, world_size: int) -> str:
+    size = cfg.batch.global_size
+    if cfg.batch.micro_per_gpu == AUTO:
+        return tr(
+            "{size} sequences per step on {world_size} ranks; the micro-batch size is measured at startup.",
+            size=size,
+            world_size=world_size,
+        )
+    return tr(
+        "{size} sequences per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
+        size=size,
+        micro=cfg.batch.micro_per_gpu,
+        times=accumulation(cfg, world_size),
+        world_size=mesh_of(cfg, world_size).data_ranks,
+    )
+
+
+def machine_for(given: dict[str, str], cfg: RunConfig) -> Machine:
+    """Return the nodes to plan for: those of the arguments gpus, nodes and host_memory, else this one."""
+    nodes = positive_int(given, "nodes") or 1
+    host = given.get("host_memory", "")
+    machine = this_machine(nodes) if "gpus" not in given else parse_machine(given["gpus"], nodes, host)
+    if machine is None:
+        say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
+        machine = parse_machine(_USUAL, nodes, host)
+    if host:
+        machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))
+    bound = int(cfg.plan.max_gpu_gib * GIB)
+    if bound and bound < machine.usable_bytes:
+        machine = replace(machine, memory_bytes=bound, context_bytes=0)
+    return machine
