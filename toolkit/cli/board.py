@@ -3,11 +3,11 @@
 toolkit board [RUNS_DIR] [port=8765] [language=en|zh]
 
   RUNS_DIR     the directory of runs; default runs
-  port=8765    where it listens, on 127.0.0.1 alone; 0 takes a free one
-  language=    en or zh; without it that of the locale
+  port=8765    the port, on 127.0.0.1 only; 0 takes a free one
+  language=    en or zh; default: the locale's
 
-Open the printed address: its token lets this browser in. From another machine:  ssh -L 8765:127.0.0.1:8765 HOST
-Training does not depend on the page: runs that it has started go on when it ends. Needs  pip install starlette uvicorn
+Open the printed address, whose token lets you in. From another machine:  ssh -L 8765:127.0.0.1:8765 HOST
+Training does not depend on the page: runs started here continue when it ends. Needs  pip install starlette uvicorn
 """
 
 from pathlib import Path
