@@ -12,8 +12,8 @@ TABLES: dict[str, Mapping[str, Key]] = {
 }
 """Name of a table -> its keys; those of the Trainer are in its own table only."""
 HEADS = {
-    "en": ("key there", "when not given", "here", "what to know"),
-    "zh": ("原来的键", "不给时", "这里", "说明"),
+    "en": ("key", "default", "key here", "notes"),
+    "zh": ("原配置项", "默认值", "本工具的配置项", "说明"),
 }
 NONE = {"en": "none", "zh": "无"}
 

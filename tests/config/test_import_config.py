@@ -197,7 +197,7 @@ def test_ptuning_command(capsys: pytest.CaptureFixture[str]) -> None:
     [source] = cfg.data.sources
     assert (source.path, source.columns) == ("AdvertiseGen/train.json", {"prompt": "content", "response": "summary"})
     assert [source.path for source in cfg.data.validation] == ["AdvertiseGen/dev.json"]
-    assert "quantization_bit = 4: the weights under a prefix stay in 16 bits" in said
+    assert "quantization_bit = 4: with P-Tuning v2 the base weights stay in 16 bits" in said
     assert "output_dir = output/adgen-chatglm2-6b-pt-128-2e-2" in said
     header = Path("last.yaml").read_text()
     assert "quantization_bit = 4" in header.partition("defaults:")[0]
@@ -239,8 +239,8 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert cfg.ds_extra == {"zero_allow_untested_optimizer": True}
     assert "sft.yaml:34: learnin_rate. Did you mean 'learning_rate'?" in said
     assert cfg.train.neftune_alpha == 5
-    assert "ddp_timeout = 180000000: distributed.timeout_s" in said
-    assert "template: the model's own format" in said
+    assert "ddp_timeout = 180000000: use distributed.timeout_s" in said
+    assert "template: conversations are rendered by the model's own" in said
     assert "is not a directory here" not in said  # a name on Hugging Face
     assert cfg.model.path == "Qwen/Qwen3-4B-Instruct-2507"
 
@@ -400,7 +400,7 @@ def test_command_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     cfg, said = imported(capsys, put("run.sh", line))
     assert (cfg.batch.global_size, cfg.optim.betas, cfg.precision.dtype) == (4, [0.9, 0.98], Dtype.bf16)
     assert "run.sh:1: block_size." in said
-    assert "dataloader_pin_memory = False: data.num_workers" in said
+    assert "dataloader_pin_memory = False: see data.num_workers" in said
 
 
 def test_printed_without_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -558,7 +558,7 @@ def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found.enabled, found.project, found.workspace, found.mode.value) == (True, "mine", "team", "offline")
     assert cfg.track.enabled == ["tensorboard", "swanlab"]
     needless = said.partition("Not needed here:")[2]
-    assert "swanlab_api_key = ***, swanlab_run_name = r: the key comes from SWANLAB_API_KEY" in needless
+    assert "swanlab_api_key = ***, swanlab_run_name = r: the API key comes from SWANLAB_API_KEY" in needless
     assert "use_swanlab" not in needless and "abcdefghijkl" not in said + Path("last.yaml").read_text()
     off = FACTORY_YAML.replace("deepspeed:", "# ") + "use_swanlab: false\nswanlab_project: mine\n"
     cfg, said = imported(capsys, put("off.yaml", off), "world_size=4")

@@ -334,7 +334,9 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
     columns: dict[str, Any] = entry.get("columns") or {}
     reason = ""
     if entry.get("ranking"):
-        reason = tr("it holds preferences, and there is supervised training only")
+        reason = tr(
+            "it holds preference pairs, which are not converted: preference=dpo trains on them (docs/preference.md)"
+        )
     elif media := [kind for kind in _MEDIA if columns.get(kind)]:
         reason = tr("it holds {media}, and there are texts only", media=", ".join(media))
     elif not entry.get("file_name") and not entry.get("hf_hub_url"):
