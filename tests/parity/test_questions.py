@@ -1,4 +1,4 @@
-"""What evaluation asks is, to the id, what generation asks: for every family, out of the tokenised samples."""
+"""What evaluation asks is, to the id, what generation asks: for every family, out of the tokenized samples."""
 
 from typing import Any
 

@@ -90,7 +90,7 @@ def test_bleu_and_chrf_are_sacrebleus() -> None:
     chrf = score(Metric.chrf, ANSWERS[:2], REFERENCES[:2], "zh")
     assert chrf.value == sacrebleu.corpus_chrf(ANSWERS[:2], [REFERENCES[:2]]).score
     assert chrf.value == pytest.approx(23.384382, abs=1e-6)
-    # Why the tokenisation is chosen: sacrebleu's default takes either sentence for one word.
+    # Why the tokenization is chosen: sacrebleu's default takes either sentence for one word.
     assert sacrebleu.corpus_bleu(["今天天气不错"], [["今天天气不错"]]).score == 0
     assert of(Metric.bleu, "今天天气不错", "今天天气不错").value == pytest.approx(100)
 

@@ -56,7 +56,7 @@ def long_rows(count: int = ROWS) -> list[dict[str, str]]:
 
 @pytest.fixture
 def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """A run over some four megabytes, tokenised by two processes."""
+    """A run over some four megabytes, tokenized by two processes."""
     monkeypatch.setattr(module, "LEAST_BYTES_FOR_PROCESSES", 0)
     made = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", long_rows()))
     made.prepare.num_workers = 2
@@ -125,7 +125,7 @@ def test_killed_worker_is_named_and_nothing_lost(tmp_path: Path, cfg: RunConfig)
     with pytest.raises(DataError) as error:
         build_caches(cfg, DeadlyEncoder())
     assert str(error.value) == (
-        "A tokenising process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
+        "A tokenizing process was killed, most likely by the system for lack of memory (see `dmesg`). What was "
         "finished is kept: the same command continues from there. With less memory: prepare.num_workers=1."
     )
     assert parts(cfg)
@@ -206,7 +206,7 @@ def test_file_that_changes_while_it_is_read(tmp_path: Path, cfg: RunConfig) -> N
                 write_rows(file, pairs(3))
             return super().encode_many(conversations, tools)
 
-    with pytest.raises(DataError, match="A data file was changed while it was being tokenised"):
+    with pytest.raises(DataError, match="A data file was changed while it was being tokenized"):
         build_caches(cfg, Changing())
     assert not list(Path(cfg.prepare.dir, "stores").glob("*/manifest.json"))
     assert len(build_caches(cfg, ByteEncoder()).train) == 3
@@ -339,7 +339,7 @@ def test_a_lock_left_by_a_dead_machine_is_taken_over(
             if alive.wait(0.05):
                 lock.write_text("")
                 return
-            content = {"pid": 1, "host": "busy", "token": "y", "beat": number, "doing": "Tokenising: 3 %"}
+            content = {"pid": 1, "host": "busy", "token": "y", "beat": number, "doing": "Tokenizing: 3 %"}
             with open(lock, "r+", encoding="utf-8") as file:  # never empty in between, as a builder writes it
                 file.write(json.dumps(content) + "\n")
                 file.truncate()
@@ -352,7 +352,7 @@ def test_a_lock_left_by_a_dead_machine_is_taken_over(
     assert build_caches(cfg, ByteEncoder()).report.built
     assert time.monotonic() - started >= 2.0
     beating.join()
-    assert said == [f"Waiting for process 1 on busy, which is preparing {folder}. Tokenising: 3 %"]
+    assert said == [f"Waiting for process 1 on busy, which is preparing {folder}. Tokenizing: 3 %"]
 
 
 def test_a_store_that_is_cut_short_under_a_run_is_an_error_with_its_name(tmp_path: Path) -> None:

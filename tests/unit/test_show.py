@@ -83,9 +83,9 @@ def test_words_that_mean_nothing(words: list[str], capsys: pytest.CaptureFixture
 
 def test_prepared_data_is_verified(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = shown(capsys, "prepare", *words)
-    assert "Tokenised 40 rows" in first
+    assert "Tokenized 40 rows" in first
     assert "40 training samples" in first
-    assert "Tokenised" not in shown(capsys, "prepare", *words)
+    assert "Tokenized" not in shown(capsys, "prepare", *words)
     (ids,) = tmp_path.glob("cache/stores/*/ids.bin")
     content = bytearray(ids.read_bytes())
     content[7] ^= 1

@@ -1,4 +1,4 @@
-"""Tokenise a recipe's data in advance.
+"""Tokenize a recipe's data in advance.
 
 toolkit prepare recipe=NAME [key=value …]
 

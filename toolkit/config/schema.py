@@ -327,7 +327,7 @@ class Display(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class RunFolderConfig:
-    """`run`: the name and place of this run."""
+    """`run`: name and location of the run."""
 
     name: str = field(default="", metadata=FREE)
     """Name of the run directory below `run.dir`; the same name resumes the same run (see `resume`). "" makes a new directory from recipe and time."""
@@ -336,7 +336,7 @@ class RunFolderConfig:
     seed: NonNegativeInt = 42
     """Seed of everything random: weights of a random model, order of the samples, validation split, dropout."""
     max_restarts: NonNegativeInt = field(default=0, metadata=FREE)
-    """How often a run that died or hung is started again from its last checkpoint, by `toolkit launch` or by torchrun (whose --max-restarts must be the same); needs `run.name`, and `checkpoint.every` or `checkpoint.minutes`."""
+    """Maximum number of automatic restarts from the last checkpoint after a crash or hang, by `toolkit launch` or torchrun (whose --max-restarts must be the same); needs `run.name`, and `checkpoint.every` or `checkpoint.minutes`."""
     display: Display = field(default=Display.auto, metadata=FREE)
     """How rank 0 shows progress: live (one view that is redrawn) or plain (a line per log interval); auto is live on a terminal, and plain in a pipe, under Slurm, PBS or LSF, and in CI."""
 
@@ -363,7 +363,7 @@ class ShapeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """`model`: what is trained."""
+    """`model`: the model."""
 
     name: str = field(default="", metadata=FREE)
     """Name shown in messages; the group's file sets it."""
@@ -382,7 +382,7 @@ class ModelConfig:
     attention: Attention = field(default=Attention.auto, metadata=FREE)
     """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
     trust_remote_code: bool = False
-    """Run the Python files of the model's directory, with all your rights, where its architecture is not part of transformers; without it such models are rejected."""
+    """Run the Python files in the model's directory, with all your permissions, if its architecture is not part of transformers; otherwise such models are rejected."""
     router_loss: Annotated[float, Ge(-1)] = -1.0
     """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
     init: Init = Init.pretrained
@@ -392,14 +392,14 @@ class ModelConfig:
     hub_id: str = field(default="", metadata=FREE)
     """Name on Hugging Face: `model.path` of the groups that set it, and the base model in the card of an export."""
     modelscope_id: str = field(default="", metadata=FREE)
-    """Name on ModelScope, for the message that says how to get the weights."""
+    """Name on ModelScope, used in the message on how to download the weights."""
     published: dict[str, Any] = field(default_factory=dict, metadata=FREE)
     """Sizes from config.json of `model.hub_id`, set by the group's file: `toolkit plan` needs no download with them."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TuningConfig:
-    """`tuning`: which parameters are trained."""
+    """`tuning`: the fine-tuning method: which parameters are trained."""
 
     method: TuningMethod = field(default=TuningMethod.full, metadata=TRAINED)
     """full: every parameter; freeze: those of some layers; lora: low-rank additions to linear layers; qlora: the same on weights of 4 bits (GPU); ptuning_v2: learned keys and values before every layer's own, as in the ChatGLM repositories; prompt: learned embeddings before the first token."""
@@ -414,19 +414,19 @@ class TuningConfig:
     rslora: bool = False
     """lora, qlora: rank-stabilised scaling."""
     dora: bool = field(default=False, metadata=TRAINED)
-    """lora, qlora: train the length of each weight row apart from its direction (DoRA)."""
+    """lora, qlora: train magnitude and direction of the weights separately (DoRA)."""
     target_modules: list[str] = field(default_factory=list, metadata=TRAINED)
     """lora, qlora: which linear layers: names or ends of names (q_proj), patterns (*.mlp.*), or all-linear; [] takes the family's attention: query, key and value."""
     save_modules: list[str] = field(default_factory=list, metadata=TRAINED)
     """lora, qlora: modules that are trained in full along with the adapter and saved with them, such as lm_head."""
     num_tokens: PositiveInt = field(default=128, metadata=TRAINED)
-    """ptuning_v2, prompt: length of what is learned, in tokens (the original's pre_seq_len)."""
+    """ptuning_v2, prompt: prefix length in tokens (the original's pre_seq_len)."""
     projection: bool = field(default=False, metadata=TRAINED)
     """ptuning_v2: compute the prefix by a two-layer network from smaller embeddings (the original's prefix_projection)."""
     init_text: str = ""
     """prompt: begin with the embeddings of this text, repeated to the length; "" begins with tokens drawn from the vocabulary."""
     last_layers: NonNegativeInt = field(default=0, metadata=TRAINED)
-    """freeze: train so many of the last layers."""
+    """freeze: number of last layers to train."""
     patterns: list[str] = field(default_factory=list, metadata=TRAINED)
     """freeze: train the parameters whose names match one of these patterns too, such as lm_head.* or *.mlp.*."""
 
@@ -465,7 +465,7 @@ class SourceConfig:
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     weight: float = 1.0
-    """How often each of its samples comes per epoch: 2 is twice, 0.5 takes half of them (chosen by `run.seed`); validation ignores it."""
+    """How often each sample is used per epoch: 2 is twice, 0.5 uses half of them (chosen by `run.seed`); ignored for validation."""
     weights: list[WeightPoint] = field(default_factory=list)
     """A weight that changes during the run, in the place of `weight`: [{at: 0, weight: 2}, {at: 1, weight: 0.5}] (docs/data_efficiency.md); [] keeps it."""
 
@@ -497,10 +497,10 @@ class CurriculumShape(str, Enum):
 
 @dataclass(kw_only=True, slots=True)
 class CurriculumConfig:
-    """`data.curriculum`: short samples first (docs/data_efficiency.md). Each sample still comes once per epoch."""
+    """`data.curriculum`: curriculum: short samples first (docs/data_efficiency.md). Each sample is still used once per epoch."""
 
     steps: NonNegativeInt = 0
-    """Optimizer steps after which samples of all lengths come; at most those of an epoch. 0: all lengths from the first step."""
+    """Optimizer steps after which samples of all lengths are used; at most those of an epoch. 0: all lengths from the first step."""
     start_length: PositiveInt = 64
     """Longest sample of the first step, in tokens."""
     shape: CurriculumShape = CurriculumShape.linear
@@ -511,7 +511,7 @@ class CurriculumConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """`data`: what is learned from."""
+    """`data`: training and validation data."""
 
     sources: list[SourceConfig] = field(default_factory=list, metadata=BY_CONTENT)
     """Training data; several sources are mixed according to their weights."""
@@ -524,7 +524,7 @@ class DataConfig:
     train_thinking: bool = True
     """With chat templates: whether the reasoning of answers is trained, with its markers (an empty `<think></think>` too); false: only what follows it."""
     max_length: Annotated[int, Ge(8)] = 1024
-    """Longest sample in tokens, prompt and answer together, at most the model's positions; also the length of a packed row."""
+    """Longest sample in tokens, prompt and answer together, at most the model's positions; also the length of a packed sequence."""
     too_long: TooLong = TooLong.drop
     """drop: drop and count; truncate: remove the oldest turns (dropped if the newest turn alone is too long); split: make several samples, of whole turns where they fit, else of windows of tokens that end with an answer where one ends; error: stop."""
     on_bad_row: OnBadRow = OnBadRow.error
@@ -532,11 +532,11 @@ class DataConfig:
     max_bad_fraction: Share = 0.01
     """skip: stop all the same when more than this fraction of the rows (and more than 10) cannot be used."""
     max_samples: NonNegativeInt = 0
-    """Use only the first so many rows of all sources together; 0 uses all."""
+    """Use only the first N rows of all sources together; 0 uses all."""
     packing: Packing = Packing.none
-    """none: a row per sample, padded to the longest of its micro-batch; packed: rows of `data.max_length` filled with several samples that do not see each other; grouped: micro-batches of samples of like length, as many as fit into `batch.micro_per_gpu` rows of `data.max_length`. With packed and grouped `batch.global_size` counts rows of `data.max_length`."""
+    """none: one sequence per sample, padded to the longest of its micro-batch; packed: sequences of `data.max_length` filled with several samples that do not attend to each other; grouped: micro-batches of samples of similar length, as many as fit into `batch.micro_per_gpu` sequences of `data.max_length`. With packed and grouped `batch.global_size` counts sequences of `data.max_length`."""
     packing_window: NonNegativeInt = 0
-    """packed: fill rows from so many samples at a time; 0 from the whole epoch, which wastes least."""
+    """packed: number of samples that are packed at a time; 0: the whole epoch, with the least padding."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Short samples first."""
     num_workers: NonNegativeInt = field(default=0, metadata=FREE)
@@ -545,14 +545,14 @@ class DataConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PrepareConfig:
-    """`prepare`: the tokenised store."""
+    """`prepare`: the tokenized cache."""
 
     dir: str = ".cache/toolkit"
-    """Directory for tokenised data and fitted tokenizers, shared by all ranks of a node; relative to the directory where the command was typed."""
+    """Directory for tokenized data and trained tokenizers, shared by all ranks of a node; relative to the working directory of the command."""
     num_workers: NonNegativeInt = 0
-    """Processes that tokenise; 0 takes as many as this process may use cores."""
+    """Number of tokenizer processes; 0: one per core that this process may use."""
     shard: str = ""
-    """i/n: do the i-th of n parts only, for several nodes that share `prepare.dir`; run once more without it to join the parts."""
+    """i/n: process the i-th of n parts only, for several nodes that share `prepare.dir`; run once more without it to merge the parts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -584,12 +584,12 @@ class PreferenceConfig:
 
 @dataclass(kw_only=True, slots=True)
 class BatchConfig:
-    """`batch`: rows per step. Gradient accumulation is derived: global_size / (micro_per_gpu x ranks)."""
+    """`batch`: sequences per step. Gradient accumulation steps follow: global_size / (micro_per_gpu x ranks)."""
 
     global_size: PositiveInt = 32
-    """Rows per optimizer step over all ranks; a row is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several."""
+    """Global batch size: sequences per optimizer step over all ranks; a sequence is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several samples."""
     micro_per_gpu: PositiveInt | str = field(default=1, metadata=FREE)
-    """Rows of one rank per forward pass; auto: the most that fit into the memory of every rank, found before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
+    """Micro-batch size: sequences per rank and forward pass; auto: the largest that fits into the memory of every rank, measured before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
     world_sizes: list[int] = field(default_factory=list, metadata=FREE)
     """Numbers of ranks that the run is to start or resume with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
 
@@ -601,7 +601,7 @@ class OptimConfig:
     name: OptimizerName = OptimizerName.adamw
     """adamw: decoupled weight decay; adam: weight decay added to the gradient; adamw_8bit: AdamW whose states take 8 bits (bitsandbytes); muon: orthogonalised momentum for the matrices of the layers, AdamW for the rest; lion: the sign of a momentum; adafactor: factored second moments; sgd, adagrad: PyTorch's."""
     lr: PositiveFloat = 2e-5
-    """Peak learning rate. Where nothing names it, it follows `tuning.method`: full and freeze 2e-5, lora and qlora 2e-4, ptuning_v2 5e-3, prompt 3e-2; with `preference.loss` a fortieth of that: 5e-7, 5e-6."""
+    """Peak learning rate. The default depends on `tuning.method`: full and freeze 2e-5, lora and qlora 2e-4, ptuning_v2 5e-3, prompt 3e-2; with `preference.loss` a fortieth of that: 5e-7, 5e-6."""
     adam_lr: NonNegativeFloat = 0.0
     """muon: peak learning rate of what AdamW trains (embeddings, output layer, norms, biases); 0 takes `optim.lr`."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -615,7 +615,7 @@ class OptimConfig:
     decay: DecayOf = DecayOf.all
     """Which trained parameters have weight decay. all: every one; matrices: no biases and norms; hidden: no embeddings and output layer either."""
     layer_lr_decay: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Each layer learns by this factor slower than the one above it: of L layers, number i (from 0) at the rate times its power L - i, embeddings at L + 1, what stands above the layers at the full rate; 1 treats all alike."""
+    """Layer-wise learning rate decay d: layer i of L (from 0) uses lr x d^(L-i), embeddings lr x d^(L+1), the output layer the full rate; 1: no decay."""
     torch: bool | str = field(default=AUTO, metadata=FREE)
     """true: PyTorch's own fused Adam, and a Lion of PyTorch's operations; false: DeepSpeed's (FusedAdam and FusedLion, or DeepSpeedCPUAdam and DeepSpeedCPULion when offloaded), which are compiled once at first use. auto: PyTorch's without a GPU, or without a compiler (nvcc) for DeepSpeed's; DeepSpeed's otherwise, and when offloaded. The other optimizers are not DeepSpeed's."""
 
@@ -650,7 +650,7 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
-    """`precision`: the arithmetic of the model. The loss is summed in fp32 for all."""
+    """`precision`: precision of the model. The loss is always summed in fp32."""
 
     dtype: Dtype = Dtype.bf16
     """fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights."""
@@ -695,7 +695,7 @@ class OffloadOptimizerConfig:
     ratio: Annotated[float, Ge(0), Le(1)] = 1.0
     """cpu, stage 3: fraction of the parameters whose optimizer step runs on the CPU."""
     super_offload: bool = False
-    """cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and the like: the optimizer step in a process of its own, in parallel with the backward pass where `train.gradient_clipping` is 0 (docs/zero.md)."""
+    """cpu, stage 3, NVIDIA GPUs: DeepSpeed's SuperOffload for Grace Hopper and similar chips: the optimizer step in a separate process, in parallel with the backward pass if `train.gradient_clipping` is 0 (docs/zero.md)."""
     cpuadam_cores_perc: Annotated[float, Gt(0), Lt(1)] = 0.8
     """super_offload: fraction of a rank's cores that its optimizer process gets."""
 
@@ -749,9 +749,9 @@ class ZenFlowConfig:
     update_interval: PositiveInt = 4
     """Steps whose gradients are added up for all other columns before they are updated."""
     full_warm_up_rounds: NonNegativeInt = 0
-    """Steps at the beginning in which everything is updated."""
+    """Number of first steps that update all parameters."""
     overlap_step: bool = False
-    """Let the update on the CPU run in parallel with the next steps, in a process of its own."""
+    """Run the update on the CPU in parallel with the next steps, in a separate process."""
     offload: bool = False
     """Keep the optimizer states of the chosen columns in host memory; needs zero.overlap_comm."""
     pt_reserved_cores_perc: Annotated[float, Ge(0), Le(1)] = 0.5
@@ -811,16 +811,16 @@ class ParallelConfig:
     """`parallel`: how many ranks share one model. Data-parallel ranks = ranks / (tensor x sequence x pipeline)."""
 
     tensor: PositiveInt = 1
-    """Ranks over which the matrices of each layer are split (DeepSpeed's AutoTP); neighbours, best on one machine."""
+    """Tensor parallelism: adjacent ranks over which the matrices of each layer are split (DeepSpeed's AutoTP), best on one node."""
     sequence: PositiveInt = field(default=1, metadata=FREE)
-    """Ranks over which the tokens of each row are split (DeepSpeed's Ulysses): for rows too long for one."""
+    """Sequence parallelism: ranks over which the tokens of each sequence are split (DeepSpeed's Ulysses), for sequences that are too long for one."""
     pipeline: PositiveInt = 1
-    """Ranks over which the layers are split, each a stage (DeepSpeed's PipelineModule)."""
+    """Pipeline parallelism: ranks over which the layers are split, each a stage (DeepSpeed's PipelineModule)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class KernelsConfig:
-    """`kernels`: what computes the loss and the layers; `model.attention` says what computes attention."""
+    """`kernels`: kernels of the loss and the layers; attention is set by `model.attention`."""
 
     loss: LossKernel = LossKernel.auto
     """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits are never in memory all at once; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with additions (LoRA), get the logits of all trained tokens at once."""
@@ -832,7 +832,7 @@ class KernelsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CompileConfig:
-    """`compile`: let torch.compile make kernels of the model's own operations; the first steps take minutes for it."""
+    """`compile`: compile the model's operations with torch.compile; the first steps take minutes."""
 
     enabled: bool = False
     """Compile the model."""
@@ -882,7 +882,7 @@ class RandomLtdConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    """`train`: how long, and what each step does besides the arithmetic."""
+    """`train`: length of the run, and what is done in each step."""
 
     epochs: PositiveInt = 1
     """Passes over the training data; unused when `train.max_steps` is given."""
@@ -914,7 +914,7 @@ class TrainConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """`checkpoint`: what is kept on disk."""
+    """`checkpoint`: checkpoints and exports on disk."""
 
     every: NonNegativeInt = 0
     """Steps between two checkpoints; 0 counts no steps (see `checkpoint.minutes`)."""
@@ -1048,7 +1048,7 @@ class TrackioConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrackConfig:
-    """`track`: who gets what metrics.jsonl gets, which is always written (docs/tracking.md)."""
+    """`track`: experiment tracking: which tools receive the metrics; metrics.jsonl is always written (docs/tracking.md)."""
 
     patience_s: NonNegativeFloat = 30.0
     """Seconds that the beginning of a run and its end each wait at most for trackers that do not answer; never more than a quarter of distributed.timeout_s."""
@@ -1073,12 +1073,12 @@ class TrackConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ReportConfig:
-    """`report`: the page RUN/report.html, which `toolkit report RUN` makes at any time."""
+    """`report`: the report RUN/report.html; `toolkit report RUN` writes it at any time."""
 
     enabled: bool = True
-    """Make the page when the run is done."""
+    """Write the report when the run ends."""
     every: NonNegativeInt = 0
-    """Optimizer steps after which the page is made again during the run; 0 makes it at the end only."""
+    """Update the report every N optimizer steps during the run; 0: only at the end."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1117,7 +1117,7 @@ class CommsLoggerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig:
-    """`plan`: what the run may take of a machine."""
+    """`plan`: memory limits, and choosing a layout automatically."""
 
     auto: bool = False
     """Choose ZeRO stage, offloading to host memory, activation checkpointing and micro-batch at launch: the fastest, by the plan, that fits on these nodes with the same global batch. A resumed run keeps what it began with."""
@@ -1128,7 +1128,7 @@ class PlanConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ProfileConfig:
-    """`profile`: DeepSpeed's measuring tools; they cost time."""
+    """`profile`: DeepSpeed's profilers; they slow down training."""
 
     wall_clock_breakdown: bool = False
     """Time forward, backward and step; synchronises the device."""
@@ -1144,7 +1144,7 @@ class ProfileConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LaunchConfig:
-    """`launch`: what the launcher is expected to have started, and the ranks' environment."""
+    """`launch`: the expected number of nodes, and environment variables of the ranks."""
 
     num_nodes: NonNegativeInt = 0
     """Nodes that must take part; a run on fewer or more is rejected; 0 takes what the launcher gives."""
@@ -1171,7 +1171,7 @@ def as_text(value: Any) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class DistributedConfig:
-    """`distributed`: how ranks talk to each other."""
+    """`distributed`: communication between ranks."""
 
     backend: Backend = Backend.auto
     """auto: nccl on NVIDIA GPUs, gloo on CPUs."""
@@ -1194,21 +1194,21 @@ class RunConfig:
     language: str = field(default="", metadata=FREE)
     """Language of messages: en or zh; "" takes the locale's."""
     resume: str = field(default="auto", metadata=FREE)
-    """auto: a named run resumes from its newest complete checkpoint, a new one starts; must: there has to be such a checkpoint; never: the run has to be new; or the path of a checkpoint or run directory to go on from, in a directory of its own."""
+    """auto: a named run resumes from its newest complete checkpoint, a new name starts a new run; must: a checkpoint is required; never: the run must be new; or the path of a checkpoint or run directory to resume from, in a new run directory."""
     deepspeed_json: str = field(default="", metadata=FREE)
     """A DeepSpeed JSON of your own that replaces the recipe's DeepSpeed settings; "auto" in it takes the recipe's value."""
     run: RunFolderConfig = field(default_factory=RunFolderConfig)
     """Name, place and seed."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """What is trained."""
+    """The model."""
     tuning: TuningConfig = field(default_factory=TuningConfig)
-    """Which parameters are trained."""
+    """The fine-tuning method: which parameters are trained."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What is learned from."""
+    """Training and validation data."""
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     """Preference tuning."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig, metadata=FREE)
-    """The tokenised store."""
+    """The tokenized cache."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Samples per step."""
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -27,7 +27,7 @@ from toolkit.messages import DataError, RowError, tr
 BOM = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20
 LARGEST_ROW_BYTES = 1 << 24
-"""Of one row, as JSON: to tokenise it takes about a hundred times as much memory."""
+"""Of one row, as JSON: to tokenize it takes about a hundred times as much memory."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -69,7 +69,7 @@ def check_characters(value: object) -> None:
 def _check_size(size: int) -> None:
     if size > LARGEST_ROW_BYTES:
         raise RowError(
-            "a row of {size} MiB; at most {most} MiB can be tokenised at once. Split its text over several rows",
+            "a row of {size} MiB; at most {most} MiB can be tokenized at once. Split its text over several rows",
             size=size >> 20,
             most=LARGEST_ROW_BYTES >> 20,
         )

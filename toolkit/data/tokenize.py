@@ -133,7 +133,7 @@ FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", BAD
 """What `prepare.dir` holds; it may hold other things beside them."""
 _TOLERATED_BAD_ROWS = 10
 LEAST_BYTES_FOR_PROCESSES = 8 << 20
-"""Starting a process takes seconds; less data than this is tokenised at once."""
+"""Starting a process takes seconds; less data than this is tokenized at once."""
 _OLD_PARTS_S = 7 * 24 * 3600
 _opened: set[Path] = set()
 """Stores that this process has opened before."""
@@ -163,7 +163,7 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
             say(changes)
         builder.build(building, {"fingerprint": fingerprint, "inputs": inputs})
         if _inputs(cfg, encoder, files)["files"] != inputs["files"]:
-            raise DataError(tr("A data file was changed while it was being tokenised. Start the same command again."))
+            raise DataError(tr("A data file was changed while it was being tokenized. Run the same command again."))
 
     built = build_once(folder, build, is_complete, lambda: builder.pace.line)
     if built:
@@ -226,7 +226,7 @@ class BuildProgress:
         seconds = max(time.monotonic() - self.started, 1e-6)
         left = (self.total - done) / (new_bytes / seconds) if new_bytes else 0
         self.line = tr(
-            "Tokenising: {rows} rows, {percent} %, {rate} tokens/s, about {minutes} min left.",
+            "Tokenizing: {rows} rows, {percent} %, {rate} tokens/s, about {minutes} min left.",
             rows=f"{rows:,}",
             percent=f"{100 * done / self.total:.0f}",
             rate=f"{new_tokens / seconds:,.0f}",

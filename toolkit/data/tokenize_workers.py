@@ -78,7 +78,7 @@ CODE_VERSION = 5
 EXAMPLES = 5
 _BATCH_ROWS = 512
 _BATCH_CHARS = 1 << 22
-"""So much text is tokenised at once: tokens take about a hundred times the memory of their text while that lasts."""
+"""So much text is tokenized at once: tokens take about a hundred times the memory of their text while that lasts."""
 _MOST_MESSAGES = 2000
 """Of a row: a chat template writes a conversation once more for each of its answers."""
 _MOST_TEXT = 1 << 26
@@ -483,7 +483,7 @@ def make_parts(
             yield oldest()
     except BrokenProcessPool:
         raise DataError(
-            "A tokenising process was killed, most likely by the system for lack of memory (see "
+            "A tokenizing process was killed, most likely by the system for lack of memory (see "
             "`dmesg`). What was finished is kept: the same command continues from there. With less "
             "memory: prepare.num_workers={fewer}.",
             fewer=max(1, num_workers // 2),

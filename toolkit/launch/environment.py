@@ -279,7 +279,7 @@ def mpi_notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) 
     if "OMPI_MCA_hwloc_base_binding_policy" not in environ and allowed < cores // max(1, local_world_size):
         said.append(
             tr(
-                "Note: Open MPI lets this rank use {allowed} of {cores} cores, data loading and tokenising included. "
+                "Note: Open MPI lets this rank use {allowed} of {cores} cores, data loading and tokenizing included. "
                 "`mpirun --bind-to none` lets it use all.",
                 allowed=allowed,
                 cores=cores,

@@ -220,7 +220,7 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
             tr("NVMe: the disk's speed is not known, so neither is the time of an update."),
         ),
         (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
-        (True, tr("Not counted: pages of the tokenised data (they give way), and other programs.")),
+        (True, tr("Not counted: pages of the tokenized data (they give way), and other programs.")),
     )
     return [note for is_due, note in notes if is_due]
 

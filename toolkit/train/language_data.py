@@ -151,7 +151,7 @@ def build_encoder(cfg: RunConfig) -> chat.AnyChatEncoder:
 def _tell(report: tokenize.PrepareReport) -> None:
     """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
     if report.is_new:
-        say("Tokenised {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
+        say("Tokenized {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
     for reason, count in report.dropped.items():
         say(
             "Skipped {count} rows: {reason}. First: {examples}",

@@ -329,7 +329,7 @@ _ROLE = (
     "{{ '<|' ~ (message['role'] if message['role'] != 'tool' else 'observation') ~ '|>' "
     "~ (message['metadata'] or '') ~ '\\n' }}"
 )
-# Between the line break and the content stands a blank: sentencepiece's own, before each text tokenised for itself.
+# Between the line break and the content stands a blank: sentencepiece's own, before each text tokenized for itself.
 _CHATGLM3_BODY = (
     _ROLE + "{%- set text = message['content'] -%}"
     "{%- if message['tools'] -%}"
