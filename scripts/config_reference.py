@@ -19,30 +19,30 @@ ENGLISH_HEADER = """# Configuration reference
 
 Made from `toolkit/config/schema.py` by `scripts/generate_config_docs.py`; do not edit.
 
-Set a key in a recipe (nested YAML) or on the command line (`key=value`); the command line wins. `group=choice` takes a
-file of `conf/GROUP/`; on the command line it beats the recipe's keys, and single keys beat it. Every other
-name is an error, and so is a key that has no effect beside the others.
+Set a key in a recipe (nested YAML) or on the command line (`key=value`), which takes precedence. `group=choice` selects
+a file of `conf/GROUP/`; on the command line it overrides the recipe's keys, and single keys override it. Unknown names
+are errors, and so are keys that have no effect in combination with the others.
 
 Editors with the YAML language server (in VS Code the extension YAML of Red Hat) complete and check recipes by the
-schema that the second line of ours names; in yours write its path:
+JSON schema named in the second line of each recipe; in your recipe write its path:
 `# yaml-language-server: $schema=recipes/recipe.schema.json`.
 """
-CHINESE_HEADER = """# 所有配置键
+CHINESE_HEADER = """# 所有配置项
 
 [English](config.md)
 
 由 `scripts/generate_config_docs.py` 根据 `toolkit/config/schema.py` 生成，请勿编辑。
 
-键写在配方中（嵌套的 YAML），或写在命令行上（`键=值`）；命令行优先。`组=选项` 采用 `conf/组/` 中的一个文件；\
-写在命令行上时优先于配方中的键，而命令行上的单个键又优先于它。
-其他任何名字都是错误，与其他设置并存而不起作用的键也是错误。
+配置项写在配方中（嵌套的 YAML），或写在命令行中（`key=value`）；命令行优先。\
+`group=choice` 选择 `conf/GROUP/` 中的一个文件；写在命令行中时覆盖配方中的配置项，命令行中的单个配置项又覆盖它。\
+未知的名称会报错，与其他配置项组合后不起作用的配置项也会报错。
 
 支持 YAML language server 的编辑器（如装有 Red Hat YAML 扩展的 VS Code）会按 schema 补全并检查配方：\
 自带的配方在第二行指明了它，你的配方写上它的路径即可：`# yaml-language-server: $schema=recipes/recipe.schema.json`。
 """
 WORDS = {
     "Top level": "最上层",
-    "| key | type | default | meaning |": "| 键 | 类型 | 默认值 | 含义 |",
+    "| key | type | default | meaning |": "| 配置项 | 类型 | 默认值 | 含义 |",
     "whole number, `auto`": "整数、`auto`",
     "whole number": "整数",
     "number": "数",

@@ -1,4 +1,4 @@
-"""Train a user's own model and data set: docs/custom_models.md."""
+"""Train a user's own model and dataset: docs/custom_models.md."""
 
 from toolkit.distributed.failure import end_with_launcher
 
@@ -45,7 +45,7 @@ def train(
     overrides: Iterable[str] = (),
     words: Sequence[str] | None = None,
 ) -> Path:
-    """Train any model on any data set, as recipes are trained: under any launcher, on as many ranks as it starts.
+    """Train any model on any dataset, as recipes are trained: under any launcher, on as many ranks as it starts.
 
     To be called once by a program that each rank runs; `deepspeed --num_gpus 2 my_train.py zero=stage1 optim.lr=3e-4`.
 
@@ -56,19 +56,19 @@ def train(
             `run.seed`; or iterable: a stream that is shared out to the ranks.
         loss: given the model and a batch, returns one loss per sample, `[n]`. What is minimised is their mean over the
             samples of the global batch.
-        validation: data set for evaluations, or None.
+        validation: dataset for evaluations, or None.
         metrics: given the model and a batch, returns a dict of values per sample, `[n]`; their means over the
             validation data are recorded as `eval_NAME`.
         score: given the values of all validation samples in their order, by name `[N, ...]`, returns a dict of figures,
             recorded in place of the means: for what is no mean.
         collate: makes a batch of a list of samples; torch's by default.
-        shards_itself: the iterable data set gives each rank what is its own; see `share`.
+        shards_itself: the iterable dataset gives each rank what is its own; see `share`.
         recipe: a YAML file with settings, or the name of a recipe; "" takes `toolkit/custom.yaml`.
         overrides: settings as on the command line, which wins over them.
         words: the command line after the program; None takes it from sys.argv.
 
     Returns:
-        The run folder, with metrics.jsonl, checkpoints/, export/model.safetensors and report.html.
+        The run directory, with metrics.jsonl, checkpoints/, export/model.safetensors and report.html.
 
     Raises:
         SystemExit: the run did not come to its end; with the exit code of `toolkit train`. The reason has been told.

@@ -41,7 +41,7 @@ def run(words: list[str]) -> None:
         try:
             if file.exists() and file.read_text(encoding="utf-8") != text:
                 raise ConfigError(
-                    "{file} exists and says something else; it is not overwritten. Move it away first.", file=file
+                    "{file} exists with different content; it is not overwritten. Move it away first.", file=file
                 )
             file.write_text(text, encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -288,7 +288,7 @@ def events_of(run: Run) -> list[Event]:
         if name == "rewinds":
             found.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
         elif name == "bad_steps":
-            text = printable(run.bad_steps.get(step, "")) or tr("skipped steps (NaN, Inf or spikes): {count}", count=count)
+            text = printable(run.bad_steps.get(step, "")) or tr("skipped steps: {count}", count=count)
             found.append(Event(step, tr("bad step"), text, RED))
         elif name == "skipped_steps" and step not in bad:
             found.append(Event(step, tr("skipped"), tr("steps skipped: {count}", count=count), CYAN))
