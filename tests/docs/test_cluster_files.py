@@ -6,6 +6,7 @@ No container engine, Slurm or Kubernetes is needed: files are read, and the Slur
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,22 @@ def test_an_image_holds_what_a_wheel_is_made_of(file: Path) -> None:
         "pyproject.toml",
         *re.findall(r'^(?:readme = |license-files = \[)"(\w+(?:\.md)?)"', packaging, re.M),
     }
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_image_without_cuda_is_built_and_runs() -> None:
+    """Only where a container engine works: its client alone, without a daemon, does not count."""
+    engine = next((name for name in ("docker", "podman") if shutil.which(name)), "")
+    if not engine:
+        pytest.skip("neither docker nor podman is installed")
+    if subprocess.run([engine, "info"], capture_output=True, timeout=60).returncode:
+        pytest.skip(f"{engine} is installed, but `{engine} info` fails: no engine answers")
+    tag = "deepspeed-toolkit-test:cpu"
+    build = [engine, "build", "-f", str(DOCKERFILES[1]), "-t", tag, str(ROOT)]
+    subprocess.run(build, check=True, timeout=3000)
+    check = ["toolkit", "check", "recipe=quickstart", "world_size=2"]
+    subprocess.run([engine, "run", "--rm", tag, *check], check=True, timeout=300)
 
 
 def test_both_images_differ_in_nothing_but_what_they_run_on() -> None:
