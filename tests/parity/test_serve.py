@@ -20,7 +20,9 @@ from toolkit.cli import main
 from toolkit.evaluate import server
 from toolkit.evaluate.generate import Sampling, decode_answer, generate
 from toolkit.export.load import load_any
+from toolkit.export.serving import FAILED, lines_of, verify_serving
 from toolkit.launch.environment import free_port
+from toolkit.models.chat import load_chat_encoder
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,6 +125,16 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "the @ in" in refused(write_random(tmp_path / "me@home"))
     (model / "chat_template.jinja").unlink()
     assert "has no chat template" in refused(model)
+
+
+@pytest.mark.parametrize("kind", ["v3", "glm4"])
+def test_tools_and_calls_are_served_as_they_were_trained(kind: str, tmp_path: Path) -> None:
+    """A server's clients send tools and calls in OpenAI's form, which the original templates leave out."""
+    official = write(tmp_path / "official", kind, tokenizer=True)
+    assert main(["export-model", f"model.path={official}", "format=hf", f"output={tmp_path}/model"]) == 0
+    findings = verify_serving(tmp_path / "model", load_chat_encoder(official), [])
+    assert FAILED not in [one.state for one in findings], lines_of(findings)
+    assert "24 of 24 equal" in next(one.text for one in findings if one.check.startswith("prompts"))
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -8,17 +8,11 @@ toolkit show runs/NAME/logs/bad-step-N.jsonl [n=5] [color=auto]    the samples o
   color=auto   always, never, or auto: colour on a terminal (unless NO_COLOR is set), brackets elsewhere
 """
 
-import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, one_of, parse_checked
 from toolkit.config.preflight import resolve_model_path
 from toolkit.messages import ConfigError, say, tr
-
-if TYPE_CHECKING:
-    from toolkit.data.preview import Style
 
 COLORS = ("auto", "always", "never")
 
@@ -28,16 +22,16 @@ def run(words: list[str]) -> None:
         usage = "toolkit show runs/NAME/logs/bad-step-N.jsonl n=5 color=auto"
         given = named_arguments(words[1:], required=(), optional=("n", "color"), usage=usage)
         count, color = non_negative_int(given, "n", 5), one_of(given, "color", COLORS)
-        from toolkit.data.preview import bad_step_lines
+        from toolkit.data.preview import bad_step_lines, style_of
 
-        say("\n".join(bad_step_lines(Path(words[0]), count, _style(color))))
+        say("\n".join(bad_step_lines(Path(words[0]), count, style_of(color))))
         return
     arguments = parse_checked(words, names=("n", "split", "color"))
     count = non_negative_int(arguments.values, "n", 5)
     split = one_of(arguments.values, "split", ("train", "validation"))
     color = one_of(arguments.values, "color", COLORS)
     cfg = resolve_model_path(arguments.loaded).cfg
-    from toolkit.data.preview import count_lines, sample_lines
+    from toolkit.data.preview import count_lines, sample_lines, style_of
     from toolkit.train.language_data import load_data
 
     prepared = load_data(cfg)
@@ -47,12 +41,5 @@ def run(words: list[str]) -> None:
             raise ConfigError(tr("this recipe has no validation data: show split=train."))
         cache, plan = prepared.validation, prepared.validation_plan
     counts = count_lines(cfg, prepared.report, prepared.packing, cache, plan)
-    samples = sample_lines(cfg, prepared.tokenizer, prepared.packing, cache, plan, count, _style(color))
+    samples = sample_lines(cfg, prepared.tokenizer, prepared.packing, cache, plan, count, style_of(color))
     say("\n".join([*counts, *samples]))
-
-
-def _style(color: str) -> "Style":
-    from toolkit.data.preview import BRACKETS, COLOURS
-
-    on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return COLOURS if color == "always" or (color == "auto" and on_terminal) else BRACKETS

@@ -939,6 +939,14 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ExportConfig:
+    """`export`: what export/ must be; whether there is one says `checkpoint.export`."""
+
+    require_serving: bool = False
+    """Publish export/ only if transformers alone serves it as it was trained (`toolkit verify-serving`): one that fails is kept as export.held, with the reasons, and the run ends with exit code 74. The model is loaded once more, on the first rank's CPU."""
+
+
+@dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
     """`evaluate`: loss and perplexity on the validation split, exact over all tokens of the samples taken, and the model's answers to it."""
 
@@ -1231,6 +1239,8 @@ class RunConfig:
     """What is kept on disk."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig, metadata=FREE)
     """Validation."""
+    export: ExportConfig = field(default_factory=ExportConfig, metadata=FREE)
+    """Conditions of publishing the model."""
     track: TrackConfig = field(default_factory=TrackConfig, metadata=FREE)
     """Trackers."""
     report: ReportConfig = field(default_factory=ReportConfig, metadata=FREE)

@@ -1,7 +1,10 @@
 """Samples and counts as text for a terminal: what is trained, what is context, what is padding."""
 
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,8 +33,25 @@ COLOURS: Style = {
     "context": ("", ""),
     "special": ("\x1b[36m", "\x1b[0m"),
     "padding": ("\x1b[90m", "\x1b[0m"),
+    "removed": ("\x1b[1;31m", "\x1b[0m"),
+    "added": ("\x1b[1;32m", "\x1b[0m"),
 }
-BRACKETS: Style = {"trained": ("⟦", "⟧"), "context": ("", ""), "special": ("", ""), "padding": ("", "")}
+BRACKETS: Style = {
+    "trained": ("⟦", "⟧"),
+    "context": ("", ""),
+    "special": ("", ""),
+    "padding": ("", ""),
+    "removed": ("[-", "-]"),
+    "added": ("{+", "+}"),
+}
+_AROUND = 6
+"""Equal tokens that are shown on either side of a difference."""
+
+
+def style_of(color: str) -> Style:
+    """Return the style for color=always, never or auto: colour on a terminal, unless NO_COLOR is set."""
+    on_terminal = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return COLOURS if color == "always" or (color == "auto" and on_terminal) else BRACKETS
 
 
 def _in_style(kind: str, text: str, style: Style) -> str:
@@ -72,6 +92,24 @@ def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -
 def marked(text: Iterable[tuple[str, str]], style: Style) -> str:
     """Return the stretches of a sample with their kinds shown."""
     return "".join(_in_style(kind, part, style) for kind, part in text)
+
+
+def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], style: Style) -> str:
+    """Return where two rows of ids differ, as text: what only the first has is removed, what only the second, added."""
+    parts: list[str] = []
+    first = ""
+    for kind, *bounds in SequenceMatcher(None, trained, served, autojunk=False).get_opcodes():
+        ids, others = trained[bounds[0] : bounds[1]], served[bounds[2] : bounds[3]]
+        if kind == "equal":
+            short = len(ids) <= 2 * _AROUND
+            shown = [ids] if short else [ids[:_AROUND] if parts else [], ids[-_AROUND:]]
+            parts.append("…".join(printable(tokenizer.decode(one)) for one in shown))
+            continue
+        pair = {"ids": list(ids[:5]), "others": list(others[:5])}
+        first = first or tr("at token {place}: {ids} -> {others}", place=bounds[0], **pair)
+        for name, one in (("removed", ids), ("added", others)):
+            parts += [_in_style(name, printable(tokenizer.decode(one)), style)] if one else []
+    return f"{first}  {''.join(parts)}"
 
 
 def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[str]:

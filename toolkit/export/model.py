@@ -670,11 +670,24 @@ def verify_logits(folder: Path) -> str:
         return tr("it loads; there is no probe to compare its logits with")
     if not saved.logits.isfinite().all():
         return tr("it loads; its logits were NaN or Inf when it was saved: the model had diverged")
-    found = probe.capture(model, saved.ids)
-    if is_model and not found.logits.isfinite().all():  # a layer that is used elsewhere too
-        found = probe.capture(load_model(folder), saved.ids)
+    found = run_folder(folder, saved.ids, model) if is_model else probe.capture(model, saved.ids)
+    return judge_logits(model, folder if is_model else None, found, saved)
+
+
+def run_folder(folder: Path, ids: torch.Tensor, model: PreTrainedModel | None = None) -> probe.Probe:
+    """Run a directory's model on ids [R, L], on the CPU, a layer in memory at a time; `model`: streamed already."""
+    found = probe.capture(model or streamed_model(folder), ids)
+    if not found.logits.isfinite().all():  # a layer that is used elsewhere too
+        found = probe.capture(load_model(folder), ids)
+    return found
+
+
+def judge_logits(model: PreTrainedModel, folder: Path | None, found: probe.Probe, saved: probe.Probe) -> str:
+    """Return how logits compare with those of a save as text; raises as `verify_logits`. `model`: it, or with its
+    `folder` the same without weights.
+    """
     difference = probe.difference_of(found, saved)
-    tolerance, wrong = _bounds(model, folder if is_model else None, found, saved, difference)
+    tolerance, wrong = _bounds(model, folder, found, saved, difference)
     if difference <= tolerance:
         return tr(
             "forward: the logits are those of the save (difference {difference} of their spread, tolerance "

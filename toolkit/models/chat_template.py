@@ -296,10 +296,10 @@ _PLACES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
 """What a conversation may have -> one that has it; a template that does not write `_WORD` there has no place for it."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which templates read the reasoning of an answer."""
-_MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
+MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
 """What generation may be asked with: an answer follows the first prompt that it was rendered after (GLM-4.7's default
 begins the reasoning, that of Qwen3.5's small models ends it)."""
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 class TemplateChatEncoder:
@@ -581,7 +581,7 @@ class TemplateChatEncoder:
         where that begins the next turn.
         """
         (begin, stop), message = span, messages[index]
-        block = _THOUGHT.match(message["content"]) if "</think>" in message["content"] else None
+        block = THOUGHT.match(message["content"]) if "</think>" in message["content"] else None
         thought = str(message.get(self.reasoning_key or "") or (block[1] if block else "")).strip()
         if thought and text.find(thought, begin, stop) < 0:
             raise RowError(
@@ -630,7 +630,7 @@ class TemplateChatEncoder:
         self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str, asks: bool
     ) -> int | None:
         """Return the length of the prompt that a text begins with."""
-        for mode in _MODES if asks else _MODES[:1]:
+        for mode in MODES if asks else MODES[:1]:
             before = self.render(messages, tools, asks, **mode)
             if text.startswith(before):
                 return len(before)
@@ -718,7 +718,7 @@ def _rendered(render: Callable[[Sequence[Message]], Any], messages: Sequence[Mes
             except _FAILURES:
                 if not any(message.get("tool_calls") for message in messages):
                     raise
-                for form in (_with_text_arguments, _with_ids):
+                for form in (with_text_arguments, with_ids):
                     with suppress(*_FAILURES):
                         return render(form(messages))
                 raise
@@ -734,7 +734,7 @@ def _rendered(render: Callable[[Sequence[Message]], Any], messages: Sequence[Mes
     raise RowError(failure) from None
 
 
-def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose calls have their arguments as JSON text, the form of OpenAI's API."""
     changed: list[Message] = []
     for message in messages:
@@ -747,7 +747,7 @@ def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     return changed
 
 
-def _with_ids(messages: Sequence[Message]) -> list[Message]:
+def with_ids(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose calls are numbered, and the results in the calls' order: Mistral's templates ask for ids of
     nine characters.
     """

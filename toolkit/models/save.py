@@ -5,11 +5,11 @@ that takes besides the weights is the model's `Origin`, which travels in `offici
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -98,15 +98,22 @@ def _count_predicting_layers(model: PreTrainedModel) -> None:
     """Set the config's number of layers for multi-token prediction to 0 if the model has none. transformers (5.23)
     skips those of GLM-4.5, DeepSeek-V3 and others at loading, and vLLM and llama.cpp would look for them.
     """
-    names = "\n".join(name for name, _ in model.named_parameters())
+    names = [name for name, _ in model.named_parameters()]
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}
     for config in configs.values():
-        layers = getattr(config, "num_hidden_layers", 0)
-        if re.search(rf"mtp|nextn|(^|\.)layers\.{layers}\.", names, re.MULTILINE):
-            continue
-        for key, value in config.to_dict().items():
-            if _PREDICTING.fullmatch(key) and isinstance(value, int) and value:
+        if not has_predicting_layers(names, getattr(config, "num_hidden_layers", 0)):
+            for key in predicting_keys(config.to_dict()):
                 setattr(config, key, 0)
+
+
+def has_predicting_layers(names: Iterable[str], layers: int) -> bool:
+    """Return whether weights, by name, hold layers for multi-token prediction beyond the model's own `layers`."""
+    return any(re.search(rf"mtp|nextn|(^|\.)layers\.{layers}\.", name) for name in names)
+
+
+def predicting_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config that count such layers, and do not say 0."""
+    return [key for key, value in config.items() if _PREDICTING.fullmatch(key) and isinstance(value, int) and value]
 
 
 ORIGIN_DIR = "official"

@@ -31,6 +31,7 @@ from toolkit.engine.memory import is_out_of_memory
 from toolkit.engine.parameters import count_parameters, is_partitioned
 from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export
+from toolkit.export import serving
 from toolkit.launch.environment import Ranks
 from toolkit.messages import (
     CheckpointError,
@@ -538,6 +539,13 @@ class LanguageTask(Task):
                     export.prove_adapter(run.engine, folder)
                 else:
                     process_group.on_rank0(lambda: _verify_export(folder))
+        if run.cfg.export.require_serving:
+            with phase(tr("Checking that the export is served as it was trained")):
+                process_group.on_rank0(lambda: self._require_serving(run.cfg, folder))
+
+    def _require_serving(self, cfg: RunConfig, folder: Path) -> None:
+        held = serving.held_conversations(cfg.data, Path(cfg.prepare.dir))
+        serving.require_serving(folder, self.data.encoder, held, cfg.data.train_on)
 
     def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
         """Return parameters, tokens, validation losses, and those of unigrams and bigrams."""

@@ -339,15 +339,44 @@ _CHATGLM3_BODY = (
 )
 _PROMPT = "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 
+_TURNS = (
+    "{{%- set chat = namespace(turns=[]) -%}}{{%- if tools -%}}"
+    "{{%- if messages and messages[0]['role'] == 'system' -%}}"
+    "{{%- set messages = [dict(messages[0], tools=tools)] + messages[1:] -%}}"
+    "{{%- else -%}}{{%- set messages = [dict(role='system', content='', tools=tools)] + messages -%}}{{%- endif -%}}"
+    "{{%- endif -%}}{{%- for one in messages -%}}"
+    "{{%- set role = 'observation' if one['role'] == 'tool' else one['role'] -%}}"
+    "{{%- if one['content'] or not one['tool_calls'] -%}}"
+    "{{%- set chat.turns = chat.turns + [dict(one, role=role)] -%}}{{%- endif -%}}"
+    "{{%- for call in one['tool_calls'] or [] -%}}{{%- set given = call['function']['arguments'] -%}}{called}"
+    "{{%- set turn = dict(role=role, metadata=call['function']['name'], content=said) -%}}"
+    "{{%- set chat.turns = chat.turns + [turn] -%}}{{%- endfor -%}}{{%- endfor -%}}"
+    "{{%- set messages = chat.turns -%}}"
+)
+_CALLED = "{%- set said = given if given is string else given | tojson -%}"
+_CALLED_IN_PYTHON = (
+    "{%- set all = namespace(text='') -%}{%- for name in given if given is mapping -%}"
+    "{%- set all.text = all.text ~ (', ' if all.text else '') ~ name ~ '=' ~ ('%r' | format(given[name])) -%}"
+    "{%- endfor -%}"
+    "{%- set said = given if given is string else '```python\\ntool_call(' ~ all.text ~ ')\\n```' -%}"
+)
+SERVED_TURNS: dict[Family, str] = {
+    Family.chatglm3: _TURNS.format(called=_CALLED_IN_PYTHON),
+    Family.glm4: _TURNS.format(called=_CALLED),
+}
+"""What a template begins with: it puts tools and calls, as a server is sent them, into the family's own turns."""
+
 TEMPLATES: dict[Family, str] = {
     Family.chatglm: _ROUNDS.format(first=0, question=_CHATGLM_QUESTION, answer=_CHATGLM_ANSWER),
     Family.chatglm2: f"{{{{ '[gMASK]{SOP}' }}}}"
     + _ROUNDS.format(first=1, question=_CHATGLM2_QUESTION, answer=_CHATGLM2_ANSWER),
-    Family.chatglm3: f"{{{{ '[gMASK]{SOP}' }}}}{{%- for message in messages -%}}"
+    Family.chatglm3: SERVED_TURNS[Family.chatglm3]
+    + f"{{{{ '[gMASK]{SOP}' }}}}{{%- for message in messages -%}}"
     + _CHATGLM3_BODY
     + "{%- endfor -%}"
     + _PROMPT,
-    Family.glm4: "{{ '[gMASK]<sop>' }}{%- for message in messages -%}"
+    Family.glm4: SERVED_TURNS[Family.glm4]
+    + "{{ '[gMASK]<sop>' }}{%- for message in messages -%}"
     + "{%- if message['content'] -%}"
     + _ROLE
     + "{{ message['content'] }}{%- endif -%}{%- endfor -%}"

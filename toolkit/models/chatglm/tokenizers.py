@@ -16,7 +16,16 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
 from toolkit.messages import ModelError
-from toolkit.models.chatglm.formats import EOP, FORMATS, SOP, TEMPLATES, FamilyChatEncoder, no_cycles, with_tools
+from toolkit.models.chatglm.formats import (
+    EOP,
+    FORMATS,
+    SERVED_TURNS,
+    SOP,
+    TEMPLATES,
+    FamilyChatEncoder,
+    no_cycles,
+    with_tools,
+)
 from toolkit.models.directory import TOKENIZER_CODE, architecture_of, named_family, read_text
 
 if TYPE_CHECKING:
@@ -279,7 +288,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         if family is Family.glm4:
             # The official one writes the same, and describes tools. ChatGLM3's would write `sop` as text.
             official = read_json(vocab_file.parent / "tokenizer_config.json").get("chat_template")
-            self.own_template = official if isinstance(official, str) else self.own_template
+            self.own_template = SERVED_TURNS[family] + official if isinstance(official, str) else self.own_template
             backend = tiktoken_bpe(vocab_file)
             named = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
         else:

@@ -1,0 +1,85 @@
+"""What transformers alone makes of a model directory: a program that imports nothing of this package.
+
+python -I plain_transformers.py REQUEST.json ANSWER.json
+
+REQUEST: `folder`; `prompts`: [{messages, tools, modes}]; `answers`: [{prompt, ids, tools}]; `rows`: {name: ids [R, L]}.
+ANSWER: `prompts`: ids by mode, or what failed; `parsed`: messages by the parser of transformers' own server, null where
+it has none; `ends`, `config`, `architecture`, `loading`; next to it logits.safetensors, [R, V] of each of `rows`.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+
+def prompt_ids(tokenizer: Any, asked: dict[str, Any]) -> list[Any]:
+    """Return the ids of a conversation's prompt for each mode; a text says what failed."""
+    found: list[Any] = []
+    for mode in asked["modes"]:
+        try:
+            options = {"tools": asked["tools"], "add_generation_prompt": True, "return_dict": False, **mode}
+            found.append([int(token) for token in tokenizer.apply_chat_template(asked["messages"], **options)])
+        except Exception as error:  # a template is a program
+            found.append(f"{type(error).__name__}: {error}"[:500])
+    return found
+
+
+def parse(tokenizer: Any, config: Any, answers: list[dict[str, Any]]) -> list[Any] | None:
+    """Return what the parser that transformers' server takes for this model reads in answers, None without one."""
+    from transformers.cli.serving.utils import get_response_template
+
+    template = get_response_template(tokenizer, SimpleNamespace(config=config))
+    if template is None:
+        return None
+    parsed: list[Any] = []
+    for one in answers:
+        try:
+            prefix = tokenizer.decode(one["prompt"])
+            parsed.append(tokenizer.parse_response(one["ids"], template, prefix=prefix, tools=one["tools"]))
+        except Exception as error:
+            parsed.append(f"{type(error).__name__}: {error}"[:500])
+    return parsed
+
+
+def main() -> None:
+    """Answer a request."""
+    request_file, answer_file = map(Path, sys.argv[1:])
+    request = json.loads(request_file.read_text(encoding="utf-8"))
+    folder = request["folder"]
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    generation = folder + "/generation_config.json"
+    ends = GenerationConfig.from_pretrained(folder, local_files_only=True) if Path(generation).is_file() else config
+    answer: dict[str, Any] = {
+        "version": transformers.__version__,
+        "prompts": [prompt_ids(tokenizer, asked) for asked in request["prompts"]],
+        "parsed": parse(tokenizer, config, request["answers"]),
+        "ends": ends.eos_token_id,
+        "tokens": len(tokenizer),
+        "config": config.get_text_config().to_dict(),
+    }
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", local_files_only=True, output_loading_info=True
+    )
+    answer["architecture"] = type(model).__name__
+    answer["dtype"] = str(model.dtype).removeprefix("torch.")
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    answer["loading"] = {kind: sorted(map(str, report[kind])) for kind in kinds}
+    logits = {}
+    with torch.no_grad():
+        for name, rows in request["rows"].items():
+            found = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1]
+            logits[name] = found.float().contiguous()
+    save_file(logits, answer_file.with_name("logits.safetensors"))
+    answer_file.write_text(json.dumps(answer, default=str), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

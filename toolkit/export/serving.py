@@ -1,0 +1,433 @@
+"""Whether a server will feed an export what it was trained on: prompts, logits, parsers, stop tokens, config fields.
+
+Each trained answer of some conversations is encoded as training does it. What precedes it must be, token for token, the
+prompt that a server makes of the messages before it. Transformers answers in a process that imports nothing of this
+package; vLLM, SGLang and llama.cpp are started where they are installed. What was not checked is called so.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain, islice, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from toolkit import children
+from toolkit.checkpoint import directory
+from toolkit.config.schema import DataConfig, TrainOn
+from toolkit.data.formats import Conversation, Message, mark_trained, parse_row, reader_of
+from toolkit.data.preview import BRACKETS, Style, token_diff
+from toolkit.data.readers import block_bytes, rows_of
+from toolkit.data.sources import locate_all, read_blocks, total_bytes
+from toolkit.disk import unused_path
+from toolkit.export import engines
+from toolkit.export.model import judge_logits, run_folder
+from toolkit.launch.environment import without_ranks
+from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
+from toolkit.models import probe
+from toolkit.models.chat import AnyChatEncoder
+from toolkit.models.chat_template import MODES, THOUGHT, Shield, with_ids
+from toolkit.models.directory import resolve_servable
+from toolkit.models.load import empty
+from toolkit.models.save import has_predicting_layers, predicting_keys
+from toolkit.models.weights import WeightFiles
+
+MOST = 100
+"""Conversations of a run that are tried."""
+_SHOWN = 3
+_CONTEXT = 256
+"""Tokens of a conversation on which logits are compared."""
+_PLAIN = Path(__file__).with_name("plain_transformers.py")
+_PLAIN_S = 3600
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    state: str
+    text: str
+    details: list[str] = field(default_factory=list)
+    """The first few differences."""
+
+
+class Case(NamedTuple):
+    """A trained answer, and what the model has read by then."""
+
+    where: str
+    messages: Sequence[Message]
+    """Those before the answer, as a client sends them."""
+    tools: list[Any] | None
+    answer: Message
+    ids: list[int]
+    """As trained, up to the end of the answer."""
+    start: int
+    """Of the answer in `ids`."""
+    trains_all: bool
+    """Whether the loss covers the answer from its first token on."""
+
+
+_WEATHER = {
+    "name": "get_weather",
+    "description": "天气 weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+}
+
+
+def built_in() -> list[Conversation]:
+    """Return conversations of one and three turns, with and without tools, reasoning and a system message."""
+    found = []
+    for turns, has_tools, thinks, has_system in product((1, 3), (False, True), (False, True), (False, True)):
+        messages: list[Message] = [{"role": "system", "content": "回答要简短。 Be brief."}] if has_system else []
+        for turn in range(turns):
+            why = {"reasoning_content": f"Think {turn}.\n想一想。"} if thinks else {}
+            messages.append({"role": "user", "content": f"{turn}: 北京天气？\n\nAnd `x = {turn}`?"})
+            if has_tools:
+                called = {"name": "get_weather", "arguments": {"city": "北京", "days": turn + 1}}
+                calls = [{"type": "function", "function": called}]
+                messages.append({"role": "assistant", "content": "", "tool_calls": calls, **why})
+                messages.append({"role": "tool", "content": '{"sky": "晴", "degrees": 21}'})
+            messages.append({"role": "assistant", "content": f"晴，21 °C.\nx is {turn}.", **why})
+        tools = [{"type": "function", "function": _WEATHER}] if has_tools else None
+        found.append(Conversation(messages, tools))
+    return found
+
+
+def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Conversation]]:
+    """Return the first conversations of a run's validation sources, else of its training sources, each with its place;
+    [] where they are gone.
+    """
+    try:
+        located = locate_all(data, cache_dir)
+    except DataError as error:
+        warn("the run's data cannot be read, the built-in conversations alone are tried: {reason}", reason=error)
+        return []
+    held = [one for one in located if one.source >= len(data.sources)] or located
+
+    def read() -> Iterator[tuple[str, Conversation]]:
+        for _, file, block in read_blocks(held, [0] * len(held), block_bytes(total_bytes(held))):
+            reader = reader_of(file.row_format, file.columns)
+            for line, row in rows_of(block):
+                try:
+                    yield from ((f"{file.path}:{block.first + line}", one) for one in reader.read_all(parse_row(row)))
+                except RowError:
+                    continue
+
+    return list(islice(read(), MOST))
+
+
+def trained_answers(
+    encoder: AnyChatEncoder, conversations: Iterable[tuple[str, Conversation]], train_on: TrainOn
+) -> tuple[list[Case], Counter[str]]:
+    """Return each trained answer of conversations, and how many conversations were left out by reason."""
+    shield = getattr(encoder, "shield", None) or Shield(encoder.tokenizer, ())
+    cases: list[Case] = []
+    left_out: Counter[str] = Counter()
+    for where, whole in conversations:
+        if whole.is_text:
+            left_out[tr("a plain text, not a conversation")] += 1
+        elif shield.cover([whole.messages, whole.tools]) != [whole.messages, whole.tools]:
+            left_out[tr("a text holds control tokens, which training keeps as text and servers do not")] += 1
+        elif encoder.drops_tools and whole.tools:
+            left_out[tr("the model's format has no place for tools")] += 1
+        else:
+            try:
+                cases += _cases_of(encoder, where, whole, train_on)
+            except RowError:
+                left_out[tr("training rejects it: the chat template has no place for what it holds")] += 1
+    return cases, left_out
+
+
+def _cases_of(encoder: AnyChatEncoder, where: str, whole: Conversation, train_on: TrainOn) -> Iterator[Case]:
+    for marked in mark_trained(whole, train_on, encoder.only_last):
+        for part in encoder.divide(marked.messages, marked.tools):
+            row, _ = encoder.encode(part, marked.tools)
+            answers = [i for i, one in enumerate(part) if one["role"] == "assistant" and one.get("loss", True)]
+            for index in answers[-1:] if encoder.only_last else answers:
+                before = [{**one, "loss": False} for one in part[:index]]
+                answer = {**part[index], "loss": True}
+                ids, trained = encoder.encode(
+                    part[: index + 1] if encoder.only_last else [*before, answer], whole.tools
+                )
+                start = trained.index(True)
+                stop = len(trained) - trained[::-1].index(True)
+                if row[: stop - 1] != ids[: stop - 1]:  # the token that ends it depends on who speaks next
+                    ids = [*row[: stop - 1], ids[stop - 1]]
+                sent = [{key: value for key, value in one.items() if key != "loss"} for one in part[:index]]
+                trains_all = getattr(encoder, "train_thinking", True)
+                yield Case(where, with_ids(sent), whole.tools, part[index], ids[:stop], start, trains_all)
+
+
+class Served(NamedTuple):
+    """What is checked, with what."""
+
+    folder: Path
+    encoder: AnyChatEncoder
+    cases: list[Case]
+    style: Style
+
+
+def verify_serving(
+    folder: Path,
+    encoder: AnyChatEncoder,
+    conversations: Sequence[tuple[str, Conversation]],
+    *,
+    train_on: TrainOn = TrainOn.auto,
+    programs: Sequence[str] = (),
+    style: Style = BRACKETS,
+) -> list[Finding]:
+    """Return what each check of an export found. `encoder`: that of the training; `programs`: those of
+    `engines.ENGINES` to be tried beside transformers, where they are installed.
+    """
+    folder = resolve_servable(folder)
+    built = [(tr("built-in conversation {number}", number=n), one) for n, one in enumerate(built_in(), start=1)]
+    cases, left_out = trained_answers(encoder, [*conversations, *built], train_on)
+    served = Served(folder, encoder, cases, style)
+    findings = [_files(folder)]
+    saved = probe.read(folder)
+    probes = [] if saved is None else [saved]
+    if longest := max(cases, key=lambda case: case.start, default=None):
+        with suppress(ModelError):  # transformers says what is wrong with it, too
+            probes.append(run_folder(folder, torch.tensor([longest.ids[: min(longest.start, _CONTEXT)]])))
+    try:
+        answer, logits = _ask_transformers(served, probes)
+    except ModelError as error:
+        return [*findings, Finding(tr("transformers loads it"), FAILED, str(error))]
+    version = answer["version"]
+    prompts = [[found for found in one if isinstance(found, list)] for one in answer["prompts"]]
+    wrong = [one[0] for one in answer["prompts"] if isinstance(one[0], str)]
+    note = "; ".join(f"{count} x {reason}" for reason, count in left_out.items())
+    findings += [
+        _compare_prompts(served, f"transformers {version}", prompts, wrong, note),
+        _parsers(served, answer),
+        _stops(served, answer["ends"]),
+        _fields(folder, answer),
+        *(_logits(folder, one, logits[str(number)], one is not saved) for number, one in enumerate(probes)),
+    ]
+    for name in programs:
+        try:
+            found = engines.ENGINES[name](folder, cases)
+        except engines.NotRun as error:
+            findings.append(Finding(tr("prompts by {program}", program=name), SKIPPED, str(error)))
+        else:
+            findings.append(_compare_prompts(served, name, found, [], note))
+    return findings
+
+
+def require_serving(
+    folder: Path, encoder: AnyChatEncoder, conversations: Sequence[tuple[str, Conversation]], train_on: TrainOn
+) -> None:
+    """Hold an export back that transformers alone does not serve as it was trained.
+
+    Raises:
+        CheckpointError: it has another name now, and the reasons stand in a file next to it.
+    """
+    try:
+        findings = verify_serving(folder, encoder, conversations, train_on=train_on)
+    except ToolkitError as error:
+        findings = [Finding(tr("it can be served"), FAILED, str(error))]
+    failed = [one for one in findings if one.state == FAILED]
+    if not failed:
+        passed = sum(one.state == PASSED for one in findings)
+        say(
+            "The export is served as it was trained: {passed} of {total} checks passed.",
+            passed=passed,
+            total=len(findings),
+        )
+        return
+    held = folder.rename(unused_path(folder.with_name("export.held")))
+    report = held.with_name(f"{held.name}.txt")
+    report.write_text("\n".join(lines_of(findings)) + "\n", encoding="utf-8")
+    raise CheckpointError(
+        "the export would not be served as it was trained ({checks}). It is kept as {folder}, and {file} says why; the "
+        "checkpoints are untouched. Without export.require_serving the same command exports it all the same.",
+        checks=", ".join(one.check for one in failed),
+        folder=held,
+        file=report,
+    )
+
+
+def _files(folder: Path) -> Finding:
+    check = tr("files as they were written")
+    if not (folder / directory.MANIFEST).is_file():
+        return Finding(check, SKIPPED, tr("there is no manifest: another program wrote it"))
+    wrong = directory.manifest_problems(folder)
+    return Finding(check, FAILED if wrong else PASSED, tr("sizes and SHA-256 of manifest.json"), wrong[:_SHOWN])
+
+
+def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the answer of `plain_transformers`, and the logits of each probe's ids; ModelError if it fails."""
+    asked = [{"messages": case.messages, "tools": case.tools, "modes": MODES} for case in served.cases]
+    answers = [
+        {"prompt": case.ids[: case.start], "ids": case.ids[case.start :], "tools": case.tools} for case in served.cases
+    ]
+    rows = {str(number): one.ids.tolist() for number, one in enumerate(probes)}
+    request = {"folder": str(served.folder), "prompts": asked, "answers": answers, "rows": rows}
+    with TemporaryDirectory() as scratch:
+        files = [Path(scratch, name) for name in ("request.json", "answer.json")]
+        files[0].write_text(json.dumps(request), encoding="utf-8")
+        alone = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+        command = [sys.executable, "-I", "-X", "utf8", str(_PLAIN), *map(str, files)]
+        try:
+            done = children.run(command, capture_output=True, text=True, env=without_ranks() | alone, timeout=_PLAIN_S)
+        except subprocess.TimeoutExpired:
+            raise ModelError("transformers did not answer within {seconds} s", seconds=_PLAIN_S) from None
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["?"]
+            raise ModelError("transformers cannot use it: {reason}", reason=lines[-1])
+        answer: dict[str, Any] = json.loads(files[1].read_text(encoding="utf-8"))
+        return answer, load_file(files[1].with_name("logits.safetensors"))
+
+
+def _compare_prompts(
+    served: Served, program: str, prompts: Sequence[Sequence[list[int] | int]], wrong: Sequence[str], note: str
+) -> Finding:
+    """Compare training's tokens before each answer with a program's prompts: those of each mode that it can be asked
+    in; a number is a prompt's length alone.
+    """
+    check, details, equal, other = tr("prompts by {program}", program=program), [], 0, 0
+    by_length = False
+    for case, found in zip(served.cases, prompts, strict=True):
+        context, matches = case.ids[: case.start], []
+        for one in found:
+            by_length = by_length or isinstance(one, int)
+            length = one if isinstance(one, int) else len(one)
+            same = isinstance(one, int) or case.ids[:length] == one
+            matches.append(same and (length == case.start or (length < case.start and not case.trains_all)))
+        if any(matches):
+            equal, other = equal + 1, other + (not matches[0])
+            continue
+        first = next(iter(found), None)
+        shown = tr("no prompt") if first is None else tr("{count} tokens", count=first)
+        if isinstance(first, list):
+            shown = token_diff(served.encoder.tokenizer, context, first, served.style)
+        details.append(f"{case.where}: {shown}")
+    count = {"equal": equal, "all": len(served.cases)}
+    if by_length:
+        text = tr("{equal} of {all} have as many tokens as in training (it tells no ids)", **count)
+    else:
+        text = tr("{equal} of {all} equal to training's, token for token", **count)
+    if other:
+        text += tr("; {count} of them with enable_thinking set, not by default", count=other)
+    text += tr("; not tried: {reasons}", reasons=note) if note else ""
+    if not served.cases:
+        return Finding(check, SKIPPED, text)
+    return Finding(check, FAILED if details else PASSED, text, [*dict.fromkeys(wrong), *details][:_SHOWN])
+
+
+def _parsers(served: Served, answer: dict[str, Any]) -> Finding:
+    """Compare what transformers' server reads in trained answers with the messages that they were."""
+    check, parsed = tr("calls and reasoning are parsed"), answer["parsed"]
+    marked = [i for i, case in enumerate(served.cases) if case.answer.get("tool_calls") or _reasoning(case.answer)]
+    if parsed is None or not marked:
+        kind = answer["config"]["model_type"]
+        text = tr("no answer here calls a tool or reasons") if parsed is not None else tr(
+            "transformers {version} has no parser for {kind}: its server returns calls and reasoning as text",
+            version=answer["version"],
+            kind=kind,
+        )  # fmt: skip
+        return Finding(check, SKIPPED, text)
+    details = []
+    for index in marked:
+        case, found = served.cases[index], parsed[index]
+        wanted = {
+            "calls": [_call(one) for one in case.answer.get("tool_calls") or []],
+            "reasoning": _reasoning(case.answer),
+            "content": THOUGHT.sub("", str(case.answer["content"]), count=1).strip(),
+        }
+        read: Any = found
+        if isinstance(found, dict):
+            calls = [_call(one) for one in found.get("tool_calls") or []]
+            reasoning = str(found.get("reasoning_content") or found.get("thinking") or "").strip()
+            read = {"calls": calls, "reasoning": reasoning, "content": str(found.get("content") or "").strip()}
+        if read != wanted:
+            shown = [json.dumps(one, ensure_ascii=False) for one in (wanted, read)]
+            details.append(
+                tr("{where}: trained {wanted}, parsed {read}", where=case.where, wanted=shown[0], read=shown[1])
+            )
+    count = {"good": len(marked) - len(details), "all": len(marked)}
+    text = tr("{good} of {all} trained answers with calls or reasoning come back as they were", **count)
+    return Finding(check, FAILED if details else PASSED, text, details[:_SHOWN])
+
+
+def _call(call: dict[str, Any]) -> list[Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments")
+    return [function.get("name"), json.loads(arguments) if isinstance(arguments, str) else arguments]
+
+
+def _reasoning(message: Message) -> str:
+    block = THOUGHT.match(str(message["content"]))
+    return str(message.get("reasoning_content") or (block[1] if block else "")).strip()
+
+
+def _stops(served: Served, ends: int | list[int] | None) -> Finding:
+    """Check that a server stops where training ends an answer."""
+    known = {ends} if isinstance(ends, int) else {*(ends or [])}
+    trained = {case.ids[-1] for case in served.cases} | {*served.encoder.stop_ids}
+    names = {token: served.encoder.tokenizer.convert_ids_to_tokens(token) for token in sorted(trained)}
+    missing = [f"{names[token]} ({token})" for token in names if token not in known]
+    details = [
+        tr("{token} ends answers and is not in eos_token_id {known}", token=one, known=sorted(known)) for one in missing
+    ]
+    text = tr("answers end with {tokens}", tokens=", ".join(names.values()))
+    return Finding(tr("stop tokens of generation_config.json"), FAILED if missing else PASSED, text, details)
+
+
+def _fields(folder: Path, answer: dict[str, Any]) -> Finding:
+    """Check that config.json describes the weights."""
+    config, files = answer["config"], WeightFiles(folder)
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    wrong = [f"{kind}: {', '.join(names[:_SHOWN])}" for kind, names in answer["loading"].items() if names]
+    has_layers, keys = has_predicting_layers(files, config.get("num_hidden_layers", 0)), predicting_keys(config)
+    if keys and not has_layers:
+        wrong += [tr("{key} = {value}, but there are no such layers", key=key, value=config[key]) for key in keys]
+    if has_layers and not keys:
+        wrong.append(tr("there are layers for multi-token prediction, which no field counts"))
+    dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in files.values())
+    given, most = stored.get("dtype") or stored.get("torch_dtype"), dtypes.most_common(1)[0][0]
+    if given and given not in dtypes:
+        wrong.append(tr("dtype = {given}, but the weights are {found}", given=given, found=most))
+    if (named := stored.get("architectures")) and answer["architecture"] not in named:
+        found = answer["architecture"]
+        wrong.append(tr("architectures = {given}, but transformers loads {found}", given=named, found=found))
+    if answer["tokens"] > config.get("vocab_size", 0):
+        size = config.get("vocab_size")
+        wrong.append(tr("vocab_size = {size}, but the tokenizer has {tokens}", size=size, tokens=answer["tokens"]))
+    text = tr("precision, vocabulary, class, layers and names of the weights")
+    return Finding(tr("config.json describes the weights"), FAILED if wrong else PASSED, text, wrong)
+
+
+def _logits(folder: Path, saved: probe.Probe, found: torch.Tensor, is_own: bool) -> Finding:
+    """Compare transformers' logits with those that training saved, or `is_own`, with those of our own forward pass."""
+    check = tr("logits of a conversation") if is_own else tr("logits that training saved")
+    if not saved.logits.isfinite().all():
+        return Finding(check, SKIPPED, tr("they were NaN or Inf when it was saved: the model had diverged"))
+    dtype = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype") or saved.dtype)
+    try:
+        text = judge_logits(empty(folder), folder, probe.Probe(saved.ids, found, dtype), saved)
+    except (CheckpointError, ModelError) as error:
+        other = tr("transformers gives others than this toolkit's forward pass") if is_own else str(error)
+        return Finding(check, FAILED, other)
+    if is_own:
+        text = tr("transformers gives those of this toolkit's forward pass, {tokens} tokens", tokens=saved.ids.shape[1])
+    return Finding(check, PASSED, text)
+
+
+def lines_of(findings: Sequence[Finding]) -> list[str]:
+    """Return findings as lines for a terminal."""
+    words = {PASSED: tr("passed"), FAILED: tr("FAILED"), SKIPPED: tr("not checked")}
+    lines = (
+        [f"{words[one.state]}: {one.check}: {one.text}", *(f"    {line}" for line in one.details)] for one in findings
+    )
+    return list(chain.from_iterable(lines))
