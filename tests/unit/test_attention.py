@@ -157,9 +157,9 @@ def with_attention(patch: pytest.MonkeyPatch, change: Any) -> None:
     """Let `change(output, layer, query, key, value, scaling)` replace what attention over segments gives."""
     real, calls = attention.attend_to_segments, itertools.count()
 
-    def changed(query: Any, key: Any, value: Any, bounds: Any, longest: int, dropout: float, scaling: Any) -> Any:
-        output = real(query, key, value, bounds, longest, dropout, scaling)
-        return change(output, next(calls), query, key, value, scaling)
+    def changed(query: Any, key: Any, value: Any, bounds: Any, *options: Any) -> Any:
+        output = real(query, key, value, bounds, *options)
+        return change(output, next(calls), query, key, value, options[2])
 
     patch.setattr(attention, "attend_to_segments", changed)
 

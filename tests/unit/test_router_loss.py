@@ -66,7 +66,7 @@ def test_value_and_gradients_are_those_of_the_formula(name: str, recomputed: boo
         function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
         model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_())
-    losses.begin(batch["segment_ids"], torch.device("cpu"), SCALE)
+    losses.begin(batch, torch.device("cpu"), SCALE)
     (SCALE * token_loss_sum(model, batch)).backward()
     assert float(losses.collect()) == pytest.approx(float(wanted), abs=1e-5)
     expected = dict(plain.named_parameters())
@@ -115,7 +115,7 @@ def test_refused_together_with(key: str) -> None:
 def test_refused_where_routers_give_logits_alone() -> None:
     router = torch.nn.Linear(4, 4)
     losses = RouterLoss(0.1, [router])
-    losses.begin(torch.ones(1, 3), torch.device("cpu"), 1.0)
+    losses.begin({"segment_ids": torch.ones(1, 3)}, torch.device("cpu"), 1.0)
     with pytest.raises(ConfigError, match="give no more than their logits"):
         router(torch.ones(3, 4))
 
@@ -124,7 +124,7 @@ def test_learned_tokens_in_front_count() -> None:
     router = torch.nn.Module()
     router.forward = lambda logits: (logits, logits[:, :1] * 1, torch.zeros(len(logits), 1, dtype=torch.long))  # type: ignore[method-assign]
     losses = RouterLoss(1.0, [router])
-    losses.begin(torch.tensor([[1, 0], [1, 1]]), torch.device("cpu"), 1.0)
+    losses.begin({"segment_ids": torch.tensor([[1, 0], [1, 1]])}, torch.device("cpu"), 1.0)
     logits = torch.zeros(6, 2)  # of two rows: one learned token and two others each
     logits[2] = 50.0  # padding, which must not count
     router(logits)

@@ -537,6 +537,8 @@ class DataConfig:
     """none: one sequence per sample, padded to the longest of its micro-batch; packed: sequences of `data.max_length` filled with several samples that do not attend to each other; grouped: micro-batches of samples of similar length, as many as fit into `batch.micro_per_gpu` sequences of `data.max_length`. With packed and grouped `batch.global_size` counts sequences of `data.max_length`."""
     packing_window: NonNegativeInt = 0
     """packed: number of samples that are packed at a time; 0: the whole epoch, with the least padding."""
+    share_prefixes: bool = True
+    """packed: samples of one conversation share a sequence, and their common prefix is computed once (tree packing, docs/data.md); losses and gradients are those of separate samples. false: every sample is computed in full."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Short samples first."""
     num_workers: NonNegativeInt = field(default=0, metadata=FREE)

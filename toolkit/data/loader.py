@@ -3,8 +3,11 @@
 import signal
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from toolkit.config.schema import Packing
@@ -13,35 +16,53 @@ from toolkit.data.store import Sample, TokenizedCache
 
 Batch = dict[str, torch.Tensor]
 """input_ids, labels, position_ids, segment_ids, each int64 [B, S]; for packed rows also cu_seq_lens, int32 [segments+1]
-over the B x S tokens, padding as segments of its own."""
+over the B x S tokens, padding as segments of its own.
+
+Where samples share what they begin with, also `seen_until`, int64 [B, S], the last segment that sees each token, from
+its own on; `keys`, int64 [K], segment after segment the places in the B x S tokens that it sees; and `cu_seq_lens_k`,
+int32 [segments + 1], over these."""
+
+
+class Branch(NamedTuple):
+    """A sample of a row with others, whose first tokens may stand in that row already."""
+
+    ids: NDArray[Any]
+    trained: NDArray[np.bool_]
+    shared: int
+    """How many first tokens are those of the sample before it, or of what that one shares."""
+
 
 UNTRAINED = -100
 """Label of a token that the loss does not cover."""
 
 
-def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False, multiple: int = PAD_MULTIPLE) -> Batch:
+def collate(
+    rows: Sequence[Sequence[Sample | Branch]], pad_id: int, packed: bool = False, multiple: int = PAD_MULTIPLE
+) -> Batch:
     """Lay samples out side by side and pad on the right to the longest row, rounded up to a multiple of `multiple`.
 
     No `rows` give a filler, one untrained sample (attention over nothing would give NaN), for ranks that have nothing
     left but must take part in the step. `labels` are not shifted: -100 where untrained, each sample's first token
-    always. `position_ids` restart with each sample; `segment_ids` number a row's samples from 1, 0 is padding.
+    always. `position_ids` restart with each sample; `segment_ids` number a row's samples from 1, 0 is padding. Of a
+    `Branch` there are the tokens that it does not share, at the positions that they have in the whole sample.
     """
-    longest = max((sum(len(ids) for ids, _ in row) for row in rows), default=1)
+    branches = [[Branch(*sample) if len(sample) > 2 else Branch(*sample, 0) for sample in row] for row in rows]
+    longest = max((sum(len(one.ids) - one.shared for one in row) for row in branches), default=1)
     size = (max(len(rows), 1), -(-longest // multiple) * multiple)
     input_ids = torch.full(size, pad_id, dtype=torch.int64)
     labels = torch.full(size, UNTRAINED, dtype=torch.int64)
     position_ids = torch.arange(size[1]).repeat(size[0], 1)
     segment_ids = torch.zeros(size, dtype=torch.int64) if rows else torch.ones(size, dtype=torch.int64)
     bounds = [0]
-    for number, row in enumerate(rows):
+    for number, row in enumerate(branches):
         begin = 0
-        for segment, (ids, trained) in enumerate(row, start=1):
-            end = begin + len(ids)
+        for segment, (ids, trained, shared) in enumerate(row, start=1):
+            end = begin + len(ids) - shared
             # Copies: torch has no uint32 arithmetic, and what a cache gives is read-only.
-            tokens = torch.from_numpy(ids.astype("int64"))
+            tokens = torch.from_numpy(ids[shared:].astype("int64"))
             input_ids[number, begin:end] = tokens
-            labels[number, begin:end] = tokens.masked_fill(~torch.from_numpy(trained.copy()), UNTRAINED)
-            position_ids[number, begin:end] = torch.arange(len(ids))
+            labels[number, begin:end] = tokens.masked_fill(~torch.from_numpy(trained[shared:].copy()), UNTRAINED)
+            position_ids[number, begin:end] = torch.arange(shared, len(ids))
             segment_ids[number, begin:end] = segment
             bounds.append(number * size[1] + end)
             begin = end
@@ -50,7 +71,26 @@ def collate(rows: Sequence[Sequence[Sample]], pad_id: int, packed: bool = False,
     batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "segment_ids": segment_ids}
     if packed:
         batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, size[1]], dtype=torch.int32)
+    if any(one.shared for row in branches for one in row):
+        batch |= _visibility(branches, segment_ids)
     return batch
+
+
+def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor) -> Batch:
+    """Return what says which tokens a token sees, where samples share some; see `Batch`."""
+    seen_until, width = segment_ids.clone(), segment_ids.size(1)
+    keys = []
+    for number, row in enumerate(branches):
+        end, path = number * width, torch.empty(0, dtype=torch.int64)
+        for segment, one in enumerate(row, start=1):
+            begin, end = end, end + len(one.ids) - one.shared
+            path = torch.cat((path[: one.shared], torch.arange(begin, end)))
+            seen_until.view(-1)[path] = segment
+            keys.append(path)
+        if end < (number + 1) * width:
+            keys.append(torch.arange(end, (number + 1) * width))
+    bounds = torch.tensor([0, *map(len, keys)]).cumsum(0).int()
+    return {"seen_until": seen_until, "keys": torch.cat(keys), "cu_seq_lens_k": bounds}
 
 
 class PlannedRows:
@@ -62,9 +102,12 @@ class PlannedRows:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, row: int) -> list[Sample]:
+    def __getitem__(self, row: int) -> list[Sample | Branch]:
         """Return the samples of a row."""
-        return [self.cache[sample] for sample in self.plan[row]]
+        samples, prefixes = self.plan[row], self.plan.prefixes(row)
+        if not any(prefixes):
+            return [self.cache[sample] for sample in samples]
+        return [Branch(*self.cache[one], shared) for one, shared in zip(samples, prefixes, strict=True)]
 
 
 def build_loader(
@@ -101,7 +144,7 @@ def _outlive_signals(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _collate(rows: Sequence[Sequence[Sample]], pad_id: int, packing: Packing, multiple: int) -> Batch:
+def _collate(rows: Sequence[Sequence[Sample | Branch]], pad_id: int, packing: Packing, multiple: int) -> Batch:
     if packing is Packing.packed:
         return collate(rows, pad_id, packed=True, multiple=multiple)
     # Each sample on a row of its own; a row of a grouped plan is a whole micro-batch.

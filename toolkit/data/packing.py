@@ -22,6 +22,9 @@ CODE_VERSION = 1
 PAD_MULTIPLE = 8
 """Rows are padded to a multiple of this, so that there are few different shapes."""
 
+LEAST_SHARED = 16
+"""Tokens; samples that have fewer in common stay apart, so that chance does not decide what is learned together."""
+
 _SLICE = 1 << 20
 
 
@@ -43,6 +46,9 @@ class PackingPlan:
     """Where the arrays are mapped from."""
     bounds: tuple[int, ...] = ()
     """Of a plan whose rows hold samples of one source each: the first row of each source, and the end."""
+    shared: NDArray[np.uint32] | None = None
+    """How many of each sample's first tokens are not there again, as they are the first ones of the sample before it in
+    its row, [samples of an epoch]; None: no sample shares any. See `shared_prefixes`."""
 
     def __len__(self) -> int:
         return self.num_rows
@@ -55,6 +61,23 @@ class PackingPlan:
             return [int(self.members[row])]
         samples: list[int] = self.members[self.offsets[row] : self.offsets[row + 1]].tolist()
         return samples
+
+    def prefixes(self, row: int) -> list[int]:
+        """Return of each sample of a row how many tokens it shares with the one before it; [] where none ever does."""
+        if self.shared is None or self.offsets is None:
+            return []
+        prefixes: list[int] = self.shared[self.offsets[row] : self.offsets[row + 1]].tolist()
+        return prefixes
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens of an epoch that are not computed, as they are there already."""
+        return 0 if self.shared is None else int(self.shared.sum(dtype=np.int64))
+
+    def lengths(self, cache: TokenizedCache) -> NDArray[np.int64]:
+        """Return the tokens that each sample adds to its row, [samples of an epoch]."""
+        lengths = cache.lengths(self.members)
+        return lengths if self.shared is None else lengths - self.shared
 
     def __reduce__(self) -> Any:
         if self.folder is None:
@@ -74,13 +97,15 @@ def plan_sequences(
     sources: list[SourceConfig],
     most: int = 0,
     pairs: bool = False,
+    share: bool = False,
     cache_dir: Path,
 ) -> PackingPlan:
     """Return the plan of a split, made now if there is none.
 
     `classes`: the longest samples, ascending, of classes of length, which are packed separately. `seed` decides which
     samples meet, and which are taken for a fractional weight. `sources`: the training sources; [] takes each sample
-    once, or `evaluated_samples`. `pairs`: samples come in twos, which share a row; then nothing is packed.
+    once, or `evaluated_samples`. `pairs`: samples come in twos, which share a row; then nothing is packed. `share`:
+    packed samples of one conversation share a row, and what they begin with is there once.
     """
     size = 2 if pairs else 1
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
@@ -90,6 +115,10 @@ def plan_sequences(
         return _unpacked(evaluated_samples(cache, most, size), size) if pairs or is_capped else PackingPlan(len(cache))
     key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * pairs
+    if share := share and packing is Packing.packed:
+        rows_of_samples = cache.rows[cache.members]
+        share = bool((rows_of_samples[1:] == rows_of_samples[:-1]).any())
+    key += [{"shared": LEAST_SHARED}] * share
     classes = list(classes) if packing is Packing.packed else []
     if by_source or classes:
         points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
@@ -97,11 +126,17 @@ def plan_sequences(
     target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        samples = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
-        # Samples of one length are dealt out at random, so that rows do not follow the order of the files.
-        samples = samples[Permutation(len(samples), f"plan {seed}")(np.arange(len(samples)))]
-        lengths = cache.lengths(size * samples)
-        kinds = cache.sources()[size * samples] if by_source else np.searchsorted(classes, lengths)
+        units = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
+        trees = _Trees(cache, np.sort(units), max_length) if share else None
+        if trees is not None:
+            units = np.arange(len(trees.begins))
+        # Those of one length are dealt out at random, so that rows do not follow the order of the files.
+        units = units[Permutation(len(units), f"plan {seed}")(np.arange(len(units)))]
+        first = size * units if trees is None else trees.samples[trees.begins[units]]
+        lengths = longest = cache.lengths(first)
+        if trees is not None:
+            lengths, longest = trees.lengths[units], trees.longest[units]
+        kinds = cache.sources()[first] if by_source else np.searchsorted(classes, longest)
         rows, bounds = np.empty(len(lengths), np.int64), [0]
         for kind in range(len(sources) if by_source else len(classes) + 1):
             mine = np.flatnonzero(kinds == kind)
@@ -113,10 +148,19 @@ def plan_sequences(
                 filled = np.arange(len(mine))
             rows[mine] = filled + bounds[-1]
             bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
-        counts = np.bincount(rows)
-        np.save(folder / "members.npy", _members(samples[np.argsort(rows, kind="stable")], size))
-        if size * counts.max(initial=1) > 1:
-            np.save(folder / "offsets.npy", size * np.concatenate(([0], np.cumsum(counts))))
+        units = units[np.argsort(rows, kind="stable")]
+        if trees is None:
+            members, counts = _members(units, size), size * np.bincount(rows)
+        else:
+            places = trees.places(units)
+            members, counts = (
+                trees.samples[places].astype(np.uint32),
+                np.bincount(np.repeat(np.sort(rows), trees.sizes[units])),
+            )
+            np.save(folder / "shared.npy", trees.shared[places].astype(np.uint32))
+        np.save(folder / "members.npy", members)
+        if counts.max(initial=1) > 1:
+            np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
         plan = {"num_rows": len(counts), "bounds": bounds if by_source else []}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
@@ -132,6 +176,51 @@ def _unpacked(units: NDArray[np.int64], size: int) -> PackingPlan:
 def _members(units: NDArray[np.int64], size: int) -> NDArray[np.uint32]:
     """Return the samples of units of so many that follow each other in the cache."""
     return (size * units[:, None] + np.arange(size)).ravel().astype(np.uint32)
+
+
+def shared_prefixes(cache: TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:
+    """Return how many of each sample's first tokens need not be computed again after the sample before it, 0 where a
+    unit of packing begins, [samples]. `samples`: ascending; `capacity`: most tokens of a unit.
+
+    The samples of a row of the data are paths of a tree: each follows the one before it for so many tokens, then
+    branches off, before the token that predicts its first trained one. So each branch computes that token itself: every
+    trained token stays that of one sample, next to the state that it is predicted from, and no loss knows of trees.
+    """
+    shared, rows = np.zeros(len(samples), np.int64), cache.rows[cache.members[samples]]
+    before, size, latest = np.empty(0, cache.dtype), 0, -1
+    for place in (np.flatnonzero(rows[1:] == rows[:-1]) + 1).tolist():
+        if place - 1 != latest:
+            before, _ = cache[samples[place - 1]]
+            size = len(before)
+        ids, trained = cache[samples[place]]
+        most = min(len(before), len(ids), int(trained.argmax()) - 1)
+        is_equal = ids[: max(most, 0)] == before[: max(most, 0)]
+        common = len(is_equal) if is_equal.all() else int(is_equal.argmin())
+        if common >= LEAST_SHARED and size + len(ids) - common <= capacity:
+            shared[place] = common
+        else:
+            size = 0
+        size += len(ids) - int(shared[place])
+        before, latest = ids, place
+    return shared
+
+
+class _Trees:
+    """Samples, ascending, as units of packing: those of a conversation that share what they begin with are one."""
+
+    def __init__(self, cache: TokenizedCache, samples: NDArray[np.int64], capacity: int) -> None:
+        self.samples, self.shared = samples, shared_prefixes(cache, samples, capacity)
+        self.begins = np.flatnonzero(self.shared == 0)
+        self.sizes = np.diff(self.begins, append=len(samples))
+        lengths = cache.lengths(samples)
+        self.lengths = np.add.reduceat(lengths - self.shared, self.begins)
+        """Tokens that are computed for each unit, [units]."""
+        self.longest = np.maximum.reduceat(lengths, self.begins)
+
+    def places(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the samples of units stand in `samples`, unit after unit."""
+        sizes = self.sizes[units]
+        return np.repeat(self.begins[units] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
 
 
 def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:
@@ -232,7 +321,7 @@ def load_plan(folder: Path) -> PackingPlan:
     """Return a saved plan, mapped."""
     arrays = [
         np.load(path, mmap_mode="r").view(np.ndarray) if path.is_file() else None
-        for path in (folder / "members.npy", folder / "offsets.npy")
+        for path in (folder / "members.npy", folder / "offsets.npy", folder / "shared.npy")
     ]
     about = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return PackingPlan(about["num_rows"], arrays[0], arrays[1], folder, tuple(about.get("bounds", ())))
+    return PackingPlan(about["num_rows"], arrays[0], arrays[1], folder, tuple(about.get("bounds", ())), arrays[2])

@@ -129,13 +129,28 @@ def padding_line(cfg: RunConfig, packing: Packing, cache: TokenizedCache, plan: 
     if packing is Packing.none:
         return ""
     room = cfg.data.max_length * (micro_rows(with_micro_batch(cfg)) if packing is Packing.grouped else 1)
-    taken = int(cache.lengths(plan.members).sum())
-    return tr(
+    taken = int(plan.lengths(cache).sum())
+    line = tr(
         "{rows} rows of {room} tokens ({packing}), {percent} % of them filled.",
         rows=f"{len(plan):,}",
         room=f"{room:,}",
         packing=packing.value,
         percent=f"{100 * taken / (len(plan) * room):.1f}",
+    )
+    return f"{line} {sharing_line(cache, plan)}".rstrip()
+
+
+def sharing_line(cache: TokenizedCache, plan: PackingPlan) -> str:
+    """Return how many tokens of an epoch are not computed again, "" if all are."""
+    computed = int(plan.lengths(cache).sum())
+    if not plan.num_shared:
+        return ""
+    return tr(
+        "Samples of one conversation share what they begin with: {computed} tokens are computed for {tokens}, {times} "
+        "times fewer (data.share_prefixes).",
+        computed=f"{computed:,}",
+        tokens=f"{computed + plan.num_shared:,}",
+        times=f"{1 + plan.num_shared / computed:.2f}",
     )
 
 
@@ -198,9 +213,10 @@ def sample_lines(
     lines = [legend(style), ""] if len(chosen) else []
     for row in sorted(chosen.tolist()):
         filled = 0
-        for sample in plan[row]:
+        for number, sample in enumerate(plan[row]):
             ids, trained = cache[sample]
-            filled += len(ids)
+            shared = plan.prefixes(row)[number] if plan.shared is not None else 0
+            filled += len(ids) - shared
             lines += [
                 tr(
                     "── row {row}: sample {sample} from {where}, {tokens} tokens, {trained} trained",
@@ -210,7 +226,8 @@ def sample_lines(
                     tokens=len(ids),
                     trained=int(trained.sum()),
                 ),
-                marked(colored_spans(tokenizer, ids.tolist(), trained.tolist()), style),
+                *([_in_style("padding", tr("as the sample above x {count}", count=shared), style)] if shared else []),
+                marked(colored_spans(tokenizer, ids[shared:].tolist(), trained[shared:].tolist()), style),
             ]
         if packing is Packing.packed:
             empty = cfg.data.max_length - filled

@@ -1,9 +1,9 @@
-"""The tokenized data as flat files, shared by all processes of a machine; the index is mapped, 18 bytes a sample.
+"""The tokenized data as flat files, shared by all processes of a machine; the index is mapped, 22 bytes a sample.
 
 Tokens are read when asked for: they count as no process's memory, and a damaged file is an error, not a SIGBUS. ids.bin
 holds all tokens (two or four bytes each), trained.bin a bit for each; offsets.npy [samples + 1] where each sample
-begins, files.npy and lines.npy [samples] its origin, train.npy and validation.npy the split's samples; bad_rows.jsonl
-what could not be used; manifest.json (written last) size and checksum of every file.
+begins, files.npy, lines.npy and rows.npy [samples] its origin, train.npy and validation.npy the split's samples;
+bad_rows.jsonl what could not be used; manifest.json (written last) size and checksum of every file.
 """
 
 import json
@@ -25,12 +25,13 @@ from toolkit.messages import DataError, tr
 if TYPE_CHECKING:
     import datasets
 
-IDS, TRAINED, OFFSETS, FILES, LINES, MANIFEST = (
+IDS, TRAINED, OFFSETS, FILES, LINES, ROWS, MANIFEST = (
     "ids.bin",
     "trained.bin",
     "offsets.npy",
     "files.npy",
     "lines.npy",
+    "rows.npy",
     "manifest.json",
 )
 BAD_ROWS = "bad_rows.jsonl"
@@ -63,6 +64,8 @@ class TokenizedCache:
         """File that each sample of all splits comes from, an index of the manifest's `files`, [samples]."""
         self.lines: NDArray[np.uint32] = _loaded(folder / LINES)
         """Line of that file, [samples]."""
+        self.rows: NDArray[np.uint32] = _loaded(folder / ROWS)
+        """Row of all files; samples of one row stand next to each other, [samples]."""
         self.members: NDArray[np.uint32] = _loaded(folder / f"{split}.npy")
         """Which samples belong to this split, ascending, [len(self)]."""
         self.num_tokens: int = manifest["splits"][split]["tokens"]
@@ -179,7 +182,7 @@ class CacheWriter:
         self.close()
         index = self.index()
         offsets = np.concatenate(([0], np.cumsum(index.lengths, dtype=np.int64)))
-        arrays = {OFFSETS: offsets, FILES: index.files, LINES: index.lines}
+        arrays = {OFFSETS: offsets, FILES: index.files, LINES: index.lines, ROWS: index.used_rows().astype(np.uint32)}
         for split, members in splits.items():
             arrays[f"{split}.npy"] = members.astype(np.uint32)
         for name, values in arrays.items():

@@ -3,6 +3,10 @@
 Packed, no sample sees another. `varlen` treats each sample for itself, on GPUs with PyTorch's kernel for variable
 lengths. `sdpa` and `eager` take a block-diagonal mask instead: right everywhere, but they compute all pairs of a row.
 
+Samples of one conversation may share what they begin with: a tree, in a row each token once, branch after branch. A
+token sees those before it whose branch it is in (`seen_until`). `varlen` gathers the keys and values of each branch's
+path (`keys`), so that it computes exactly the pairs that see each other; the mask is that of the tree otherwise.
+
 Sequence parallelism is Ulysses: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; for transformers' models as in
 ALST, Bekman et al. 2025, https://arxiv.org/abs/2506.13996. For attention, parts of rows with all heads become whole
 rows with a part of the heads, and back. DeepSpeed 0.19.8's ulysses_sp.py takes one batch size per run, and packed rows
@@ -76,13 +80,27 @@ def check_isolation(
     vocab_size: int,
     device: torch.device,
     name: str,
-    forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
+    forward: Callable[[Batch], torch.Tensor] | None = None,
+    shared: bool = False,
 ) -> None:
-    """Check that the logits of sample b are the same in the rows [a b], [c b] and [b]. A collective under ZeRO-3.
-    `forward` returns logits of a batch where the engine cannot simply be called, such as a pipeline's.
+    """Check that the logits of sample b are the same in the rows [a b], [c b] and [b], and where both samples of a row
+    begin with the same tokens, which are there once (`shared`). A collective under ZeRO-3. `forward` returns logits of
+    a batch where the engine cannot simply be called, such as a pipeline's.
     """
-    batch = isolation_rows(vocab_size)
-    first, second = 12, 20
+    for trunk in (0, 8) if shared else (0,):
+        _check_isolation(engine, isolation_rows(vocab_size, trunk=trunk), device, name, forward, 12 + trunk)
+
+
+def _check_isolation(
+    engine: torch.nn.Module,
+    batch: Batch,
+    device: torch.device,
+    name: str,
+    forward: Callable[[Batch], torch.Tensor] | None,
+    first: int,
+) -> None:
+    """Check one batch of `isolation_rows`, whose second samples have `first` tokens before them."""
+    second, trunk = 20, first - 12
     try:
         logits = forward(batch) if forward is not None else evaluate_logits(engine, batch, device)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
@@ -90,18 +108,19 @@ def check_isolation(
             raise
         raise ModelError(
             "{name} cannot be trained on packed rows: it rejects the arguments that keep their samples apart "
-            "({reason}). Use data.packing=grouped.",
+            "({reason}). Use {remedy}.",
+            remedy="data.share_prefixes=false" if trunk else "data.packing=grouped",
             name=name,
             reason=str(error).split("\n")[0],
         ) from error
-    after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, :second]
+    after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, trunk : trunk + second]
     changes = torch.stack([(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, alone)])
     change = float(changes.max() / after_other.std())
     if not change <= MOST_CHANGE:  # nan too
         raise ModelError(
             "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
-            "change by {change} of their spread, rounding changes them by less than {most}). Use "
-            "data.packing=grouped.",
+            "change by {change} of their spread, rounding changes them by less than {most}). Use {remedy}.",
+            remedy="data.share_prefixes=false" if trunk else "data.packing=grouped",
             name=name,
             change=f"{change:.3g}",
             most=MOST_CHANGE,
@@ -122,26 +141,36 @@ def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], dev
     return logits.float()
 
 
-def isolation_rows(vocab_size: int, times: int = 1) -> dict[str, torch.Tensor]:
-    """Return three packed rows: [a b], [c b] and [b], of `times` x 12 tokens of a and c and `times` x 20 of b."""
-    first, second = 12 * times, 20 * times
-    width = first + second
+def isolation_rows(vocab_size: int, times: int = 1, trunk: int = 0) -> Batch:
+    """Return three packed rows: [a b], [c b] and [b], of `times` x 12 tokens of a and c and `times` x 20 of b. Each
+    begins with `times` x `trunk` more, the same for all and once in a row.
+    """
+    trunk, first, second = trunk * times, (12 + trunk) * times, 20 * times
+    width, own = first + second, trunk + second
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(vocab_size, (3, width), generator=generator)
-    ids[1, first:] = ids[0, first:]
-    ids[2, :second] = ids[0, first:]
+    ids[:, :trunk] = ids[0, :trunk]
+    ids[1, first:] = ids[2, trunk:own] = ids[0, first:]
     segments = torch.ones_like(ids)
     segments[:2, first:] = 2
-    segments[2, second:] = 0
-    positions = torch.cat((torch.arange(first), torch.arange(second))).repeat(3, 1)
+    segments[2, own:] = 0
+    positions = torch.cat((torch.arange(first), torch.arange(trunk, own))).repeat(3, 1)
     positions[2] = torch.arange(width)
-    bounds = [0, first, width, width + first, 2 * width, 2 * width + second, 3 * width]
-    return {
+    bounds = [0, first, width, width + first, 2 * width, 2 * width + own, 3 * width]
+    batch = {
         "input_ids": ids,
         "segment_ids": segments,
         "position_ids": positions,
         "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
     }
+    if trunk:
+        batch["seen_until"] = segments.clone()
+        batch["seen_until"][:2, :trunk] = 2
+        path = torch.cat((torch.arange(first), torch.arange(trunk), torch.arange(first, width)))
+        batch["keys"] = torch.cat((path, width + path, torch.arange(2 * width, 3 * width)))
+        seen = torch.tensor([0, first, own, first, own, own, first - trunk])
+        batch["cu_seq_lens_k"] = seen.cumsum(0).int()
+    return batch
 
 
 def with_label_positions(batch: Batch) -> Batch:
@@ -167,14 +196,18 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
         # never looked at.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=segments.device)
         arguments = {"attention_mask": mask, **({"in_parts": True} if "part" in batch else {})}
-        return arguments if bounds is None else arguments | segment_arguments(bounds, segments.size(1))
+        if bounds is None:
+            return arguments
+        paths = {"cu_seq_lens_k": batch["cu_seq_lens_k"], "keys": batch["keys"]} if "keys" in batch else {}
+        return arguments | segment_arguments(bounds, segments.size(1)) | paths
     if bounds is None:
         mask = segments > 0
         mask.is_right_padded = True  # type: ignore[attr-defined]
         return {"attention_mask": mask}
     size = segments.size(1)
     causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
-    blocks = ((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]  # [B, 1, S, S]
+    first, last, own = segments[:, None, :], batch.get("seen_until", segments)[:, None, :], segments[:, :, None]
+    blocks = ((first <= own) & (own <= last) & causal)[:, None]  # [B, 1, S, S]
     if implementation == "eager":
         dtype = next(module.parameters()).dtype
         return {"attention_mask": torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)}
@@ -195,10 +228,12 @@ def sample_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     in_parts: bool = False,
+    keys: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention within the segments of `cu_seq_lens_q`, int32 [segments + 1], [B, S, H, D]; `in_parts`
-    over whole rows, of which this rank has S / P tokens, in segments or not; with neither `sdpa`'s.
+    over whole rows, of which this rank has S / P tokens, in segments or not; with neither `sdpa`'s. With `keys`, int64
+    [K], each segment attends to its tokens at these places, of `cu_seq_lens_k`: its own are the last of them.
 
     `query`: [B, H, S, D], `in_parts` [B, H, S / P, D]; `key`, `value`: the same with as many heads as keys have.
     """
@@ -214,7 +249,8 @@ def sample_attention(
             key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
         query, key, value = (_Exchange.apply(states, 1, 2) for states in (query, key, value))  # [B, heads / P, S, D]
     if bounds is not None:
-        mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling)
+        paths = None if keys is None else (keys, options["cu_seq_lens_k"])
+        mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling, paths)
     else:
         grouped = key.size(1) != query.size(1)
         mixed = functional.scaled_dot_product_attention(
@@ -231,15 +267,21 @@ def attend_to_segments(
     longest: int,
     dropout: float = 0.0,
     scaling: float | None = None,
+    paths: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return causal attention within segments, [B, S, H, D]: B rows, S tokens, H heads, D width of a head.
 
     `query`: [B, H, S, D]; `key`, `value`: [B, heads of keys, S, D]; `bounds`: int32 [segments + 1] over the B x S
-    tokens; `longest`: most tokens of a segment; `scaling`: of the scores, None is 1 / sqrt(D).
+    tokens; `longest`: most tokens that one sees; `scaling`: of the scores, None is 1 / sqrt(D); `paths`: places of the
+    tokens that each segment sees, int64 [K], its own the last of them, and bounds over these.
     """
     rows, heads, size, width = query.shape
     groups = heads // key.size(1)
     query, key, value = (one.transpose(1, 2).reshape(rows * size, -1, width) for one in (query, key, value))
+    key_bounds = bounds
+    if paths is not None:
+        # Not index_select, whose gradient is added up in another order each time on a GPU.
+        key, value, key_bounds = key[paths[0]], value[paths[0]], paths[1]
     if query.is_cuda and not dropout and query.dtype in _KERNEL_DTYPES:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -248,23 +290,24 @@ def attend_to_segments(
             key,
             value,
             bounds,
-            bounds,
+            key_bounds,
             longest,
             longest,
             scale=scaling,
-            window_size=(-1, 0),  # causal
+            window_size=(-1, 0),  # causal, the last query at the last key; `check_isolation` measures it
             enable_gqa=groups != 1,
         )
         assert isinstance(mixed, torch.Tensor)
         return mixed.view(rows, size, -1, width)
     parts = []
-    for begin, end in pairwise(bounds.tolist()):
+    for (begin, end), (first, last) in zip(pairwise(bounds.tolist()), pairwise(key_bounds.tolist()), strict=True):
         if begin == end:  # all tokens of the segment were dropped
             continue
-        q, k, v = (one[begin:end].transpose(0, 1)[None] for one in (query, key, value))
-        part = functional.scaled_dot_product_attention(
-            q, repeat_kv(k, groups), repeat_kv(v, groups), dropout_p=dropout, is_causal=True, scale=scaling
-        )
+        q = query[begin:end].transpose(0, 1)[None]
+        k, v = (repeat_kv(one[first:last].transpose(0, 1)[None], groups) for one in (key, value))
+        shared = last - first - (end - begin)
+        mask = torch.ones(end - begin, last - first, dtype=torch.bool, device=q.device).tril(shared) if shared else None
+        part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling)
         parts.append(part[0].transpose(0, 1))
     return torch.cat(parts).view(rows, size, -1, width)
 
@@ -311,7 +354,7 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
 
     There remain `input_ids`, `position_ids`, `segment_ids` [B, S / P]; `places`, `targets`, `sources` of the tokens
-    whose loss is this rank's, as a loss stands at the token before; `cu_seq_lens`; and `part`, int64 [2].
+    whose loss is this rank's, as a loss stands at the token before; what tells of segments; and `part`, int64 [2].
     """
     if parts == 1:
         return batch
@@ -326,7 +369,7 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     return {
         **{name: batch[name][:, begin : begin + length].contiguous() for name in names},
         **{name: given[name][mine] for name in ("targets", "sources") if name in given},
-        **{name: batch[name] for name in ("cu_seq_lens",) if name in batch},
+        **{name: batch[name] for name in ("cu_seq_lens", "keys", "cu_seq_lens_k") if name in batch},
         "places": (before // size * length + column)[mine] + 1,
         "part": torch.tensor([part, parts]),
     }
@@ -351,12 +394,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def check_sequence_parallel(
-    engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool
+    engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool, shared: bool = False
 ) -> None:
     """Measure on the loaded model that parts of rows give the logits of whole ones, else raise. A collective."""
     assert _group is not None
     part, parts = dist.get_rank(_group), dist.get_world_size(_group)
-    batch = isolation_rows(vocab_size, parts)
+    batch = isolation_rows(vocab_size, parts, 8 if shared else 0)
     if not packed:
         batch = {"input_ids": batch["input_ids"], "segment_ids": torch.ones_like(batch["input_ids"])}
         batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])

@@ -38,8 +38,8 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
 
     The caller divides by the trained tokens of the global batch, as a mean of micro-batch means weighs tokens unequally
     (transformers#34191). `engine` is a DeepSpeed engine or a model. `batch` has `input_ids`, `labels` (-100 where
-    untrained), `position_ids`, `segment_ids`, each `[B, S]`, on any device; packed with `cu_seq_lens`, see
-    `attention_arguments`.
+    untrained), `position_ids`, `segment_ids`, each `[B, S]`, on any device; packed with `cu_seq_lens` and what else
+    `attention_arguments` reads.
     """
     return loss_head(engine).losses(engine, _on_device(engine, batch)).sum()
 
@@ -403,21 +403,25 @@ class RouterLoss:
         self.coefficient, self.num_layers = coefficient, len(routers)
         self._values: dict[int, torch.Tensor] = {}
         self._sum: torch.Tensor | float = 0.0
-        self._is_token: torch.Tensor | None = None
+        self._samples: torch.Tensor | None = None
         self._factor = 0.0
         for number, router in enumerate(routers):
             router.register_forward_hook(lambda _, __, output, number=number: self._add(number, output))
 
-    def begin(self, segment_ids: torch.Tensor, device: torch.device, scale: float) -> None:
-        """Observe the next micro-batch; `segment_ids`, [B, S], are 0 on padding, `scale` is that of its token loss."""
+    def begin(self, batch: Batch, device: torch.device, scale: float) -> None:
+        """Observe the next micro-batch; `scale` is that of its token loss. Tokens count once for each sample that they
+        are in.
+        """
         self._end()
-        self._is_token = (segment_ids > 0).to(device, non_blocking=True)
+        segments = batch["segment_ids"]
+        samples = (segments > 0) * (batch.get("seen_until", segments) - segments + 1)
+        self._samples = samples.to(device, non_blocking=True)
         self._factor = scale * self.coefficient / self.num_layers
 
     def collect(self) -> torch.Tensor:
         """Return the rank's sum over micro-batches of the mean over layers, without coefficient, and stop observing."""
         self._end()
-        total, self._sum, self._is_token = self._sum, 0.0, None
+        total, self._sum, self._samples = self._sum, 0.0, None
         assert isinstance(total, torch.Tensor)
         return total
 
@@ -427,7 +431,7 @@ class RouterLoss:
             self._values = {}
 
     def _add(self, number: int, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if self._is_token is None:
+        if self._samples is None:
             return None
         if not isinstance(output, tuple) or len(output) < 3:
             raise ConfigError(
@@ -438,18 +442,20 @@ class RouterLoss:
             )
         logits, weights, chosen, *others = output
         # Learned tokens may stand in front of each row (tuning=prompt).
-        rows, size = self._is_token.shape
+        rows, size = self._samples.shape
         learned = logits.flatten(0, -2).size(0) // rows - size
-        value = balance(logits, chosen, nn.functional.pad(self._is_token, (learned, 0), value=True).flatten())
+        value = balance(logits, chosen, nn.functional.pad(self._samples, (learned, 0), value=1).flatten())
         self._values[number] = value.detach()  # twice the same where the layer is computed again
         if not value.requires_grad:
             return None
         return (logits, _WithLoss.apply(weights, value, self._factor), chosen, *others)
 
 
-def balance(logits: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-    """Return a router's loss, float32 scalar; `logits` [tokens, E], `chosen` [tokens, K], `is_token` [tokens]."""
-    size, counts = logits.size(-1), is_token.float()
+def balance(logits: torch.Tensor, chosen: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """Return a router's loss, float32 scalar; `logits` [tokens, E], `chosen` [tokens, K]; `samples`: how often each
+    token counts, [tokens].
+    """
+    size, counts = logits.size(-1), samples.float()
     total = counts.sum().clamp(min=1)
     probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
     chosen = chosen.flatten(0, -2)

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
 from toolkit.data import sampler, tokenize
-from toolkit.data.loader import build_loader, collate
+from toolkit.data.loader import Branch, PlannedRows, build_loader, collate
 from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences
+from toolkit.data.preview import sharing_line
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, Sample, TokenizedCache
 from toolkit.disk import check_no_symlinks
@@ -56,6 +57,11 @@ class LanguageData:
         return {"store": self.train.fingerprint, "rows": plan.name if plan else self.packing.value}
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows hold samples that share what they begin with."""
+        return any(plan is not None and plan.num_shared for plan in (self.train_plan, self.validation_plan))
+
+    @property
     def source_names(self) -> list[str]:
         """Return the names of all sources by their numbers, as `toolkit show` has them; several may be the same."""
         return [str(source["name"]) for source in self.report.sources]
@@ -84,6 +90,8 @@ def load_data(cfg: RunConfig) -> LanguageData:
             "(data.packing=grouped).",
             reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
         )
+    if line := sharing_line(data.train, data.train_plan):
+        say(line)
     most, validation = cfg.evaluate.max_samples, data.validation
     if validation is not None and 0 < most < len(validation):
         say(
@@ -114,6 +122,7 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
             sources=sources,
             most=0 if store is train else most,
             pairs=cfg.preference.is_on,
+            share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps,
             cache_dir=Path(cfg.prepare.dir),
         )
 
@@ -398,10 +407,12 @@ def repeated_batch(cfg: RunConfig, prepared: LanguageData, times: int, share: fl
     return _batch(cfg, prepared, [samples] * times)
 
 
-def _longest(prepared: LanguageData, count: int) -> list[list[Sample]]:
+def _longest(prepared: LanguageData, count: int) -> list[list[Sample | Branch]]:
     """Return the samples of the plan's rows that take the most memory, the largest row first."""
     plan, store = prepared.train_plan, prepared.train
-    lengths = store.lengths(plan.members)
+    lengths = plan.lengths(store)
+    if plan.shared is not None:  # what is shared takes keys and values again, about a sixteenth of a token's memory
+        lengths = lengths + plan.shared // 16
     if plan.offsets is not None and prepared.packing is Packing.packed:
         lengths = np.add.reduceat(lengths, plan.offsets[:-1])
     order = np.argsort(-lengths, kind="stable")
@@ -409,22 +420,25 @@ def _longest(prepared: LanguageData, count: int) -> list[list[Sample]]:
         # Padded to the longest of a row; of as many tokens, longer samples take more for their attention.
         longest = -(-np.maximum.reduceat(lengths, plan.offsets[:-1]) // PAD_MULTIPLE) * PAD_MULTIPLE
         order = np.lexsort((-longest, -np.diff(plan.offsets) * longest))
-    return [[store[sample] for sample in plan[row]] for row in order[:count]]
+    rows = PlannedRows(store, plan)
+    return [rows[int(row)] for row in order[:count]]
 
 
-def _cut(sample: Sample, share: float) -> Sample:
+def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
     """Return consecutive tokens of a sample, the last one trained: the first ones, or those up to the first trained
-    one. ChatGLM-6B takes no row without <sop>, which is at the end of the prompt.
+    one. ChatGLM-6B takes no row without <sop>, which is at the end of the prompt. Branches stay some, in proportion.
     """
-    ids, trained = sample
+    ids, trained = sample[:2]
     kept = max(2, int(len(ids) * share))
+    if isinstance(sample, Branch):
+        return Branch(ids[:kept], np.arange(kept) == kept - 1, min(int(sample.shared * share), kept - 2))
     end = max(kept, int(trained.argmax()) + 1)
     trained = trained[end - kept : end].copy()
     trained[-1] = True
     return ids[end - kept : end], trained
 
 
-def _batch(cfg: RunConfig, prepared: LanguageData, rows: list[list[Sample]]) -> Batch:
+def _batch(cfg: RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
     parts, packed = cfg.parallel.sequence, prepared.packing is Packing.packed
     if not packed:
         rows = [[sample] for row in rows for sample in row]

@@ -255,7 +255,8 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     # Under ZeRO-3 partitioned over the ranks as in training, else whole on each of them.
     loaded = initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
     if packed:
-        attention.check_isolation(loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path)
+        of_model = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
+        attention.check_isolation(*of_model, shared=prepared.shares_prefixes)
     evaluation = Evaluation(
         cfg=cfg,
         prepared=prepared,
@@ -352,6 +353,7 @@ class LanguageTask(Task):
             "unit": unit,
             "packing": data.packing.value,
             "rows_per_epoch": self.epoch.sequences,
+            "shared_tokens": data.train_plan.num_shared,
             "rows_read": report.rows_read,
             "dropped": report.dropped,
             "truncated": report.truncated,
@@ -635,9 +637,9 @@ def build_engine(
     if packed:
         # The logits of some of the vocabulary tell as much.
         few = partial(pipeline.forward_logits, engine, pick=lambda logits: logits[..., :1024])
-        attention.check_isolation(*of_model, few if pipeline.is_pipeline(engine) else None)
+        attention.check_isolation(*of_model, few if pipeline.is_pipeline(engine) else None, data.shares_prefixes)
     if parts > 1:
-        attention.check_sequence_parallel(*of_model, packed)
+        attention.check_sequence_parallel(*of_model, packed, data.shares_prefixes)
     say(_in_use(engine, cfg, without_liger))
     if model.router_loss is not None:
         say(

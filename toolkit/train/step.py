@@ -446,7 +446,7 @@ def _data_parallel_passes(
         forward.mark()
         if routers is not None:  # their gradient comes from no loss that the engine could scale
             loss_scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
-            routers.begin(batch["segment_ids"], engine.device, loss_scale / len(micro_batches))
+            routers.begin(batch, engine.device, loss_scale / len(micro_batches))
         micro_sum = task.loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
