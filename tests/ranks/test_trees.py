@@ -1,0 +1,98 @@
+"""Conversations as trees on ranks: the losses of their samples on their own, in every layout; resumed bit by bit."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from ranks import REPOSITORY, forked, run
+from shared import WORDS, default_first, of_tier, rows_of, tiny, trained
+
+from tests.unit.test_templates import OURS, tokenizer_of
+
+WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
+# fp32: the only difference left is the order of additions.
+TOLERANCE = 1e-5
+STEPS = 6
+ALL = "zero.stage3_param_persistence_threshold=0"
+RECOMPUTE = "train.activation_checkpointing.enabled=true"
+LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "optim.lr=0.01"]
+SAVED = ["checkpoint.every=3", "checkpoint.keep=0"]
+
+# name -> overrides; two ranks
+CELLS: dict[str, list[str]] = {
+    "stage2": ["zero=stage2", *SAVED],
+    "stage3-micro2": ["zero=stage3", ALL, "batch.micro_per_gpu=2", RECOMPUTE],
+    "lora-stage3": ["zero=stage3", ALL, RECOMPUTE, *LORA, *SAVED],
+    "lora-stage2-mask": ["zero=stage2", "model.attention=sdpa", *LORA],
+    "sequence": ["zero=stage2", "parallel.sequence=2"],
+    "pipeline": ["zero=stage1", "parallel.pipeline=2", RECOMPUTE],
+}
+SHORT = ("lora-stage3",)
+RESUMED = ("stage2", "lora-stage3")
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return overrides: ten conversations with reasoning, of which each step takes all, as trees or not."""
+    folder, draw = tmp_path_factory.mktemp("chats"), random.Random(4)
+
+    def said(most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
+
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for turns in (3, 4, 2, 1, 3, 2, 4, 3, 1, 2):
+            messages = [{"role": "system", "content": said(5)}]
+            for _ in range(turns):
+                messages += [
+                    {"role": "user", "content": said(4)},
+                    {"role": "assistant", "reasoning_content": said(3), "content": said(4)},
+                ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    tokenizer_of(OURS["qwen"]).save_pretrained(folder / "tokenizer")
+    return [
+        *tiny(folder / "rows.jsonl", folder, "NAME", f"model.tokenizer={folder}/tokenizer", "data.packing=packed"),
+        "data.max_length=512",
+        "batch.global_size=8",
+        f"train.max_steps={STEPS}",
+    ]
+
+
+@pytest.fixture(scope="session")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
+    """Train all cells, as trees and as copies; resume some from the middle in directories of their own."""
+    folder = tmp_path_factory.mktemp("trees")
+    cases = []
+    for name, given in of_tier(request, CELLS, SHORT).items():
+        base = [*words, f"run.dir={folder}", *given]
+        cases.append({"overrides": [*base, f"run.name={name}"]})
+        cases.append({"overrides": [*base, f"run.name={name}-copies", "data.share_prefixes=false"]})
+        if name in RESUMED:
+            checkpoint = folder / name / "checkpoints" / "step-3"
+            cases.append({"overrides": [*base, f"run.name={name}-resumed", f"resume={checkpoint}"]})
+    listing = folder / "cases.json"
+    listing.write_text(json.dumps(cases))
+    finished = run([*forked(2, WORKER), str(listing)], cwd=folder, timeout_s=400)
+    assert finished.code == 0, finished.output[-6000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", default_first(CELLS, SHORT))
+def test_trees_follow_their_copies(name: str, runs: Path) -> None:
+    trees, copies = (rows_of(runs / one) for one in (name, f"{name}-copies"))
+    assert len(trees) == len(copies)
+    steps = [pair for pair in zip(trees, copies, strict=True) if "loss" in pair[0]]
+    assert len(steps) == STEPS
+    assert steps[0][0]["loss"] - steps[-1][0]["loss"] > 0.02, "it must learn, or the comparison says little"
+    for one, other in zip(trees, copies, strict=True):
+        for key in ("loss", "grad_norm", "eval_loss"):
+            assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=TOLERANCE, abs=TOLERANCE), (key, one)
+    for one, other in steps:
+        assert one["trained_tokens"] == other["trained_tokens"]
+        assert one["total_tokens"] < 0.8 * other["total_tokens"]
+
+
+@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
+    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))
+    assert len(whole) >= 3 and whole == resumed
