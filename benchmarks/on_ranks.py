@@ -61,10 +61,19 @@ def _plan(
     return compare(cfg, lambda: build_engine(cfg, prepared, ds, _STEPS, RunSource(folder, None)), ranks, device, rates)
 
 
+def _trees(
+    cfg: RunConfig, prepared: "LanguageData", ranks: environment.Ranks, given: dict[str, str], folder: Path
+) -> dict[str, Any]:
+    from benchmarks.trees import compare
+
+    return compare(cfg, prepared, ranks, positive_int(given, "pairs") or 5, folder)
+
+
 MEASURES: dict[str, tuple[tuple[str, ...], Measure]] = {
     "step": (("pairs", "steps"), _step),
     "checkpoint": (("repeats",), _checkpoint),
     "plan": ((), _plan),
+    "trees": (("pairs",), _trees),
 }
 """By name, the benchmark's own words and what measures."""
 

@@ -48,6 +48,12 @@ FIGURES = {
         "step_s": "a step, s",
         "time_ratio": "estimated after calibration : measured (goal 0.7 to 1.3)",
     },
+    "trees": {
+        "tokens_ratio": "tokens of copies : tokens of trees",
+        "copies_s": "an epoch of copies, s",
+        "trees_s": "an epoch of trees, s",
+        "seconds_ratio": "copies : trees, median",
+    },
     "resume": {
         "fresh_median_s": "fresh run to its first step, s",
         "resumed_median_s": "from a checkpoint, s",

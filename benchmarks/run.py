@@ -134,6 +134,7 @@ ARGUMENTS = {
     "plan": ("ranks",),
     "resume": ("ranks", "pairs"),
     "nvme": ("directory", "gib", "repeats"),
+    "trees": ("ranks", "pairs"),
 }
 """What is measured, and the words of its own that it takes beside `output`."""
 _MEASURES: dict[str, Measure] = {"data": _data, "memory": _memory, "start": _start, "resume": _resume, "nvme": _nvme}

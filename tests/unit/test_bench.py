@@ -80,7 +80,7 @@ def test_the_command_runs_the_program_of_its_checkout(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "everything"]) == 2
-    assert "Known: step, data, memory, checkpoint, start, plan, resume, nvme, faults." in capfd.readouterr().err
+    assert "Known: step, data, memory, checkpoint, start, plan, resume, nvme, trees, faults." in capfd.readouterr().err
     monkeypatch.setattr(door, "PACKAGE", tmp_path / "site-packages" / "toolkit")
     assert main(["bench", "data", "recipe=zero1"]) == 2
     assert capfd.readouterr().err.startswith("ConfigError: toolkit bench needs a checkout of this toolkit: there is no")
