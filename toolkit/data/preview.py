@@ -146,8 +146,8 @@ def sharing_line(cache: TokenizedCache, plan: PackingPlan) -> str:
     if not plan.num_shared:
         return ""
     return tr(
-        "Samples of one conversation share what they begin with: {computed} tokens are computed for {tokens}, {times} "
-        "times fewer (data.share_prefixes).",
+        "Samples of one conversation share their common prefix: {computed} tokens are computed instead of {tokens}, "
+        "{times} times fewer (data.share_prefixes).",
         computed=f"{computed:,}",
         tokens=f"{computed + plan.num_shared:,}",
         times=f"{1 + plan.num_shared / computed:.2f}",
@@ -226,7 +226,7 @@ def sample_lines(
                     tokens=len(ids),
                     trained=int(trained.sum()),
                 ),
-                *([_in_style("padding", tr("as the sample above x {count}", count=shared), style)] if shared else []),
+                *([_in_style("padding", tr("prefix of the sample above x {count}", count=shared), style)] if shared else []),
                 marked(colored_spans(tokenizer, ids[shared:].tolist(), trained[shared:].tolist()), style),
             ]
         if packing is Packing.packed:
