@@ -115,9 +115,7 @@ def plan_sequences(
         return _unpacked(evaluated_samples(cache, most, size), size) if pairs or is_capped else PackingPlan(len(cache))
     key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * pairs
-    if share := share and packing is Packing.packed:
-        rows_of_samples = cache.rows[cache.members]
-        share = bool((rows_of_samples[1:] == rows_of_samples[:-1]).any())
+    share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
     key += [{"shared": LEAST_SHARED}] * share
     classes = list(classes) if packing is Packing.packed else []
     if by_source or classes:
@@ -127,45 +125,64 @@ def plan_sequences(
 
     def build(folder: Path) -> None:
         units = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
-        trees = _Trees(cache, np.sort(units), max_length) if share else None
-        if trees is not None:
-            units = np.arange(len(trees.begins))
-        # Those of one length are dealt out at random, so that rows do not follow the order of the files.
-        units = units[Permutation(len(units), f"plan {seed}")(np.arange(len(units)))]
-        first = size * units if trees is None else trees.samples[trees.begins[units]]
-        lengths = longest = cache.lengths(first)
-        if trees is not None:
-            lengths, longest = trees.lengths[units], trees.longest[units]
-        kinds = cache.sources()[first] if by_source else np.searchsorted(classes, longest)
-        rows, bounds = np.empty(len(lengths), np.int64), [0]
+        dealt = _Units(cache, units, size, max_length if share else 0, f"plan {seed}")
+        kinds = cache.sources()[dealt.first] if by_source else np.searchsorted(classes, dealt.longest)
+        rows, bounds = np.empty(len(kinds), np.int64), [0]
         for kind in range(len(sources) if by_source else len(classes) + 1):
             mine = np.flatnonzero(kinds == kind)
             if packing is Packing.packed:
-                filled = pack(lengths[mine], max_length, window)
+                filled = pack(dealt.lengths[mine], max_length, window)
             elif packing is Packing.grouped:
-                filled = group(lengths[mine], micro_per_gpu * max_length)
+                filled = group(dealt.lengths[mine], micro_per_gpu * max_length)
             else:
                 filled = np.arange(len(mine))
             rows[mine] = filled + bounds[-1]
             bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
-        units = units[np.argsort(rows, kind="stable")]
-        if trees is None:
-            members, counts = _members(units, size), size * np.bincount(rows)
-        else:
-            places = trees.places(units)
-            members, counts = (
-                trees.samples[places].astype(np.uint32),
-                np.bincount(np.repeat(np.sort(rows), trees.sizes[units])),
-            )
-            np.save(folder / "shared.npy", trees.shared[places].astype(np.uint32))
-        np.save(folder / "members.npy", members)
-        if counts.max(initial=1) > 1:
-            np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
-        plan = {"num_rows": len(counts), "bounds": bounds if by_source else []}
+        dealt.save(folder, rows)
+        plan = {"num_rows": bounds[-1], "bounds": bounds if by_source else []}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
     build_once(target, build, lambda folder: (folder / "plan.json").is_file())
     return load_plan(target)
+
+
+class _Units:
+    """Samples that stay together, `size` of them, or with `capacity` those of a conversation that share a prefix; dealt
+    out at random, so that rows do not follow the order of the files. `numbers`: of so many samples each.
+    """
+
+    def __init__(self, cache: TokenizedCache, numbers: NDArray[np.int64], size: int, capacity: int, key: str) -> None:
+        self.size = size
+        self.samples: NDArray[np.int64] | None = None
+        """Ascending, where units differ in size."""
+        if capacity:
+            self.samples = np.sort(numbers)
+            self.shared = shared_prefixes(cache, self.samples, capacity)
+            self.begins = np.flatnonzero(self.shared == 0)
+            self.sizes = np.diff(self.begins, append=len(numbers))
+            numbers = np.arange(len(self.begins))
+        self.numbers = numbers[Permutation(len(numbers), key)(np.arange(len(numbers)))]
+        self.first = size * self.numbers if self.samples is None else self.samples[self.begins[self.numbers]]
+        """First sample of each, [units]."""
+        self.lengths = self.longest = cache.lengths(self.first)
+        if self.samples is not None:
+            lengths = cache.lengths(self.samples)
+            self.lengths = np.add.reduceat(lengths - self.shared, self.begins)[self.numbers]
+            self.longest = np.maximum.reduceat(lengths, self.begins)[self.numbers]
+
+    def save(self, folder: Path, rows: NDArray[np.int64]) -> None:
+        """Save the samples of rows, of which each unit has one, [units]."""
+        numbers = self.numbers[np.argsort(rows, kind="stable")]
+        if self.samples is None:
+            members, counts = _members(numbers, self.size), self.size * np.bincount(rows)
+        else:
+            sizes = self.sizes[numbers]
+            places = np.repeat(self.begins[numbers] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
+            members, counts = self.samples[places].astype(np.uint32), np.bincount(np.repeat(np.sort(rows), sizes))
+            np.save(folder / "shared.npy", self.shared[places].astype(np.uint32))
+        np.save(folder / "members.npy", members)
+        if counts.max(initial=1) > 1:
+            np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
 
 
 def _unpacked(units: NDArray[np.int64], size: int) -> PackingPlan:
@@ -203,24 +220,6 @@ def shared_prefixes(cache: TokenizedCache, samples: NDArray[Any], capacity: int)
         size += len(ids) - int(shared[place])
         before, latest = ids, place
     return shared
-
-
-class _Trees:
-    """Samples, ascending, as units of packing: those of a conversation that share what they begin with are one."""
-
-    def __init__(self, cache: TokenizedCache, samples: NDArray[np.int64], capacity: int) -> None:
-        self.samples, self.shared = samples, shared_prefixes(cache, samples, capacity)
-        self.begins = np.flatnonzero(self.shared == 0)
-        self.sizes = np.diff(self.begins, append=len(samples))
-        lengths = cache.lengths(samples)
-        self.lengths = np.add.reduceat(lengths - self.shared, self.begins)
-        """Tokens that are computed for each unit, [units]."""
-        self.longest = np.maximum.reduceat(lengths, self.begins)
-
-    def places(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where the samples of units stand in `samples`, unit after unit."""
-        sizes = self.sizes[units]
-        return np.repeat(self.begins[units] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
 
 
 def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:

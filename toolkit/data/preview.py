@@ -226,7 +226,11 @@ def sample_lines(
                     tokens=len(ids),
                     trained=int(trained.sum()),
                 ),
-                *([_in_style("padding", tr("prefix of the sample above x {count}", count=shared), style)] if shared else []),
+                *(
+                    [_in_style("padding", tr("prefix of the sample above x {count}", count=shared), style)]
+                    if shared
+                    else []
+                ),
                 marked(colored_spans(tokenizer, ids[shared:].tolist(), trained[shared:].tolist()), style),
             ]
         if packing is Packing.packed:
