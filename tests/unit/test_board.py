@@ -140,6 +140,17 @@ def test_the_plan_is_that_of_the_command(client: TestClient, capsys: pytest.Capt
     assert capsys.readouterr().out.splitlines() == "\n".join(found["plan"]).splitlines()
 
 
+def test_the_board_speaks_its_own_language_whatever_the_recipe_says(client: TestClient) -> None:
+    set_language("zh")
+    try:
+        found = ask(client, "check", base="quickstart", gpus="2xcpu", values={"language": "en"})
+        wrong = ask(client, "check", base="quickstart", values={"optim.lr": "fast"})
+    finally:
+        set_language("en")
+    for text in (found["notes"][0], found["plan"][0], wrong["errors"][0]["text"]):
+        assert re.search(r"[\u4e00-\u9fff]", text), text
+
+
 def test_a_model_of_unknown_size_is_not_looked_up(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def reach(*_: Any, **__: Any) -> None:
         raise AssertionError("the network was asked")

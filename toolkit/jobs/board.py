@@ -155,7 +155,8 @@ class Board:
         problems, file = Problems(), self.folder / "samples.yaml"
         file.write_text(recipe_form.recipe_text(given, problems), encoding="utf-8")
         problems.raise_all()
-        words = [f"recipe={file}", f"n={given.get('n', 5)}", f"split={given.get('split', 'train')}", "color=always"]
+        words = [f"recipe={file}", f"language={current_language()}", "color=always"]
+        words += [f"n={given.get('n', 5)}", f"split={given.get('split', 'train')}"]
         process = _start("toolkit", "show", *words, stderr=subprocess.STDOUT)
 
         def lines() -> Iterator[str]:
@@ -171,7 +172,7 @@ class Board:
         path = str(given.get("path", ""))
         if not Path(path).is_dir():
             raise ConfigError("there is no directory {folder}", folder=path)
-        self.chat = _start("toolkit.jobs.chat", path)
+        self.chat = _start("toolkit.jobs.chat", path, current_language())
         return self._answer()
 
     def ask(self, given: Given) -> Iterator[str]:
@@ -313,6 +314,7 @@ def serve(runs: Path, port: int) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOSTS[0], port))
+        listener.listen()  # a browser that is quicker than what follows waits
     except OSError as error:
         raise ConfigError("port {port} cannot be used: {reason}.", port=port, reason=error.strerror or error) from error
     token, port = secrets.token_urlsafe(32), listener.getsockname()[1]
@@ -325,10 +327,11 @@ def serve(runs: Path, port: int) -> None:
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=5,
         )
         say("Open this address; it lets in whoever knows it. Ctrl-C ends the board, runs continue.")
         write_to_stdout(f"  http://{HOSTS[0]}:{port}/?token={token}")  # `say` would hide the token
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it once more after its end
         try:
             with suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run(sockets=[listener])

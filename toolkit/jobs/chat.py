@@ -1,6 +1,6 @@
 """A chat over a pipe: `toolkit board` starts it to load a model, whose memory is free again at its end.
 
-python -m toolkit.jobs.chat PATH
+python -m toolkit.jobs.chat PATH LANGUAGE
 
 Each line of stdin is a question or a command of `toolkit chat`, as JSON. Each line of stdout is an object: `text` of an
 answer as it comes, `note`, and `end`, after the model has been loaded and after each answer. SIGINT stops an answer.
@@ -14,7 +14,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import TextIO
 
-from toolkit.messages import ToolkitError
+from toolkit.messages import ToolkitError, set_language
 
 
 class Lines(io.TextIOBase):
@@ -56,4 +56,5 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    set_language(sys.argv[2])
     main(sys.argv[1])

@@ -85,10 +85,11 @@ def examine(given: Given, folder: Path) -> dict[str, Any]:
         loaded = problems.attempt(lambda: load([f"recipe={file}"], problems=Problems()))
         if loaded is not None:
             said["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
-            words = {"gpus": given["gpus"]} if given.get("gpus") else {}
-            machine = problems.attempt(machine_for, words, loaded.cfg)
+            gpus = {"gpus": given["gpus"]} if given.get("gpus") else {}
+            machine = problems.attempt(machine_for, gpus, loaded.cfg)
             ranks = [f"world_size={machine.world_size}"] if machine else []
-            problems.attempt(lambda: check_recipe([f"recipe={file}", *ranks], fetch=False))
+            words = [f"recipe={file}", f"language={language}", *ranks]  # the reader's language, whatever the recipe's
+            problems.attempt(lambda: check_recipe(words, fetch=False))
             if machine and not problems.errors:
                 said["plan"] = _plan(loaded, machine)
     finally:

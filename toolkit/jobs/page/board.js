@@ -106,6 +106,11 @@
     const chosen = (isGroup) => Object.fromEntries([...fields].filter(([key, { input }]) => key.startsWith("/") === isGroup && input.value.trim()).map(([key, { input }]) => [key.replace("/", ""), input.value.trim()]));
     return { base: at("base").value, gpus: at("gpus").value.trim(), groups: chosen(true), values: chosen(false) };
   };
+  const tableOf = (columns) => {  // letters of some languages are wider than one column of a terminal
+    const last = at("plan").lastElementChild;
+    if (last?.rows?.[0].cells.length === columns) return last;
+    return at("plan").appendChild(make("table", {}));
+  };
   const show = ({ errors, more, notes, plan, text, values }) => {
     for (const [key, { input, label }] of fields) {
       const wrong = errors.find((error) => error.keys.includes(key) || error.text.includes(`${key} = `));
@@ -121,7 +126,12 @@
     if (!errors.length) at("errors").append(make("li", { className: "good", textContent: words.in_order }));
     at("notes").replaceChildren(...notes.map((note) => make("p", { className: "note", textContent: note })));
     // Tables keep their columns; sentences may be longer than the page is wide.
-    at("plan").replaceChildren(...plan.map((line) => make("span", { className: / {2}/.test(line) ? "" : "line", textContent: `${line}\n` })));
+    at("plan").replaceChildren();
+    for (const line of plan.join("\n").split("\n").map((one) => one.trim()).filter(Boolean)) {
+      const cells = line.split(/ {2,}/);
+      if (cells.length < 3) at("plan").append(make("p", { textContent: line }));
+      else tableOf(cells.length).append(make("tr", {}, ...cells.map((cell) => make("td", { textContent: cell }))));
+    }
     at("text").textContent = text;
   };
   let timer = 0, latest = 0;
