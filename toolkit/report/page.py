@@ -338,7 +338,7 @@ def head(run: Run) -> list[str]:
         "" if is_own(run) else str(tuning.get("method", "")),
         f"ZeRO-{zero['stage']}" if "stage" in zero else "",
         str(run.section("precision").get("dtype", "")),
-        tr("{count} ranks", count=ranks) if ranks else "",
+        (tr("1 rank") if ranks == 1 else tr("{count} ranks", count=ranks)) if ranks else "",
     ]
     return [printable(part) for part in parts if part]
 

@@ -90,7 +90,7 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         say(note)
     is_found = cfg.batch.micro_per_gpu == schema.AUTO
     say(
-        "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ranks ({launcher}). Batch: "
+        "{recipe}: {model}, ZeRO-{stage}, {dtype}, {world} ({launcher}). Batch: "
         "{micro} x {times} x {parts} = {size} sequences per step (micro-batch x accumulation x data-parallel ranks).",
         recipe=cfg.recipe,
         model=model,
@@ -99,7 +99,7 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         launcher=ranks.launcher,
         micro=cfg.batch.micro_per_gpu,
         times=schema.AUTO if is_found else mesh.accumulation(cfg, ranks.world_size),
-        world=ranks.world_size,
+        world=tr("1 rank") if ranks.world_size == 1 else tr("{count} ranks", count=ranks.world_size),
         parts=mesh.mesh_of(cfg, ranks.world_size).data_ranks,
         size=cfg.batch.global_size,
     )
