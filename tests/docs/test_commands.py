@@ -3,6 +3,7 @@
 The README's are run one after another by tests/test_readme.py. Here those are run that load nothing.
 """
 
+import itertools
 import re
 import shlex
 import shutil
@@ -14,7 +15,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 import pytest
-from pages import PAIRED, ROOT, chinese, commands
+from pages import PAIRED, ROOT, blocks, chinese, commands
 from torch.distributed.run import get_args_parser
 
 from toolkit import arguments
@@ -163,6 +164,30 @@ def test_what_loads_nothing_runs(line: str, folder: Path, capsys: pytest.Capture
     words[:2] = ["train"] if words[0] == "python" else words[1:2]
     assert toolkit_main(words) == 0, capsys.readouterr().err
     assert capsys.readouterr().out
+
+
+def shown_outputs() -> list[tuple[str, str, str]]:
+    """Return each quick command that is alone in its block, with the output below it and its language."""
+    found = []
+    for page in (one for pair in PAIRED for one in (pair, chinese(pair))):
+        shown = blocks(page)
+        for block, output in itertools.pairwise(shown):
+            line = block.body.strip()
+            below = output.line == block.line + block.body.count("\n") + 3
+            if block.language == "bash" and output.language == "text" and below and line in QUICK:
+                found.append((line, output.body, "zh" if page.stem.endswith("_zh") else "en"))
+    return found
+
+
+@pytest.mark.parametrize(("line", "output", "language"), shown_outputs())
+def test_the_output_below_a_command_is_what_it_prints(
+    line: str, output: str, language: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(line)[1:]
+    assert toolkit_main([*words, f"language={language}"]) == 0
+    printed = [" ".join(one.split()) for one in capsys.readouterr().out.splitlines()]
+    shown = [" ".join(one.split()) for one in output.splitlines() if one != "…"]
+    assert [one for one in shown if not any(one in real for real in printed)] == []
 
 
 TRAINING = ("train", "launch", "sweep", "autotune")
