@@ -4,7 +4,8 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from starlette.testclient import TestClient
@@ -211,6 +212,18 @@ def test_only_a_recipe_with_a_plain_name_is_started(folder: Path, client: TestCl
         assert "error" in ask(client, "stop", run=name)
         assert "error" in ask(client, "log", run=name)
     assert not (folder / "runs").exists()
+
+
+def test_the_rest_of_an_answer_that_nobody_waits_for_is_no_answer_to_the_next_question(folder: Path) -> None:
+    board = Board(Path("runs"), folder)
+    lines = [json.dumps(one) + "\n" for one in ({"text": "a"}, {"text": "b"}, {"end": ""}, {"text": "c"}, {"end": ""})]
+    board.chat = cast("Any", SimpleNamespace(stdout=iter(lines)))
+    left = board._answer()
+    assert next(left) == lines[0]
+    left.close()
+    assert list(board._answer()) == lines[3:]
+    assert board.owed == 0
+    assert "closed" in next(board._answer())
 
 
 def test_no_model_is_loaded_unasked(client: TestClient) -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -72,8 +73,9 @@ class Board:
     def __init__(self, runs: Path, folder: Path) -> None:
         self.runs, self.folder, self.launches = runs, folder, Launches(runs)
         self.chat: subprocess.Popen[str] | None = None
-        self.is_asked = False
-        """Whether the model is answering."""
+        self.show: subprocess.Popen[str] | None = None
+        self.owed = 0
+        """Answers that the model has not ended yet."""
         self._rows: dict[Path, tuple[object, list[str], str]] = {}
         self.actions: dict[str, Callable[[Given], Mapping[str, Any]]] = {
             "runs": self.list_runs,
@@ -157,12 +159,16 @@ class Board:
         problems.raise_all()
         words = [f"recipe={file}", f"language={current_language()}", "color=always"]
         words += [f"n={given.get('n', 5)}", f"split={given.get('split', 'train')}"]
-        process = _start("toolkit", "show", *words, stderr=subprocess.STDOUT)
+        if self.show is not None:
+            self.show.kill()
+        self.show = process = _start("toolkit", "show", *words, stderr=subprocess.STDOUT)
 
         def lines() -> Iterator[str]:
             with process:
-                yield from process.stdout or ()
-                process.kill()
+                try:
+                    yield from process.stdout or ()
+                finally:  # who has left the page does not wait
+                    process.kill()
 
         return lines()
 
@@ -186,27 +192,36 @@ class Board:
 
     def _answer(self) -> Iterator[str]:
         assert self.chat is not None and self.chat.stdout is not None
-        self.is_asked = True
+        self.owed += 1
         for line in self.chat.stdout:
-            yield line
-            if line.startswith('{"end"'):
-                break
-        else:
-            yield json.dumps({"closed": tr("The model's process has ended.")}) + "\n"
-        self.is_asked = False
+            is_mine = self.owed == 1  # not the rest of one that nobody waits for, as the page was loaded again
+            self.owed -= line.startswith('{"end"')
+            if is_mine:
+                yield line
+            if not self.owed:
+                return
+        yield json.dumps({"closed": tr("The model's process has ended.")}) + "\n"
 
     def interrupt(self, given: Given) -> dict[str, str]:
         """Stop the answer that is being given."""
-        if self.chat is not None and self.is_asked:
+        if self.chat is not None and self.owed:
             self.chat.send_signal(signal.SIGINT)
         return {}
+
+    def end(self) -> None:
+        """End what a page may be waiting for, as the board is asked to end."""
+        for process in filter(None, (self.chat, self.show)):
+            process.kill()
 
     def close(self, given: Given) -> dict[str, str]:
         """Free the model's memory."""
         if self.chat is not None:
             self.chat.kill()
-            self.chat.communicate()
-            self.chat = None
+            self.chat.wait()
+            for pipe in filter(None, (self.chat.stdin, self.chat.stdout)):
+                with suppress(OSError):  # a question that it has not read
+                    pipe.close()
+            self.chat, self.owed = None, 0
         return {}
 
 
@@ -334,7 +349,14 @@ def serve(runs: Path, port: int) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it once more after its end
         try:
             with suppress(KeyboardInterrupt):
-                uvicorn.Server(config).run(sockets=[listener])
+                server, told = uvicorn.Server(config), uvicorn.Server.handle_exit
+
+                def handle_exit(number: int, frame: FrameType | None) -> None:
+                    board.end()  # else its answers would be waited for
+                    told(server, number, frame)
+
+                server.handle_exit = handle_exit  # type: ignore[assignment]
+                server.run(sockets=[listener])
         finally:
             board.close({})
 
