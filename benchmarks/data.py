@@ -22,10 +22,11 @@ from benchmarks.processes import children, measure, uss
 from benchmarks.rows import rows_file
 from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import Packing, RunConfig, SourceConfig
+from toolkit.data.hygiene import alike, inspect_files
 from toolkit.data.loader import build_loader
 from toolkit.data.packing import PackingPlan, pack
 from toolkit.data.sampler import Position
-from toolkit.data.sources import read_conversations
+from toolkit.data.sources import locate_all, read_conversations
 from toolkit.launch.environment import Ranks
 from toolkit.train.language_data import build_encoder, epoch_steps, load_data_with, training_batches
 
@@ -90,6 +91,8 @@ def _tokenising(few: RunConfig, many: RunConfig, rows: int, say: Callable[[str],
     say("Tokenising with the library alone, second half")
     floors.append(measure(library_alone, many, rows // 2, rows).result)
     floor, fast = (sum(half[name] for half in floors) for name in ("seconds", "fast_seconds"))
+    say("Looking for duplicates and leftovers")
+    looked = measure(inspect_alone, many)
     tokens = made.result["tokens"]
     return {
         "tokens": tokens,
@@ -101,6 +104,10 @@ def _tokenising(few: RunConfig, many: RunConfig, rows: int, say: Callable[[str],
         "speed_to_encode_batch": floor / made.seconds,
         "speed_to_encode_batch_fast": fast / made.seconds,
         "peak_pss_mib": made.peak_pss / _MIB,
+        "inspect_s": looked.seconds,
+        "inspect_rows_per_s": rows / looked.seconds,
+        "inspect_to_prepare": looked.seconds / made.seconds,
+        "inspect_peak_pss_mib": looked.peak_pss / _MIB,
         "store_bytes_per_token": made.result["bytes"] / tokens,
     }
 
@@ -110,6 +117,12 @@ def prepare_alone(cfg: RunConfig) -> dict[str, int]:
     report = load_data_with(cfg, build_encoder(cfg)).report
     size = sum(file.stat().st_size for file in Path(report.folder).iterdir())
     return {"tokens": report.tokens, "bytes": size}
+
+
+def inspect_alone(cfg: RunConfig) -> dict[str, int]:
+    """Do what `toolkit data-report` does with the rows; return how many are there twice, or nearly."""
+    equal, near = alike(inspect_files(locate_all(cfg.data, Path(cfg.prepare.dir))))
+    return {"equal": equal.count, "near": near.count}
 
 
 def library_alone(cfg: RunConfig, start: int, stop: int) -> dict[str, float]:

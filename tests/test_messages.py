@@ -95,7 +95,7 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates = {str(call.args[0].value) for _, call in calls()}  # type: ignore[attr-defined]
     templates |= {*read_table("translate/keys.yaml")["sentences"].values(), *read_table("plan/kinds.yaml").values()}
     templates |= {text for _, _, text in read_table("doctor/findings.yaml").values()}
-    templates |= set(filter(None, rule_tables.sentences()))
+    templates |= set(filter(None, rule_tables.sentences())) | {*read_table("data/hygiene.yaml")["answers"]}
     templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS}
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"

@@ -450,28 +450,57 @@ class Section:
 
 
 def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str) -> str:
-    """Return the page."""
+    """Return the page of runs."""
     one = runs[0] if len(runs) == 1 else None
-    drawn = [drawing for of_section in drawings.values() for drawing in of_section]
-    program, library = _file("report.js"), vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", _VEGA_LITE)
+    return write_page(
+        title=one.name if one else tr("{count} runs compared", count=len(runs)),
+        kind=tr("Training run") if one else tr("Comparison of training runs"),
+        head=head(one) if one else [run.name for run in runs],
+        tiles=list(tiles(one)) if one else [],
+        sections=_sections(runs, drawings),
+        drawn=[drawing for of_section in drawings.values() for drawing in of_section],
+        noscript=tr("The charts need JavaScript; as pictures they are in {folder}.", folder=f"{images}/"),
+        state=status(one) if one else None,
+        examples=example_data(one) if one else "",
+        failure=one.failure[:4000] if one and not one.summary else "",
+    )
+
+
+def write_page(
+    *,
+    title: str,
+    kind: str,
+    head: Sequence[str],
+    tiles: Sequence[Tile],
+    sections: Sequence[Section],
+    drawn: Sequence[Drawing] = (),
+    noscript: str = "",
+    state: tuple[str, str] | None = None,
+    examples: str = "",
+    failure: str = "",
+) -> str:
+    """Return a page in the report's look; `drawn` are the charts of its sections."""
+    program, library = "", ""
+    if drawn:
+        program, library = _file("report.js"), vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", _VEGA_LITE)
     pages = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     return pages.from_string(_file("report.html.j2")).render(
         language="zh-CN" if current_language() == "zh" else "en",
         generator=GENERATOR,
-        title=one.name if one else tr("{count} runs compared", count=len(runs)),
-        state=status(one) if one else None,
-        examples=example_data(one) if one else "",
-        head=head(one) if one else [run.name for run in runs],
-        failure=one.failure[:4000] if one and not one.summary else "",
-        tiles=list(tiles(one)) if one else [],
+        title=title,
+        state=state,
+        examples=examples,
+        head=head,
+        failure=failure,
+        tiles=tiles,
         sections=[
             section
-            for section in _sections(runs, drawings)
+            for section in sections
             if any((section.drawings, section.tables, section.samples, section.commands, section.empty))
         ],
         words={
-            "kind": tr("Training run") if one else tr("Comparison of training runs"),
-            "noscript": tr("The charts need JavaScript; as pictures they are in {folder}.", folder=f"{images}/"),
+            "kind": kind,
+            "noscript": noscript,
             "made": tr(
                 "Made by {name} {version} on {time}. The page needs no network.",
                 name="DeepSpeed fine-tuning toolkit",
@@ -642,8 +671,8 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     return output, images
 
 
-def _check_target(output: Path, images: Path) -> None:
-    """Reject an output that would overwrite what is no report."""
+def check_output(output: Path) -> bool:
+    """Reject a page that would overwrite what is no report; return whether a report is there."""
     if output.suffix != ".html":
         raise ConfigError("output = {file} must end in .html.", file=output)
     is_ours = False
@@ -653,6 +682,11 @@ def _check_target(output: Path, images: Path) -> None:
         raise ConfigError(
             "{file} already exists and is not a report; it is not touched. Choose another output.", file=output
         )
+    return is_ours
+
+
+def _check_target(output: Path, images: Path) -> None:
+    is_ours = check_output(output)
     if os.path.lexists(images) and not is_ours and not (images.is_dir() and not any(images.iterdir())):
         raise ConfigError(
             "{folder} already exists and is not of a report; it is not touched. Choose another output.", folder=images

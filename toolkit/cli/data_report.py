@@ -1,0 +1,58 @@
+"""Write an HTML report of a dataset: duplicates, leftovers of templates, declined answers, lengths, turns, scripts.
+
+toolkit data-report DATA [output=FILE.html] [format=auto] [workers=N] [language=en|zh]
+toolkit data-report recipe=NAME [output=FILE.html] [key=value …]
+
+  DATA           a file, a directory or a glob, as data.sources takes them
+  recipe=NAME    the recipe's training and validation data; they are tokenized too (or their cache is opened), for the
+                 share of trained tokens, and the tokenizer's control tokens are looked for
+  output=FILE    the page; default: data-report.html here. A report that is there is replaced, any other file is left
+  workers=N      processes; default: one for each core
+"""
+
+from pathlib import Path
+
+from toolkit.arguments import named_arguments, parse_checked, positive_int
+from toolkit.config.preflight import resolve_model_path
+from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
+from toolkit.messages import ConfigError, say, set_language
+
+OUTPUT = "data-report.html"
+
+
+def run(words: list[str]) -> None:
+    is_data = bool(words) and "=" not in words[0] and not words[0].endswith((".yaml", ".yml"))
+    special: list[str] = []
+    prepared = None
+    if is_data:
+        optional = ("output", "format", "workers", "language")
+        usage = "toolkit data-report DATA"
+        values = named_arguments(words, required=("path",), optional=optional, usage=usage, bare="path")
+        set_language(values.get("language", ""))
+        given, known = values.get("format", "auto"), [one.value for one in RowFormat]
+        if given not in known:
+            raise ConfigError("format = {value}. Known: {known}.", value=given, known=", ".join(known))
+        data, cache_dir = DataConfig(sources=[SourceConfig(path=values["path"], format=RowFormat(given))]), Path()
+    else:
+        arguments = parse_checked(words, names=("output", "workers"))
+        values, cfg = arguments.values, resolve_model_path(arguments.loaded).cfg
+        data, cache_dir = cfg.data, Path(cfg.prepare.dir)
+    output = Path(values.get("output") or OUTPUT)
+    from toolkit.report.page import check_output  # only now: what draws takes a second to import
+
+    check_output(output)
+    if not is_data:
+        from toolkit.train.language_data import load_data
+
+        loaded = load_data(cfg)
+        prepared, special = loaded.report, [str(token) for token in loaded.tokenizer.all_special_tokens]
+    from toolkit.data.hygiene import inspect_files
+    from toolkit.data.hygiene_page import data_page
+    from toolkit.data.sources import locate_all
+    from toolkit.disk import write_atomically
+
+    files = locate_all(data, cache_dir)
+    facts = inspect_files(files, special, positive_int(values, "workers") or 0)
+    title = values.get("path") or cfg.recipe
+    write_atomically(output, data_page(title, facts, files, prepared).encode("utf-8", errors="backslashreplace"))
+    say("The data report: {file}", file=output)
