@@ -96,6 +96,14 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not [path for path in folder.rglob("*.tmp")]
 
 
+def test_ngram_baselines_are_lines_of_the_loss_chart(quick: None, tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "mine")
+    (folder / "DONE").write_text(json.dumps({"unigram_loss": 6.25, "bigram_loss": "damaged", "steps": 40}))
+    report(str(folder))
+    chart = json.dumps(json.loads(Page((folder / "report.html").read_text()).data["charts"])["specs"]["loss"])
+    assert '"y": 6.25' in chart and "damaged" not in chart
+
+
 def test_text_stays_text(quick: None, tmp_path: Path) -> None:
     plain, hostile = fake_run(tmp_path / "plain"), fake_run(tmp_path / "hostile", text=HOSTILE)
     (hostile / "FAILED").write_text(HOSTILE)

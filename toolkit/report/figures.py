@@ -1,5 +1,6 @@
 """Which charts a report has, and what draws them as Altair definitions, for the page and PNG files alike."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -333,6 +334,17 @@ def _validation(run: Run, figure: str, series: str) -> list[Record]:
     ]
 
 
+def _ngrams(run: Run) -> list[Record]:
+    """Return the losses that unigrams and bigrams reach (`evaluate.ngram_baselines`), each as a level line."""
+    found = {name: run.summary.get(f"{name}_loss") for name in ("unigram", "bigram")}
+    return [
+        {"x": x, "y": rounded(loss), "s": name}
+        for name, loss in found.items()
+        if isinstance(loss, float) and math.isfinite(loss)
+        for x in (0, run.step)
+    ]
+
+
 def _colors(runs: Sequence[Run]) -> dict[str, str]:
     return {run.name: PALETTE[place % len(PALETTE)] for place, run in enumerate(runs)}
 
@@ -346,9 +358,14 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         raw, smooth, validation = tr("training"), tr("training, smoothed"), tr("validation")
         points = _points(run, "loss", raw)
         smoothed = _smooth(points, smooth)
-        records = [*points, *smoothed, *_validation(run, "eval_loss", validation)]
-        colors = {raw: BLUE, smooth: BLUE, validation: ORANGE}
-        looks = Series(colors=colors, faint=[raw] if smoothed else [], dotted=[validation])
+        ngrams = _ngrams(run)
+        records = [*points, *smoothed, *_validation(run, "eval_loss", validation), *ngrams]
+        colors = {raw: BLUE, smooth: BLUE, validation: ORANGE} | (
+            {"unigram": PURPLE, "bigram": GREEN} if ngrams else {}
+        )
+        looks = Series(
+            colors=colors, faint=[raw] if smoothed else [], dotted=[validation], dashed=["unigram", "bigram"]
+        )
         note = tr("Pale: as logged.") if smoothed else ""
         if any("low" in record for record in records):
             note = tr("Pale: as logged. The band spans the extremes where a point stands for several rows.")
