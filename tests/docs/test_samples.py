@@ -9,7 +9,7 @@ from pages import ROOT, blocks, chinese
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
-from toolkit.data.formats import PairReader, detect_format, parse_row
+from toolkit.data.formats import LabelReader, PairReader, detect_format, parse_row
 from toolkit.data.readers import parse_line
 from toolkit.data.sources import read_conversations
 from toolkit.data.tokenize import build_caches
@@ -38,14 +38,16 @@ def test_each_format_has_a_sample(page: Path) -> None:
             row = parse_row(parse_line(line.encode()))
             assert isinstance(row, dict)
             assert detect_format(row, {}).value == name
-    of_files = {one.value for one in RowFormat} - {"auto", "docstrings", "preference"}
+    of_files = {one.value for one in RowFormat} - {"auto", "docstrings", "preference", "labeled"}
     assert {name for name, _ in shown} == of_files
 
 
 @pytest.mark.parametrize("page", [PREFERENCES, chinese(PREFERENCES)], ids=lambda page: page.name)
-def test_each_sample_of_pairs_is_read(page: Path) -> None:
-    (block,) = blocks(page, "json")
-    for line in block.body.splitlines():
+def test_each_sample_of_preferences_is_read(page: Path) -> None:
+    of_pairs, labeled = blocks(page, "json")
+    found = [LabelReader({}).read_all(parse_row(line.encode())) for line in labeled.body.splitlines()]
+    assert [conversation.value for (conversation,) in found] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    for line in of_pairs.body.splitlines():
         chosen, rejected = PairReader({}).read_all(parse_row(line.encode()))
         assert chosen.messages[:-1] == rejected.messages[:-1]
         assert chosen.messages[-1]["content"] != rejected.messages[-1]["content"]

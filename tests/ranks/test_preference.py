@@ -1,4 +1,4 @@
-"""Preferences on ranks: however pairs are cut up, a plain PyTorch DPO loop's losses; resumed bit by bit; it learns."""
+"""Preferences on ranks: however they are cut up, a plain PyTorch loop's losses; resumed bit by bit; it learns."""
 
 import copy
 import json
@@ -21,6 +21,7 @@ RECOMPUTE = "train.activation_checkpointing.enabled=true"
 LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "optim.lr=0.01"]
 FULL = ["optim.lr=0.001"]
 SAVED = ["checkpoint.every=4", "checkpoint.keep=0"]
+KTO = ["preference=kto", "preference.beta=0.5", "preference.undesirable_weight=0.8"]
 
 # name -> overrides; two ranks
 CELLS: dict[str, list[str]] = {
@@ -35,6 +36,9 @@ CELLS: dict[str, list[str]] = {
     "full-stage2-offload": ["zero=stage2_offload", *FULL],
     "full-stage1-auto": ["zero=stage1", "batch.micro_per_gpu=auto", *FULL],
     "bf16-stage2": ["zero=stage2", "precision=bf16", *FULL],
+    "kto-full-stage0": ["zero=stage0", *KTO, *FULL, *SAVED],
+    "kto-full-stage3-micro2": ["zero=stage3", ALL, "batch.micro_per_gpu=2", RECOMPUTE, *KTO, *FULL],
+    "kto-lora-stage2": ["zero=stage2", *KTO, *LORA, *SAVED],
 }
 ROOM_MIB = {"full-stage1-auto": [8192.0, 8192.0]}
 # bfloat16 rounds to 2^-9.
@@ -42,13 +46,23 @@ ROUGH = {"bf16-stage2": 0.03}
 ONE_RANK = {
     "full-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL],
     "lora-one-rank-1x4": ["zero=stage1", *LORA],
+    "kto-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *KTO, *FULL],
 }
-SHORT = ("full-stage3", "lora-stage2", "orpo-stage3")
-RESUMED = ("full-stage0", "lora-stage2")
+SHORT = ("full-stage3", "lora-stage2", "orpo-stage3", "kto-lora-stage2")
+RESUMED = ("full-stage0", "lora-stage2", "kto-full-stage0", "kto-lora-stage2")
 
 
 def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
-    """Return the overrides of a run."""
+    """Return the overrides of a run; for KTO each pair becomes two answers, marked good and bad."""
+    if "preference=kto" in overrides:
+        pairs = map(json.loads, pairs_file.read_text(encoding="utf-8").splitlines())
+        rows = [
+            {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+            for pair in pairs
+            for name in ("chosen", "rejected")
+        ]
+        pairs_file = pairs_file.with_name("labeled.jsonl")
+        pairs_file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return tiny(pairs_file, folder, name, "preference=dpo", f"train.max_steps={STEPS}", *overrides)
 
 
@@ -76,7 +90,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
-    """Train in a plain PyTorch loop, with a second model as the reference; return losses and margins of the steps."""
+    """Train in a plain PyTorch loop, with a second model as the reference; return losses and a figure of the steps."""
     from toolkit.config.load import load
     from toolkit.config.schema import Dtype
     from toolkit.data.loader import collate
@@ -108,26 +122,38 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     )
     plan, size, beta = data.train_plan, cfg.batch.global_size, cfg.preference.beta
     sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
-    found: dict[str, list[float]] = {"loss": [], "margins": []}
+    found: dict[str, list[float]] = {"loss": [], "figure": []}
     for step, rows in enumerate(islice(sampler, STEPS)):
         iteration = max(step - 1, 0)  # as in shared.plain_loop
         factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (STEPS - iteration) / (STEPS - 2)
         for group in optimizer.param_groups:
             group["lr"] = cfg.optim.lr * factor
-        both = [[data.train[plan[row][place]] for row in rows] for place in (0, 1)]
+        if cfg.preference.loss.value == "kto":
+            both = [[data.train[plan[row][0]] for row in rows], [mismatched(data.train, plan[row][0]) for row in rows]]
+        else:
+            both = [[data.train[plan[row][place]] for row in rows] for place in (0, 1)]
         (chosen, tokens), (rejected, others) = (of_answers(model, samples) for samples in both)
         if cfg.preference.loss.value == "orpo":
             means = chosen / tokens, rejected / others
             margins = means[0] - means[1]
             odds = [mean - torch.log(1 - mean.exp()) for mean in means]
             loss = (-means[0] - beta * torch.nn.functional.logsigmoid(odds[0] - odds[1])).mean()
+        elif cfg.preference.loss.value == "kto":
+            with torch.no_grad():
+                before = [of_answers(reference, samples)[0] for samples in both]
+            divergence = max(0.0, float((rejected - before[1]).detach().mean()))
+            # Good ones are on odd lines.
+            good = torch.tensor([int(data.train.where(plan[row][0]).rsplit(":")[1]) % 2 == 1 for row in rows])
+            signs, weights = torch.where(good, 1.0, -1.0), torch.where(good, 1.0, cfg.preference.undesirable_weight)
+            gains = beta * signs * (chosen - before[0] - divergence)
+            loss, margins = (weights * (1 - gains.sigmoid())).mean(), torch.tensor(divergence / beta)
         else:
             with torch.no_grad():
                 before = [of_answers(reference, samples)[0] for samples in both]
             margins = (chosen - before[0]) - (rejected - before[1])
             loss = -torch.nn.functional.logsigmoid(beta * margins).mean()
         found["loss"].append(float(loss.detach()))
-        found["margins"].append(float(beta * margins.detach().mean()))
+        found["figure"].append(float(beta * margins.detach().mean()))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
@@ -135,21 +161,38 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
+def mismatched(samples: Any, number: int) -> tuple[Any, Any]:
+    """Return a question with the answer of the sample before it."""
+    import numpy as np
+
+    (ids, trained), (others, covered) = samples[number], samples[(number or len(samples)) - 1]
+    begin = next(place for place, is_trained in enumerate(trained) if is_trained)
+    answer = [(token, mark) for token, mark in zip(others, covered, strict=True)][list(covered).index(True) :]
+    joined = [*zip(ids[:begin], trained[:begin], strict=True), *answer]
+    return np.array([token for token, _ in joined], np.uint16), np.array([mark for _, mark in joined], np.bool_)
+
+
 @pytest.mark.parametrize("name", default_first([*CELLS, *ONE_RANK], SHORT))
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(pairs_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.02, "the reference must learn, or the comparison says little"
     rows = [row for row in rows_of(runs / name) if "loss" in row]
-    margins = [row["rewards/margins"] for row in rows]
+    is_kto = "kto" in name
+    figure = [row["kl" if is_kto else "rewards/margins"] for row in rows]
     tolerance = ROUGH.get(name, TOLERANCE)
     assert losses(runs / name) == pytest.approx(expected["loss"], abs=tolerance)
-    assert margins == pytest.approx(expected["margins"], abs=tolerance)
-    assert [row["pairs"] for row in rows] == [*[4] * (STEPS - 1), 2], "30 pairs"
-    assert json.loads((runs / name / "data.json").read_text())["splits"]["train"]["samples"] == 30
+    assert figure == pytest.approx(expected["figure"], abs=tolerance)
+    if is_kto:
+        assert [row["answers"] for row in rows] == [4] * STEPS and max(figure) > 0.01
+    else:
+        assert [row["pairs"] for row in rows] == [*[4] * (STEPS - 1), 2], "30 pairs"
+    card = json.loads((runs / name / "data.json").read_text())
+    assert (card["unit"], card["splits"]["train"]["samples"]) == (("answers", 59) if is_kto else ("pairs", 30))
     if name in ROOM_MIB:
         assert yaml.safe_load((runs / name / "config.yaml").read_text())["batch"]["micro_per_gpu"] == 2
     if "orpo" not in name and name not in ROUGH:
-        assert rows[0]["loss"] == pytest.approx(0.6931472, abs=1e-6), "it begins as the reference"
+        begin = 0.45 if is_kto else 0.6931472
+        assert rows[0]["loss"] == pytest.approx(begin, abs=0.051 if is_kto else 1e-6), "it begins as the reference"
 
 
 @pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
@@ -157,7 +200,7 @@ def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 4] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 4 and whole == resumed
     kept = [sorted((runs / one).glob("reference/*.f32")) for one in (name, f"{name}-resumed")]
-    assert [len(files) for files in kept] == ([2, 2] if name.startswith("full") else [0, 0])
+    assert [len(files) for files in kept] == ([2, 2] if "full" in name else [0, 0])
     for one, other in zip(*kept, strict=True):
         assert one.read_bytes() == other.read_bytes()
 
@@ -168,3 +211,11 @@ def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
     assert (first["eval_loss"], first["eval_rewards/margins"]) == pytest.approx((0.6931472, 0.0), abs=1e-6)
     assert first["eval_pairs"] == 7
     assert last["eval_loss"] < first["eval_loss"] and last["eval_rewards/accuracies"] > 0.7
+
+
+def test_held_out_answers_are_told_apart(runs: Path) -> None:
+    """After KTO good answers are above the divergence of both models, and bad ones below."""
+    first, last = (rows_of(runs / "kto-lora-stage2")[index] for index in (0, -1))
+    assert first["eval_samples"] == 15 and first["eval_kl"] == 0.0
+    assert last["eval_loss"] < first["eval_loss"] - 0.01 and last["eval_rewards/accuracies"] > 0.6
+    assert last["eval_rewards/chosen"] > last["eval_rewards/rejected"]

@@ -15,13 +15,14 @@ from tests.unit.data_tools import ByteEncoder, run_config, text_of, write_rows
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.config.schema import Packing, PreferenceConfig, PreferenceLoss, RowFormat, SourceConfig, TooLong, TrainOn
-from toolkit.data.formats import PairReader
+from toolkit.data.formats import LabelReader, PairReader
 from toolkit.data.packing import PackingPlan, plan_sequences
+from toolkit.data.store import MismatchedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError, RowError
 from toolkit.models import loss as loss_module
 from toolkit.models.loss import LossHead, answer_log_probabilities
-from toolkit.models.preference import Answers, pair_losses
+from toolkit.models.preference import Answers, answer_losses, pair_losses
 
 # Log-probabilities of chosen and rejected, tokens of both, and the reference's, of four pairs.
 PAIRS = [
@@ -100,6 +101,21 @@ def test_losses_are_those_of_the_papers(
     assert not found.chosen_rewards.requires_grad
     if kind in ("sigmoid", "hinge", "robust"):
         assert found.chosen_rewards.tolist() == pytest.approx([beta * (pair[0] - pair[4]) for pair in PAIRS])
+
+
+@pytest.mark.parametrize("divergence", [0.0, 1.7])
+def test_loss_of_single_answers_is_that_of_the_paper(divergence: float) -> None:
+    """2402.01306, equation 7, in Python's own float64; TRL 0.18's kto_loss gives the same."""
+    ratios, labels, weights = [0.4, -3.0, 1.7, 12.0], [True, True, False, False], {True: 1.3, False: 0.6}
+    config = PreferenceConfig(loss=PreferenceLoss.kto, beta=0.2, desirable_weight=1.3, undesirable_weight=0.6)
+    given = torch.tensor(ratios, dtype=torch.float64, requires_grad=True)
+    losses = answer_losses(config, given, torch.tensor(labels), torch.tensor(divergence, dtype=torch.float64))
+    slopes = torch.autograd.grad(losses.sum(), given)[0].tolist()
+    for loss, slope, ratio, is_good in zip(losses.tolist(), slopes, ratios, labels, strict=True):
+        value = sigmoid(0.2 * (ratio - divergence)) if is_good else sigmoid(0.2 * (divergence - ratio))
+        assert loss == pytest.approx(weights[is_good] * (1 - value), rel=1e-12)
+        towards = -1 if is_good else 1
+        assert slope == pytest.approx(towards * 0.2 * weights[is_good] * value * (1 - value), rel=1e-12)
 
 
 def test_what_is_certain_has_finite_odds() -> None:
@@ -232,10 +248,86 @@ def test_rows_that_cannot_be_used(row: dict[str, Any], wrong: str) -> None:
         PairReader({}).read_all(row)
 
 
-def caches(folder: Path, rows: list[dict[str, Any]], encoder: ByteEncoder | None = None, **data: Any) -> Any:
-    """Return the caches of a file of pairs."""
+MARKED: dict[str, dict[str, Any]] = {
+    "TRL": {"prompt": "q", "completion": "a", "label": True},
+    "TRL, messages": {"prompt": [USER], "completion": [GOOD], "label": True},
+    "ms-swift": {"messages": [USER, GOOD], "label": 1},
+    "LLaMA-Factory": {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+        "kto_tag": True,
+    },
+    "LLaMA-Factory, instruction": {"instruction": "q", "output": "a", "kto_tag": "true"},
+    "query": {"query": "q", "response": "a", "label": 1.0},
+}
+
+
+@pytest.mark.parametrize("row", MARKED.values(), ids=MARKED)
+def test_marked_rows_of_every_layout(row: dict[str, Any]) -> None:
+    key = "label" if "label" in row else "kto_tag"
+    for value, expected in ((row[key], 1.0), (False, 0.0), (0, 0.0), ("False", 0.0)):
+        (conversation,) = LabelReader({}).read_all({**row, key: value})
+        assert (conversation.messages, conversation.value) == ([USER, GOOD], expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        ({"prompt": "q", "completion": "a"}, "no key 'label'"),
+        ({"prompt": "q", "completion": "a", "label": "good"}, "'label' is a text, neither true nor false"),
+        ({"prompt": "q", "completion": "a", "label": None}, "'label' is null, neither true nor false"),
+        ({"prompt": "q", "completion": "", "label": True}, "'completion' is empty"),
+        ({"messages": [USER, GOOD, USER], "label": True}, "does not end with the assistant's answer"),
+    ],
+)
+def test_marked_rows_that_cannot_be_used(row: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(RowError, match=wrong):
+        LabelReader({}).read_all(row)
+
+
+def test_a_question_meets_the_answer_before_it(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"question{number}", "completion": "a" * (number + 1), "label": number % 2 == 0}
+        for number in range(5)
+    ]
+    train, validation, _ = caches(tmp_path, rows, row_format=RowFormat.labeled, validation_fraction=0.2)
+    assert (len(train), len(validation)) == (4, 1)
+    for cache in (train, validation):
+        mismatched = pickle.loads(pickle.dumps(MismatchedCache(cache.folder, cache.split, 14)))
+        size = len(mismatched)
+        assert (size, mismatched.num_numbers) == (len(cache), 2 * len(cache))
+        for place in range(size):
+            lines = [int(mismatched.where(number).rsplit(":")[1]) for number in (place, size + place)]
+            assert lines[0] == lines[1]
+            assert mismatched.values([place, size + place]).tolist() == [float(lines[0] % 2)] * 2
+            (ids, trained), (others, covered) = mismatched[place], mismatched[size + place]
+            assert (ids == cache[place][0]).all() and (trained == cache[place][1]).all()
+            before = text_of(cache[(place or size) - 1][0][cache[(place or size) - 1][1]])
+            asked = text_of(ids[~trained])
+            assert text_of(others) == (asked + before)[:14]
+            assert text_of(others[covered]) == before[: 14 - len(asked)]
+        plan = plan_sequences(
+            mismatched,
+            Packing.none,
+            max_length=64,
+            micro_per_gpu=1,
+            seed=3,
+            sources=[],
+            mismatched=True,
+            cache_dir=tmp_path / "cache",
+        )
+        assert [plan[row] for row in range(len(plan))] == [[place, size + place] for place in range(size)]
+
+
+def caches(
+    folder: Path,
+    rows: list[dict[str, Any]],
+    encoder: ByteEncoder | None = None,
+    row_format: RowFormat = RowFormat.preference,
+    **data: Any,
+) -> Any:
+    """Return the caches of a file of preferences."""
     cfg = run_config(folder)
-    cfg.data.sources = [SourceConfig(path=write_rows(folder / "pairs.jsonl", rows), format=RowFormat.preference)]
+    cfg.data.sources = [SourceConfig(path=write_rows(folder / "pairs.jsonl", rows), format=row_format)]
     cfg.data.train_on = TrainOn.last
     for name, value in data.items():
         setattr(cfg.data, name, value)
@@ -323,3 +415,4 @@ def test_the_config_says_how_rows_are_read_and_how_fast_is_learned() -> None:
         assert cfg.data.sources[0].format is RowFormat.preference and cfg.data.train_on is TrainOn.last
         assert cfg.optim.lr == rate
     assert load([*words, "preference=dpo", "optim.lr=1e-3"]).cfg.optim.lr == 1e-3
+    assert load([*words, "preference=kto"]).cfg.data.sources[0].format is RowFormat.labeled

@@ -31,6 +31,7 @@ def test_evaluations_are_in_it() -> None:
         "eval_tokens_per_s",
         "eval_pairs",
         "eval_rewards",
+        "eval_kl",
         "eval_logps",
     }
     assert not {f"eval_{metric.value}" for metric in Metric} & others

@@ -182,7 +182,7 @@ def _follow(loaded: LoadedConfig) -> None:
         cfg.data.train_on = TrainOn.last
     for source in (*cfg.data.sources, *cfg.data.validation):
         if source.format is RowFormat.auto:
-            source.format = RowFormat.preference
+            source.format = cfg.preference.row_format
 
 
 def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:

@@ -204,23 +204,30 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """Rows of pairs need a loss of pairs, and the other way round."""
-    data, is_on = loaded.cfg.data, loaded.cfg.preference.is_on
+    """Rows of preferences need a loss of such rows, and the other way round."""
+    data, preference = loaded.cfg.data, loaded.cfg.preference
+    known = (schema.RowFormat.preference, schema.RowFormat.labeled)
     for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for number, source in enumerate(sources):
-            if (source.format is schema.RowFormat.preference) == is_on:
+            if source.format is preference.row_format if preference.is_on else source.format not in known:
                 continue
             place = f"{key}[{number}].format"
-            if is_on:
+            if preference.is_on:
                 sentence = tr(
-                    "{place} = {format} is not a format of preference pairs, which preference.loss = {loss} needs. "
-                    "Leave the format out, or use preference=none.",
+                    "{place} = {format} is not the format that preference.loss = {loss} reads ({wanted}). Leave the "
+                    "format out, or use preference=none.",
                     place=place,
                     format=source.format.value,
-                    loss=loaded.cfg.preference.loss.value,
+                    loss=preference.loss.value,
+                    wanted=preference.row_format.value,
                 )
             else:
-                sentence = tr("{place} = preference needs a preference loss, for example preference=dpo.", place=place)
+                sentence = tr(
+                    "{place} = {format} needs a preference loss, for example preference={loss}.",
+                    place=place,
+                    format=source.format.value,
+                    loss="dpo" if source.format is schema.RowFormat.preference else "kto",
+                )
             yield loaded.about(key, sentence)
 
 
@@ -290,7 +297,7 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     known = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
-    known += schema.EVAL_PAIRS if loaded.cfg.preference.is_on else ()
+    known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + loaded.cfg.preference.is_paired]
     if evaluate.keep_best and evaluate.keep_best not in known:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
         yield loaded.error(

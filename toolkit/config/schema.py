@@ -80,8 +80,11 @@ class RowFormat(str, Enum):
     conversation = "conversation"
     docstrings = "docstrings"
     preference = "preference"
+    labeled = "labeled"
 
 
+_ASKED = ("prompt", "response", "instruction", "input", "output", "query", "history", "system", "tools")
+_LISTED = ("conversations", "messages", "conversation", "human", "assistant", "from", "value", "role", "content")
 ROW_FIELDS = {
     RowFormat.prompt_response: ("prompt", "response", "history", "system", "tools"),
     RowFormat.instruction: ("instruction", "input", "output", "history", "system", "tools"),
@@ -91,10 +94,10 @@ ROW_FIELDS = {
     RowFormat.messages: ("messages", "system", "tools", "from", "value", "role", "content"),
     RowFormat.text: ("text",),
     RowFormat.preference: (
-        *("prompt", "response", "instruction", "input", "output", "query", "history"),
-        *("conversations", "messages", "conversation", "human", "assistant", "from", "value", "role", "content"),
-        *("chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response", "system", "tools"),
+        *(*_ASKED, *_LISTED, "chosen", "rejected"),
+        *("chosen_messages", "rejected_messages", "rejected_response"),
     ),
+    RowFormat.labeled: (*_ASKED, *_LISTED, "completion", "label", "kto_tag"),
 }
 """What each format reads of a row, and of the messages in it; the names that `columns` may give other ones."""
 
@@ -135,6 +138,7 @@ class PreferenceLoss(str, Enum):
     simpo = "simpo"
     orpo = "orpo"
     cpo = "cpo"
+    kto = "kto"
 
 
 class Packing(str, Enum):
@@ -461,7 +465,7 @@ class SourceConfig:
     split: str = "train"
     """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer (docs/preference.md); auto means this with `preference.loss`. Each also takes system and tools."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); auto means these with `preference.loss`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     weight: float = 1.0
@@ -559,10 +563,10 @@ class PrepareConfig:
 
 @dataclass(kw_only=True, slots=True)
 class PreferenceConfig:
-    """`preference`: preference tuning on pairs of a chosen and a rejected answer (docs/preference.md)."""
+    """`preference`: preference tuning on pairs of a chosen and a rejected answer, or on answers marked good or bad (docs/preference.md)."""
 
     loss: PreferenceLoss = PreferenceLoss.none
-    """none: supervised fine-tuning; with a reference model sigmoid (DPO), robust (DPO with noisy labels), hinge and ipo; without one simpo, orpo and cpo. The data are preference pairs then, and `batch` counts pairs."""
+    """none: supervised fine-tuning; with a reference model sigmoid (DPO), robust (DPO with noisy labels), hinge and ipo; without one simpo, orpo and cpo. The data are preference pairs then, and `batch` counts pairs. kto: single answers, each marked good or bad, with a reference model."""
     beta: PositiveFloat = 0.1
     """Scale of the rewards: the larger, the closer the model stays to the reference; orpo: weight of the odds ratio term (lambda in its paper). preference=simpo sets 2."""
     label_smoothing: Share = 0.0
@@ -571,17 +575,31 @@ class PreferenceConfig:
     """simpo: target margin between the rewards of the two answers; preference=simpo sets 1."""
     sft_weight: NonNegativeFloat = 0.0
     """Weight of the chosen answer's cross entropy (mean over its tokens), which is added to the pair's loss; 0 adds none. orpo and cpo need it: preference=orpo and preference=cpo set 1."""
+    desirable_weight: PositiveFloat = 1.0
+    """kto: weight of the losses of good answers. Its authors advise that desirable_weight x good answers be 1 to 4/3 times undesirable_weight x bad ones."""
+    undesirable_weight: PositiveFloat = 1.0
+    """kto: weight of the losses of bad answers."""
 
     @property
     def is_on(self) -> bool:
-        """Whether pairs are learned from."""
+        """Whether preferences are learned from."""
         return self.loss is not PreferenceLoss.none
+
+    @property
+    def row_format(self) -> RowFormat:
+        """Return how rows are read."""
+        return RowFormat.labeled if self.loss is PreferenceLoss.kto else RowFormat.preference
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether answers come in pairs."""
+        return self.is_on and self.loss is not PreferenceLoss.kto
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares with the model before training."""
-        known = (PreferenceLoss.sigmoid, PreferenceLoss.robust, PreferenceLoss.hinge, PreferenceLoss.ipo)
-        return self.loss in known
+        without = (PreferenceLoss.none, PreferenceLoss.simpo, PreferenceLoss.orpo, PreferenceLoss.cpo)
+        return self.loss not in without
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1261,7 +1279,9 @@ class RunConfig:
 
 def data_unit(cfg: RunConfig) -> tuple[str, int]:
     """Return what the data are counted in, and of how many tokenized samples one is."""
-    return ("pairs", 2) if cfg.preference.is_on else ("samples", 1)
+    if cfg.preference.is_paired:
+        return "pairs", 2
+    return "answers" if cfg.preference.is_on else "samples", 1
 
 
 def has_reference_in_step(cfg: RunConfig) -> bool:

@@ -28,6 +28,8 @@ class Conversation:
 
     messages: list[Message]
     tools: list[Any] | None = None
+    value: float | None = None
+    """What the row says of its answer: 1 good, 0 bad."""
 
     @property
     def is_text(self) -> bool:
@@ -101,6 +103,8 @@ _LIST_FIELDS = {
 }
 _PREFERENCE = frozenset({"chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response"})
 """Columns of data for DPO and its like."""
+_MARKS = _PREFERENCE | {"completion", "label", "kto_tag"}
+"""These, and those of data for KTO."""
 
 
 class RowReader:
@@ -316,9 +320,11 @@ class PairReader:
     before is read as one of the other formats; an answer is a text, a message or a list of messages.
     """
 
+    row_format = RowFormat.preference
+
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = columns
-        self.names = {field: columns.get(field, field) for field in ROW_FIELDS[RowFormat.preference]}
+        self.names = {field: columns.get(field, field) for field in ROW_FIELDS[self.row_format]}
         self.skipped: Counter[str] = Counter()  # as of `RowReader`
 
     def read_all(self, row: object) -> list[Conversation]:
@@ -338,7 +344,7 @@ class PairReader:
         else:
             before = self._before(mapping)
             pair = [self._answered(before, mapping, answer) for answer in _ANSWERS]
-        plain = [[{key: value for key, value in m.items() if key != "loss"} for m in one.messages] for one in pair]
+        plain = [_unmarked(one) for one in pair]
         for messages, name in zip(plain, _ANSWERS, strict=True):
             if messages[-1]["role"] != "assistant":
                 raise RowError("the {answer} conversation does not end with the assistant's answer", answer=name)
@@ -346,14 +352,14 @@ class PairReader:
             raise RowError(
                 tr("the chosen and the rejected conversation must have the same messages before their last answer")
             )
-        return [replace(one, messages=list(messages)) for one, messages in zip(pair, plain, strict=True)]
+        return [replace(one, messages=messages) for one, messages in zip(pair, plain, strict=True)]
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Return the keys of a row that are not read."""
         return [str(key) for key in row if key not in self.names.values()]
 
     def _before(self, row: Mapping[str, Any], is_answered: bool = False) -> Conversation:
-        """Return what was said before the answers; `is_answered`: with the chosen one."""
+        """Return what was said before the last answer; `is_answered`: with the chosen one."""
         names = self.names
         for row_format, field in _LIST_FIELDS.items():
             if names[field] in row:
@@ -371,7 +377,7 @@ class PairReader:
     ) -> Conversation:
         reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
         reader.skipped = self.skipped
-        others = {self.names[field] for field in _PREFERENCE} - set(columns.values())
+        others = {self.names[field] for field in _MARKS if field in self.names} - set(columns.values())
         if not is_answered:
             others |= {self.names[fields[1]] for fields in _PAIR_FIELDS.values()}
         return reader.read({key: value for key, value in row.items() if key not in others})
@@ -406,9 +412,41 @@ class PairReader:
         return ""
 
 
+_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
+
+
+class LabelReader(PairReader):
+    """Turns rows of `RowFormat.labeled` into a conversation whose last answer is marked good or bad: the question and
+    `completion`, as TRL has it, or a conversation of one of the other formats; `label`, or LLaMA-Factory's `kto_tag`.
+    """
+
+    row_format = RowFormat.labeled
+
+    def read_all(self, row: object) -> list[Conversation]:
+        """Return the conversation; a RowError as `RowReader`."""
+        mapping = as_object(row)
+        key = next((self.names[field] for field in ("label", "kto_tag") if self.names[field] in mapping), "")
+        value = mapping[key] if key else _missing(mapping, self.names["label"])
+        if str(value).lower() not in _LABELS:
+            raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value))
+        if self.names["completion"] in mapping:
+            whole = self._answered(self._before(mapping), mapping, "completion")
+        else:
+            whole = self._before(mapping, is_answered=True)
+        if whole.messages[-1]["role"] != "assistant":
+            raise RowError(tr("the conversation does not end with the assistant's answer"))
+        return [replace(whole, messages=_unmarked(whole), value=_LABELS[str(value).lower()])]
+
+
+def _unmarked(conversation: Conversation) -> list[Message]:
+    """Return messages that do not say whether they are trained."""
+    return [{key: value for key, value in message.items() if key != "loss"} for message in conversation.messages]
+
+
 def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader | PairReader:
     """Return the reader of a format's rows."""
-    return PairReader(columns) if row_format is RowFormat.preference else RowReader(row_format, columns)
+    readers = {RowFormat.preference: PairReader, RowFormat.labeled: LabelReader}
+    return readers[row_format](columns) if row_format in readers else RowReader(row_format, columns)
 
 
 def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:
@@ -512,8 +550,8 @@ def _check_preference(row: Mapping[str, Any], columns: Mapping[str, str]) -> Non
     if row.get("label") is False:
         raise RowError(
             tr(
-                "preference data: 'label' is false, which marks a bad answer (KTO), and it would be trained as a good "
-                "one. Remove such rows, or skip them: data.on_bad_row=skip data.max_bad_fraction=1"
+                "preference data: 'label' is false, which marks a bad answer, and it would be trained as a good one. "
+                "Use preference=kto, remove such rows, or skip them: data.on_bad_row=skip data.max_bad_fraction=1"
             )
         )
 

@@ -97,6 +97,7 @@ def plan_sequences(
     sources: list[SourceConfig],
     most: int = 0,
     pairs: bool = False,
+    mismatched: bool = False,
     share: bool = False,
     cache_dir: Path,
 ) -> PackingPlan:
@@ -104,17 +105,22 @@ def plan_sequences(
 
     `classes`: the longest samples, ascending, of classes of length, which are packed separately. `seed` decides which
     samples meet, and which are taken for a fractional weight. `sources`: the training sources; [] takes each sample
-    once, or `evaluated_samples`. `pairs`: samples come in twos, which share a row; then nothing is packed. `share`:
-    packed samples of one conversation share a row, and what they begin with is there once.
+    once, or `evaluated_samples`. `pairs`: samples come in twos, which share a row; `mismatched`: a row
+    is a sample and what a `MismatchedCache` makes of it; then nothing is packed. `share`: packed samples of one
+    conversation share a row, and what they begin with is there once.
     """
     size = 2 if pairs else 1
+    apart = 1 if pairs else len(cache) if mismatched else 0
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        return _unpacked(evaluated_samples(cache, most, size), size) if pairs or is_capped else PackingPlan(len(cache))
+        if not apart and not is_capped:
+            return PackingPlan(len(cache))
+        return _unpacked(size * evaluated_samples(cache, most, size), apart)
     key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
-    key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * pairs
+    key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped
+    key += ["pairs"] * pairs + ["mismatched"] * mismatched
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
     key += [{"shared": LEAST_SHARED}] * share
     classes = list(classes) if packing is Packing.packed else []
@@ -138,7 +144,7 @@ def plan_sequences(
                 filled = np.arange(len(mine))
             rows[mine] = filled + bounds[-1]
             bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
-        dealt.save(folder, rows)
+        dealt.save(folder, rows, apart)
         plan = {"num_rows": bounds[-1], "bounds": bounds if by_source else []}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
@@ -170,11 +176,11 @@ class _Units:
             self.lengths = np.add.reduceat(lengths - self.shared, self.begins)[self.numbers]
             self.longest = np.maximum.reduceat(lengths, self.begins)[self.numbers]
 
-    def save(self, folder: Path, rows: NDArray[np.int64]) -> None:
-        """Save the samples of rows, of which each unit has one, [units]."""
+    def save(self, folder: Path, rows: NDArray[np.int64], apart: int) -> None:
+        """Save the samples of rows, of which each unit has one, [units]; `apart`: see `_members`."""
         numbers = self.numbers[np.argsort(rows, kind="stable")]
         if self.samples is None:
-            members, counts = _members(numbers, self.size), self.size * np.bincount(rows)
+            members, counts = _members(self.size * numbers, apart), (2 if apart else 1) * np.bincount(rows)
         else:
             sizes = self.sizes[numbers]
             places = np.repeat(self.begins[numbers] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
@@ -185,14 +191,14 @@ class _Units:
             np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
 
 
-def _unpacked(units: NDArray[np.int64], size: int) -> PackingPlan:
-    offsets = np.arange(0, size * len(units) + 1, size) if size > 1 else None
-    return PackingPlan(len(units), _members(units, size), offsets)
+def _unpacked(samples: NDArray[np.int64], apart: int) -> PackingPlan:
+    offsets = np.arange(0, 2 * len(samples) + 1, 2) if apart else None
+    return PackingPlan(len(samples), _members(samples, apart), offsets)
 
 
-def _members(units: NDArray[np.int64], size: int) -> NDArray[np.uint32]:
-    """Return the samples of units of so many that follow each other in the cache."""
-    return (size * units[:, None] + np.arange(size)).ravel().astype(np.uint32)
+def _members(samples: NDArray[np.int64], apart: int) -> NDArray[np.uint32]:
+    """Return samples, each with the one that is so many numbers behind it; 0: alone."""
+    return (np.stack((samples, samples + apart), axis=1).ravel() if apart else samples).astype(np.uint32)
 
 
 def shared_prefixes(cache: TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:

@@ -2,8 +2,9 @@
 
 Tokens are read when asked for: they count as no process's memory, and a damaged file is an error, not a SIGBUS. ids.bin
 holds all tokens (two or four bytes each), trained.bin a bit for each; offsets.npy [samples + 1] where each sample
-begins, files.npy, lines.npy and rows.npy [samples] its origin, train.npy and validation.npy the split's samples;
-bad_rows.jsonl what could not be used; manifest.json (written last) size and checksum of every file.
+begins, files.npy, lines.npy and rows.npy [samples] its origin, values.npy what rows say of them, if anything, train.npy
+and validation.npy the split's samples; bad_rows.jsonl what could not be used; manifest.json (written last) size and
+checksum of every file.
 """
 
 import json
@@ -34,7 +35,7 @@ IDS, TRAINED, OFFSETS, FILES, LINES, ROWS, MANIFEST = (
     "rows.npy",
     "manifest.json",
 )
-BAD_ROWS = "bad_rows.jsonl"
+BAD_ROWS, VALUES = "bad_rows.jsonl", "values.npy"
 _COLUMNS = {
     "lengths": np.uint32,
     "trained": np.uint32,
@@ -42,6 +43,7 @@ _COLUMNS = {
     "lines": np.uint32,
     "rows": np.int64,
     "hashes": np.uint64,
+    "values": np.float32,
 }
 
 Sample = tuple[NDArray[Any], NDArray[np.bool_]]
@@ -71,6 +73,17 @@ class TokenizedCache:
         self.num_tokens: int = manifest["splits"][split]["tokens"]
         self.num_trained_tokens: int = manifest["splits"][split]["trained_tokens"]
         """Tokens of this split that the loss covers."""
+        self._values = _loaded(folder / VALUES) if VALUES in manifest["sizes_bytes"] else None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether rows say something of their samples."""
+        return self._values is not None
+
+    @property
+    def num_numbers(self) -> int:
+        """How many samples can be asked for by number: those of the split, and what is made of them."""
+        return len(self)
 
     def __len__(self) -> int:
         return len(self.members)
@@ -107,6 +120,10 @@ class TokenizedCache:
         members = self.members if indices is None else self.members[indices]
         return self.offsets[members.astype(np.int64) + 1] - self.offsets[members]
 
+    def values(self, indices: Sequence[int]) -> NDArray[np.float32] | None:
+        """Return what the rows of some samples of this split say of them; None if rows say nothing."""
+        return None if self._values is None else self._values[self.members[np.asarray(indices, np.int64) % len(self)]]
+
     def where(self, index: int, paths: Sequence[Path] = ()) -> str:
         """Return "file:line" of a sample of this split."""
         member = self.members[index]
@@ -140,6 +157,42 @@ class TokenizedCache:
         return TokenizedCache, (self.folder, self.split)
 
 
+class MismatchedCache(TokenizedCache):
+    """A split of single answers; number len(self) + i is sample i's question with the answer of the sample before it,
+    that of the last for the first, cut at `limit` tokens.
+    """
+
+    def __init__(self, folder: Path, split: str, limit: int) -> None:
+        super().__init__(folder, split)
+        self.limit = limit
+
+    @property
+    def num_numbers(self) -> int:
+        """How many samples can be asked for by number."""
+        return 2 * len(self)
+
+    def __getitem__(self, index: int) -> Sample:
+        place = index % len(self)
+        ids, trained = super().__getitem__(place)
+        if index < len(self):
+            return ids, trained
+        others, covered = super().__getitem__((place or len(self)) - 1)
+        asked, answered = int(trained.argmax()), int(covered.argmax())
+        joined = np.concatenate((ids[:asked], others[answered:]))[: self.limit]
+        return joined, np.concatenate((trained[:asked], covered[answered:]))[: self.limit]
+
+    def lengths(self, indices: NDArray[Any] | None = None) -> NDArray[np.int64]:
+        """Return the tokens of some samples; those of another's answer count as the sample itself."""
+        return super().lengths(None if indices is None else indices % len(self))
+
+    def where(self, index: int, paths: Sequence[Path] = ()) -> str:
+        """Return "file:line" of a sample, of the question where the answer is another's."""
+        return super().where(index % len(self), paths)
+
+    def __reduce__(self) -> Any:
+        return MismatchedCache, (self.folder, self.split, self.limit)
+
+
 class CacheWriter:
     """Joins parts in an empty folder: `append` each, `finish` once, `close` in any case."""
 
@@ -167,6 +220,7 @@ class CacheWriter:
             "lines": part.lines + np.uint32(first_line),
             "rows": part.rows + np.int64(self._num_rows),
             "hashes": part.hashes,
+            "values": part.values,
         }
         for name, values in of_part.items():
             self._columns[name].append(values.astype(_COLUMNS[name], copy=False))
@@ -182,7 +236,10 @@ class CacheWriter:
         self.close()
         index = self.index()
         offsets = np.concatenate(([0], np.cumsum(index.lengths, dtype=np.int64)))
-        arrays = {OFFSETS: offsets, FILES: index.files, LINES: index.lines, ROWS: index.used_rows().astype(np.uint32)}
+        rows = index.used_rows().astype(np.uint32)
+        arrays: dict[str, NDArray[Any]] = {OFFSETS: offsets, FILES: index.files, LINES: index.lines, ROWS: rows}
+        if len(index.values):
+            arrays[VALUES] = index.values
         for split, members in splits.items():
             arrays[f"{split}.npy"] = members.astype(np.uint32)
         for name, values in arrays.items():
@@ -232,6 +289,8 @@ class CacheIndex:
     """Number of the row over all files; rows that gave no sample are counted too."""
     hashes: NDArray[np.uint64]
     """Of the rows that gave a sample, see `tokenize_workers.row_hashes`, [used rows]."""
+    values: NDArray[np.float32]
+    """What rows say of their answers; nothing where they do not, [0]."""
 
     def used_rows(self) -> NDArray[np.int64]:
         """Return the number of the row that each sample comes from, counting only rows that gave one, [samples]."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain, groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -155,9 +155,13 @@ class Part:
     """Ordinal of that row in the block, [samples]; several samples of a row follow each other."""
     hashes: NDArray[np.uint64]
     """Of each row that gave a sample, see `row_hashes`, [rows with a sample]."""
+    values: NDArray[np.float32]
+    """What rows say of their answers, [samples], or nothing, [0]."""
     counts: PartCounts
 
 
+_Sample = tuple[RowPosition, Encoded, float | None]
+"""A sample, its row, and what that says of it."""
 _ReadRow = tuple[RowPosition, object, Conversation]
 """What is learned from a row, or a part of that; with the row as it is in the file."""
 
@@ -189,26 +193,29 @@ class PartBuilder:
 
     def _encode(self, block: Block, reader: RowReader | PairReader) -> Part:
         counts, ids, trained = PartCounts(), array("I"), bytearray()
-        lengths, lines, ordinals = array("I"), array("I"), array("I")
+        lengths, lines, ordinals, values = array("I"), array("I"), array("I"), array("f")
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
             samples = self._batch(batch, reader, counts)
-            for row, (sample_ids, covered) in _pairs(samples) if isinstance(reader, PairReader) else samples:
+            for row, (sample_ids, covered), value in _pairs(samples) if type(reader) is PairReader else samples:
                 ids.extend(sample_ids)
                 trained.extend(covered)
                 lengths.append(len(sample_ids))
                 lines.append(row.offset)
                 ordinals.append(row.ordinal)
+                if value is not None:
+                    values.append(value)
         counts.message_keys = dict(reader.skipped)
         tokens = np.frombuffer(ids, np.uint32).astype(id_dtype(self.encoder.vocab_size), copy=False)
         mask, sizes = np.frombuffer(trained, np.bool_), np.frombuffer(lengths, np.uint32)
         rows_of_samples = np.frombuffer(ordinals, np.uint32)
         hashes = row_hashes(tokens, mask, sizes, rows_of_samples)
-        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, counts)
+        known = np.frombuffer(values, np.float32)
+        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, known, counts)
 
     def _batch(
         self, batch: list[tuple[RowPosition, Any]], reader: RowReader | PairReader, counts: PartCounts
-    ) -> Iterator[tuple[RowPosition, Encoded]]:
+    ) -> Iterator[_Sample]:
         """Yield the samples of some rows, each with its row."""
         counts.rows += len(batch)
         read: list[_ReadRow] = []
@@ -243,7 +250,7 @@ class PartBuilder:
                 except RowError as error:
                     counts.refuse(row, error, value)
                     continue
-                yield from ((row, sample) for sample in samples)
+                yield from ((row, sample, conversation.value) for sample in samples)
 
     def _marked(self, whole: Conversation, counts: PartCounts) -> list[Conversation]:
         """Return what is learned from a row; see `formats.mark_trained`."""
@@ -256,7 +263,7 @@ class PartBuilder:
         found: list[Conversation] = []
         for marked in mark_trained(whole, self.train_on, self.encoder.only_last):
             parts = self.encoder.divide(marked.messages, marked.tools)
-            found += [marked] if len(parts) == 1 else [Conversation(list(part), marked.tools) for part in parts]
+            found += [marked] if len(parts) == 1 else [replace(marked, messages=list(part)) for part in parts]
             counts.divided += len(parts) > 1
             counts.divided_samples += len(parts) if len(parts) > 1 else 0
         if len(found) > 1 and sum(map(_chars, found)) > _MOST_TEXT:
@@ -366,7 +373,7 @@ class PartBuilder:
             start = stop - 1
 
 
-def _pairs(samples: Iterable[tuple[RowPosition, Encoded]]) -> Iterator[tuple[RowPosition, Encoded]]:
+def _pairs(samples: Iterable[_Sample]) -> Iterator[_Sample]:
     """Yield the samples of rows that gave both of their pair; where one was dropped, the row is counted already."""
     for _, of_row in groupby(samples, key=itemgetter(0)):
         pair = list(of_row)
@@ -418,7 +425,7 @@ def write_part(path: Path, part: Part) -> None:
     building = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(building, "wb") as file:
-            arrays = {name: getattr(part, name) for name in ("ids", "lengths", "lines", "rows", "hashes")}
+            arrays = {name: getattr(part, name) for name in ("ids", "lengths", "lines", "rows", "hashes", "values")}
             counts = {name: value for name, value in asdict(part.counts).items() if name != "_last"}
             account = np.frombuffer(json.dumps(counts).encode(), np.uint8)
             np.savez(file, trained=np.packbits(part.trained), account=account, **arrays)
@@ -431,7 +438,7 @@ def read_part(path: Path) -> Part | None:
     """Return a part, None if it is not there or damaged: its container has a checksum for everything in it."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in ("ids", "lengths", "lines", "rows", "hashes")}
+            arrays = {name: stored[name] for name in ("ids", "lengths", "lines", "rows", "hashes", "values")}
             trained = np.unpackbits(stored["trained"], count=len(arrays["ids"])).view(np.bool_)
             found = json.loads(stored["account"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

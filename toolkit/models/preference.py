@@ -1,4 +1,4 @@
-"""Losses of pairs of a chosen and a rejected answer, and the rewards that their policies imply.
+"""Losses of pairs of a chosen and a rejected answer, or of answers marked good or bad, and the rewards in them.
 
 p, r: log-probabilities of an answer by the model and by the reference, the model before training, summed over the
 answer's tokens; bars: their means; b: beta; e: label_smoothing; S: log sigmoid; D = (p - r of the chosen) - (p - r of
@@ -17,6 +17,9 @@ the rejected). What is added to each, sft_weight x the chosen answer's cross ent
 - orpo: -S(log odds ratio) x b, odds = P / (1 - P) with P = exp(bar p), equations 6 and 7 of Hong et al. 2024,
   https://arxiv.org/abs/2403.07691; b is its lambda.
 - cpo: -S(b (p chosen - p rejected)), equation 5 of Xu et al. 2024, https://arxiv.org/abs/2401.08417.
+- kto, of single answers: w sigmoid(-b (p - r - K)) of a good one, w sigmoid(-b (K - p + r)) of a bad one, equation 7 of
+  Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, as in TRL 0.18's kto_loss; w: desirable_weight,
+  undesirable_weight; K, without gradients: the mean of p - r of questions with others' answers, at least 0.
 """
 
 from typing import NamedTuple
@@ -62,6 +65,17 @@ def pair_losses(config: PreferenceConfig, chosen: Answers, rejected: Answers) ->
     if config.sft_weight:
         losses = losses - config.sft_weight * chosen.log_probabilities / chosen.tokens
     return PairLosses(losses, beta * better.detach(), beta * worse.detach())
+
+
+def answer_losses(
+    config: PreferenceConfig, ratios: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
+) -> torch.Tensor:
+    """Return KTO's losses of answers, float32 [n]; `ratios`: p - r, [n]; `is_good`: bool [n]; `divergence`: K."""
+    gains = torch.where(is_good, ratios - divergence, divergence - ratios)
+    good = is_good.to(ratios.dtype)
+    return (config.desirable_weight * good + config.undesirable_weight * (1 - good)) * torch.sigmoid(
+        -config.beta * gains
+    )
 
 
 def _compared(config: PreferenceConfig, answers: Answers) -> torch.Tensor:

@@ -277,7 +277,7 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
     width = WIDTHS[cfg.precision.dtype]
     learned = cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt)
     return Rows(
-        rows=micro_rows(cfg) * (2 if cfg.preference.is_on else 1),  # of a pair both answers
+        rows=micro_rows(cfg) * (2 if cfg.preference.is_paired else 1),  # of a pair both answers
         length=cfg.data.max_length,
         prefix=cfg.tuning.num_tokens if learned else 0,
         mask_bytes=width if outline.is_v1 or blocks or learned else 0,

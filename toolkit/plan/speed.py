@@ -37,7 +37,7 @@ from toolkit import children
 from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation
 from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import Device, RunConfig, has_reference_in_step
+from toolkit.config.schema import Device, PreferenceLoss, RunConfig, has_reference_in_step
 from toolkit.launch.environment import free_port
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.machine import Machine, this_machine
@@ -130,7 +130,9 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
     cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
     flops = cost.hardware_flops(work) if recomputes else cost.model_flops(work)
-    flops += cost.forward.flops(work) if has_reference_in_step(cfg) else 0
+    # Passes without gradients: of the reference, and for KTO as many again of questions with others' answers.
+    is_kto, by_reference = cfg.preference.loss is PreferenceLoss.kto, has_reference_in_step(cfg)
+    flops += cost.forward.flops(work) * (by_reference + is_kto * (1 + by_reference))
     is_known = is_countable(outline.shapes)
     # A pipeline's last stage begins when the first has done as many micro-batches as there are stages before it.
     compute = (times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)

@@ -14,13 +14,13 @@ from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import Init, Packing, RunConfig, SourceConfig
+from toolkit.config.schema import Init, Packing, PreferenceLoss, RunConfig, SourceConfig
 from toolkit.data import sampler, tokenize
 from toolkit.data.loader import Branch, PlannedRows, build_loader, collate
 from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences
 from toolkit.data.preview import sharing_line
 from toolkit.data.sources import read_conversations
-from toolkit.data.store import BAD_ROWS, Sample, TokenizedCache
+from toolkit.data.store import BAD_ROWS, MismatchedCache, Sample, TokenizedCache
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
@@ -106,6 +106,10 @@ def load_data(cfg: RunConfig) -> LanguageData:
 def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
     """Do the same with an encoder that is there already, and tell nothing."""
     train, validation, report = tokenize.build_caches(cfg, encoder)
+    is_kto = cfg.preference.loss is PreferenceLoss.kto
+    if is_kto:
+        train = MismatchedCache(train.folder, "train", cfg.data.max_length)
+        validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, most = cfg.data.packing, cfg.evaluate.max_samples
     if packing is Packing.packed and directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
         packing = Packing.grouped
@@ -121,7 +125,8 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
             seed=cfg.run.seed,
             sources=sources,
             most=0 if store is train else most,
-            pairs=cfg.preference.is_on,
+            pairs=cfg.preference.is_paired,
+            mismatched=is_kto,
             share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps,
             cache_dir=Path(cfg.prepare.dir),
         )
@@ -262,21 +267,28 @@ def training_batches(
         multiple=pad_multiple(place.sequence),
     )
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
-    batches = _with_reference(iter(loader), shares, prepared.train_plan, prepared.reference.get("train"))
+    batches = _with_columns(iter(loader), shares, prepared, "train")
     parts = map(partial(attention.local_part, part=place.part, parts=place.sequence), batches)
     return ahead(parts, accumulation(cfg, ranks.world_size))
 
 
-def _with_reference(
-    batches: Iterator[Batch], shares: Iterable[list[int]], plan: PackingPlan, reference: NDArray[np.float32] | None
+def _with_columns(
+    batches: Iterator[Batch], shares: Iterable[list[int]], prepared: LanguageData, split: str
 ) -> Iterator[Batch]:
-    """Yield batches of shares of a plan's rows with `reference` of their samples, float32 [B], where it is known."""
-    if reference is None:
-        yield from batches
-        return
+    """Yield batches of shares of a plan's rows with what is known of samples: `reference`, `value`, float32 [B]."""
+    is_train = split == "train"
+    store = prepared.train if is_train else prepared.validation
+    plan = prepared.train_plan if is_train else prepared.validation_plan
+    reference = prepared.reference.get(split)
+    assert store is not None and plan is not None
     for rows, batch in zip(shares, batches, strict=True):
-        samples = [sample for row in rows for sample in plan[row]]
-        yield {**batch, "reference": torch.from_numpy(reference[samples])}
+        columns: dict[str, torch.Tensor] = {}
+        samples = [sample for row in rows for sample in plan[row]] if store.has_values or reference is not None else []
+        if reference is not None:
+            columns["reference"] = torch.from_numpy(reference[samples])
+        if (values := store.values(samples)) is not None:
+            columns["value"] = torch.from_numpy(values)
+        yield {**batch, **columns}
 
 
 def answer_batches(
@@ -293,7 +305,7 @@ def answer_batches(
     samples = np.unique(plan.members)
     shares = sampler.sequential(len(samples), 2 * micro_rows(cfg), place.data_rank, place.data_ranks)
     numbers = [samples[share].tolist() for share in shares]
-    everything = PackingPlan(len(store))
+    everything = PackingPlan(store.num_numbers)
     loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.packing, seed=cfg.run.seed)
     return numbers, ahead(iter(loader), 2)
 
@@ -377,15 +389,13 @@ def _evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) ->
         store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
     )
     sources, batches = store.sources(), iter(loader)
-    for rows, batch in zip(
-        shares, _with_reference(batches, shares, plan, prepared.reference.get("validation")), strict=True
-    ):
+    for rows, batch in zip(shares, _with_columns(batches, shares, prepared, "validation"), strict=True):
         samples = [plan[row] for row in rows]
         if prepared.packing is not Packing.packed:  # then each sample is a row of the batch by itself
             samples = [[sample] for row in samples for sample in row]
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
-            of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[listed])
+            of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
         given, of_token = attention.with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
         yield attention.local_part({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)
 

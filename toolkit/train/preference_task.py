@@ -6,6 +6,7 @@ step; else its log-probabilities are computed before the first step, by the weig
 in the run directory: there is never a second model.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -18,16 +19,16 @@ from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import micro_rows
-from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, RunConfig, has_reference_in_step
+from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, PreferenceLoss, RunConfig, has_reference_in_step
 from toolkit.data import sampler
 from toolkit.disk import write_atomically
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
-from toolkit.evaluate.metrics import PAIRS
+from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
 from toolkit.models.adapters import without_adapter
 from toolkit.models.loss import answer_log_probabilities
-from toolkit.models.preference import Answers, PairLosses, pair_losses
+from toolkit.models.preference import Answers, PairLosses, answer_losses, pair_losses
 from toolkit.models.probe import evaluating
 from toolkit.terminal import phase
 from toolkit.train import language_data, run_dir
@@ -44,6 +45,8 @@ FIGURES = (
     "logps/chosen",
     "logps/rejected",
 )
+OF_ANSWERS = (*(name for name in FIGURES if name != "rewards/margins"), "kl")
+"""The figures of KTO."""
 
 
 class PreferenceTask(LanguageTask):
@@ -51,9 +54,13 @@ class PreferenceTask(LanguageTask):
 
     loss_unit = ""
     counted = "pairs"
+    names: tuple[str, ...] = FIGURES
 
     def __init__(self) -> None:
-        self._figures = _zeros()
+        self._figures = self._zeros()
+
+    def _zeros(self) -> dict[str, torch.Tensor]:
+        return dict.fromkeys(self.names, torch.zeros(2))
 
     # Data
 
@@ -63,7 +70,7 @@ class PreferenceTask(LanguageTask):
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
 
     def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
-        self._figures = _zeros()  # without those of a dry run that failed
+        self._figures = self._zeros()  # without those of a dry run that failed
         return super().batches(position, num_steps)
 
     # Model
@@ -87,10 +94,10 @@ class PreferenceTask(LanguageTask):
         assert store is not None
         file = folder / REFERENCE / f"{store.fingerprint}-{split}.f32"
         kept = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
-        if kept is not None and len(kept) == len(store):
+        if kept is not None and len(kept) == store.num_numbers:
             return kept
         numbers, batches = language_data.answer_batches(self.cfg, self.data, split, self.ranks)
-        values = np.zeros(len(store), np.float32)
+        values = np.zeros(store.num_numbers, np.float32)
         with (
             evaluating(engine),
             phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
@@ -124,7 +131,8 @@ class PreferenceTask(LanguageTask):
         return self._with_any_reference(super().larger_batch(rows, share))
 
     def _with_any_reference(self, batch: language_data.Batch) -> language_data.Batch:
-        return {**batch, "reference": torch.zeros(len(batch["input_ids"]))} if self.data.reference else batch
+        columns = ["reference"] * bool(self.data.reference) + ["value"] * self.data.train.has_values
+        return {**batch, **{name: torch.zeros(len(batch["input_ids"])) for name in columns}}
 
     def check_evaluation(self, run: RunContext) -> None:
         """Evaluate one batch, and begin an answer."""
@@ -142,12 +150,14 @@ class PreferenceTask(LanguageTask):
         """Return the sum of the losses of pairs, and add up their figures."""
         losses, figures = self._pairs(engine, batch)
         count = losses.new_tensor(self.count(batch))
-        for name, value in figures.items():
-            self._figures[name] = self._figures[name].to(value) + torch.stack((value, count))
+        self._add({name: torch.stack((value, count)) for name, value in figures.items()})
         return losses
 
+    def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
+        self._figures = {name: self._figures[name].to(pair) + pair for name, pair in figures.items()}
+
     def take_figures(self) -> dict[str, torch.Tensor]:
-        taken, self._figures = self._figures, _zeros()
+        taken, self._figures = self._figures, self._zeros()
         return taken
 
     def _pairs(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -174,7 +184,7 @@ class PreferenceTask(LanguageTask):
             return answer_log_probabilities(engine, batch)[0]
 
     def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
-        """Evaluate the validation pairs: loss, rewards, and how many are in order."""
+        """Evaluate the validation data: loss, rewards, and how many are in order."""
         count = -(-len(self.data.validation_plan or ()) // (micro_rows(run.cfg) * run.ranks.world_size))
         with phase(tr("Evaluating"), count, tr("batches")) as advance:
 
@@ -226,10 +236,92 @@ class PreferenceTask(LanguageTask):
         ]
 
 
+class KtoTask(PreferenceTask):
+    """Trains a causal language model on answers that are marked good or bad. A row of a plan is an answer, and its
+    question with another's answer: the mean log-ratio of these, over the global batch, is known before its first loss.
+    """
+
+    counted = "answers"
+    names = OF_ANSWERS
+    _divergence: torch.Tensor
+
+    def sizes(self, batches: list[language_data.Batch]) -> list[int]:
+        return super().sizes([_rows(batch, 0) for batch in batches])
+
+    def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
+        """Compute the divergence of model and reference on questions with others' answers. A collective."""
+        with evaluating(engine):
+            sums = [self._ratios(engine, _rows(batch, 1))[0].sum() for batch in batches]
+        found = torch.stack((torch.stack(sums).sum(), sums[0].new_tensor(sum(map(self.count, batches)))))
+        self._divergence = _mean_above_zero(process_group.sum_over_ranks(found, engine.device))
+
+    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+        """Return the sum of the losses of answers, and add up their figures."""
+        mine = _rows(batch, 0)
+        ratios, values = self._ratios(engine, mine)
+        is_good = mine["value"].to(engine.device, non_blocking=True)[: self.count(batch)] > 0
+        losses, figures = self._losses(ratios[: len(is_good)], values[: len(is_good)], is_good, self._divergence)
+        self._add(figures)
+        return losses.sum() if len(is_good) else 0 * ratios.sum()
+
+    def _ratios(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return answers' log-probabilities less the reference's, and by the model alone, [B] each."""
+        reference = self._reference(engine, batch)
+        values, _ = answer_log_probabilities(engine, batch)
+        return values - reference if len(reference) else 0 * values, values
+
+    def _losses(
+        self, ratios: torch.Tensor, values: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of each answer, and of its figures sums with counts, [2] each."""
+        losses, beta = answer_losses(self.cfg.preference, ratios, is_good, divergence), self.cfg.preference.beta
+        rewards, good, all_of_them = beta * ratios.detach(), is_good.float(), torch.ones_like(ratios)
+        in_order = torch.where(is_good, ratios > divergence, ratios < divergence).float()
+        logps = values.detach()
+        columns = ((rewards, good), (rewards, 1 - good), (in_order, all_of_them), (logps, good), (logps, 1 - good))
+        pairs = [torch.stack(((value * of).sum(), of.sum())) for value, of in columns]
+        pairs.append(torch.stack((divergence * len(ratios), all_of_them.sum())))
+        return losses, dict(zip(self.names, pairs, strict=True))
+
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+        """Return the means over all ranks' answers; the divergence is that of all of them. A collective."""
+        found: list[tuple[torch.Tensor, ...]] = []
+        sums = torch.zeros(2, dtype=torch.float64)
+        with evaluating(engine):
+            for batch in batches:
+                count, mine = self.count(batch), _rows(batch, 0)
+                ratios, values = (one[:count].cpu() for one in self._ratios(engine, mine))
+                found.append((ratios, values, mine["value"][:count] > 0))
+                others = self._ratios(engine, _rows(batch, 1))[0].sum().cpu()
+                sums += torch.stack((others, torch.tensor(float(count))))
+        divergence = _mean_above_zero(process_group.sum_over_ranks(sums, engine.device)).cpu()
+        ratios, values, is_good = (torch.cat(column) for column in zip(*found, strict=True))
+        losses, figures = self._losses(ratios, values, is_good, divergence)
+        totals = torch.cat((torch.stack((losses.sum(), torch.tensor(float(len(losses))))), *figures.values())).double()
+        means = process_group.sum_over_ranks(totals, engine.device).view(-1, 2)
+        loss, *rest = (means[:, 0] / means[:, 1]).tolist()
+        row = {f"eval_{name}": mean for name, mean in zip(self.names, rest, strict=True) if not math.isnan(mean)}
+        return {EVAL_LOSS: loss, SAMPLES: int(means[0, 1]), **row}
+
+    def _size_of_data(self) -> str:
+        return tr("{answers} answers marked good or bad", answers=f"{len(self.data.train):,}")
+
+
 def task_of(cfg: RunConfig) -> LanguageTask:
     """Return the task of a config."""
+    if cfg.preference.loss is PreferenceLoss.kto:
+        return KtoTask()
     return PreferenceTask() if cfg.preference.is_on else LanguageTask()
 
 
-def _zeros() -> dict[str, torch.Tensor]:
-    return dict.fromkeys(FIGURES, torch.zeros(2))
+_COLUMNS = ("input_ids", "labels", "position_ids", "segment_ids", "reference", "value")
+
+
+def _rows(batch: language_data.Batch, first: int) -> language_data.Batch:
+    """Return every second row of a micro-batch as one of its own; the filler of one that is empty as it is."""
+    every = slice(first, None, 2) if len(batch["input_ids"]) > 1 else slice(None)
+    return {name: batch[name][every] for name in _COLUMNS if name in batch}
+
+
+def _mean_above_zero(sums: torch.Tensor) -> torch.Tensor:
+    return (sums[0] / sums[1]).clamp(min=0).float()

@@ -396,6 +396,7 @@ def train_step(
     copies, as the engine averages gradients over fewer ranks. ValueError if no token is trained; Diverged if fp16's
     loss scale cannot be lowered any more.
     """
+    task.prepare_step(engine, micro_batches)
     micro_counts, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
     has_stages = is_pipeline(engine)

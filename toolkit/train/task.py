@@ -191,6 +191,9 @@ class Task(ABC):
     def shape(self, batch: Any) -> tuple[int, ...]:
         """Return the size of a micro-batch, to be named where a step hangs."""
 
+    def prepare_step(self, engine: Any, batches: list[Any]) -> None:  # noqa: B027  # few losses need it
+        """Compute what the losses of a step's micro-batches need of all of them. A collective."""
+
     @abstractmethod
     def loss_sum(self, engine: Any, batch: Any) -> torch.Tensor:
         """Run a micro-batch forward; return the sum of its losses, a float32 scalar on the engine's device."""
