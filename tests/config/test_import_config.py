@@ -148,7 +148,7 @@ INFO = {
 COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}}
 STABLE = {"num_decay_steps": 20, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}
 GLM_LORA = {"model_name_or_path": "/m/chatglm3-6b", "lora_target": "query_key_value"}
-OTHER_STAGE = {"stage": "dpo", "do_train": True, "per_device_train_batch_size": 1, "dataset": "x"}
+OTHER_STAGE = {"stage": "ppo", "do_train": True, "per_device_train_batch_size": 1, "dataset": "x"}
 
 
 def ptuning(old: str, new: str) -> str:
@@ -358,6 +358,84 @@ def test_single_keys(capsys: pytest.CaptureFixture[str], change: dict[str, Any],
         assert (found == pytest.approx(value)) if isinstance(value, float) else found == value, key
 
 
+PREFERENCES = {
+    "pairs": {"file_name": "pairs.json", "ranking": True, "formatting": "sharegpt"},
+    "asked": {
+        "file_name": "asked.json",
+        "ranking": True,
+        "columns": {"prompt": "question", "query": "context", "chosen": "good", "rejected": "bad"},
+    },
+    "marked": {
+        "file_name": "marked.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "kto_tag": "label"},
+        "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "expected"),
+    [
+        ({"stage": "dpo"}, "sigmoid", {"beta": 0.1, "sft_weight": 0.0}),
+        (
+            {"stage": "dpo", "pref_beta": 0.3, "dpo_label_smoothing": 0.1, "pref_ftx": 0.5},
+            "sigmoid",
+            {"beta": 0.3, "label_smoothing": 0.1, "sft_weight": 0.5},
+        ),
+        ({"stage": "dpo", "pref_loss": "orpo"}, "orpo", {"sft_weight": 1.0, "beta": 0.1}),
+        (
+            {"stage": "dpo", "pref_loss": "simpo", "pref_beta": 2.0, "simpo_gamma": 1.2},
+            "simpo",
+            {"beta": 2.0, "gamma": 1.2},
+        ),
+        ({"stage": "kto", "kto_rejected_weight": 0.7}, "kto", {"desirable_weight": 1.0, "undesirable_weight": 0.7}),
+    ],
+)
+def test_preferences_of_llama_factory(
+    capsys: pytest.CaptureFixture[str], given: dict[str, Any], loss: str, expected: dict[str, float]
+) -> None:
+    put("data/dataset_info.json", PREFERENCES)
+    base = {"do_train": True, "per_device_train_batch_size": 1, "model_name_or_path": "m", "learning_rate": 5e-6}
+    names = "marked,pairs" if loss == "kto" else "pairs,asked,marked"
+    cfg, told = imported(capsys, put("a.json", {**base, "dataset": names, **given}), "world_size=2")
+    assert cfg.preference.loss.value == loss and cfg.optim.lr == 5e-6
+    assert {name: getattr(cfg.preference, name) for name in expected} == expected
+    sources = {Path(source.path).name: (source.format.value, source.columns) for source in cfg.data.sources}
+    renamed = {"instruction": "question", "input": "context", "chosen": "good", "rejected": "bad"}
+    if loss == "kto":
+        columns = {"conversations": "messages", "from": "role", "value": "content", "kto_tag": "label"}
+        assert sources == {"marked.json": ("labeled", columns)}
+        assert "the dataset pairs is skipped: it holds preferences, which stage = dpo trains on" in told
+    else:
+        assert sources == {"pairs.json": ("preference", {}), "asked.json": ("preference", renamed)}
+        assert "the dataset marked is skipped: it holds no pairs" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "expected"),
+    [
+        ({"beta": 0.2}, "sigmoid", {"beta": 0.2}),
+        ({"loss_type": ["robust"], "label_smoothing": 0.2}, "robust", {"label_smoothing": 0.2}),
+        ({"loss_type": "ipo", "rpo_alpha": 0.4}, "ipo", {"sft_weight": 0.4}),
+        ({"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 1.1}, "simpo", {"gamma": 1.1, "sft_weight": 0.0}),
+        ({"cpo_alpha": 0.9}, "cpo", {"sft_weight": 0.9}),
+        ({"beta": 0.3, "desirable_weight": 1.2}, "kto", {"beta": 0.3, "desirable_weight": 1.2}),
+    ],
+)
+def test_preferences_of_trl(
+    capsys: pytest.CaptureFixture[str], given: dict[str, Any], loss: str, expected: dict[str, float]
+) -> None:
+    base = {"model_name_or_path": "m", "per_device_train_batch_size": 2, "max_length": 512}
+    cfg, told = imported(capsys, put("a.json", {**base, **given, "precompute_ref_log_probs": True}), "world_size=2")
+    assert (cfg.preference.loss.value, cfg.data.max_length) == (loss, 512)
+    assert {name: getattr(cfg.preference, name) for name in expected} == expected
+    assert "precompute_ref_log_probs" in told
+    assert "loss_type = ['aot'] has no counterpart" in refused(
+        put("b.json", {**base, "loss_type": ["aot"]}), "world_size=2"
+    )
+
+
 def test_training_arguments_as_transformers_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import Seq2SeqTrainingArguments
 
@@ -471,7 +549,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "other stage": (
         "a.json",
         OTHER_STAGE,
-        "stage = dpo has no counterpart",
+        "stage = ppo has no counterpart: sft, pt, dpo, kto have",
     ),
     "both precisions": ("a.yaml", FACTORY_YAML + "fp16: true\n", "fp16 and bf16 are both true"),
 }

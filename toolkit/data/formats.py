@@ -367,9 +367,8 @@ class PairReader:
         if isinstance(_parsed(row.get(names["prompt"])), list):
             return self._read(row, RowFormat.messages, is_answered, messages=names["prompt"])
         asked = {fields[0]: row_format for row_format, fields in _PAIR_FIELDS.items()}
-        found = next(
-            (row_format for field, row_format in asked.items() if names[field] in row), RowFormat.prompt_response
-        )
+        fields = sorted(asked, key=lambda field: field not in self.columns)  # what `columns` names comes first
+        found = next((asked[field] for field in fields if names[field] in row), RowFormat.prompt_response)
         return self._read(row, found, is_answered)
 
     def _read(

@@ -58,6 +58,7 @@ def translate(given: ForeignConfig) -> RecipeDraft:
         _model(given, draft)
         draft.put("data.validation_fraction", 0.0)
         _evaluation(given, draft, has_validation=False)
+        _trl(given, draft)
         draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
     return draft
 
@@ -145,6 +146,53 @@ def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("model.revision", str(revision), "model_revision")
     elif revision != "main":
         draft.lost["model_revision"] = tr("model.path is a directory")
+
+
+_TRL = ("loss_type", "beta", "label_smoothing", "rpo_alpha", "cpo_alpha", "simpo_gamma")
+_TRL_KTO = ("desirable_weight", "undesirable_weight")
+
+
+def _trl(given: ForeignConfig, draft: RecipeDraft) -> None:
+    """Compute what the arguments of TRL's DPOConfig, CPOConfig and KTOConfig mean (0.18); without any, nothing."""
+    named = [name for name in (*_TRL, *_TRL_KTO) if given.has(name)]
+    if not named:
+        return
+    kind = str((given.names("loss_type") or ["sigmoid"])[0])
+    is_cpo = given.has("cpo_alpha") or given.has("simpo_gamma")
+    if kind == "kto" or given.has(_TRL_KTO[0]) or given.has(_TRL_KTO[1]):
+        kind = "kto"
+    elif is_cpo and kind == "sigmoid":
+        kind = "cpo"
+    known = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "kto")
+    if kind not in known or (is_cpo and kind not in ("cpo", "simpo")) or len(given.names("loss_type")) > 1:
+        raise ConfigError(
+            "{place}: {key} = {value} has no counterpart: {names} have.",
+            place=given.place(named[0]),
+            key="loss_type",
+            value=given.get("loss_type"),
+            names=", ".join(known),
+        )
+    terms = {"cpo_alpha": given.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
+    if given.get("rpo_alpha") is not None and kind != "kto":
+        terms = {"rpo_alpha": given.number("rpo_alpha")}
+    _preference(given, draft, kind, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
+    for key in _TRL_KTO if kind == "kto" else ():
+        draft.put(f"preference.{key}", given.number(key), key)
+
+
+def _preference(
+    given: ForeignConfig, draft: RecipeDraft, loss: str, keys: dict[str, str], terms: dict[str, float]
+) -> None:
+    """Set what both programs have of such losses. `keys`: theirs; `terms`: weights of the cross entropy by key."""
+    draft.groups["preference"] = "dpo" if loss == "sigmoid" else loss
+    draft.put("preference.loss", loss, keys["loss"])
+    draft.put("preference.beta", given.number(keys["beta"]), keys["beta"])
+    if loss in ("sigmoid", "robust", "simpo", "cpo"):
+        draft.put("preference.label_smoothing", given.number(keys["smoothing"]), keys["smoothing"])
+    if loss == "simpo":
+        draft.put("preference.gamma", given.number("simpo_gamma"), "simpo_gamma")
+    if loss != "kto":
+        draft.put("preference.sft_weight", float(sum(terms.values()) + (loss == "orpo")), *terms)
 
 
 def _evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
@@ -333,10 +381,8 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
     """Return one source; {} where it cannot be one."""
     columns: dict[str, Any] = entry.get("columns") or {}
     reason = ""
-    if entry.get("ranking"):
-        reason = tr(
-            "it holds preference pairs, which are not converted: preference=dpo trains on them (docs/preference.md)"
-        )
+    if bool(entry.get("ranking")) != (stage == "dpo"):
+        reason = tr("it holds no pairs") if stage == "dpo" else tr("it holds preferences, which stage = dpo trains on")
     elif media := [kind for kind in _MEDIA if columns.get(kind)]:
         reason = tr("it holds {media}, and there are texts only", media=", ".join(media))
     elif not entry.get("file_name") and not entry.get("hf_hub_url"):
@@ -361,7 +407,9 @@ def _format(
     """Return format and columns; LLaMA-Factory's prompt, query and response are our instruction, input and output."""
     if stage == "pt":
         return _named("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
-    shared = {"system": columns.get("system"), "tools": columns.get("tools")}
+    row_format = {"dpo": "preference", "kto": "labeled"}.get(stage, "")
+    marks = ("chosen", "rejected") if stage == "dpo" else ("kto_tag",) if stage == "kto" else ()
+    shared = {name: columns.get(name) for name in ("system", "tools", *marks)}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
         tags: dict[str, Any] = entry.get("tags") or {}
         for tag, known in names_of("roles").items():
@@ -376,14 +424,17 @@ def _format(
                     )
                 )
         said = {"from": tags.get("role_tag", "from"), "value": tags.get("content_tag", "value")}
-        return _named("sharegpt", {"conversations": columns.get("messages", "conversations"), **said, **shared})
+        return _named(
+            row_format or "sharegpt", {"conversations": columns.get("messages", "conversations"), **said, **shared}
+        )
     shared["history"] = columns.get("history")
     if columns and not columns.get("query"):
         return _named(
-            "prompt_response", {"prompt": columns.get("prompt"), "response": columns.get("response"), **shared}
+            row_format or "prompt_response",
+            {"prompt": columns.get("prompt"), "response": columns.get("response"), **shared},
         )
     asked = {"instruction": columns.get("prompt"), "input": columns.get("query"), "output": columns.get("response")}
-    return _named("instruction", asked | shared)
+    return _named(row_format or "instruction", asked | shared)
 
 
 def _named(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
@@ -446,9 +497,13 @@ def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
 def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Compute what LLaMA-Factory makes of its arguments."""
     stage = str(given.get("stage"))
-    if stage not in ("sft", "pt"):
+    if stage not in ("sft", "pt", "dpo", "kto"):
         raise ConfigError(
-            "{place}: stage = {value} has no counterpart: sft and pt have.", place=given.place("stage"), value=stage
+            "{place}: {key} = {value} has no counterpart: {names} have.",
+            place=given.place("stage"),
+            key="stage",
+            value=stage,
+            names="sft, pt, dpo, kto",
         )
     if not given.flag("do_train"):
         raise ConfigError(
@@ -458,6 +513,8 @@ def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
         )
     _model(given, draft)
     _method(given, draft)
+    if stage in ("dpo", "kto"):
+        _factory_preference(given, draft, stage)
     if given.flag("pure_bf16"):
         draft.put("precision.dtype", "bf16", "pure_bf16")
     recompute = not given.flag("disable_gradient_checkpointing")
@@ -480,6 +537,28 @@ def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
             draft.put("track.swanlab.mode", "online" if mode == "cloud" else "offline", "swanlab_mode")
         else:
             draft.lost["swanlab_mode"] = tr("there are cloud and local")
+
+
+def _factory_preference(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
+    loss = "kto" if stage == "kto" else str(given.get("pref_loss"))
+    known = ("sigmoid", "hinge", "ipo", "orpo", "simpo", *(["kto"] if stage == "kto" else []))
+    if loss not in known:
+        raise ConfigError(
+            "{place}: {key} = {value} has no counterpart: {names} have.",
+            place=given.place("pref_loss"),
+            key="pref_loss",
+            value=loss,
+            names=", ".join(known),
+        )
+    keys = {"beta": "pref_beta", "loss": "stage" if loss == "kto" else "pref_loss", "smoothing": "dpo_label_smoothing"}
+    _preference(given, draft, loss, keys, {"pref_ftx": given.number("pref_ftx")})
+    if loss == "simpo":  # it does not read it
+        draft.put("preference.label_smoothing", 0.0)
+    if loss == "kto":
+        draft.put("preference.desirable_weight", given.number("kto_chosen_weight"), "kto_chosen_weight")
+        draft.put("preference.undesirable_weight", given.number("kto_rejected_weight"), "kto_rejected_weight")
+        if given.number("pref_ftx"):
+            draft.lost["pref_ftx"] = tr("preference=kto has no such term")
 
 
 def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -571,6 +650,8 @@ def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
             draft.put("data.max_samples", given.number("max_samples", int), "max_samples")
         else:
             draft.lost["max_samples"] = tr("data.max_samples takes the first rows of all sources together")
+    if stage in ("dpo", "kto"):
+        return
     packs = given.flag("packing") if given.has("packing") else stage == "pt"
     if packs or given.flag("neat_packing"):
         draft.put("data.packing", "packed", "packing", "neat_packing")
