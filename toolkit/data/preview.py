@@ -225,7 +225,8 @@ def sample_lines(
                     where=cache.where(sample, paths),
                     tokens=len(ids),
                     trained=int(trained.sum()),
-                ),
+                )
+                + _label(cache, sample),
                 *(
                     [_in_style("padding", tr("prefix of the sample above x {count}", count=shared), style)]
                     if shared
@@ -238,6 +239,15 @@ def sample_lines(
             lines.append(_in_style("padding", tr("padding x {count}", count=empty), style) if empty else "")
         lines.append("")
     return lines
+
+
+def _label(cache: TokenizedCache, sample: int) -> str:
+    """Return what the row says of an answer, "" where rows say nothing."""
+    if (values := cache.values([sample])) is None:
+        return ""
+    if sample >= len(cache):
+        return ", " + tr("with another sample's answer, for the estimate of the divergence")
+    return ", " + (tr("a good answer") if values[0] > 0 else tr("a bad answer"))
 
 
 def bad_step_lines(file: Path, count: int, style: Style) -> list[str]:
