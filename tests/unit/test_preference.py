@@ -106,7 +106,7 @@ def test_losses_are_those_of_the_papers(
 
 @pytest.mark.parametrize("divergence", [0.0, 1.7])
 def test_loss_of_single_answers_is_that_of_the_paper(divergence: float) -> None:
-    """2402.01306, equation 7, in Python's own float64; TRL 0.18's kto_loss gives the same."""
+    """2402.01306, equation 7, in Python's own float64; TRL 1.16.0 gives the same."""
     ratios, labels, weights = [0.4, -3.0, 1.7, 12.0], [True, True, False, False], {True: 1.3, False: 0.6}
     config = PreferenceConfig(loss=PreferenceLoss.kto, beta=0.2, desirable_weight=1.3, undesirable_weight=0.6)
     given = torch.tensor(ratios, dtype=torch.float64, requires_grad=True)

@@ -18,7 +18,7 @@ the rejected). What is added to each, sft_weight x the chosen answer's cross ent
   https://arxiv.org/abs/2403.07691; b is its lambda.
 - cpo: -S(b (p chosen - p rejected)), equation 5 of Xu et al. 2024, https://arxiv.org/abs/2401.08417.
 - kto, of single answers: w sigmoid(-b (p - r - K)) of a good one, w sigmoid(-b (K - p + r)) of a bad one, equation 7 of
-  Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, as in TRL 0.18's kto_loss; w: desirable_weight,
+  Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, as in TRL 1.16.0's KTOTrainer; w: desirable_weight,
   undesirable_weight; K, without gradients: the mean of p - r of questions with others' answers, at least 0.
 """
 

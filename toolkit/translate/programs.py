@@ -153,7 +153,7 @@ _TRL_KTO = ("desirable_weight", "undesirable_weight")
 
 
 def _trl(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute what the arguments of TRL's DPOConfig, CPOConfig and KTOConfig mean (0.18); without any, nothing."""
+    """Compute what the arguments of TRL's DPOConfig, CPOConfig and KTOConfig mean; without any, nothing."""
     named = [name for name in (*_TRL, *_TRL_KTO) if given.has(name)]
     if not named:
         return
