@@ -316,7 +316,6 @@ def test_a_question_meets_the_answer_before_it(tmp_path: Path) -> None:
             micro_per_gpu=1,
             seed=3,
             sources=[],
-            mismatched=True,
             cache_dir=tmp_path / "cache",
         )
         assert [plan[row] for row in range(len(plan))] == [[place, size + place] for place in range(size)]

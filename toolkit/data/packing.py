@@ -97,7 +97,6 @@ def plan_sequences(
     sources: list[SourceConfig],
     most: int = 0,
     pairs: bool = False,
-    mismatched: bool = False,
     share: bool = False,
     cache_dir: Path,
 ) -> PackingPlan:
@@ -105,22 +104,18 @@ def plan_sequences(
 
     `classes`: the longest samples, ascending, of classes of length, which are packed separately. `seed` decides which
     samples meet, and which are taken for a fractional weight. `sources`: the training sources; [] takes each sample
-    once, or `evaluated_samples`. `pairs`: samples come in twos, which share a row; `mismatched`: a row
-    is a sample and what a `MismatchedCache` makes of it; then nothing is packed. `share`: packed samples of one
-    conversation share a row, and what they begin with is there once.
+    once, or `evaluated_samples`. `pairs`: samples come in twos, which share a row (also with a
+    `MismatchedCache`); nothing is packed. `share`: packed samples of a conversation share a row and its beginning.
     """
-    size = 2 if pairs else 1
-    apart = 1 if pairs else len(cache) if mismatched else 0
+    size, apart = (2, 1) if pairs else (1, cache.num_numbers - len(cache))
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        if not apart and not is_capped:
-            return PackingPlan(len(cache))
-        return _unpacked(size * evaluated_samples(cache, most, size), apart)
+        found = size * evaluated_samples(cache, most, size) if apart or is_capped else None
+        return PackingPlan(len(cache)) if found is None else _unpacked(found, apart)
     key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
-    key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped
-    key += ["pairs"] * pairs + ["mismatched"] * mismatched
+    key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * pairs
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
     key += [{"shared": LEAST_SHARED}] * share
     classes = list(classes) if packing is Packing.packed else []

@@ -106,8 +106,7 @@ def load_data(cfg: RunConfig) -> LanguageData:
 def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
     """Do the same with an encoder that is there already, and tell nothing."""
     train, validation, report = tokenize.build_caches(cfg, encoder)
-    is_kto = cfg.preference.loss is PreferenceLoss.kto
-    if is_kto:
+    if cfg.preference.loss is PreferenceLoss.kto:
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, most = cfg.data.packing, cfg.evaluate.max_samples
@@ -126,7 +125,6 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
             sources=sources,
             most=0 if store is train else most,
             pairs=cfg.preference.is_paired,
-            mismatched=is_kto,
             share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps,
             cache_dir=Path(cfg.prepare.dir),
         )
