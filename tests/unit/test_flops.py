@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.engine.deepspeed_patches import _want_gradient
+from toolkit.engine.deepspeed_patches import _with_gradient
 from toolkit.messages import ConfigError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
@@ -79,7 +79,7 @@ def counted(model: Any, checkpointing: bool) -> tuple[int, int]:
         again = partial(checkpoint, use_reentrant=True)  # of whole layers, as DeepSpeed's, which needs a process group
         model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=again)
         first = next(m for m in model.base_model.layers if any(p.requires_grad for p in m.parameters()))
-        first.register_forward_pre_hook(_want_gradient)
+        first._gradient_checkpointing_func = partial(_with_gradient, again)
     model.train()
     with FlopCounterMode(display=False) as forward:
         loss = loss_of(model)

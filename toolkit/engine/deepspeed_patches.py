@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -91,16 +91,18 @@ def checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpointi
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
     trained = (layer for layer in layers if any(parameter.requires_grad for parameter in layer.parameters()))
     if first := next(trained, None):
-        first.register_forward_pre_hook(_want_gradient)
+        first._gradient_checkpointing_func = partial(_with_gradient, function)
 
 
-def _want_gradient(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+def _with_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
     """Let the first layer that is trained have inputs with a gradient, also where all before it is frozen.
 
     The layer is computed again from its inputs; from what has no gradient nothing would lead back to its parameters.
+    A hook of the layer would come too late: before 5.23 transformers calls those within the checkpoint.
     """
     if torch.is_grad_enabled() and not inputs[0].requires_grad:
         inputs[0].requires_grad_()
+    return checkpoint(function, *inputs)
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:

@@ -96,7 +96,10 @@ class TransformersLayout(Layout):
         if pattern is None or parameter not in self._shapes:
             return parameter, ...
         converter = next(one for one in self._converters if pattern in one.source_patterns)
-        number = re.search(pattern.replace("*", r"(\d+)"), loading.apply_renamings(name, self._renamings))
+        renamed = name
+        for renaming in self._renamings:
+            renamed, _ = renaming.rename_source_key(renamed)
+        number = re.search(pattern.replace("*", r"(\d+)"), renamed)
         # One after another along the first dimension, perhaps gate and up beside each other along the second.
         steps = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
         parts = len(converter.source_patterns)
