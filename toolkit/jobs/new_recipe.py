@@ -21,7 +21,7 @@ from toolkit.config.schema import Device, Init, RowFormat, RunConfig, TuningMeth
 from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
 from toolkit.errors import Problems
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
-from toolkit.plan.layouts import Layout, cheapest, gib, layouts, overrides
+from toolkit.plan.layouts import Layout, fastest, gib, layouts, overrides
 from toolkit.plan.machine import Machine, parse_machine
 from toolkit.plan.outline import config_of, outline_of
 from toolkit.plan.speed import rates_of
@@ -117,8 +117,8 @@ def plan_methods(
         on_gpus = [one for one in found if one.cfg.zero.offload_optimizer.device is Device.none]
         if not machine.host_bytes:  # offloading is planned where the host's memory is known
             found = on_gpus
-        smallest = min(found, key=lambda one: one.memory.peak(one.memory.worst))
-        yield MethodPlan(method, cheapest(on_gpus) or cheapest(found) or smallest, machine)
+        smallest = min(found, key=lambda one: one.peak)
+        yield MethodPlan(method, fastest(on_gpus) or fastest(found) or smallest, machine)
 
 
 def machine_of(given: Given) -> Machine:
@@ -167,7 +167,7 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
         "micro": cfg.batch.micro_per_gpu,
         "settings": settings,
         "machine": plan.machine.name,
-        "device": gib(layout.memory.peak(layout.memory.worst)),
+        "device": gib(layout.peak),
         "host": gib(layout.host_peak),
         "rows": f"{epoch[0]:,}" if epoch else "",  # more than can be counted in a second
         "steps": steps,

@@ -1,4 +1,4 @@
-"""All ways to lay a run out on some machines, which fit, which is the cheapest; as text and as JSON. No torch."""
+"""All layouts of a run on some machines: which fit, which is the fastest; as text and as JSON. No torch."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -66,6 +66,11 @@ class Layout:
     fits: bool
 
     @property
+    def peak(self) -> int:
+        """Bytes of a rank in the phase that takes most."""
+        return self.memory.peak(self.memory.worst)
+
+    @property
     def name(self) -> str:
         """The layout in a few letters."""
         zero = self.cfg.zero
@@ -89,7 +94,7 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
 
 
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
-    """Yield every way that keeps the global batch: stages, offloading, activation checkpointing, micro-batches."""
+    """Yield all layouts that keep the global batch: stages, offloading, activation checkpointing, micro-batches."""
     sizes = [size for size in micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
     for (stage, optimizer, parameters), recomputes, micro in product(LAYOUTS, (False, True), sizes):
         other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
@@ -107,15 +112,15 @@ def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
     return not (broken | unread).isdisjoint(keys)
 
 
-def cheapest(found: Sequence[Layout]) -> Layout | None:
+def fastest(found: Sequence[Layout]) -> Layout | None:
     """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves 5 % of the memory free."""
     fitting = [layout for layout in found if layout.fits]
     if not fitting:
         return None
     best = min(layout.time.seconds for layout in fitting)
     fast = [layout for layout in fitting if layout.time.seconds <= 1.02 * best]
-    roomy = (layout for layout in fast if layout.memory.peak(layout.memory.worst) <= 0.95 * layout.usable_bytes)
-    return next(roomy, None) or min(fast, key=lambda layout: layout.memory.peak(layout.memory.worst))
+    roomy = (layout for layout in fast if layout.peak <= 0.95 * layout.usable_bytes)
+    return next(roomy, None) or min(fast, key=lambda layout: layout.peak)
 
 
 def with_layout(
@@ -165,17 +170,17 @@ def gib(size: float) -> str:
 
 
 def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, found: Sequence[Layout]) -> list[str]:
-    """Return a plan as text: the recipe's own layout, all layouts, the cheapest, and what the plan cannot know."""
-    cfg, best = mine.cfg, cheapest(found)
+    """Return a plan as text: the recipe's layout, all layouts, the fastest, the leanest, and what is not known."""
+    cfg, best = mine.cfg, fastest(found)
     if best is None:
         advice = tr(
             "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again with "
             "another gpus= or nodes=."
         )
     elif changes := overrides(cfg, best.cfg):
-        advice = tr("The cheapest that fits: {words}", words=" ".join(changes))
+        advice = tr("The fastest that fits: {words}", words=" ".join(changes))
     else:
-        advice = tr("The cheapest that fits is the recipe as it is.")
+        advice = tr("The fastest that fits is the recipe as it is.")
     return [
         _head(outline, mine, machine, cfg.model.name or cfg.model.path),
         "",
@@ -197,14 +202,30 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         _time_line(mine, rates),
         "",
         tr(
-            "Every way with the same global batch of {size} rows, each with its fastest micro-batch that fits:",
+            "All layouts with the same global batch of {size} sequences, the fastest first:",
             size=cfg.batch.global_size,
         ),
         *_layout_table(found),
         "",
         advice,
+        *_leanest_line(found),
         *(f"  {note}" for note in _unknown(mine, machine, rates)),
     ]
+
+
+def _leanest_line(found: Sequence[Layout]) -> list[str]:
+    fitting = [layout for layout in found if layout.fits]
+    if not fitting:
+        return []
+    leanest = min(fitting, key=lambda layout: (layout.peak, layout.time.seconds))
+    micro = leanest.cfg.batch.micro_per_gpu
+    text = tr(
+        "The leanest: {layout}, micro-batch {micro}, {gib} GiB per rank.",
+        layout=leanest.name,
+        micro=micro,
+        gib=gib(leanest.peak),
+    )
+    return [text]
 
 
 def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
@@ -227,7 +248,7 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
 
 def plan_json(outline: Outline, machine: Machine, mine: Layout, found: Sequence[Layout]) -> dict[str, Any]:
     """Return a plan's numbers, bytes and seconds."""
-    best = cheapest(found)
+    best = fastest(found)
     return {
         "parameters": outline.num_parameters,
         "trained_parameters": outline.num_trained,
@@ -236,7 +257,7 @@ def plan_json(outline: Outline, machine: Machine, mine: Layout, found: Sequence[
         "export_bytes": export_bytes(outline, mine.cfg),
         "recipe": layout_numbers(mine),
         "layouts": [layout_numbers(layout) for layout in found],
-        "cheapest": overrides(mine.cfg, best.cfg) if best else None,
+        "fastest": overrides(mine.cfg, best.cfg) if best else None,
     }
 
 
@@ -315,7 +336,7 @@ def layout_numbers(layout: Layout) -> dict[str, Any]:
 
 
 def _layout_table(found: Sequence[Layout]) -> list[str]:
-    """Return of each layout the fastest micro-batch that fits, or the smallest where none does."""
+    """Return of each layout the fastest micro-batch that fits, or the leanest where none does; the fastest first."""
     groups: dict[str, list[Layout]] = {}
     for layout in found:
         groups.setdefault(layout.name, []).append(layout)
@@ -323,7 +344,8 @@ def _layout_table(found: Sequence[Layout]) -> list[str]:
     for name, layouts in groups.items():
         fitting = [layout for layout in layouts if layout.fits]
         best = min(fitting, key=lambda one: one.time.seconds, default=None)
-        rows.append((name, best or min(layouts, key=lambda one: one.memory.peak(one.memory.worst))))
+        rows.append((name, best or min(layouts, key=lambda one: one.peak)))
+    rows.sort(key=lambda row: (not row[1].fits, row[1].time.seconds if row[1].fits else row[1].peak))
     return layout_table(tr("layout"), rows)
 
 
@@ -333,7 +355,7 @@ def layout_table(title: str, layouts: Iterable[tuple[str, Layout]]) -> list[str]
         [
             name,
             str(one.cfg.batch.micro_per_gpu),
-            gib(one.memory.peak(one.memory.worst)),
+            gib(one.peak),
             _table_words()[one.memory.worst],
             gib(one.host_peak),
             f"{one.time.seconds:.3g}" if one.time.is_known else "?",

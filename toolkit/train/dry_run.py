@@ -98,7 +98,7 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
 
     def best() -> layouts.Layout | None:
         outline = outline_of(cfg, vocab_size)
-        return layouts.cheapest(list(layouts.layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline))))
+        return layouts.fastest(list(layouts.layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline))))
 
     found = on_rank0(best)
     if found is None:
