@@ -70,7 +70,8 @@ def test_the_mean_loss_leaves_out_the_tokens_of_a_bad_row(tmp_path: Path) -> Non
         {"step": 3, "loss": 3.0, "trained_tokens": 1100},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert _mean_loss(cast("RunContext", SimpleNamespace(folder=tmp_path))) == pytest.approx(2.0)
+    run = SimpleNamespace(folder=tmp_path, cfg=RunConfig())
+    assert _mean_loss(cast("RunContext", run)) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(1800, 30.0), (40, 10.0)])
