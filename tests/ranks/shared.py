@@ -12,6 +12,10 @@ from ranks import REPOSITORY, forked, run
 
 Cell = TypeVar("Cell")
 
+WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
+ALL = "zero.stage3_param_persistence_threshold=0"  # every parameter in pieces, as a real model's are
+RECOMPUTE = "train.activation_checkpointing.enabled=true"
+LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "optim.lr=0.01"]
 WORDS = [
     "red",
     "green",

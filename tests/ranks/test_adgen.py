@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from official import write
-from ranks import REPOSITORY, forked, run
-from shared import rows_of
+from ranks import forked, run
+from shared import WORKER, rows_of
 
 from toolkit.cli import main
 from toolkit.export.load import load_any
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 PARTS = ["上衣", "裙", "裤", "牛仔布", "棉", "白色", "黑色", "简约", "复古", "刺绣", "格子", "外套"]
 RECIPES = ["chatglm_full_adgen", "chatglm_lora_adgen", "chatglm_ptuning_adgen"]
 COLUMNS = "columns={prompt: content, response: summary}"

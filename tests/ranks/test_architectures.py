@@ -6,13 +6,12 @@ from pathlib import Path
 import official
 import pytest
 import transformers
-from ranks import REPOSITORY, forked, run
-from shared import losses, rows_of, tiny
+from ranks import forked, run
+from shared import WORKER, losses, rows_of, tiny
 
 from tests.architectures import write
 from toolkit.models import load_model, load_tokenizer, probe
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 COMMON = [
     "model=hf",
     "zero=stage3",

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from official import write
-from ranks import REPOSITORY, forked, run
+from ranks import forked, run
 from safetensors.torch import load_file
-from shared import losses, rows_of, tiny
+from shared import WORKER, losses, rows_of, tiny
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 METRICS = "evaluate.metrics=[bleu,chrf,rouge_l,exact_match,distinct_2,length]"
 STEPS = 6
 COMMON = [f"train.max_steps={STEPS}", "checkpoint.every=2", "optim.lr=0.01", "evaluate.max_new_tokens=8"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from official import write
-from ranks import REPOSITORY, forked, run
+from ranks import forked, run
 from safetensors.torch import load_file, save_file
-from shared import experts, tiny
+from shared import WORKER, experts, tiny
 
 from toolkit.checkpoint import directory
 from toolkit.cli import main
@@ -18,7 +18,6 @@ from toolkit.messages import ConfigError
 from toolkit.models import probe
 from toolkit.train import run_dir
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 CELLS: dict[str, list[str]] = {
     "zero0-fp32": ["zero=stage0", "checkpoint.keep_weights=-1"],
     "zero2-bf16": ["zero=stage2", "precision=bf16", "checkpoint.keep_weights=1"],

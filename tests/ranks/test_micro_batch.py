@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import REPOSITORY, forked, run
-from shared import WORDS, losses, tiny
+from ranks import forked, run
+from shared import WORDS, WORKER, losses, tiny
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS, ROWS = 4, 32
 SMALL = ["zero.reduce_bucket_size=100000", "zero.stage3_prefetch_bucket_size=1000"]
 CELLS: dict[str, list[str]] = {

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import REPOSITORY, forked, run
-from shared import losses, plain_loop, rows_of, tiny
+from ranks import forked, run
+from shared import WORKER, losses, plain_loop, rows_of, tiny
 
 from toolkit.cli import main
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS = 16
 SPIKES = ["train.max_grad_norm_ratio=20", "train.max_loss_ratio=4", f"train.max_steps={STEPS}"]
 FOUR = {"6": ["loss", "nan"], "12": ["gradient", "200"], "13": ["gradient", "nan"], "15": ["loss", "-inf"]}

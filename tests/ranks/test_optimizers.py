@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import REPOSITORY, deepspeed, run
-from shared import losses, plain_loop, tiny
+from ranks import deepspeed, run
+from shared import WORKER, losses, plain_loop, tiny
 
 from toolkit.engine.build import Lion
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS, SAVED = 6, 3
 TOLERANCE = 5e-6
 # Lion takes signs: of a number next to 0 the order of additions decides. Measured: 8.7e-6, of losses that fall by 0.1.

@@ -7,14 +7,13 @@ import pytest
 import torch
 import transformers
 from official import write
-from ranks import REPOSITORY, deepspeed, run
+from ranks import deepspeed, run
 from safetensors.torch import load_file
-from shared import SHORT_FIRST, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny, trained
+from shared import SHORT_FIRST, WORKER, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny, trained
 
 from toolkit.checkpoint.state_files import iter_weights
 from toolkit.cli import main
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 PIPELINE = "parallel=pipeline"
 BF16 = ["model=glm_tiny", "precision=bf16", "zero=stage1", "data.packing=packed", "batch.global_size=2"]
 SAVES = ["checkpoint.every=3", "train.rehearse=true", "train.activation_checkpointing.enabled=true"]

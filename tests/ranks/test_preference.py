@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from ranks import REPOSITORY, forked, run
-from shared import default_first, losses, of_tier, rows_of, tiny, trained
+from ranks import forked, run
+from shared import ALL, LORA, RECOMPUTE, WORKER, default_first, losses, of_tier, rows_of, tiny, trained
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
 STEPS = 8
-ALL = "zero.stage3_param_persistence_threshold=0"
-RECOMPUTE = "train.activation_checkpointing.enabled=true"
-LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "optim.lr=0.01"]
 FULL = ["optim.lr=0.001"]
 SAVED = ["checkpoint.every=4", "checkpoint.keep=0"]
 KTO = ["preference=kto", "preference.beta=0.5", "preference.undesirable_weight=0.8"]

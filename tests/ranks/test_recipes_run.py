@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 from ranks import REPOSITORY, forked, run
-from shared import losses
+from shared import WORKER, losses
 
 from toolkit.config.preflight import _has_fp16
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # Needs fp16 arithmetic, which DeepSpeed 0.19.8's CPU accelerator has on few processors; the last test shows it.
 # QLoRA's weights in 4 bits are bitsandbytes' kernels for NVIDIA GPUs.
 NEEDS_GPU = {"fp16", "chatglm3_qlora"}

@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import REPOSITORY, forked, gone, run
-from shared import FAULTY, tiny, trained
+from ranks import forked, gone, run
+from shared import FAULTY, RECOMPUTE, WORKER, tiny, trained
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
-RECOMPUTE = "train.activation_checkpointing.enabled=true"
 STEPS, DIED_AT = 4, 2
 CELLS: dict[str, list[str]] = {
     "stage0": ["zero=stage0"],

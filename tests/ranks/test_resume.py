@@ -8,12 +8,11 @@ import pytest
 import torch
 from ranks import REPOSITORY, deepspeed, forked, run
 from safetensors.torch import load_file
-from shared import default_first, losses, of_tier, rows_of, tiny, trained
+from shared import WORKER, default_first, losses, of_tier, rows_of, tiny, trained
 
 from toolkit.checkpoint.directory import manifest_problems, published_checkpoints, step_of
 from toolkit.checkpoint.state_files import EngineFiles
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 STEPS, EVERY = 10, 4
 ASYNC = "checkpoint.asynchronous=true"
 NOISE = "train.neftune_alpha=5"

@@ -4,17 +4,25 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, forked, run
-from shared import SHORT_FIRST, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny
+from ranks import forked, run
+from shared import (
+    ALL,
+    RECOMPUTE,
+    SHORT_FIRST,
+    WORKER,
+    check_short_first,
+    eval_losses,
+    losses,
+    plain_loop,
+    rows_of,
+    tiny,
+)
 from test_trajectory import TOLERANCE, furthest
 
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.messages import ConfigError
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
-ALL = "zero.stage3_param_persistence_threshold=0"
-RECOMPUTE = "train.activation_checkpointing.enabled=true"
 STEPS = 10
 # name -> overrides
 TWO_RANKS = {

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import REPOSITORY, forked, run
-from shared import default_first, eval_losses, losses, of_tier, plain_loop, rows_of, tiny
+from ranks import forked, run
+from shared import WORKER, default_first, eval_losses, losses, of_tier, plain_loop, rows_of, tiny
 
 from toolkit.report.page import collectives
 from toolkit.report.run import read_run
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # fp32 on one machine: the only difference left is the order of additions. Measured: at most 6.4e-7 over 10 steps.
 TOLERANCE = 5e-6
 # bf16 keeps 8 bits. Measured over 10 steps: 0.002.

@@ -5,18 +5,14 @@ import random
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, forked, run
-from shared import WORDS, default_first, of_tier, rows_of, tiny, trained
+from ranks import forked, run
+from shared import ALL, LORA, RECOMPUTE, WORDS, WORKER, default_first, of_tier, rows_of, tiny, trained
 
 from tests.unit.test_templates import OURS, tokenizer_of
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
 STEPS = 6
-ALL = "zero.stage3_param_persistence_threshold=0"
-RECOMPUTE = "train.activation_checkpointing.enabled=true"
-LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "optim.lr=0.01"]
 SAVED = ["checkpoint.every=3", "checkpoint.keep=0"]
 
 # name -> overrides; two ranks

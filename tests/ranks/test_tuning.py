@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from official import write
-from ranks import BIN, REPOSITORY, deepspeed, environment, forked, run
+from ranks import BIN, deepspeed, environment, forked, run
 from safetensors.torch import load_file
-from shared import eval_losses, experts, losses, tiny
+from shared import ALL, RECOMPUTE, WORKER, eval_losses, experts, losses, tiny
 
 from toolkit.checkpoint.state_files import iter_weights
 from toolkit.cli import main
@@ -19,9 +19,6 @@ from toolkit.export.load import load_any
 from toolkit.models import probe
 from toolkit.models.adapters import CONFIG, WEIGHTS
 
-WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
-ALL = "zero.stage3_param_persistence_threshold=0"  # every parameter in pieces, as a real model's are
-RECOMPUTE = "train.activation_checkpointing.enabled=true"
 CELLS: dict[str, list[str]] = {
     "lora-zero0": ["tuning=lora", "zero=stage0", "tuning.save_modules=[lm_head]", "tuning.dropout=0.2"],
     "lora-zero2-bf16": ["tuning=lora", "zero=stage2", "precision=bf16", "tuning.dora=true", RECOMPUTE],
