@@ -73,6 +73,10 @@ COMMAND_LINE = {
         "stage2_offload, stage2_zenflow, stage3, stage3_hpz, stage3_nvme, stage3_offload, stage3_superoffload, "
         "stage3_zeropp."
     ),
+    "task=preference": (
+        "command line: unknown choice 'task=preference'. Preferences are a group of their own: preference=dpo. Known: "
+        "language."
+    ),
     "recipe=chatgml": f"command line: unknown recipe 'chatgml'. Did you mean 'chatglm'? {KNOWN}",
     "recipe=nosuch.yaml": f"command line: there is no recipe file nosuch.yaml. {KNOWN}",
     "~zero.stage": "command line: '~zero.stage': keys cannot be removed; set a value instead.",
@@ -106,7 +110,7 @@ IN_A_FILE = {
     ),
     "defaults:\n  - override /zeroo: stage3\n": (
         ":2: unknown group 'zeroo'. Did you mean 'zero'? Known: compile, data, kernels, model, optim, "
-        "parallel, precision, preference, schedule, track, tuning, zero."
+        "parallel, precision, preference, schedule, task, track, tuning, zero."
     ),
     "defaults:\n  - chatgml\n": ":2: unknown recipe 'chatgml'. Did you mean 'chatglm'?",
     "defaults:\n  - chatglm\n  - override /zero@model: stage3\n": (

@@ -114,7 +114,7 @@ def main() -> None:
     from toolkit.messages import Diverged, ToolkitError
     from toolkit.train import checkpointer, run_dir
     from toolkit.train.language_data import load_data
-    from toolkit.train.preference_task import task_of
+    from toolkit.train.tasks import task_of
     from toolkit.train.trainer import Trainer
 
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second

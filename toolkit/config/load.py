@@ -379,7 +379,12 @@ def _is_choice(group: str, value: Any, groups: Groups, place: str) -> bool:
         if name not in groups[group]:
             sentence = tr("{place}: unknown choice '{group}={name}'.", place=place, group=group, name=name)
             known = tr("Known: {choices}.", choices=", ".join(groups[group]))
-            raise about(joined(sentence, did_you_mean(name, groups[group]), known), group)
+            advice = did_you_mean(name, groups[group])
+            losses = groups["preference"].keys() - {"none"}
+            if group == "task" and name in {"preference", *losses}:
+                loss = name if name in losses else "dpo"
+                advice = tr("Preferences are a group of their own: preference={loss}.", loss=loss)
+            raise about(joined(sentence, advice, known), group)
     return True
 
 

@@ -337,8 +337,8 @@ READ_BY_LANGUAGE_MODELS = _read(
     " ".join(
         key
         for key in expand(
-            "model.* tuning.* data.* preference.* prepare.* kernels.* evaluate.* train.activation_checkpointing.* "
-            "train.neftune_alpha train.random_ltd.*"
+            "model.* tuning.* data.* preference.* task.* prepare.* kernels.* evaluate.* "
+            "train.activation_checkpointing.* train.neftune_alpha train.random_ltd.*"
         )
         if key not in _CUSTOM_MODELS_READ.split()
     ),

@@ -67,6 +67,12 @@ class TuningMethod(str, Enum):
     prompt = "prompt"
 
 
+class TaskKind(str, Enum):
+    """What a model learns."""
+
+    language = "language"
+
+
 class RowFormat(str, Enum):
     """How one row of a data file is read."""
 
@@ -600,6 +606,14 @@ class PreferenceConfig:
         """Whether the loss compares with the model before training."""
         without = (PreferenceLoss.none, PreferenceLoss.simpo, PreferenceLoss.orpo, PreferenceLoss.cpo)
         return self.loss not in without
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskConfig:
+    """`task`: what the model learns."""
+
+    kind: TaskKind = TaskKind.language
+    """language: to continue conversations and texts, or with `preference.loss` to prefer answers."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1235,6 +1249,8 @@ class RunConfig:
     """Training and validation data."""
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     """Preference tuning."""
+    task: TaskConfig = field(default_factory=TaskConfig)
+    """What the model learns."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig, metadata=FREE)
     """The tokenized cache."""
     batch: BatchConfig = field(default_factory=BatchConfig)

@@ -19,7 +19,7 @@ from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import micro_rows
-from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, PreferenceLoss, RunConfig, has_reference_in_step
+from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, RunConfig, has_reference_in_step
 from toolkit.data import sampler
 from toolkit.disk import write_atomically
 from toolkit.distributed import process_group
@@ -305,13 +305,6 @@ class KtoTask(PreferenceTask):
 
     def _size_of_data(self) -> str:
         return tr("{answers} answers marked good or bad", answers=f"{len(self.data.train):,}")
-
-
-def task_of(cfg: RunConfig) -> LanguageTask:
-    """Return the task of a config."""
-    if cfg.preference.loss is PreferenceLoss.kto:
-        return KtoTask()
-    return PreferenceTask() if cfg.preference.is_on else LanguageTask()
 
 
 _COLUMNS = ("input_ids", "labels", "position_ids", "segment_ids", "reference", "value")
