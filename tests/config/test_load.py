@@ -115,7 +115,7 @@ IN_A_FILE = {
     "defaults:\n  - chatgml\n": ":2: unknown recipe 'chatgml'. Did you mean 'chatglm'?",
     "defaults:\n  - chatglm\n  - override /zero@model: stage3\n": (
         ":3: unknown group 'zero@model'. Did you mean 'model'? Known: compile, data, kernels, model, optim, "
-        "parallel, precision, preference, schedule, track, tuning, zero."
+        "parallel, precision, preference, schedule, task, track, tuning, zero."
     ),
     "defaults:\n  - zero: stage3\n": (
         ":2: '{'zero': 'stage3'}': write `- override /GROUP: CHOICE`, or the name of another recipe."
