@@ -21,9 +21,9 @@ from benchmarks.encode import fresh, library_calls, texts_of
 from benchmarks.processes import children, measure, uss
 from benchmarks.rows import rows_file
 from toolkit.config.mesh import micro_rows
-from toolkit.config.schema import Packing, RunConfig, SourceConfig
+from toolkit.config.schema import RunConfig, SourceConfig
 from toolkit.data.hygiene import alike, inspect_files
-from toolkit.data.loader import build_loader
+from toolkit.data.loader import Layout, build_loader
 from toolkit.data.packing import PackingPlan, pack
 from toolkit.data.sampler import Position
 from toolkit.data.sources import locate_all, read_conversations
@@ -189,7 +189,7 @@ def open_nothing(cfg: RunConfig) -> dict[str, float]:
     nothing: Any = _Nothing()
     micro_batches = [[0] * micro_rows(cfg)] * 10_000
     loader = build_loader(
-        nothing, PackingPlan(64), micro_batches, 0, Packing.none, seed=0, num_workers=cfg.data.num_workers
+        nothing, PackingPlan(64), micro_batches, 0, Layout.alone, seed=0, num_workers=cfg.data.num_workers
     )
     return _read_on(cfg, iter(loader), started)
 

@@ -24,12 +24,13 @@ CELLS: dict[str, list[str]] = {
     "full-stage0": ["zero=stage0", *FULL, *SAVED],
     "full-stage2-micro2": ["zero=stage2", "batch.micro_per_gpu=2", RECOMPUTE, *FULL],
     "full-stage3": ["zero=stage3", ALL, *FULL],
-    "lora-stage0-micro2": ["zero=stage0", "batch.micro_per_gpu=2", *LORA],
+    "lora-stage0-micro2": ["zero=stage0", "batch.micro_per_gpu=2", "model.attention=sdpa", *LORA],
     "lora-stage2": ["zero=stage2", *LORA, *SAVED],
     "lora-stage3": ["zero=stage3", ALL, RECOMPUTE, *LORA],
     "orpo-stage3": ["zero=stage3", ALL, "preference=orpo", *FULL],
     "freeze-stage2": ["zero=stage2", "tuning=freeze", "tuning.last_layers=1", *FULL],
-    "full-stage2-offload": ["zero=stage2_offload", *FULL],
+    "full-stage2-offload": ["zero=stage2_offload", "data.share_prefixes=false", *FULL],
+    "lora-stage3-rows": ["zero=stage3", ALL, "data.share_prefixes=false", *LORA],
     "full-stage1-auto": ["zero=stage1", "batch.micro_per_gpu=auto", *FULL],
     "bf16-stage2": ["zero=stage2", "precision=bf16", *FULL],
     "kto-full-stage0": ["zero=stage0", *KTO, *FULL, *SAVED],
@@ -184,6 +185,8 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: 
         assert [row["pairs"] for row in rows] == [*[4] * (STEPS - 1), 2], "30 pairs"
     card = json.loads((runs / name / "data.json").read_text())
     assert (card["unit"], card["splits"]["train"]["samples"]) == (("answers", 59) if is_kto else ("pairs", 30))
+    shares = not is_kto and "data.share_prefixes=false" not in ({**CELLS, **ONE_RANK})[name]
+    assert (card["shared_tokens"] > 100) is shares
     if name in ROOM_MIB:
         assert yaml.safe_load((runs / name / "config.yaml").read_text())["batch"]["micro_per_gpu"] == 2
     if "orpo" not in name and name not in ROUGH:

@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import Packing
-from toolkit.data.loader import build_loader, collate
+from toolkit.data.loader import Layout, build_loader, collate
 from toolkit.data.packing import PackingPlan, plan_sequences
 from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, TokenizedCache
@@ -83,10 +83,11 @@ def test_loader_gives_each_sample_once(
     store: TokenizedCache, tmp_path: Path, packing: Packing, num_workers: int
 ) -> None:
     plan = plan_sequences(store, packing, max_length=32, micro_per_gpu=2, seed=3, sources=[], cache_dir=tmp_path)
+    layout = Layout.packed if packing is Packing.packed else Layout.alone
     trained, seen = 0, 0
     for rank in range(2):
         sampler = GlobalBatchSampler(len(plan), 8, 2, rank, 2, "k", num_steps=-(-len(plan) // 8))
-        batches = list(build_loader(store, plan, sampler, 0, packing, seed=1, num_workers=num_workers))
+        batches = list(build_loader(store, plan, sampler, 0, layout, seed=1, num_workers=num_workers))
         assert len(batches) == 2 * -(-len(plan) // 8)
         trained += sum(int((batch["labels"] != -100).sum()) for batch in batches)
         seen += sum(int((batch["input_ids"] != 0).sum()) for batch in batches)
@@ -96,7 +97,7 @@ def test_loader_gives_each_sample_once(
 
 def test_signals_to_all_processes_leave_the_workers_alone(store: TokenizedCache) -> None:
     loader = build_loader(
-        store, PackingPlan(len(store)), sequential(len(store), 1, 0, 1), 0, Packing.none, seed=1, num_workers=2
+        store, PackingPlan(len(store)), sequential(len(store), 1, 0, 1), 0, Layout.alone, seed=1, num_workers=2
     )
     batches = iter(loader)
     first = [next(batches), next(batches)]  # both workers are at work
@@ -111,7 +112,7 @@ def test_signals_to_all_processes_leave_the_workers_alone(store: TokenizedCache)
 def test_loader_leaves_the_global_generator_alone(store: TokenizedCache) -> None:
     before = torch.get_rng_state()
     shares = sequential(len(store), 4, 0, 1)
-    batches = list(build_loader(store, PackingPlan(len(store)), shares, 0, Packing.none, seed=1))
+    batches = list(build_loader(store, PackingPlan(len(store)), shares, 0, Layout.alone, seed=1))
     assert len(batches) == 6
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -17,7 +17,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import Packing, PreferenceConfig, PreferenceLoss, RowFormat, SourceConfig, TooLong, TrainOn
 from toolkit.data import preview
 from toolkit.data.formats import LabelReader, PairReader
-from toolkit.data.packing import PackingPlan, plan_sequences
+from toolkit.data.packing import PackingPlan, plan_sequences, share_prompts
 from toolkit.data.store import MismatchedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError, RowError
@@ -408,6 +408,28 @@ def test_splits_and_plans_keep_pairs_together(tmp_path: Path) -> None:
     assert plan(train, 2.0).folder != plan(train, 0.5).folder
     counts = np.bincount([plan(train, 2.0)[row][0] // 2 for row in range(60)])
     assert (counts == 2).all()
+
+
+def test_answers_share_their_prompt_in_a_plan(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"question {number}", "chosen": f"same {number}", "rejected": f"same {number + 1}"}
+        for number in range(9)
+    ]
+    train, _, _ = caches(tmp_path, rows, validation_fraction=0.0)
+    given: dict[str, Any] = {"max_length": 64, "micro_per_gpu": 1, "seed": 3, "pairs": True}
+    for weight in (1.0, 2.0, 0.5):
+        sources = [SourceConfig(weight=weight)] if weight != 1 else []
+        whole = plan_sequences(train, Packing.none, sources=sources, cache_dir=tmp_path / "cache", **given)
+        tree = share_prompts(train, whole, tmp_path / "cache")
+        assert [tree[row] for row in range(len(tree))] == [whole[row] for row in range(len(whole))]
+        assert pickle.loads(pickle.dumps(tree)).prefixes(0) == tree.prefixes(0)
+        for row in range(len(tree)):
+            ids, trained = train[tree[row][1]]
+            before, _ = train[tree[row][0]]
+            first, shared = tree.prefixes(row)
+            assert first == 0 and (ids[:shared] == before[:shared]).all()
+            assert shared == int(trained.argmax()) - 1 > 5, "the answers begin alike, and that is theirs"
+        assert tree.lengths(train).sum() + tree.num_shared == whole.lengths(train).sum()
 
 
 def test_the_config_says_how_rows_are_read_and_how_fast_is_learned() -> None:

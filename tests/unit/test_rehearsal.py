@@ -9,6 +9,7 @@ import pytest
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import CheckpointConfig, Packing
+from toolkit.data.loader import Layout
 from toolkit.data.packing import PackingPlan
 from toolkit.messages import CheckpointError, OutOfMemory
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
@@ -42,7 +43,8 @@ class Rows:
 
 def prepared(packing: Packing, plan: PackingPlan) -> mock.Mock:
     """Return what training data looks like."""
-    return mock.Mock(train=Rows(), train_plan=plan, packing=packing, pad_id=0)
+    layout = Layout.packed if packing is Packing.packed else Layout.alone
+    return mock.Mock(train=Rows(), train_plan=plan, packing=packing, layout=layout, pad_id=0)
 
 
 def cfg(*words: str):
@@ -81,7 +83,7 @@ def test_a_cut_row_of_chatglm_keeps_sop() -> None:
         store = mock.MagicMock()
         store.lengths.return_value = np.array([len(ids)])
         store.__getitem__.return_value = (ids, np.arange(len(ids)) >= prompt)
-        given = mock.Mock(train=store, train_plan=PackingPlan(1), packing=Packing.none, pad_id=3)
+        given = mock.Mock(train=store, train_plan=PackingPlan(1), layout=Layout.alone, pad_id=3)
         batch = repeated_batch(cfg(), given, 2, 0.5)
         check_rows(batch["input_ids"], config)
         assert batch["input_ids"].shape == (2, 16)

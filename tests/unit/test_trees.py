@@ -14,7 +14,7 @@ from tests.architectures import CONFIGS
 from tests.unit.data_tools import ByteEncoder, run_config, text_of, write_rows
 from toolkit.config.load import load
 from toolkit.config.schema import Attention, Packing, SourceConfig, TrainOn
-from toolkit.data.loader import Branch, collate
+from toolkit.data.loader import Branch, Layout, collate, collate_planned
 from toolkit.data.packing import PackingPlan, plan_sequences, shared_prefixes
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches
@@ -22,7 +22,13 @@ from toolkit.data.tokenize_workers import Encoded
 from toolkit.messages import ModelError
 from toolkit.models import attention
 from toolkit.models.attention import check_isolation, choose_attention, local_part, with_label_positions
-from toolkit.models.loss import loss_head, num_trained_tokens, router_loss, token_loss_sum
+from toolkit.models.loss import (
+    answer_log_probabilities,
+    loss_head,
+    num_trained_tokens,
+    router_loss,
+    token_loss_sum,
+)
 
 # fp32: what is left is the order of additions.
 TOLERANCE = 1e-5
@@ -138,6 +144,50 @@ def test_routers_count_a_token_for_each_of_its_samples() -> None:
         (token_loss_sum(model, batch) * 0).backward()
         found.append((routers.collect(), gradients(model)))
     torch.testing.assert_close(found[0], found[1], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def pairs_of_answers(count: int) -> list[list[Branch]]:
+    """Return pairs of answers behind one prompt; the answers may begin alike, and that is not shared."""
+    draw, pairs = np.random.default_rng(8), []
+    for _ in range(count):
+        asked, begun = draw.integers(2, 900, draw.integers(2, 30)), draw.integers(2, 900, draw.integers(1, 3))
+        pair = []
+        for _ in range(2):
+            ids = np.concatenate((asked, begun, draw.integers(2, 900, draw.integers(1, 9)))).astype(np.uint32)
+            pair.append(Branch(ids, np.arange(len(ids)) >= len(asked), (len(asked) - 1) * len(pair)))
+        pairs.append(pair)
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *itertools.product(("glm", "qwen3", "llama", "gpt2", "falcon"), [Attention.varlen, Attention.sdpa]),
+        ("gemma2", Attention.eager),
+    ],
+)
+def test_answers_behind_one_prompt_are_those_of_two_rows(family: str, kind: Attention) -> None:
+    """Side by side in one row, or each pair in its own, and without any."""
+    model, pairs = build(family), pairs_of_answers(3)
+    if kind is Attention.eager:
+        choose_attention(model, kind, True, torch.float32)
+    weights = torch.tensor([0.3, -1.7, 5.0, 0.1, -0.4, 1.0])
+    alone = collate_planned([[Branch(*one[:2], 0) for one in pair] for pair in pairs], 0, Layout.alone)
+    values, counts = answer_log_probabilities(model, alone)
+    (values * weights).sum().backward()
+    expected = gradients(model)
+    choose_attention(model, kind, True, torch.float32)
+    for layout, rows in ((Layout.packed, 3), (Layout.joined, 1)):
+        batch = collate_planned(pairs, 0, layout)
+        assert len(batch["input_ids"]) == rows
+        assert batch["input_ids"].numel() < 0.8 * alone["input_ids"].numel()
+        found, tokens = answer_log_probabilities(model, batch)
+        assert tokens.tolist() == counts.tolist() == [int(one.trained.sum()) for pair in pairs for one in pair]
+        torch.testing.assert_close(found, values, rtol=TOLERANCE, atol=TOLERANCE)
+        (found * weights).sum().backward()
+        torch.testing.assert_close(gradients(model), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    nothing, tokens = answer_log_probabilities(model, collate_planned([], 0, Layout.joined))
+    assert (nothing.tolist(), tokens.tolist()) == ([0.0], [0.0])
 
 
 def test_collate_by_hand() -> None:

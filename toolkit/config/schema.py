@@ -548,7 +548,7 @@ class DataConfig:
     packing_window: NonNegativeInt = 0
     """packed: number of samples that are packed at a time; 0: the whole epoch, with the least padding."""
     share_prefixes: bool = True
-    """packed: samples of one conversation share a sequence, and their common prefix is computed once (tree packing, docs/data.md); losses and gradients are those of separate samples. false: every sample is computed in full."""
+    """packed: samples of one conversation share a sequence, and their common prefix is computed once (tree packing, docs/data.md); likewise the two answers of a pair (preference), without packing; losses and gradients are those of separate samples. false: every sample is computed in full."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Short samples first."""
     num_workers: NonNegativeInt = field(default=0, metadata=FREE)
@@ -1298,6 +1298,11 @@ def data_unit(cfg: RunConfig) -> tuple[str, int]:
     if cfg.preference.is_paired:
         return "pairs", 2
     return "answers" if cfg.preference.is_on else "samples", 1
+
+
+def shares_prompts(cfg: RunConfig) -> bool:
+    """Whether the answers of a pair stand behind one prompt, where the model can be trained so."""
+    return cfg.preference.is_paired and cfg.data.share_prefixes
 
 
 def has_reference_in_step(cfg: RunConfig) -> bool:

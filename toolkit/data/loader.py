@@ -2,15 +2,15 @@
 
 import signal
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from toolkit.config.schema import Packing
 from toolkit.data.packing import PAD_MULTIPLE, PackingPlan
 from toolkit.data.store import Sample, TokenizedCache
 
@@ -21,6 +21,17 @@ over the B x S tokens, padding as segments of its own.
 Where samples share what they begin with, also `seen_until`, int64 [B, S], the last segment that sees each token, from
 its own on; `keys`, int64 [K], segment after segment the places in the B x S tokens that it sees; and `cu_seq_lens_k`,
 int32 [segments + 1], over these."""
+
+
+class Layout(Enum):
+    """How rows of a plan become rows of a batch."""
+
+    alone = "alone"
+    """Each sample is one; a row of a grouped plan is a whole micro-batch."""
+    packed = "packed"
+    """As they are."""
+    joined = "joined"
+    """All side by side in one, so that none is padded."""
 
 
 class Branch(NamedTuple):
@@ -115,7 +126,7 @@ def build_loader(
     plan: PackingPlan,
     micro_batches: Iterable[list[int]],
     pad_id: int,
-    packing: Packing,
+    layout: Layout,
     *,
     seed: int,
     num_workers: int = 0,
@@ -128,7 +139,7 @@ def build_loader(
     return DataLoader(
         PlannedRows(cache, plan),  # type: ignore[arg-type]  # has a Dataset's methods without its base class
         batch_sampler=micro_batches,
-        collate_fn=partial(_collate, pad_id=pad_id, packing=packing, multiple=multiple),
+        collate_fn=partial(collate_planned, pad_id=pad_id, layout=layout, multiple=multiple),
         num_workers=num_workers,
         # A forked copy of a rank can stop for good: a thread of the process group that held a lock of the interpreter
         # at the fork is not there to give it back (CPython issue 112275; seen in 3.11.7, one fork of about 400).
@@ -144,8 +155,18 @@ def _outlive_signals(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _collate(rows: Sequence[Sequence[Sample | Branch]], pad_id: int, packing: Packing, multiple: int) -> Batch:
-    if packing is Packing.packed:
-        return collate(rows, pad_id, packed=True, multiple=multiple)
-    # Each sample on a row of its own; a row of a grouped plan is a whole micro-batch.
-    return collate([[sample] for row in rows for sample in row], pad_id, multiple=multiple)
+def collate_planned(
+    rows: Sequence[Sequence[Sample | Branch]], pad_id: int, layout: Layout, multiple: int = PAD_MULTIPLE
+) -> Batch:
+    """Return rows of a plan as a batch of a layout."""
+    return collate(laid_out(rows, layout), pad_id, packed=layout is not Layout.alone, multiple=multiple)
+
+
+_Of = TypeVar("_Of")
+
+
+def laid_out(rows: Sequence[Sequence[_Of]], layout: Layout) -> Sequence[Sequence[_Of]]:
+    """Return what rows of a plan hold of each sample, as the rows of a batch."""
+    if layout is Layout.alone:
+        return [[one] for row in rows for one in row]
+    return [[one for row in rows for one in row]] if layout is Layout.joined and rows else rows

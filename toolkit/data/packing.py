@@ -211,9 +211,7 @@ def shared_prefixes(cache: TokenizedCache, samples: NDArray[Any], capacity: int)
             before, _ = cache[samples[place - 1]]
             size = len(before)
         ids, trained = cache[samples[place]]
-        most = min(len(before), len(ids), int(trained.argmax()) - 1)
-        is_equal = ids[: max(most, 0)] == before[: max(most, 0)]
-        common = len(is_equal) if is_equal.all() else int(is_equal.argmin())
+        common = _common(before, ids, trained)
         if common >= LEAST_SHARED and size + len(ids) - common <= capacity:
             shared[place] = common
         else:
@@ -221,6 +219,36 @@ def shared_prefixes(cache: TokenizedCache, samples: NDArray[Any], capacity: int)
         size += len(ids) - int(shared[place])
         before, latest = ids, place
     return shared
+
+
+def _common(before: NDArray[Any], ids: NDArray[Any], trained: NDArray[np.bool_]) -> int:
+    """Return how many first tokens of a sample, up to the last but one before a trained one, are those of another."""
+    most = max(0, min(len(before), len(ids), int(trained.argmax()) - 1))
+    is_equal = ids[:most] == before[:most]
+    return most if is_equal.all() else int(is_equal.argmin())
+
+
+def share_prompts(cache: TokenizedCache, plan: PackingPlan, cache_dir: Path) -> PackingPlan:
+    """Return a plan of pairs in which what both answers of one begin with is there once; made now if there is none."""
+    members, offsets = plan.members, plan.offsets
+    assert members is not None and offsets is not None
+    pairs = hashlib.sha256(members.tobytes()).hexdigest()
+    key = [CODE_VERSION, cache.fingerprint, cache.split, "prompts", pairs, list(plan.bounds)]
+    target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+    def build(folder: Path) -> None:
+        firsts, places = np.unique(members[::2], return_inverse=True)  # weights may take a pair several times
+        common = [_common(cache[first][0], *cache[first + 1]) for first in firsts.tolist()]
+        shared = np.zeros(len(members), np.uint32)
+        shared[1::2] = np.array(common, np.uint32)[places]
+        np.save(folder / "members.npy", members)
+        np.save(folder / "offsets.npy", offsets)
+        np.save(folder / "shared.npy", shared)
+        about = {"num_rows": len(plan), "bounds": list(plan.bounds)}
+        (folder / "plan.json").write_text(json.dumps(about), encoding="utf-8")
+
+    build_once(target, build, lambda folder: (folder / "plan.json").is_file())
+    return load_plan(target)
 
 
 def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:

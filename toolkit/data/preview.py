@@ -125,9 +125,9 @@ def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[
 
 
 def padding_line(cfg: RunConfig, packing: Packing, cache: TokenizedCache, plan: PackingPlan) -> str:
-    """Return how much of the planned rows is tokens, "" where each sample is a row of its own."""
+    """Return how much of the planned rows is tokens, and what they share; "" where each sample is one on its own."""
     if packing is Packing.none:
-        return ""
+        return sharing_line(cfg, cache, plan)
     room = cfg.data.max_length * (micro_rows(with_micro_batch(cfg)) if packing is Packing.grouped else 1)
     taken = int(plan.lengths(cache).sum())
     line = tr(
@@ -137,20 +137,29 @@ def padding_line(cfg: RunConfig, packing: Packing, cache: TokenizedCache, plan: 
         packing=packing.value,
         percent=f"{100 * taken / (len(plan) * room):.1f}",
     )
-    return f"{line} {sharing_line(cache, plan)}".rstrip()
+    return f"{line} {sharing_line(cfg, cache, plan)}".rstrip()
 
 
-def sharing_line(cache: TokenizedCache, plan: PackingPlan) -> str:
+def sharing_line(cfg: RunConfig, cache: TokenizedCache, plan: PackingPlan) -> str:
     """Return how many tokens of an epoch are not computed again, "" if all are."""
-    computed = int(plan.lengths(cache).sum())
     if not plan.num_shared:
         return ""
+    computed = int(plan.lengths(cache).sum())
+    values = {
+        "computed": f"{computed:,}",
+        "tokens": f"{computed + plan.num_shared:,}",
+        "times": f"{1 + plan.num_shared / computed:.2f}",
+    }
+    if cfg.preference.is_paired:
+        return tr(
+            "The two answers of a pair share their prompt: {computed} tokens are computed instead of {tokens}, {times} "
+            "times fewer (data.share_prefixes).",
+            **values,
+        )
     return tr(
         "Samples of one conversation share their common prefix: {computed} tokens are computed instead of {tokens}, "
         "{times} times fewer (data.share_prefixes).",
-        computed=f"{computed:,}",
-        tokens=f"{computed + plan.num_shared:,}",
-        times=f"{1 + plan.num_shared / computed:.2f}",
+        **values,
     )
 
 

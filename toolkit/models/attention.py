@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from toolkit.config.schema import Attention
+from toolkit.config.schema import Attention, Dtype, RunConfig
 from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.messages import ModelError, tr
 from toolkit.models.probe import evaluating
@@ -49,6 +49,12 @@ def trains_on_gpu() -> bool:
     from deepspeed.accelerator import get_accelerator  # speaks on stdout where it has to find out, so not before
 
     return bool(get_accelerator().device_name() == "cuda")
+
+
+def computes_segments(cfg: RunConfig) -> bool:
+    """Whether a run's attention, where a model has PyTorch's, computes only pairs of tokens that see each other."""
+    has_kernel = not trains_on_gpu() or cfg.precision.dtype is not Dtype.fp32
+    return cfg.model.attention is Attention.varlen or (cfg.model.attention is Attention.auto and has_kernel)
 
 
 def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool, dtype: torch.dtype | None) -> None:
@@ -82,13 +88,15 @@ def check_isolation(
     name: str,
     forward: Callable[[Batch], torch.Tensor] | None = None,
     shared: bool = False,
+    remedy: str = "data.packing=grouped",
 ) -> None:
     """Check that the logits of sample b are the same in the rows [a b], [c b] and [b], and where both samples of a row
     begin with the same tokens, which are there once (`shared`). A collective under ZeRO-3. `forward` returns logits of
-    a batch where the engine cannot simply be called, such as a pipeline's.
+    a batch where the engine cannot simply be called, such as a pipeline's. `remedy`: what to do where they are not.
     """
     for trunk in (0, 8) if shared else (0,):
-        _check_isolation(engine, isolation_rows(vocab_size, trunk=trunk), device, name, forward, 12 + trunk)
+        advice = "data.share_prefixes=false" if trunk else remedy
+        _check_isolation(engine, isolation_rows(vocab_size, trunk=trunk), device, name, forward, 12 + trunk, advice)
 
 
 def _check_isolation(
@@ -98,6 +106,7 @@ def _check_isolation(
     name: str,
     forward: Callable[[Batch], torch.Tensor] | None,
     first: int,
+    remedy: str,
 ) -> None:
     """Check one batch of `isolation_rows`, whose second samples have `first` tokens before them."""
     second, trunk = 20, first - 12
@@ -109,7 +118,7 @@ def _check_isolation(
         raise ModelError(
             "{name} cannot be trained on packed rows: it rejects the arguments that keep their samples apart "
             "({reason}). Use {remedy}.",
-            remedy="data.share_prefixes=false" if trunk else "data.packing=grouped",
+            remedy=remedy,
             name=name,
             reason=str(error).split("\n")[0],
         ) from error
@@ -120,7 +129,7 @@ def _check_isolation(
         raise ModelError(
             "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
             "change by {change} of their spread, rounding changes them by less than {most}). Use {remedy}.",
-            remedy="data.share_prefixes=false" if trunk else "data.packing=grouped",
+            remedy=remedy,
             name=name,
             change=f"{change:.3g}",
             most=MOST_CHANGE,

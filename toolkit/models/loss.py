@@ -45,16 +45,25 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
 
 
 def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run forward and return of each row the sum of its trained tokens' log-probabilities, nats, and how many these
-    are: float32 `[B]` on the engine's device, with gradients. A row without trained tokens gives 0. Arguments as above.
+    """Run forward and return of each sample, row by row, the sum of its trained tokens' log-probabilities, nats, and
+    how many these are: float32 on the engine's device, with gradients. One without trained tokens gives 0. Arguments
+    as above.
     """
     given = with_label_positions(batch)
-    rows, size = given["input_ids"].shape
-    counts = torch.bincount(given["places"].cpu() // size, minlength=rows)
+    places, segments, in_row = given["places"].cpu(), given["segment_ids"].cpu(), samples_in_rows(given)
+    before = in_row.cumsum(0) - in_row
+    counts = torch.bincount(
+        before[places // segments.size(1)] + segments.flatten()[places] - 1, minlength=int(in_row.sum())
+    )
     losses = loss_head(engine).losses(engine, _on_device(engine, given), each=True)
     # Not index_add, whose order of additions is another one each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
     return -sums, counts.to(losses)
+
+
+def samples_in_rows(batch: Batch) -> torch.Tensor:
+    """Return how many samples each row of a batch holds, int64 [B]."""
+    return batch["segment_ids"].amax(dim=1).cpu()
 
 
 @torch.no_grad()

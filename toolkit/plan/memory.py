@@ -22,7 +22,17 @@ from dataclasses import dataclass, field, replace
 
 from toolkit.config.mesh import accumulation, micro_rows
 from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import Attention, Device, Dtype, Init, LossKernel, Packing, RunConfig, TuningMethod
+from toolkit.config.schema import (
+    Attention,
+    Device,
+    Dtype,
+    Init,
+    LossKernel,
+    Packing,
+    RunConfig,
+    TuningMethod,
+    shares_prompts,
+)
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.outline import Outline, layer_of, stage_outlines, tensor_part
 
@@ -271,14 +281,15 @@ def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = 
 
 def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows:
     """Return the largest micro-batch that the config allows."""
-    packed = cfg.data.packing is Packing.packed
+    packed = cfg.data.packing is Packing.packed or shares_prompts(cfg)
     varlen = packed and cfg.model.attention in (Attention.auto, Attention.varlen)
     blocks = packed and not varlen
     width = WIDTHS[cfg.precision.dtype]
     learned = cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt)
     return Rows(
-        rows=micro_rows(cfg) * (2 if cfg.preference.is_paired else 1),  # of a pair both answers
-        length=cfg.data.max_length,
+        # Of a pair both answers, in one row where they share a mask.
+        rows=micro_rows(cfg) * (2 if cfg.preference.is_paired and not blocks else 1),
+        length=cfg.data.max_length * (2 if cfg.preference.is_paired and blocks else 1),
         prefix=cfg.tuning.num_tokens if learned else 0,
         mask_bytes=width if outline.is_v1 or blocks or learned else 0,
         mask_per_layer=blocks or (learned and not outline.is_v1),

@@ -14,10 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import Init, Packing, PreferenceLoss, RunConfig, SourceConfig
+from toolkit.config.schema import Init, Packing, PreferenceLoss, RunConfig, SourceConfig, shares_prompts
 from toolkit.data import sampler, tokenize
-from toolkit.data.loader import Branch, PlannedRows, build_loader, collate
-from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences
+from toolkit.data.loader import Branch, Layout, PlannedRows, build_loader, collate_planned, laid_out
+from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences, share_prompts
 from toolkit.data.preview import sharing_line
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, MismatchedCache, Sample, TokenizedCache
@@ -42,6 +42,8 @@ class LanguageData:
     validation: TokenizedCache | None
     packing: Packing
     """How sequences are made; not what the recipe says where the model cannot be trained on packed sequences."""
+    layout: Layout
+    """How sequences of the plans become rows of a micro-batch."""
     train_plan: PackingPlan
     """Sequences of the training split, here called rows."""
     validation_plan: PackingPlan | None
@@ -90,7 +92,12 @@ def load_data(cfg: RunConfig) -> LanguageData:
             "(data.packing=grouped).",
             reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
         )
-    if line := sharing_line(data.train, data.train_plan):
+    if shares_prompts(cfg) and data.layout is Layout.alone:
+        say(
+            "Both answers of a pair are computed with their prompt: {reason} (data.share_prefixes).",
+            reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
+        )
+    if line := sharing_line(cfg, data.train, data.train_plan):
         say(line)
     most, validation = cfg.evaluate.max_samples, data.validation
     if validation is not None and 0 < most < len(validation):
@@ -110,11 +117,15 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, most = cfg.data.packing, cfg.evaluate.max_samples
-    if packing is Packing.packed and directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
-        packing = Packing.grouped
+    layout = Layout.packed if packing is Packing.packed or shares_prompts(cfg) else Layout.alone
+    if layout is Layout.packed and directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
+        layout = Layout.alone
+        packing = Packing.grouped if packing is Packing.packed else packing
+    elif shares_prompts(cfg) and attention.computes_segments(cfg):
+        layout = Layout.joined
 
     def plan(store: TokenizedCache, sources: list[SourceConfig]) -> PackingPlan:
-        return plan_sequences(
+        found = plan_sequences(
             store,
             packing,
             max_length=cfg.data.max_length,
@@ -128,12 +139,15 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
             share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps,
             cache_dir=Path(cfg.prepare.dir),
         )
+        is_tree = shares_prompts(cfg) and layout is not Layout.alone
+        return share_prompts(store, found, Path(cfg.prepare.dir)) if is_tree else found
 
     return LanguageData(
         encoder=encoder,
         train=train,
         validation=validation,
         packing=packing,
+        layout=layout,
         train_plan=plan(train, cfg.data.sources),
         validation_plan=None if validation is None else plan(validation, []),
         report=report,
@@ -259,7 +273,7 @@ def training_batches(
         prepared.train_plan,
         shares,
         prepared.pad_id,
-        prepared.packing,
+        prepared.layout,
         seed=cfg.run.seed,
         num_workers=cfg.data.num_workers,
         multiple=pad_multiple(place.sequence),
@@ -292,20 +306,19 @@ def _with_columns(
 def answer_batches(
     cfg: RunConfig, prepared: LanguageData, split: str, ranks: Ranks
 ) -> tuple[list[list[int]], Iterator[Batch]]:
-    """Return this rank's share of a split's answers, each once over all ranks: the samples of each micro-batch, and
-    these. As many on every rank; those at the end may be empty.
+    """Return this rank's share of a split's answers, row by row, each once over all ranks: the samples of each
+    micro-batch, and these. As many on every rank; those at the end may be empty.
     """
     is_train = split == "train"
     store = prepared.train if is_train else prepared.validation
     plan = prepared.train_plan if is_train else prepared.validation_plan
     assert store is not None and plan is not None and plan.members is not None
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
-    samples = np.unique(plan.members)
-    shares = sampler.sequential(len(samples), 2 * micro_rows(cfg), place.data_rank, place.data_ranks)
-    numbers = [samples[share].tolist() for share in shares]
-    everything = PackingPlan(store.num_numbers)
-    loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.packing, seed=cfg.run.seed)
-    return numbers, ahead(iter(loader), 2)
+    _, rows = np.unique(plan.members[::2], return_index=True)
+    shares = sampler.sequential(len(rows), micro_rows(cfg), place.data_rank, place.data_ranks)
+    planned = [rows[share].tolist() for share in shares]
+    loader = build_loader(store, plan, planned, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
+    return [[sample for row in share for sample in plan[row]] for share in planned], ahead(iter(loader), 2)
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -354,8 +367,9 @@ def _sampler(
     def lengths(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         if plan.members is None or plan.offsets is None:
             return store.lengths(rows if plan.members is None else plan.members[rows])
-        begins = plan.offsets[rows]  # of pairs, as long as the longer answer makes them
-        return np.maximum(*(store.lengths(plan.members[begins + place]) for place in (0, 1)))
+        begins = plan.offsets[rows]  # of two answers, as long as the longer one makes them
+        first, second = (store.lengths(plan.members[begins + place]) for place in (0, 1))
+        return np.maximum(first, second) if plan.shared is None else first + second - plan.shared[begins + 1]
 
     return sampler.GlobalBatchSampler(
         num_rows=order.num_rows if order else len(plan),
@@ -384,13 +398,11 @@ def _evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) ->
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = sampler.sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
     loader = build_loader(
-        store, plan, shares, prepared.pad_id, prepared.packing, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
+        store, plan, shares, prepared.pad_id, prepared.layout, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
     )
     sources, batches = store.sources(), iter(loader)
     for rows, batch in zip(shares, _with_columns(batches, shares, prepared, "validation"), strict=True):
-        samples = [plan[row] for row in rows]
-        if prepared.packing is not Packing.packed:  # then each sample is a row of the batch by itself
-            samples = [[sample] for row in samples for sample in row]
+        samples = laid_out([plan[row] for row in rows], prepared.layout)
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
@@ -421,10 +433,10 @@ def _longest(prepared: LanguageData, count: int) -> list[list[Sample | Branch]]:
     lengths = plan.lengths(store)
     if plan.shared is not None:  # what is shared takes keys and values again, about a sixteenth of a token's memory
         lengths = lengths + plan.shared // 16
-    if plan.offsets is not None and prepared.packing is Packing.packed:
+    if plan.offsets is not None and prepared.layout is not Layout.alone:
         lengths = np.add.reduceat(lengths, plan.offsets[:-1])
     order = np.argsort(-lengths, kind="stable")
-    if plan.offsets is not None and prepared.packing is not Packing.packed:
+    if plan.offsets is not None and prepared.layout is Layout.alone:
         # Padded to the longest of a row; of as many tokens, longer samples take more for their attention.
         longest = -(-np.maximum.reduceat(lengths, plan.offsets[:-1]) // PAD_MULTIPLE) * PAD_MULTIPLE
         order = np.lexsort((-longest, -np.diff(plan.offsets) * longest))
@@ -447,10 +459,9 @@ def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
 
 
 def _batch(cfg: RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
-    parts, packed = cfg.parallel.sequence, prepared.packing is Packing.packed
-    if not packed:
-        rows = [[sample] for row in rows for sample in row]
-    return attention.local_part(collate(rows, prepared.pad_id, packed, pad_multiple(parts)), rank() % parts, parts)
+    parts = cfg.parallel.sequence
+    batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(parts))
+    return attention.local_part(batch, rank() % parts, parts)
 
 
 _BINS = 40

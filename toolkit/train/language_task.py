@@ -22,6 +22,7 @@ from toolkit.config.load import to_dict
 from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod, data_unit
 from toolkit.data import preview, sampler
+from toolkit.data.loader import Layout
 from toolkit.data.store import TokenizedCache
 from toolkit.disk import unused_path
 from toolkit.distributed import process_group
@@ -245,7 +246,7 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
     use_tf32(cfg.precision)
-    packed = prepared.packing is Packing.packed
+    packed = prepared.layout is not Layout.alone
     # Steps are not taken: batch.global_size need not fit these ranks.
     batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)
     ds = build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
@@ -609,7 +610,7 @@ def build_engine(
     cfg: RunConfig, data: language_data.LanguageData, ds: DsConfig, total_steps: int, source: run_dir.RunSource
 ) -> DeepSpeedEngine:
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
-    packed, parts, stages = data.packing is Packing.packed, cfg.parallel.sequence, cfg.parallel.pipeline
+    packed, parts, stages = data.layout is not Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
     if parts > 1 and (reason := directory.packing_unsupported(cfg.model, cfg.data.max_length)):
         raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     use_tf32(cfg.precision)
@@ -637,7 +638,9 @@ def build_engine(
     if packed:
         # The logits of some of the vocabulary tell as much.
         few = partial(pipeline.forward_logits, engine, pick=lambda logits: logits[..., :1024])
-        attention.check_isolation(*of_model, few if pipeline.is_pipeline(engine) else None, data.shares_prefixes)
+        forward = few if pipeline.is_pipeline(engine) else None
+        remedy = "data.share_prefixes=false" if cfg.preference.is_paired else "data.packing=grouped"
+        attention.check_isolation(*of_model, forward, data.shares_prefixes, remedy)
     if parts > 1:
         attention.check_sequence_parallel(*of_model, packed, data.shares_prefixes)
     say(_in_use(engine, cfg, without_liger))

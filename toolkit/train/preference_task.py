@@ -1,6 +1,7 @@
 """Preferences: a loss of pairs of a chosen and a rejected answer, both in one forward pass (models/preference.py).
 
 Rows of a plan are pairs, so that sampler, accumulation and `batch` count these; in a micro-batch the answers alternate.
+Where the model can be trained on packed rows, the two are branches of a tree that begins with their prompt.
 The reference is the model before training. With a new LoRA that is the model without its adapter, computed with each
 step; else its log-probabilities are computed before the first step, by the weights that training starts from, and kept
 in the run directory: there is never a second model.
@@ -27,7 +28,7 @@ from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
 from toolkit.models.adapters import without_adapter
-from toolkit.models.loss import answer_log_probabilities
+from toolkit.models.loss import answer_log_probabilities, samples_in_rows
 from toolkit.models.preference import Answers, PairLosses, answer_losses, pair_losses
 from toolkit.models.probe import evaluating
 from toolkit.terminal import phase
@@ -132,7 +133,7 @@ class PreferenceTask(LanguageTask):
 
     def _with_any_reference(self, batch: language_data.Batch) -> language_data.Batch:
         columns = ["reference"] * bool(self.data.reference) + ["value"] * self.data.train.has_values
-        return {**batch, **{name: torch.zeros(len(batch["input_ids"])) for name in columns}}
+        return {**batch, **{name: torch.zeros(_answers(batch)) for name in columns}}
 
     def check_evaluation(self, run: RunContext) -> None:
         """Evaluate one batch, and begin an answer."""
@@ -144,7 +145,7 @@ class PreferenceTask(LanguageTask):
 
     def count(self, batch: language_data.Batch) -> int:
         """Return the pairs; none are in the row that stands in for an empty micro-batch."""
-        return len(batch["input_ids"]) // 2
+        return _answers(batch) // 2
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of pairs, and add up their figures."""
@@ -177,7 +178,7 @@ class PreferenceTask(LanguageTask):
     def _reference(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the reference's log-probabilities of a micro-batch's answers, [B]; zeros where none are needed."""
         if not self.cfg.preference.needs_reference:
-            return torch.zeros(len(batch["input_ids"]), device=engine.device)
+            return torch.zeros(_answers(batch), device=engine.device)
         if self._is_reference_ahead:
             return batch["reference"].to(engine.device, non_blocking=True)
         with evaluating(engine), without_adapter(engine.module):
@@ -308,6 +309,10 @@ class KtoTask(PreferenceTask):
 
 
 _COLUMNS = ("input_ids", "labels", "position_ids", "segment_ids", "reference", "value")
+
+
+def _answers(batch: language_data.Batch) -> int:
+    return int(samples_in_rows(batch).sum())
 
 
 def _rows(batch: language_data.Batch, first: int) -> language_data.Batch:
