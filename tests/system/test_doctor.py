@@ -57,7 +57,7 @@ def place(cluster: Cluster, rows_file: Path, tmp_path_factory: pytest.TempPathFa
 def test_a_healthy_cluster_has_nothing(place: Place) -> None:
     found = place.doctor()
     assert found.code == 0, found.output
-    assert "3 nodes, 0 errors, 0 warnings in " in found.output
+    assert "Nodes: 3, errors: 0, warnings: 0 (" in found.output
     lines = {line.split()[0]: line for line in found.output.splitlines() if line}
     for check in ("ssh", "clocks", "code", "recipe", "versions", "files", "disks", "limits", "environment", "network"):
         assert lines[check].split()[1] == "ok", found.output
@@ -69,7 +69,7 @@ def test_a_healthy_cluster_has_nothing(place: Place) -> None:
 def test_this_machine_alone(tmp_path: Path, cluster: Cluster) -> None:
     found = cluster.toolkit("doctor", cwd=tmp_path)
     assert found.code == 0, found.output
-    assert "1 nodes, 0 errors, 0 warnings in " in found.output
+    assert "Nodes: 1, errors: 0, warnings: 0 (" in found.output
     assert "ssh" not in found.output
 
 

@@ -103,3 +103,17 @@ def test_several_nodes_from_a_hostfile(cluster: Cluster, tmp_path: Path) -> None
     assert trained.code == 0, trained.output[-3000:]
     assert "ZeRO-3, bf16, 4 ranks" in trained.output and "node2  GPUs 0-1  ranks 2-3" in trained.output
     assert (tmp_path / "runs" / "nodes" / "DONE").is_file()
+
+
+def test_the_quickstart_answers_its_questions(tmp_path: Path) -> None:
+    """The answers are those that the page of the first run shows, and the loss is well below that of bigrams."""
+    trained = run(typed("toolkit launch --num_gpus 2 recipe=quickstart run.name=quick"), cwd=tmp_path, timeout_s=1500)
+    assert trained.code == 0, trained.output[-3000:]
+    last = [json.loads(line) for line in (tmp_path / "runs/quick/samples.jsonl").read_text().splitlines()][-2:]
+    (shown,) = [one.body for one in blocks(ROOT / "docs" / "first_run.md", "text") if "Ready after" in one.body]
+    assert len({sample["answer"] for sample in last}) == 2
+    for sample in last:
+        assert f"  Q: {sample['prompt']}\n  A: {sample['answer']}\n" in shown
+    [(unigram, bigram)] = re.findall(r"unigram ([\d.]+), bigram ([\d.]+)\.", trained.output)
+    (reached,) = re.findall(r"^Validation loss \S+ -> ([\d.]+)", trained.output, re.MULTILINE)
+    assert float(reached) < 0.5 * float(bigram) < float(unigram)

@@ -1,4 +1,4 @@
-"""Pairs from docstrings: made by parsing only, in a fixed order, one per object."""
+"""Pairs from docstrings: made by parsing only, in a fixed order, six questions per object."""
 
 import json
 import sys
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.config.load import load
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
 from toolkit.data.sources import derive_pairs, pairs_file, read_conversations
 
 MODULE = '''
-"""Tools for doing things in the right order.
+"""JSON in a few words. A second sentence.
 
 A second paragraph."""
 raise SystemExit("executed")
@@ -20,51 +21,50 @@ class Box:
     """box(size) -> Box
 
     A container that holds
-    one thing at a time."""
+    one ``thing`` at a time."""
     def take(self, what: int = 3, *, gently=True) -> None:
-        """Take the thing out of the box."""
+        """Take the thing out of the box (e.g. a hat). Put it back later."""
     def _hidden(self):
         """Never shown to anybody outside."""
-    def also(self):
-        """Take the thing out of the box."""
+    def zero(self):
+        """Take the thing out of the box (e.g. a hat)."""
 
 def short():
     """Too short."""
 
-def shown(a, b=(1, 2)):
-    """Return a text that is long enough.
+def long():
+    """A sentence that goes through all that it could say of its function and so is longer than a small model learns."""
 
-    >>> shown(1)"""
+def open_end():
+    """Return a text that is long enough but has no end"""
 '''
 
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     folder = tmp_path / "library"
-    for name in ("tools.py", "test/tools.py", "site-packages/tools2.py", "pack/__init__.py"):
+    for name in ("json/__init__.py", "json/_c.py", "json/test/tools.py", "unknown.py", "posixpath.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(
-            textwrap.dedent(MODULE if name == "tools.py" else '"""Says what the pack is for."""')
+            textwrap.dedent(MODULE if name.startswith("json/__") else f'"""Says what {name} is for."""')
         )
-    (folder / "broken.py").write_text("def (")
-    (folder / "latin.py").write_bytes(b'"""caf\xe9"""')
+    (folder / "csv.py").write_text("def (")
+    (folder / "copy.py").write_bytes(b'"""A word such as caf\xe9."""')
     return folder
 
 
 def test_pairs_by_hand(library: Path) -> None:
-    answers = {answer for _, answer in derive_pairs(library)}
-    questions = [question for question, _ in derive_pairs(library)]
-    names = ["pack", "tools", "tools.Box", "tools.Box.take", "tools.shown"]
-    assert len(questions) == len(names)
-    for question, name in zip(questions, names, strict=True):
-        assert name in question
-    assert "Says what the pack is for." in answers
-    assert "A container that holds one thing at a time." in answers
-    assert answers & {
-        "Take the thing out of the box.",
-        "tools.Box.take(what=3, *, gently=True): Take the thing out of the box.",
+    pairs = list(derive_pairs(library))
+    answers = {
+        "json": "JSON in a few words.",
+        "json.Box": "A container that holds one `thing` at a time.",
+        "json.Box.take": "Take the thing out of the box (e.g. a hat).",
+        "os.path": "Says what posixpath.py is for.",
     }
-    assert list(derive_pairs(library)) == list(derive_pairs(library))
+    asked = [(name, answer) for name, answer in answers.items() for _ in range(6)]
+    assert [answer for _, answer in pairs] == [answer for _, answer in asked]
+    assert all(name in question for (question, _), (name, _) in zip(pairs, asked, strict=True))
+    assert len({question for question, _ in pairs}) == len(pairs)
 
 
 def test_pairs_of_the_running_python(tmp_path: Path, said: list[str]) -> None:
@@ -72,9 +72,11 @@ def test_pairs_of_the_running_python(tmp_path: Path, said: list[str]) -> None:
     path = pairs_file(tmp_path)
     assert not {"antigravity", "this"} & (set(sys.modules) - modules)
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) > 2000
-    assert len({row["prompt"] for row in rows}) == len({row["response"] for row in rows}) == len(rows)
-    assert all(len(row["response"]) < 1000 for row in rows)
+    assert len(rows) > 1000
+    assert len({row["prompt"] for row in rows}) == 6 * len({row["response"] for row in rows}) == len(rows)
+    assert all(len(row["response"]) <= 90 for row in rows)
+    asked = load(["recipe=quickstart"]).cfg.evaluate.prompts
+    assert len({row["response"] for row in rows if row["prompt"] in asked}) == len(asked) == 2
     written = path.stat().st_mtime_ns
     assert pairs_file(tmp_path) == path
     assert path.stat().st_mtime_ns == written

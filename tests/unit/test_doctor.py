@@ -320,4 +320,4 @@ def test_machines_are_asked_through_ssh(
         "ssh: bad: me@bad: Permission denied (publickey). Give it your key:  ssh-copy-id bad",
         "ssh: bare: sh: 1: exec: /nowhere/python: not found. Install the toolkit there, in the same place.",
     ]
-    assert "5 nodes, 3 errors, " in said
+    assert "Nodes: 5, errors: 3, " in said

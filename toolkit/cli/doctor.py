@@ -70,7 +70,7 @@ def _tell(found: Examination, seconds: float) -> None:
     say("")
     errors = sum(one.level == ERROR for one in found.findings)
     say(
-        "{hosts} nodes, {errors} errors, {warnings} warnings in {seconds} s.",
+        "Nodes: {hosts}, errors: {errors}, warnings: {warnings} ({seconds} s).",
         hosts=len(found.resources),
         errors=errors,
         warnings=sum(one.level == WARNING for one in found.findings),

@@ -1,12 +1,11 @@
 """The sources of a recipe: their files and rows, and what is checked of them before a model is loaded.
 
-The quickstart's are docstrings of Python's standard library, parsed and never imported, one pair per object, so that no
-validation question was trained.
+The quickstart's are docstrings of Python's standard library, parsed and never imported: several questions per object,
+so that a validation question asks in new words for what was trained.
 """
 
 import ast
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -16,7 +15,6 @@ import sys
 import sysconfig
 import time
 import warnings
-import zlib
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -184,18 +182,47 @@ def content_hash(path: Path, cache_dir: Path) -> str:
     return digest
 
 
-CODE_VERSION = 1
+CODE_VERSION = 2
 """Part of the file's name; raise it when the pairs change."""
 
-_SKIPPED_FOLDERS = ["site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip"]
-_MIN_ANSWER_CHARS = 20
-_MAX_ANSWER_CHARS = 480
+# fmt: off
+_MODULES = [
+    "argparse", "base64", "bisect", "calendar", "collections", "copy", "csv", "datetime", "fnmatch",
+    "functools", "genericpath", "glob", "gzip", "heapq", "json", "os", "pathlib", "posixpath", "queue",
+    "random", "shlex", "shutil", "statistics", "string", "subprocess", "tempfile", "textwrap",
+]
+# fmt: on
+"""Of the standard library; few, so that a small model can learn each sentence in minutes."""
+_SPOKEN_AS = {"posixpath": "os.path", "genericpath": "os.path"}
+_MIN_ANSWER_CHARS = 15
+_MAX_ANSWER_CHARS = 90
 _PAIRS_FILE = "pairs.jsonl"
 
 _QUESTIONS = {
-    "module": ("What is the module `{name}` for?", "What does the Python module {name} offer?"),
-    "class": ("What is the class `{name}` for?", "When would I use {name}?", "What is a {name}?"),
-    "function": ("What does {name} do?", "How do I call `{name}`?", "Explain `{name}`."),
+    "module": (
+        "What is the module `{name}` for?",
+        "What is {name} for?",
+        "What does the module {name} offer?",
+        "What does `{name}` do?",
+        "Explain `{name}`.",
+        "Tell me about {name}.",
+    ),
+    "class": (
+        "What is `{name}`?",
+        "What is the class {name} for?",
+        "When would I use `{name}`?",
+        "What does `{name}` do?",
+        "Explain `{name}`.",
+        "Tell me about {name}.",
+    ),
+    "function": (
+        "What does `{name}` do?",
+        "What does {name} do?",
+        "What is `{name}` for?",
+        "When would I call {name}?",
+        "Explain `{name}`.",
+        "Tell me about {name}.",
+    ),
 }
 
 
@@ -224,70 +251,51 @@ def pairs_file(cache_dir: Path) -> Path:
 
 
 def derive_pairs(library: Path) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer), in an order that depends on names only; equal answers appear once."""
-    seen: set[str] = set()
-    names: set[str] = set()
-    files: list[Path] = []
-    for folder, folders, found in os.walk(library):
-        # config-3.x holds what CPython was built with
-        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
-        files += [Path(folder, name) for name in found if name.endswith(".py")]
-    for path in sorted(files, key=lambda path: path.relative_to(library).as_posix()):
+    """Yield (question, answer), several questions of each object, in an order that depends on names only."""
+    answers: dict[str, tuple[str, str]] = {}
+    files = [file for module in _MODULES for file in (library / f"{module}.py", *(library / module).glob("*.py"))]
+    for path in sorted(file for file in files if file.is_file()):
         module = ".".join(path.relative_to(library).with_suffix("").parts).removesuffix(".__init__")
+        if "._" in module:
+            continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old escapes in the library's own files
             try:
                 tree = ast.parse(path.read_bytes())
             except (SyntaxError, ValueError, RecursionError, OSError):
-                continue  # fixtures in wrong encodings, and templates that are no Python
-        for name, kind, parameters, docstring in _documented(tree, module):
-            description = _describe(docstring)
-            if len(description) < _MIN_ANSWER_CHARS or description in seen or name in names:
-                continue
-            seen.add(description)
-            names.add(name)
-            # The form is chosen by the name, so that it is the same everywhere.
-            forms = _QUESTIONS[kind]
-            form = forms[zlib.crc32(name.encode()) % len(forms)]
-            yield form.format(name=name), f"{name}({parameters}): {description}" if "call" in form else description
+                continue  # a distribution's library may be patched
+        for name, kind, docstring in _documented(tree, _SPOKEN_AS.get(module, module)):
+            if answer := _first_sentence(docstring):
+                answers.setdefault(name, (kind, answer))
+    seen: set[str] = set()
+    for name, (kind, answer) in sorted(answers.items()):
+        if answer not in seen:  # one answer, one object: nothing to be confused with
+            seen.add(answer)
+            for form in _QUESTIONS[kind]:
+                yield form.format(name=name), answer
 
 
-def _documented(node: ast.AST, name: str, in_class: bool = False) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, kind, parameters and docstring of a module and its public functions, classes and methods."""
+def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield name, kind and docstring of a module and its public functions, classes and methods."""
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return
-    docstring = "" if name.rpartition(".")[2].startswith("_") else ast.get_docstring(node)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        if docstring:
-            for argument in ast.walk(node.args):
-                if isinstance(argument, ast.arg):
-                    argument.annotation = None
-            parameters = ast.unparse(node.args)
-            if in_class:
-                parameters = re.sub(r"^(self|cls)(, |$)", "", parameters)
-            yield name, "function", parameters, docstring
-        return
-    is_class = isinstance(node, ast.ClassDef)
-    if docstring:
-        yield name, "class" if is_class else "module", "", docstring
-    for child in node.body:
+    kind = {ast.Module: "module", ast.ClassDef: "class"}.get(type(node), "function")
+    if docstring := ast.get_docstring(node):
+        yield name, kind, docstring
+    for child in [] if kind == "function" else node.body:
         child_name = getattr(child, "name", "_")
         if not child_name.startswith("_"):
-            yield from _documented(child, f"{name}.{child_name}", is_class)
+            yield from _documented(child, f"{name}.{child_name}")
 
 
-def _describe(docstring: str) -> str:
-    """Return the first paragraph as running text, cut after a sentence if it is long; "" if there is nothing useful."""
-    paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n")]
+def _first_sentence(docstring: str) -> str:
+    """Return the first sentence as running text; "" if there is none of a useful length."""
+    paragraphs = [" ".join(part.split()) for part in docstring.split("\n\n")]
     # A first paragraph such as "wrap(text, width) -> list" repeats the signature; the next one speaks.
     spoken = [part for part in paragraphs if part and not re.match(r"^[\w.]+\([^)]*\)( *-> *[^.]*)?$", part)]
-    if not spoken or ">>>" in spoken[0]:
-        return ""
-    text = spoken[0]
-    if len(text) > _MAX_ANSWER_CHARS:
-        end = max(text.rfind(mark, 0, _MAX_ANSWER_CHARS) for mark in (". ", "; "))
-        text = text[: end + 1] if end > 0 else ""
-    return text if text.isprintable() else ""
+    sentence = re.split(r"(?<=\.) (?=[A-Z])", spoken[0])[0].replace("``", "`") if spoken else ""
+    useful = _MIN_ANSWER_CHARS <= len(sentence) <= _MAX_ANSWER_CHARS and sentence.endswith(".")
+    return sentence if useful and sentence.isprintable() else ""
 
 
 _ROWS = 1000
