@@ -12,6 +12,7 @@ from shared import WORKER, default_first, losses, of_tier, rows_of, tiny, traine
 
 from toolkit.checkpoint.directory import manifest_problems, published_checkpoints, step_of
 from toolkit.checkpoint.state_files import EngineFiles
+from toolkit.cli import main
 
 STEPS, EVERY = 10, 4
 ASYNC = "checkpoint.asynchronous=true"
@@ -263,3 +264,21 @@ def test_checkpoints_by_the_clock_change_nothing(rows_file: Path, tmp_path: Path
     )
     assert len(by_clock) > 1 and by_clock[0] == once[0] and len(once) == 1
     assert losses(tmp_path / "runs" / "clock") == losses(tmp_path / "runs" / "once")
+
+
+def test_a_step_is_done_again_bit_for_bit(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = runs / "stage3-fp32-packed"  # tokens are dropped at random in it
+    before = {path: path.stat().st_mtime_ns for path in done.rglob("*") if path.is_file()}
+    assert main(["replay", str(done), "step=7"]) == 2
+    assert "was saved by 2 ranks, and here are 1" in capsys.readouterr().err
+    finished = run(forked(2, "--module", "toolkit", "replay", str(done), "step=7"), cwd=runs.parent)
+    assert finished.code == 0, finished.output[-4000:]
+    row = next(row for row in rows_of(done) if row["step"] == 7 and "loss" in row)
+    assert f"Step 7: loss {row['loss']}, gradient norm {row['grad_norm']}." in finished.output
+    assert "The loss of steps 7 to 7 equals that in metrics.jsonl." in finished.output
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    (file,) = done.glob("replays/step-7/*/step-7.jsonl")
+    head, *samples = [json.loads(line) for line in file.read_text().splitlines()]
+    assert head["step"] == 7
+    assert {sample["rank"] for sample in samples} == {0, 1}
+    assert (file.parent / "DONE").exists()

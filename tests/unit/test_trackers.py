@@ -299,13 +299,13 @@ def test_a_process_that_stands_still_is_not_waited_for(
     began = time.monotonic()
     for step in range(1, 5000):
         trackers.row({"step": step, "loss": 1.0})
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 120  # waiting for it would take hours; other work may run beside
     assert len(trackers._waiting) <= 100_000
     assert said == ["WARNING: the trackers take nothing any more. metrics.jsonl has it all."]
     trackers.patience_s = 0.5
     began = time.monotonic()
     trackers.end(FINISHED)
-    assert time.monotonic() - began < 6
+    assert time.monotonic() - began < 25  # the patience without the line above is 30
     assert process.wait(10) == -signal.SIGKILL
     assert said[1:] == ["WARNING: trackers: no answer. Training continues; metrics.jsonl has everything."]
 

@@ -12,7 +12,7 @@ from toolkit.messages import ConfigError, current_language, did_you_mean, joined
 
 COMMANDS = (
     *("train", "launch", "sweep", "autotune", "prove", "new", "check", "recipes", "models", "plan", "prepare", "show"),
-    *("export-config", "import-config", "eval", "generate", "chat", "serve", "export-model", "verify"),
+    *("export-config", "import-config", "eval", "generate", "chat", "serve", "export-model", "verify", "replay"),
     *("verify-serving", "hostfile", "doctor", "report", "data-report", "board", "bench", "completion"),
 )
 MULTIRUN = ("-m", "--multirun")

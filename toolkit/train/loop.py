@@ -13,6 +13,7 @@ from toolkit.checkpoint import directory
 from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import OnBadStep
 from toolkit.data.sampler import Position
+from toolkit.disk import unused_path
 from toolkit.distributed import failure
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.evaluate.metrics import describe_evaluation
@@ -89,7 +90,19 @@ class TrainLoop:
         skipped_steps = self.engine.skipped_steps
         return FitResult(state=self._state(), skipped_steps=skipped_steps, steps=self.steps, steps_s=self.steps_s)
 
-    def _take_step(self) -> None:
+    def replay(self, step: int) -> list[StepResult]:
+        """Do the steps up to one, without logging, evaluating and saving; return what each did."""
+        self.engine.train()
+        self.progress.start()
+        results = []
+        while self.step < step:
+            results.append(self._compute_step()[0])
+            self.guard.check()
+        self.watchdog.enter("", self.step)
+        return results
+
+    def _compute_step(self) -> tuple[StepResult, float]:
+        """Do a step, and move on in the data; return what it did, and its learning rate."""
         run, task = self.run, self.task
         self.step += 1
         lr = float(self.engine.get_lr()[0])
@@ -111,6 +124,10 @@ class TrainLoop:
         self.began, self.place = self.place, task.next_position(self.place)
         self.meter.add(result)
         self.progress.advance()
+        return result, lr
+
+    def _take_step(self) -> None:
+        result, lr = self._compute_step()
         if result.votes[2]:
             raise self._lost()
         if result.votes[1] == world_size():
@@ -185,8 +202,9 @@ class TrainLoop:
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
         """Warn of a step that went wrong, and do as the config says; return whether the run was rewound."""
         self.state.bad_steps += 1
-        what, file = record_bad_step(
-            self.run.folder,
+        file = unused_path(self.run.folder / "logs" / f"bad-step-{self.step}.jsonl")
+        what = record_bad_step(
+            file,
             self.step,
             trouble,
             result.micro_losses,

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -23,7 +23,6 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import TrainConfig
-from toolkit.disk import unused_path
 from toolkit.distributed.process_group import gather, on_rank0, sum_over_ranks
 from toolkit.engine.deepspeed_patches import UpdateVeto
 from toolkit.messages import Diverged, tr
@@ -294,50 +293,64 @@ _NAMED = 3
 
 
 def record_bad_step(
-    folder: Path,
+    file: Path,
     step: int,
     trouble: Anomaly,
     micro_losses: torch.Tensor,
     micro_counts: Sequence[int],
     samples: Callable[[], Samples],
-) -> tuple[str, Path]:
-    """Write a step's samples to logs/bad-step-N.jsonl, worst micro-batch first; return a sentence and the file. A
-    collective. `micro_losses`, sums, and `micro_counts` [accumulation] are this rank's; `samples` is called on rank
-    0 only.
+) -> str:
+    """Write a step's samples to a file, as `record_samples` does; return a sentence. A collective."""
+    head = {"step": step, "what": trouble.kind.value, "text": trouble.text()}
+    found, reason = record_samples(file, head, micro_losses, micro_counts, samples)
+    worst = found[0]
+    named = [row["where"] + reason for row in found if all(row[key] == worst[key] for key in ("rank", "micro_batch"))]
+    return tr(
+        "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
+        step=step,
+        rank=worst["rank"],
+        micro_batch=worst["micro_batch"],
+        what=trouble.text(),
+        which=tr("it comes from") if trouble.kind is AnomalyKind.loss else tr("the highest loss is that of"),
+        samples=", ".join(named[:_NAMED]) + (", …" if len(named) > _NAMED else ""),
+    )
+
+
+def record_samples(
+    file: Path,
+    head: Mapping[str, Any],
+    micro_losses: torch.Tensor,
+    micro_counts: Sequence[int],
+    samples: Callable[[], Samples],
+) -> tuple[list[dict[str, Any]], str]:
+    """Write `head` (with its "step") and a step's samples, worst micro-batch first; return these, and why the file
+    could not be written, "" if it was. A collective. `micro_losses`, sums, and `micro_counts` [accumulation] are this
+    rank's; `samples` is called on rank 0 only.
     """
     sums = zip(micro_losses.tolist(), micro_counts, strict=True)
     losses = gather([loss / count if count else 0.0 for loss, count in sums])
-    file = unused_path(folder / "logs" / f"bad-step-{step}.jsonl")
 
-    def write() -> str:
+    def write() -> tuple[list[dict[str, Any]], str]:
         found = [
-            (losses[rank][place], {"step": step, "rank": rank, "micro_batch": place}, sample)
+            {"step": head["step"], "rank": rank, "micro_batch": place, "loss": losses[rank][place], **sample}
             for rank, micro_batches in enumerate(samples())
             for place, micro_batch in enumerate(micro_batches)
             for sample in micro_batch
         ]
-        found.sort(key=lambda one: one[0] if math.isfinite(one[0]) else math.inf, reverse=True)
-        reason = ""
+        found.sort(key=lambda row: row["loss"] if math.isfinite(row["loss"]) else math.inf, reverse=True)
         try:
             with file.open("w", encoding="utf-8") as handle:
-                handle.write(json.dumps({"step": step, "what": trouble.kind.value, "text": trouble.text()}) + "\n")
-                for loss, place, sample in found:
-                    row = {**place, "loss": loss if math.isfinite(loss) else str(loss), **sample}
+                handle.write(json.dumps(head) + "\n")
+                for row in found:
+                    loss = row["loss"]
+                    row = row | {"loss": loss if math.isfinite(loss) else str(loss)}
                     handle.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:  # a full disk is reported by what has to be saved
             file.unlink(missing_ok=True)
-            reason = f" ({error.strerror})"
-        first = found[0][1]
-        worst = [sample["where"] + reason for _, place, sample in found if place == first]
-        return tr(
-            "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
-            **first,
-            what=trouble.text(),
-            which=tr("it comes from") if trouble.kind is AnomalyKind.loss else tr("the highest loss is that of"),
-            samples=", ".join(worst[:_NAMED]) + (", …" if len(worst) > _NAMED else ""),
-        )
+            return found, f" ({error.strerror})"
+        return found, ""
 
-    return on_rank0(write), file
+    return on_rank0(write)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,16 +24,24 @@ from toolkit.engine import memory
 from toolkit.engine.build import load_ops
 from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.launch import environment
-from toolkit.messages import LaunchError, RunFolderError, say, tr, warn
+from toolkit.messages import ConfigError, LaunchError, RunFolderError, say, tr, warn
 from toolkit.secrets import hide_all
 from toolkit.terminal import phase, set_display
 from toolkit.track.metrics import Progress
-from toolkit.train import dry_run, loop, run_dir, schedule, startup
+from toolkit.train import dry_run, loop, replay, run_dir, schedule, startup
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
 from toolkit.train.run_dir import RunSource, choose_run_dir
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
-from toolkit.train.tracking import PATIENCE_S, AutomaticReport, log_summary, measure_baseline, trackers_of, tracking
+from toolkit.train.tracking import (
+    PATIENCE_S,
+    AutomaticReport,
+    Baseline,
+    log_summary,
+    measure_baseline,
+    trackers_of,
+    tracking,
+)
 
 
 class Trainer:
@@ -49,13 +57,22 @@ class Trainer:
 
     def train(self) -> Path:
         """Join the process group, train, leave; return the run directory."""
+        return self._with_group(self.train_in_group)
+
+    def replay(self, step: int, recorded: Path) -> Path:
+        """Do the steps from the run's start to one again, and show that one beside what a run recorded of it; return
+        the run directory, which holds its samples.
+        """
+        return self._with_group(lambda: self._replay(step, recorded))
+
+    def _with_group(self, work: Callable[[], Path]) -> Path:
         failure.install_signals()
         set_display(self.cfg.run.display.value)
         check_settings(self.cfg)
         self.task.load_data(self.cfg, self.ranks)
         device = process_group.start(self.cfg.distributed)
         memory.set_limit(device, self.cfg.plan.max_gpu_gib)
-        folder = self.train_in_group()
+        folder = work()
         failure.end_watch()
         process_group.stop()
         return folder
@@ -127,13 +144,36 @@ class Trainer:
             patience_s = min(PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
             self.reporter = AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
 
+    def _replay(self, step: int, recorded: Path) -> Path:
+        self.build()
+        run = self.run
+        try:
+            if step > run.total_steps:
+                raise ConfigError("step = {step}: the run has {total} steps.", step=step, total=run.total_steps)
+            steps = loop.TrainLoop(self.task, run, self._baseline(), self.progress, lambda: None)
+            results = steps.replay(step)
+        finally:
+            self.progress.close()
+            run.watchdog.stop()
+        file = run.folder / f"step-{step}.jsonl"
+        lines = replay.step_lines(file, step, results, recorded, lambda: self.task.samples_at(steps.began))
+        if self.ranks.rank == 0:
+            say("\n".join(lines))
+            run_dir.mark_done(run.folder, {"replayed_step": step, "loss": results[-1].loss})
+        run_dir.release_run_dir()
+        return run.folder
+
+    def _baseline(self) -> Baseline:
+        cfg, planned_bytes = self.cfg, self.plan.process_bytes if self.plan else None
+        recompute = cfg.train.activation_checkpointing.enabled
+        baseline = measure_baseline(self.run.engine, cfg.tuning, recompute, planned_bytes)
+        # FLOPs are known of language models alone.
+        return baseline if self.task.unit == TOKENS else replace(baseline, formula=None)
+
     def fit(self) -> FitResult:
         """Try the run before its first step, then do all its steps."""
         run, progress, cfg = self.run, self.progress, self.cfg
-        planned_bytes = self.plan.process_bytes if self.plan else None
-        baseline = measure_baseline(run.engine, cfg.tuning, cfg.train.activation_checkpointing.enabled, planned_bytes)
-        if self.task.unit != TOKENS:  # FLOPs are known of language models alone
-            baseline = replace(baseline, formula=None)
+        baseline = self._baseline()
         say(self.task.start_lines(run))
         if self.task.unit == TOKENS and baseline.device:  # of a processor the figure says nothing that helps
             say(baseline.describe())

@@ -1,0 +1,36 @@
+"""A step that is done again: where it begins, and what it is compared with."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.train.replay import _compared
+
+
+@pytest.mark.parametrize(
+    ("losses", "says"),
+    [
+        ([1.0, 2.0, 4.0], "The loss of steps 5 to 6 equals that in metrics.jsonl."),
+        ([1.0, 2.0, 4.5], "is 3.6666666666666665, and 3.3333333333333335 in metrics.jsonl: not the same computation."),
+        ([4.0], "metrics.jsonl has no row that ends with this step and begins after the checkpoint."),
+    ],
+)
+def test_the_mean_since_the_row_before_is_compared(losses: list[float], says: str, tmp_path: Path) -> None:
+    """Rows hold means over the trained tokens of the steps since the one before."""
+    rows: list[dict[str, Any]] = [{"step": 4, "loss": 9.0}, {"step": 5, "eval_loss": 1.0}]
+    rows += [{"step": 6, "loss": (2.0 * 10 + 4.0 * 20) / 30}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = [7, 10, 20]
+    results: Any = [SimpleNamespace(loss=loss, count=count) for loss, count in zip(losses, counts, strict=False)]
+    assert says in _compared(6, results, tmp_path / "metrics.jsonl")
+
+
+def test_only_a_run_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path), "step=3"]) == 2
+    assert "is no run directory: it has no config.yaml." in capsys.readouterr().err
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "step is missing: toolkit replay runs/NAME step=120" in capsys.readouterr().err

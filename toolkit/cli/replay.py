@@ -1,0 +1,42 @@
+"""Do a step of a run again from the nearest checkpoint, bit for bit, and show each micro-batch's loss.
+
+toolkit replay RUN step=N
+
+  RUN      a run directory, also of a run that has ended
+  step=N   the optimizer step; the steps since the newest checkpoint before it are done again, from the start if
+           there is none
+
+On as many ranks as the run had:  deepspeed --num_gpus 8 --module toolkit replay RUN step=N
+
+Nothing in RUN changes; a directory in RUN/replays/step-N is made, whose step-N.jsonl holds the samples of the step with
+the loss of their micro-batch, for `toolkit show`. Use it where the loss or the gradient norm has a spike.
+"""
+
+import os
+import time
+from pathlib import Path
+
+from toolkit.arguments import named_arguments, positive_int
+from toolkit.config.preflight import check_positions, resolve_model_path
+from toolkit.launch import deepspeed, environment
+from toolkit.train.startup import make_ready
+
+
+def run(words: list[str]) -> None:
+    usage = "toolkit replay runs/NAME step=120"
+    given = named_arguments(
+        environment.strip_launcher_arguments(words), required=("run", "step"), optional=(), usage=usage, bare="run"
+    )
+    step, folder = positive_int(given, "step"), Path(given["run"])
+    assert step is not None
+    from toolkit.train.replay import replay_words
+
+    ready = make_ready(replay_words(folder, step, environment.detect(os.environ)), resolved=True)
+    assert ready is not None
+    loaded = resolve_model_path(ready[0].loaded)
+    check_positions(loaded)
+    from toolkit.train.tasks import task_of
+    from toolkit.train.trainer import Trainer
+
+    trainer = Trainer(task_of(loaded.cfg), loaded.cfg, ready[1], time.monotonic() - deepspeed.age_s())
+    trainer.replay(step, folder / "metrics.jsonl")
