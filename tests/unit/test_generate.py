@@ -136,6 +136,28 @@ def test_what_was_stopped_goes_on(
     assert not list(tmp_path.glob("*.part*"))
 
 
+def test_several_answers_to_each_question(
+    tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line each; the same again by the same command, also where it was stopped."""
+    monkeypatch.setattr(generate, "BATCHES", 1)
+    asked = write(tmp_path / "in.jsonl", *({"prompt": text} for text in ("one", "another", "the third")))
+    words = [f"input={asked}", "max_new_tokens=8", "batch_size=4", "temperature=5", "samples=3"]
+    ask(random_model, *words, f"output={tmp_path}/whole")
+    found = rows(tmp_path / "whole")
+    assert [(row["where"].rpartition(":")[2], row["sample"]) for row in found] == [
+        (str(line), sample) for line in (1, 2, 3) for sample in range(3)
+    ]
+    assert len({row["answer"] for row in found}) > 6
+    ask(random_model, *words, f"output={tmp_path}/again")
+    assert rows(tmp_path / "again") == found
+    capsys.readouterr()
+    ask(random_model, f"input={asked}", f"output={tmp_path}/greedy", "samples=3", code=2)
+    assert "samples = 3 needs temperature" in capsys.readouterr().err
+    ask(random_model, "prompt=x", "samples=3", code=2)
+    assert "samples has an effect with input=FILE only" in capsys.readouterr().err
+
+
 def test_one_process_writes_a_file(tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = write(tmp_path / "in.jsonl", {"prompt": "x"})
     with pytest.raises(KeyboardInterrupt), AnswerFile(tmp_path / "out", {}, 4):

@@ -11,9 +11,10 @@ from toolkit import __version__
 from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, tr, translated
 
 COMMANDS = (
-    *("train", "launch", "sweep", "autotune", "prove", "new", "check", "recipes", "models", "plan", "prepare", "show"),
-    *("export-config", "import-config", "eval", "generate", "chat", "serve", "export-model", "verify", "replay"),
-    *("verify-serving", "hostfile", "doctor", "report", "data-report", "board", "bench", "completion"),
+    *("train", "launch", "sweep", "rounds", "autotune", "prove", "new", "check", "recipes", "models", "plan"),
+    *("prepare", "show", "export-config", "import-config", "eval", "generate", "chat", "serve", "export-model"),
+    *("verify", "replay", "verify-serving", "hostfile", "doctor", "report", "data-report", "board", "bench"),
+    "completion",
 )
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""

@@ -13,6 +13,7 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
   output=FILE           JSON lines, one for each row in order: messages, answer, reference, prompt_tokens, tokens,
                         finish (stop, or length: cut at max_new_tokens), where; or error, if the row could not be used.
                         Must not exist. Until complete it is named FILE.part; rerun the same command to resume
+  samples=1             answers per question, a line each with its `sample`; above 1 with temperature
   batch_size=8          questions per batch
   system=TEXT           system message for questions without one
   max_new_tokens=64     longest answer in tokens
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("transformers", "deepspeed")
 USAGE = 'toolkit generate PATH prompt="…"'
-_FOR_FILES = ("output", "format", "columns", "batch_size")
+_FOR_FILES = ("output", "format", "columns", "batch_size", "samples")
 
 
 def run(words: list[str]) -> None:
@@ -74,6 +75,11 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
 def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     if not given.get("output"):
         raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
+    samples = positive_int(given, "samples") or 1
+    if samples > 1 and not sampling.temperature:
+        raise ConfigError(
+            "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
+        )
     row_format = RowFormat(one_of(given, "format", [known.value for known in RowFormat]))
     from toolkit.evaluate.generate import answer_source, question_source
 
@@ -83,6 +89,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
         lambda: _load(given, is_split),
         sampling,
         batch_size=positive_int(given, "batch_size") or 8,
+        samples=samples,
         system=given.get("system", ""),
         models=[Path(given[name]) for name in ("model.path", "adapter") if given.get(name)],
         settings={name: value for name, value in given.items() if name not in ("input", "output", "batch_size")},

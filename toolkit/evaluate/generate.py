@@ -407,6 +407,8 @@ class RowQuestion:
     reference: str | None = None
     """The row's own last answer; None if it has none."""
     error: str = ""
+    sample: int | None = None
+    """Which of several answers to it is asked for, from 0; None: there is one."""
 
 
 def question_source(path: str, row_format: RowFormat, columns: str) -> SourceConfig:
@@ -558,8 +560,8 @@ def answer_rows(
     """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time.
 
     Each has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
-    length: cut at max_new_tokens) and `where`. Batches have their own seeds: repeated questions get different answers,
-    and skipping the first `done` questions changes none.
+    length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Batches have their own
+    seeds: repeated questions get different answers, and skipping the first `done` questions changes none.
     """
     remaining = islice(questions, done, None)
     while window := list(islice(remaining, batch_size * BATCHES)):
@@ -570,7 +572,8 @@ def answer_rows(
             row: dict[str, Any] = {"messages": messages} if question.messages else {}
             row |= {"tools": question.tools} if question.tools else {}
             row |= {"reference": question.reference} if question.reference is not None else {}
-            results.append(row | {"where": question.where})
+            numbered = {} if question.sample is None else {"sample": question.sample}
+            results.append(row | {"where": question.where} | numbered)
             try:
                 if question.error:
                     raise RowError(question.error)
@@ -605,14 +608,15 @@ def answer_source(
     sampling: Sampling,
     *,
     batch_size: int,
+    samples: int = 1,
     system: str,
     models: Sequence[Path],
     settings: Mapping[str, Any],
 ) -> None:
-    """Ask a model every question of a source, and write a file of answers; resume a partial one. `load` is called once
-    questions are readable and the file is open; `models` are the directories of the weights.
+    """Ask a model every question of a source `samples` times, and write a file of answers; resume a partial one. `load`
+    is called once questions are readable and the file is open; `models` are the directories of the weights.
     """
-    total = sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
+    total = samples * sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
     weights = {
         str(path): [path.stat().st_size, path.stat().st_mtime_ns]
         for folder in models
@@ -628,6 +632,8 @@ def answer_source(
         model, encoder = load()
         done = on_rank0(lambda: file.done if file else 0)
         questions = read_questions(source)
+        if samples > 1:
+            questions = (replace(one, sample=number) for one in questions for number in range(samples))
         windows = answer_rows(model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done)
         with tqdm(total=total, initial=done, unit="row", dynamic_ncols=True, disable=file is None) as bar:
             for rows in windows:

@@ -1,0 +1,53 @@
+"""Rounds for real: answers are sampled, scored and learned from, by processes of their own; stopped, and resumed."""
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+from ranks import free_port, kill_session, run, start
+
+from tests.unit.speaker import write_random
+
+
+def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None:
+    write_random(tmp_path / "model")
+    rows = [{"prompt": f"{number} and so on"} for number in range(32)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "toolkit", "rounds", "--num_gpus", "1", "--master_port", str(free_port())]
+    command += ["recipe=zero1", "model.init=pretrained", f"model.path={tmp_path}/model", "model.name=babbler"]
+    command += ["preference=dpo", f"prompts={tmp_path}/prompts.jsonl", "reward=regex", "pattern=[a-e]", "rounds=2"]
+    command += ["samples=4", "max_new_tokens=12", "batch_size=32", "run.name=rounds", f"run.dir={tmp_path}/runs"]
+    command += [f"prepare.dir={tmp_path}/cache", "train.epochs=6", "batch.global_size=8", "batch.micro_per_gpu=8"]
+    command += ["optim.lr=0.003", "data.validation_fraction=0", "data.max_length=128", "report.enabled=false"]
+    command += ["evaluate.prompts=[]", "evaluate.ngram_baselines=false", "train.log_every=1", "train.rehearse=false"]
+    command += ["checkpoint.every=1", "checkpoint.verify_export=false", "precision=fp32"]
+    folder = tmp_path / "runs" / "rounds"
+    process = start(command, cwd=tmp_path)
+    try:
+        metrics = folder / "round-1" / "run" / "metrics.jsonl"
+        until = time.monotonic() + 300
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        kill_session(process)
+    assert process.returncode == 75, output[-3000:]
+    answers = (folder / "round-1" / "samples.jsonl").read_bytes()
+
+    finished = run(command, cwd=tmp_path, timeout_s=900)
+    assert finished.code == 0, finished.output[-3000:]
+    assert (folder / "round-1" / "samples.jsonl").read_bytes() == answers
+    starts = (folder / "round-1" / "run" / "logs" / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["from_step"] > 0 for line in starts] == [False, True]
+    found = json.loads((folder / "rounds.json").read_text())
+    rewards = [found[name]["mean_reward"] for name in ("round-1", "round-2", "result")]
+    assert 0 < rewards[0] < rewards[1] - 0.05 and rewards[1] <= rewards[2] + 0.05 and rewards[2] > rewards[0] + 0.1, (
+        rewards
+    )
+    assert found["round-1"]["pairs"] + found["round-1"]["ties"] == 32
+    assert "result" in finished.output
+    assert (folder / "round-2" / "run" / "export" / "config.json").is_file()

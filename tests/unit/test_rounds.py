@@ -1,0 +1,174 @@
+"""Rounds: rewards by rules and by code that was allowed, pairs, and steps none of which is done twice."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.speaker import write_random
+from toolkit.cli import main
+from toolkit.evaluate.rewards import Reward, pairs_of, read_lines, scored, write_lines
+from toolkit.jobs import rounds
+from toolkit.messages import ConfigError, DataError, Stopped
+
+
+def row(answer: str, where: str = "p.jsonl:1", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "q"}], "where": where, "answer": answer, **more}
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "expected"),
+    [
+        (Reward(kind="exact_match"), " 4\n", 1.0),
+        (Reward(kind="exact_match"), "four", 0.0),
+        (Reward(kind="json"), '{"a": [1]}', 1.0),
+        (Reward(kind="json"), "{a}", 0.0),
+        (Reward(kind="regex", pattern=r"^\d+$"), "12", 1.0),
+        (Reward(kind="regex", pattern=r"^\d+$"), "a1", 0.0),
+        (Reward(kind="length", least=3, most=5), "abcd", 0.0),
+        (Reward(kind="length", least=3, most=5), "a", -2.0),
+        (Reward(kind="length", least=3, most=5), "abcdefg", -2.0),
+        (Reward(kind="length", least=3), "x" * 99, 0.0),
+    ],
+)
+def test_rules(reward: Reward, answer: str, expected: float) -> None:
+    reward.check()
+    [found] = scored([row(answer, reference="4"), {"where": "p.jsonl:2", "error": "too long"}], reward)
+    assert found["reward"] == expected
+
+
+@pytest.mark.parametrize(
+    ("reward", "wrong"),
+    [
+        (Reward(kind="exact"), "reward = exact is neither exact_match, json, regex, length, nor the directory"),
+        (Reward(kind="os:getpid"), "runs code of this machine. If you trust it, add allow_code=true"),
+        (Reward(kind="regex"), "is no regular expression: it is empty"),
+        (Reward(kind="regex", pattern="("), "is no regular expression: missing"),
+        (Reward(kind="json", pattern="a"), "pattern has an effect with reward=regex only"),
+        (Reward(kind="json", most=3), "most has an effect with reward=length only"),
+        (Reward(kind="length"), "needs least=N or most=N"),
+        (Reward(kind="length", least=5, most=3), "least no larger than most"),
+    ],
+)
+def test_rewards_that_cannot_be(reward: Reward, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        reward.check()
+
+
+def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rewards.py").write_text("def vowels(row):\n    return sum(c in 'aeiou' for c in row['answer'])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = Reward(kind="own_rewards:vowels", allow_code=True)
+    reward.check()
+    assert [one["reward"] for one in scored([row("pear"), row("sky")], reward)] == [2.0, 0.0]
+    with pytest.raises(ConfigError, match="has no attribute 'consonants'"):
+        scored([row("a")], Reward(kind="own_rewards:consonants", allow_code=True))
+    with pytest.raises(DataError, match=r"p\.jsonl:1: reward=exact_match needs the right answer"):
+        scored([row("a")], Reward(kind="exact_match"))
+
+
+def test_a_reward_model_scores_what_training_gives_it(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    from toolkit.models import chat
+
+    write_random(tmp_path)
+    tokenizer = chat.load_tokenizer(str(tmp_path))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=0, **sizes)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    found = scored([row("a"), row("a longer one")], Reward(kind=str(tmp_path)))
+    for one in found:
+        said = [*one["messages"], {"role": "assistant", "content": one["answer"]}]
+        ids, _ = chat.chat_encoder(tokenizer).encode(said)
+        expected = model(input_ids=torch.tensor([ids])).logits[0, 0].item()
+        assert one["reward"] == pytest.approx(expected, abs=1e-5)
+    assert found[0]["reward"] != found[1]["reward"]
+
+
+def test_pairs_are_of_the_best_and_the_worst() -> None:
+    rows = [row(answer, reward=value) for answer, value in (("b", 1.0), ("w", -1.0), ("m", 0.0), ("b2", 1.0))]
+    rows += [row(answer, "p.jsonl:2", reward=1.0) for answer in ("x", "y")]
+    rows += [row("", "p.jsonl:3", reward=-5.0), row("z", "p.jsonl:3", reward=2.0)]  # nothing can be learned of ""
+    [pair], about = pairs_of(rows)
+    assert (pair["chosen"]["content"], pair["rejected"]["content"]) == ("b", "w")
+    assert (pair["chosen_reward"], pair["rejected_reward"]) == (1.0, -1.0)
+    assert about == {"prompts": 3, "samples": 8, "mean_reward": 0.0, "best_reward": 4 / 3, "pairs": 1, "ties": 2}
+
+
+class Steps:
+    """Does what the commands of rounds would do, and notes it; stops at the step of number `stop`."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.stop = -1
+
+    def __call__(self, command: list[str], requests: Any) -> None:
+        if len(self.done) == self.stop:
+            raise Stopped("stopped")
+        words = dict(word.partition("=")[::2] for word in command)
+        if "generate" in command:
+            questions = read_lines(Path(words["input"]))
+            answers = ["a" * (1 + place) for place in range(int(words["samples"]))]
+            rows = [row(answer, f"p:{place}") for place, _ in enumerate(questions) for answer in answers]
+            write_lines(Path(words["output"]), rows)
+            self.done.append(
+                f"generate {Path(words['model.path']).parts[-3:]} {words.get('adapter', '')} {words['seed']}"
+            )
+        elif "launch" in command:
+            run = Path(words["run.dir"]) / words["run.name"]
+            (run / "export").mkdir(parents=True)
+            (run / "metrics.jsonl").write_text('{"rewards/accuracies": 0.5}\n{"eval_rewards/accuracies": 0.75}\n')
+            (run / "DONE").touch()
+            assert len(read_lines(Path(words["data"]))) == 3
+            self.done.append(f"launch {words['model.path'].rpartition('round')[2]}")
+        else:
+            spec = json.loads(command[-1])
+            write_lines(Path(spec["output"]), scored(read_lines(Path(spec["samples"])), Reward(**spec["reward"])))
+            self.done.append("score")
+
+
+def test_each_step_is_done_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However often it is stopped, the steps are those of one go; other arguments are refused."""
+    steps = Steps()
+    monkeypatch.setattr(rounds, "_call", steps)
+    monkeypatch.setattr(rounds, "SignalRequests", lambda: None)
+    write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])
+    (tmp_path / "model").mkdir()
+    words = ["rounds", "recipe=zero1", "preference=dpo", f"model.path={tmp_path}/model", f"run.dir={tmp_path}/runs"]
+    words += [f"prompts={tmp_path}/p.jsonl", "reward=length", "least=3", "rounds=2", "samples=3", "run.name=both"]
+    for stop in range(8):
+        steps.stop = stop
+        assert main(words) == Stopped.exit_code
+        assert len(steps.done) == stop
+    steps.stop = -1
+    assert main(words) == 0
+    kinds = [one.split()[0] for one in steps.done]
+    assert kinds == ["generate", "score", "launch"] * 2 + ["generate", "score"]
+    assert steps.done[5].endswith("-1/run/export"), "the second round begins with the first one's export"
+    assert len({one.split()[-1] for one in steps.done if one.startswith("generate")}) == 3, "each draws anew"
+    found = json.loads((tmp_path / "runs" / "both" / "rounds.json").read_text())
+    assert found["round-2"]["accuracy"] == 0.75 and found["round-2"]["pairs"] == 3
+    assert found["result"]["mean_reward"] == -1.0
+    assert main(words) == 0 and len(steps.done) == 8
+    capsys.readouterr()
+    assert main([*words[:-3], "samples=4", "rounds=2", "run.name=both"]) == 2
+    assert "were started with other settings (generate)" in capsys.readouterr().err
+    assert main([*words, "data=x.jsonl"]) == 2
+    assert "data=" in capsys.readouterr().err
+    assert main([one for one in words if not one.startswith("preference")]) == 2
+    assert "preference=dpo" in capsys.readouterr().err
+
+
+def test_a_step_that_fails_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        last, is_new = 0, False
+
+    with pytest.raises(rounds.LaunchError, match=r"failed with exit code 3; .* Step: -c"):
+        rounds._call([sys.executable, "-c", "raise SystemExit(3)"], Nothing())  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""Rewards of generated answers: by a rule, a reward model, or a function that was allowed; and pairs made of them."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from toolkit.disk import write_atomically
+from toolkit.distributed.failure import run_guarded
+from toolkit.errors import reading
+from toolkit.messages import ConfigError, DataError, tr
+
+RULES = ("exact_match", "json", "regex", "length")
+Row = dict[str, Any]
+"""A line of `toolkit generate`."""
+Score = Callable[[Sequence[Row]], list[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """What an answer is worth."""
+
+    kind: str
+    """A rule, the directory of a reward model, or module:function."""
+    pattern: str = ""
+    """regex: the reward is 1 where it is found in the answer, else 0."""
+    least: int = 0
+    """length: characters of the shortest answer that gets 0; a character less costs 1."""
+    most: int = 0
+    """length: of the longest; 0: any."""
+    allow_code: bool = False
+
+    def check(self) -> None:
+        """Raise a ConfigError if it cannot be computed."""
+        is_function = ":" in self.kind and not Path(self.kind).exists()
+        if is_function and not self.allow_code:
+            raise ConfigError(
+                "reward = {kind} runs code of this machine. If you trust it, add allow_code=true.", kind=self.kind
+            )
+        if not is_function and self.kind not in RULES and not (Path(self.kind) / "config.json").is_file():
+            raise ConfigError(
+                "reward = {kind} is neither {known}, nor the directory of a reward model, nor module:function.",
+                kind=self.kind,
+                known=", ".join(RULES),
+            )
+        for name, rule in (("pattern", "regex"), ("least", "length"), ("most", "length")):
+            if getattr(self, name) and self.kind != rule:
+                raise ConfigError("{name} has an effect with reward={rule} only. Remove it.", name=name, rule=rule)
+        if self.kind == "regex":
+            try:
+                re.compile(self.pattern or "(")
+            except re.error as error:
+                reason = error if self.pattern else tr("it is empty")
+                raise ConfigError(
+                    "pattern = {pattern} is no regular expression: {reason}.", pattern=self.pattern, reason=reason
+                ) from None
+        if (self.kind == "length" and not (self.least or self.most)) or 0 < self.most < self.least:
+            raise ConfigError(tr("reward=length needs least=N or most=N, and least no larger than most."))
+
+    def score(self) -> Score:
+        """Return what computes the rewards of rows that have answers."""
+        if self.kind in RULES:
+            return lambda rows: [self._by_rule(row) for row in rows]
+        if ":" in self.kind and not Path(self.kind).exists():
+            module, _, name = self.kind.partition(":")
+            try:
+                function = getattr(import_module(module), name)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError("reward = {kind} cannot be used: {reason}.", kind=self.kind, reason=error) from error
+            return lambda rows: [float(function(row)) for row in rows]
+        return _by_model(Path(self.kind))
+
+    def _by_rule(self, row: Row) -> float:
+        answer = str(row["answer"])
+        if self.kind == "length":
+            longer = len(answer) - self.most if self.most else 0
+            return -float(max(self.least - len(answer), longer, 0))
+        if self.kind == "regex":
+            return float(re.search(self.pattern, answer) is not None)
+        if self.kind == "json":
+            try:
+                json.loads(answer)
+            except ValueError:
+                return 0.0
+            return 1.0
+        if row.get("reference") is None:
+            raise DataError(
+                "{where}: reward=exact_match needs the right answer in each row of the prompts (reference). Add it.",
+                where=row["where"],
+            )
+        return float(answer.strip() == str(row["reference"]).strip())
+
+
+def _by_model(folder: Path) -> Score:
+    """Return the scores of a reward model, batch by batch."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from toolkit.models import chat
+
+    encoder = chat.chat_encoder(chat.load_tokenizer(str(folder)))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).to(device).eval()
+
+    @torch.no_grad()
+    def score(rows: Sequence[Row]) -> list[float]:
+        found = []
+        for row in rows:  # alone: no padding, of which model families think differently
+            said = [*row["messages"], {"role": "assistant", "content": row["answer"]}]
+            ids, _ = encoder.encode(said, row.get("tools"))
+            found.append(float(model(input_ids=torch.tensor([ids], device=device)).logits[0, 0]))
+        return found
+
+    return score
+
+
+def scored(rows: Iterable[Row], reward: Reward) -> list[Row]:
+    """Return the rows that have an answer, each with its `reward`."""
+    answered = [row for row in rows if "error" not in row]
+    rewards = reward.score()(answered)
+    if wrong := [row["where"] for row, value in zip(answered, rewards, strict=True) if value != value]:
+        raise DataError("{where}: the reward is no number (NaN).", where=wrong[0])
+    return [{**row, "reward": value} for row, value in zip(answered, rewards, strict=True)]
+
+
+def pairs_of(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
+    """Return a pair for each prompt whose best and worst answer have different rewards, and what there was.
+
+    `rows`: scored; those of a prompt stand together. An empty answer cannot be learned from, and is in no pair.
+    """
+    prompts: dict[str, list[Row]] = {}
+    for row in rows:
+        prompts.setdefault(row["where"], []).append(row)
+    pairs = []
+    for samples in prompts.values():
+        usable = [row for row in samples if row["answer"]]
+        best, worst = (choose(usable, key=lambda row: row["reward"], default=None) for choose in (max, min))
+        if best is None or worst is None or best["reward"] == worst["reward"]:
+            continue
+        pair = {"messages": best["messages"], **({"tools": best["tools"]} if best.get("tools") else {})}
+        for name, row in (("chosen", best), ("rejected", worst)):
+            pair[name] = {"role": "assistant", "content": row["answer"]}
+            pair[f"{name}_reward"] = row["reward"]
+        pairs.append(pair)
+    about = {
+        "prompts": len(prompts),
+        "samples": len(rows),
+        "mean_reward": fmean(row["reward"] for row in rows) if rows else None,
+        "best_reward": fmean(max(row["reward"] for row in samples) for samples in prompts.values()) if rows else None,
+        "pairs": len(pairs),
+        "ties": len(prompts) - len(pairs),
+    }
+    return pairs, about
+
+
+def read_lines(file: Path) -> list[Row]:
+    """Return the rows of a file of JSON lines."""
+    with reading(file, DataError):
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a file of JSON lines, whole."""
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    write_atomically(file, lines.encode("utf-8", "backslashreplace"))
+
+
+def command(reward: Reward, samples: Path, output: Path) -> list[str]:
+    """Return the command that scores a file: in a process of its own, which gives a GPU back, and runs others' code."""
+    spec = {"reward": asdict(reward), "samples": str(samples), "output": str(output)}
+    return [sys.executable, "-m", "toolkit.evaluate.rewards", json.dumps(spec)]
+
+
+def _main(spec: Mapping[str, Any]) -> int:
+    write_lines(Path(spec["output"]), scored(read_lines(Path(spec["samples"])), Reward(**spec["reward"])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "")
+    sys.exit(run_guarded(lambda: _main(json.loads(sys.argv[1]))))
