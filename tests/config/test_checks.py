@@ -71,6 +71,28 @@ REFUSED = {
     "train.random_ltd.steps=9 train.random_ltd.start_share=1": (
         "train.random_ltd.start_share = 1.0 must be above 0 and below 1."
     ),
+    "distill.weight=0.7": (
+        "distill.weight = 0.7 has no effect: task.kind is language. Remove it, or set distill.weight=0.5."
+    ),
+    "task=distill": (
+        "task=distill has nothing to learn from: give distill.teacher=DIR, or mark the sources whose samples must not "
+        "be forgotten: data.sources=[{path: MINE.jsonl}, {path: GENERAL.jsonl, general: true}]."
+    ),
+    "task=distill tuning=full data.sources=[{path:b},{path:a,general:true}]": (
+        "distill.top_k = 0: without distill.teacher the teacher is the model before training, which is gone after the "
+        "first step unless an adapter is trained. Store what it says: distill.top_k=64. Or use tuning=lora."
+    ),
+    "task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] preference=dpo": (
+        "preference.loss = sigmoid is not supported with task.kind = distill: each is a loss of its own. Use "
+        "preference=none."
+    ),
+    "data.sources=[{path:b},{path:a,general:true}]": (
+        "data.sources[1].general has an effect with task=distill and no distill.teacher only. Remove it."
+    ),
+    "task=distill distill.teacher=a/b distill.general_share=0.5": (
+        "distill.general_share = 0.5 has no effect: distill.teacher is given. Remove it, or set "
+        "distill.general_share=0.0."
+    ),
     "train.random_ltd.first_layers=2": (
         "train.random_ltd.first_layers = 2 has no effect: train.random_ltd.steps is 0. Remove it, or set "
         "train.random_ltd.first_layers=1."

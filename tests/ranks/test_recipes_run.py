@@ -14,6 +14,8 @@ from toolkit.config.preflight import _has_fp16
 NEEDS_GPU = {"fp16", "chatglm3_qlora"}
 # They learn from pairs of answers.
 PAIRS = {"chatglm3_dpo_lora", "qwen3_dpo"}
+# It has no teacher of the tiny tokenizer: the model before training is its own, on rows that are marked as general.
+TAUGHT = {"qwen3_distill"}
 # Their samples are longer than the positions of glm_tiny.
 LONG = {"deepseek_r1_distill_qwen_7b_lora", "long_context"}
 ADAM = dict.fromkeys(("glm4_0414_32b", "zero2_offload", "zero3_offload", "zero3_nvme"), "DeepSpeedCPUAdam")
@@ -57,6 +59,11 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
         "report.enabled=false",
         "evaluate.ngram_baselines=false",
     ]
+    if recipe in TAUGHT:
+        general = folder / "general.jsonl"
+        general.write_text(rows_file.read_text(encoding="utf-8").replace("red", "general"), encoding="utf-8")
+        sources = f"data.sources=[{{path: {rows_file}}}, {{path: {general}, general: true}}]"
+        words += [sources, "distill.teacher=''", "distill.top_k=4"]
     if recipe in LONG:
         words.append("data.max_length=2048")
     if recipe == "zero3_nvme":

@@ -208,11 +208,12 @@ def test_runs_of_one_name_are_told_apart(quick: None, tmp_path: Path) -> None:
 
 def test_every_chart_is_known_by_name(tmp_path: Path) -> None:
     folders = [fake_run(tmp_path / name) for name in ("a", "b")]
-    scores = {"eval_loss": 1.0, **{f"eval_{metric.value}": 0.5 for metric in Metric}}
+    taught = {"loss_scale": 2.0, "distill/kl": 0.3}
+    scores = {"eval_loss": 1.0, "eval_general_loss": 1.5, **{f"eval_{metric.value}": 0.5 for metric in Metric}}
     for folder in folders:
         with (folder / "metrics.jsonl").open("a") as file:
             for step in (41, 42):
-                file.write(json.dumps(row(step, loss_scale=2.0)) + "\n" + json.dumps({"step": step, **scores}) + "\n")
+                file.write(json.dumps(row(step, **taught)) + "\n" + json.dumps({"step": step, **scores}) + "\n")
     runs = [read_run(folder) for folder in folders]
     distinct_names(runs)
     drawn = {one.name for some in (runs, runs[:1]) for section in draw(some).values() for one in section}

@@ -33,6 +33,7 @@ def test_evaluations_are_in_it() -> None:
         "eval_rewards",
         "eval_kl",
         "eval_logps",
+        "eval_general_loss",
     }
     assert not {f"eval_{metric.value}" for metric in Metric} & others
 

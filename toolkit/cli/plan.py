@@ -18,13 +18,13 @@ import json
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import with_micro_batch
-from toolkit.config.preflight import resolve_model_path
+from toolkit.config.preflight import resolve_model_path, resolve_teacher
 from toolkit.errors import Problems
 from toolkit.jobs.check import machine_for
 from toolkit.messages import say
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
 from toolkit.plan.machine import Machine
-from toolkit.plan.outline import outline_of
+from toolkit.plan.outline import outline_of, published_teachers
 from toolkit.plan.speed import calibrate, rates_of
 
 
@@ -33,6 +33,8 @@ def run(words: list[str]) -> None:
     model = loaded.cfg.model
     if not model.published or model.path != model.hub_id:  # else the sizes are known without a network
         loaded = resolve_model_path(loaded, config_only=True)
+    if loaded.cfg.distill.teacher not in published_teachers():
+        loaded = resolve_teacher(loaded, config_only=True)
     cfg = with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
     if given.get("calibrate") == "true":

@@ -8,14 +8,14 @@ An interrupted run resumes where it stopped. Data that is already prepared is ve
 """
 
 from toolkit.arguments import parse_checked
-from toolkit.config.preflight import check_positions, resolve_model_path
-from toolkit.config.schema import data_unit
+from toolkit.config.preflight import check_positions, resolve_model_path, resolve_teacher
+from toolkit.config.schema import TaskKind, data_unit
 from toolkit.messages import DataError, say
 
 
 def run(words: list[str]) -> None:
     arguments = parse_checked(words)
-    loaded = resolve_model_path(arguments.loaded)
+    loaded = resolve_teacher(resolve_model_path(arguments.loaded))
     check_positions(loaded)
     cfg = loaded.cfg
     from toolkit.data.preview import padding_line, unit_name
@@ -34,6 +34,10 @@ def run(words: list[str]) -> None:
         )
         return
     prepared = load_data(cfg)
+    if cfg.task.kind is TaskKind.distill and cfg.distill.teacher:
+        from toolkit.train.teacher import check_teacher
+
+        check_teacher(cfg, prepared.tokenizer)
     folder = prepared.train.folder
     if not prepared.report.built and (damaged := damaged_files(folder)):
         raise DataError(

@@ -14,7 +14,7 @@ Under several processes: deepspeed run.py …, torchrun … run.py …, mpirun �
 import time
 from pathlib import Path
 
-from toolkit.config.preflight import check_positions, resolve_model_path
+from toolkit.config.preflight import check_positions, resolve_model_path, resolve_teacher
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import greet, make_ready
@@ -31,7 +31,7 @@ def run(words: list[str]) -> None:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     if ranks.rank == 0:
         greet(arguments, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
-    loaded = resolve_model_path(arguments.loaded)
+    loaded = resolve_teacher(resolve_model_path(arguments.loaded))
     check_positions(loaded)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.train.tasks import task_of

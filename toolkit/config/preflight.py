@@ -84,6 +84,13 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "model.path = {value} is not a directory here. It must be the directory that holds "
             "config.json and the weights, or owner/name on Hugging Face.",
         )
+    teacher = loaded.cfg.distill.teacher
+    if teacher and not Path(teacher).is_dir() and not is_hub_name(teacher):
+        yield loaded.error(
+            "distill.teacher",
+            "{key} = {value} is not a directory here. It must be the directory that holds config.json and the weights, "
+            "or owner/name on Hugging Face.",
+        )
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(schema.get_value(loaded.cfg, key))
         if path and not Path(located(path)).exists():
@@ -389,6 +396,21 @@ def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> Lo
     place = tr("{name} on Hugging Face", name=name)
     values = {"model.path": folder, "model.revision": "", "model.hub_id": name}
     return replace(loaded, {key: (value, place) for key, value in values.items()})
+
+
+def resolve_teacher(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
+    """Return a config whose `distill.teacher` is a directory, as `resolve_model_path` does of the model."""
+    name, revision = loaded.cfg.distill.teacher, loaded.cfg.distill.teacher_revision
+    if not is_hub_name(name):
+        return loaded
+    try:
+        folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)
+    except Exception as error:
+        reason = _reason(name, revision, error).replace("model.path", "distill.teacher")
+        reason = reason.replace("model.revision", "distill.teacher_revision")
+        raise loaded.about("distill.teacher", reason) from error
+    place = tr("{name} on Hugging Face", name=name)
+    return replace(loaded, {"distill.teacher": (folder, place), "distill.teacher_revision": ("", place)})
 
 
 def _config_folder(name: str, revision: str) -> str:

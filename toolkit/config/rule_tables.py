@@ -174,6 +174,12 @@ READ_WHEN: tuple[ReadWhen, ...] = (
     _read("track.patience_s", " or ".join(f"track.{name}.enabled" for name in TRACKERS), "no tracker is enabled"),
     *(_read(f"track.{name}.*", f"track.{name}.enabled") for name in TRACKERS),
     _read("model.revision", "model.path", "model.path is a directory", lambda c: is_hub_name(c.model.path)),
+    _read(
+        "distill.teacher_revision",
+        "distill.teacher",
+        "distill.teacher is no name on Hugging Face",
+        lambda c: is_hub_name(c.distill.teacher),
+    ),
 )
 
 
@@ -337,7 +343,7 @@ READ_BY_LANGUAGE_MODELS = _read(
     " ".join(
         key
         for key in expand(
-            "model.* tuning.* data.* preference.* task.* prepare.* kernels.* evaluate.* "
+            "model.* tuning.* data.* preference.* task.* distill.* prepare.* kernels.* evaluate.* "
             "train.activation_checkpointing.* train.neftune_alpha train.random_ltd.*"
         )
         if key not in _CUSTOM_MODELS_READ.split()

@@ -42,7 +42,7 @@ def check_rules(
     found.apply((_check_table,), loaded, tables.INCOMPATIBLE)
     found.apply((_check_world_sizes, _check_weights, _check_requirements, _check_untested, _check_variables), loaded)
     if not custom:
-        found.apply((_check_keep_best, _check_shape, _check_pairs), loaded)
+        found.apply((_check_keep_best, _check_shape, _check_pairs, _check_general), loaded)
         found.apply((_check_table,), loaded, tables.INCOMPATIBLE_OF_MODELS)
     read_by_models = (tables.READ_BY_LANGUAGE_MODELS,) if custom else ()
     found.apply((check_unused_keys,), loaded, (*read_by_models, *tables.READ_WHEN))
@@ -229,6 +229,33 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
                     loss="dpo" if source.format is schema.RowFormat.preference else "kto",
                 )
             yield loaded.about(key, sentence)
+
+
+def _check_general(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Sources are marked `general` where the teacher is the model before training, and must be there then."""
+    cfg, is_distilled = loaded.cfg, loaded.cfg.task.kind is schema.TaskKind.distill
+    for key, sources in (("data.sources", cfg.data.sources), ("data.validation", cfg.data.validation)):
+        marked = [number for number, source in enumerate(sources) if source.general]
+        if marked and not (is_distilled and not cfg.distill.teacher):
+            sentence = tr(
+                "{place}.general has an effect with task=distill and no distill.teacher only. Remove it.",
+                place=f"{key}[{marked[0]}]",
+            )
+            yield loaded.about(key, sentence)
+    if not is_distilled or cfg.distill.teacher:
+        return
+    if not any(source.general for source in cfg.data.sources):
+        sentence = tr(
+            "task=distill has nothing to learn from: give distill.teacher=DIR, or mark the sources whose samples must "
+            "not be forgotten: data.sources=[{{path: MINE.jsonl}}, {{path: GENERAL.jsonl, general: true}}]."
+        )
+        yield loaded.about("task.kind", sentence)
+    if cfg.distill.general_share and any(source.weights for source in cfg.data.sources):
+        yield loaded.error(
+            "distill.general_share",
+            "distill.general_share and weights of a source that change both decide how much comes from where: keep one "
+            "of them.",
+        )
 
 
 def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:

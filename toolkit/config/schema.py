@@ -71,6 +71,7 @@ class TaskKind(str, Enum):
     """What a model learns."""
 
     language = "language"
+    distill = "distill"
 
 
 class RowFormat(str, Enum):
@@ -474,6 +475,8 @@ class SourceConfig:
     """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); auto means these with `preference.loss`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
+    general: bool = False
+    """With `task=distill` without a teacher: these samples are what must not be forgotten; on them the model keeps the distribution that it has before training (docs/distillation.md)."""
     weight: float = 1.0
     """How often each sample is used per epoch: 2 is twice, 0.5 uses half of them (chosen by `run.seed`); ignored for validation."""
     weights: list[WeightPoint] = field(default_factory=list)
@@ -608,12 +611,44 @@ class PreferenceConfig:
         return self.loss not in without
 
 
+class DistillLoss(str, Enum):
+    """How far a student is from its teacher."""
+
+    forward_kl = "forward_kl"
+    reverse_kl = "reverse_kl"
+    jsd = "jsd"
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillConfig:
+    """`distill`: `task=distill`: learning from a teacher's distributions, and keeping the model's own on general data (docs/distillation.md)."""
+
+    teacher: str = ""
+    """The teacher, with the student's tokenizer: a model directory, or owner/name on Hugging Face. "": the model itself as it is before training, whose distribution it keeps on the sources that are marked `general`."""
+    teacher_revision: str = ""
+    """A teacher on Hugging Face: commit or branch; "" the newest."""
+    loss: DistillLoss = DistillLoss.forward_kl
+    """forward_kl: KL(teacher || student), covers all that the teacher may say; reverse_kl: KL(student || teacher), keeps to what it most likely says; jsd: the generalised Jensen-Shannon divergence between the two, with `distill.beta`."""
+    beta: Annotated[float, Gt(0), Lt(1)] = 0.5
+    """jsd: weight of the teacher in the mixture that both are compared with."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of both; above 1 the unlikely tokens count more."""
+    weight: Annotated[float, Gt(0), Le(1)] = 0.5
+    """Share of the divergence in a token's loss; the rest is the cross entropy of its label. 1: the teacher alone."""
+    top_k: NonNegativeInt = 0
+    """0: the teacher computes with each step; above 0: its log-probabilities of so many tokens are stored once, before the first step, so that it takes no memory while training."""
+    dir: str = field(default="", metadata=FREE)
+    """Directory of what is stored with `distill.top_k`, where further runs find it; "": `teacher` in the run directory."""
+    general_share: Share = 0.0
+    """Share of the samples of an epoch that come from sources marked `general`, which are repeated or left out for it; 0: as the weights of the sources say."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TaskConfig:
     """`task`: what the model learns."""
 
     kind: TaskKind = TaskKind.language
-    """language: to continue conversations and texts, or with `preference.loss` to prefer answers."""
+    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1251,6 +1286,8 @@ class RunConfig:
     """Preference tuning."""
     task: TaskConfig = field(default_factory=TaskConfig)
     """What the model learns."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """Distillation."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig, metadata=FREE)
     """The tokenized cache."""
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -1310,6 +1347,20 @@ def has_reference_in_step(cfg: RunConfig) -> bool:
     tuning = cfg.tuning
     is_adapter = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
     return cfg.preference.needs_reference and is_adapter
+
+
+def has_own_teacher(cfg: RunConfig) -> bool:
+    """Whether the teacher is the model without its new adapter, in each step: there is no second model."""
+    tuning, distill = cfg.tuning, cfg.distill
+    is_adapter = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
+    is_on = cfg.task.kind is TaskKind.distill and not distill.top_k
+    return is_on and is_adapter and distill.teacher in ("", cfg.model.path)
+
+
+def has_live_teacher(cfg: RunConfig) -> bool:
+    """Whether another model computes with each step."""
+    is_on = cfg.task.kind is TaskKind.distill and not cfg.distill.top_k
+    return is_on and bool(cfg.distill.teacher) and not has_own_teacher(cfg)
 
 
 def influence_of(key: str, schema: type) -> Influence:

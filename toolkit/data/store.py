@@ -120,6 +120,14 @@ class TokenizedCache:
         members = self.members if indices is None else self.members[indices]
         return self.offsets[members.astype(np.int64) + 1] - self.offsets[members]
 
+    def predicted_counts(self) -> NDArray[np.int64]:
+        """Return how many tokens of each sample the loss covers, without a sample's first, [len(self)]; reads all."""
+        begins = self.offsets[:-1]
+        trained = self.read_trained(0, int(self.offsets[-1])).copy()
+        trained[begins] = False
+        counts: NDArray[np.int64] = np.add.reduceat(trained, begins, dtype=np.int64)[self.members]
+        return counts
+
     def values(self, indices: Sequence[int]) -> NDArray[np.float32] | None:
         """Return what the rows of some samples of this split say of them; None if rows say nothing."""
         return None if self._values is None else self._values[self.members[np.asarray(indices, np.int64) % len(self)]]

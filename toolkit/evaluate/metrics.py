@@ -30,6 +30,8 @@ from toolkit.models.pipeline import evaluate_window, is_pipeline
 from toolkit.models.probe import evaluating
 from toolkit.secrets import hide
 
+Measure = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+
 
 def evaluate_loss(
     model: DeepSpeedEngine | PreTrainedModel,
@@ -37,6 +39,7 @@ def evaluate_loss(
     names: Sequence[str],
     device: torch.device,
     copies: int = 1,
+    measure: Measure = token_losses,
 ) -> dict[str, float]:
     """Evaluate a model as it is. A collective.
 
@@ -46,6 +49,7 @@ def evaluate_loss(
         names: of the sources, by number.
         device: where the model computes.
         copies: how many ranks have the same sequences.
+        measure: returns the losses of a micro-batch's tokens as `token_losses` does.
 
     Returns:
         `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens` (trained), and with several sources
@@ -53,7 +57,7 @@ def evaluate_loss(
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     with evaluating(model):
-        for batch, by_position in _losses(model, micro_batches):
+        for batch, by_position in _losses(model, micro_batches, measure):
             # A token's loss stands before it.
             losses = by_position.flatten()[batch["places"] - 1]
             for number in batch["sources"].unique().tolist():
@@ -75,16 +79,16 @@ def evaluate_loss(
 
 
 def _losses(
-    model: DeepSpeedEngine | PreTrainedModel, micro_batches: Iterable[dict[str, torch.Tensor]]
+    model: DeepSpeedEngine | PreTrainedModel, micro_batches: Iterable[dict[str, torch.Tensor]], measure: Measure
 ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """Yield micro-batches and the losses of their tokens `[B, S]`, on the CPU; a pipeline's on its last stage alone."""
     if not is_pipeline(model):
         for batch in micro_batches:
-            yield batch, token_losses(model, batch).cpu()
+            yield batch, measure(model, batch).cpu()
         return
     remaining = iter(micro_batches)
     while window := list(islice(remaining, 2 * model.num_stages)):  # so many that most stages have something to do
-        found = evaluate_window(model, window, lambda stage, batch: token_losses(stage, batch).cpu())
+        found = evaluate_window(model, window, lambda stage, batch: measure(stage, batch).cpu())
         yield from zip(window, found, strict=False)
 
 

@@ -74,8 +74,9 @@ def card(state: RunState, is_adapter: bool) -> bytes:
     packages, commit = state.versions.get("packages", {}), state.versions.get("commit")
     versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
     versions += [tr("toolkit commit {commit}", commit=commit)] if commit else []
-    keys = ("tuning", "data", "preference", "batch", "optim", "schedule", "precision")
-    shown = {key: config[key] for key in keys if key in config}
+    keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
+    is_distilled = config.get("task", {}).get("kind") == "distill"
+    shown = {key: config[key] for key in keys if key in config and (is_distilled or key not in ("task", "distill"))}
     lines = [
         *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""),
         *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in facts), ""),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from toolkit.arguments import parse_checked, positive_int
 from toolkit.config import files
@@ -9,7 +10,7 @@ from toolkit.config.files import is_hub_name
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
 from toolkit.config.preflight import check_compiler, check_positions, check_track_here, resolve_model_path
-from toolkit.config.schema import AUTO, Init, RunConfig
+from toolkit.config.schema import AUTO, Init, RunConfig, TaskKind
 from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
 from toolkit.errors import Problems
 from toolkit.messages import say, tr
@@ -73,11 +74,23 @@ def _outlines(loaded: LoadedConfig, problems: Problems) -> tuple[Outline, Outlin
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
     if cfg.model.trust_remote_code:
         trust_code(cfg.model.path)
+    problems.attempt(_check_teacher, loaded)
     shapes = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
     if not shapes or cfg.tuning.adapter:
         return None
     outline = tuned(*shapes, cfg.tuning)
     return outline, tensor_part(outline, cfg.parallel.tensor)
+
+
+def _check_teacher(loaded: LoadedConfig) -> None:
+    """Read the teacher's config and tokenizer, where these and the student's are on this disk."""
+    cfg = loaded.cfg
+    tokenizer, is_distilled = cfg.model.tokenizer or cfg.model.path, cfg.task.kind is TaskKind.distill
+    if is_distilled and Path(cfg.distill.teacher).is_dir() and cfg.distill.teacher and Path(tokenizer).is_dir():
+        from toolkit.models.chat import load_tokenizer
+        from toolkit.train.teacher import check_teacher
+
+        check_teacher(cfg, load_tokenizer(tokenizer, family=cfg.model.family))
 
 
 def _rows(cfg: RunConfig, world_size: int) -> str:

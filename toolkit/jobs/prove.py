@@ -13,7 +13,17 @@ from toolkit import children
 from toolkit.arguments import check_output, check_parsed, parse, positive_int, write_output
 from toolkit.config.load import to_yaml
 from toolkit.config.mesh import model_ranks
-from toolkit.config.schema import AUTO, Attention, Dtype, Init, OptimizerName, Packing, RunConfig, TuningMethod
+from toolkit.config.schema import (
+    AUTO,
+    Attention,
+    Dtype,
+    Init,
+    OptimizerName,
+    Packing,
+    RunConfig,
+    TaskKind,
+    TuningMethod,
+)
 from toolkit.errors import Problems
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.autotune import hosts_of
@@ -205,6 +215,8 @@ def _unsuitable(cfg: RunConfig) -> list[ConfigError]:
         found.append(
             ConfigError(tr("prove does not support preference.loss: use preference=none, with conversations as data."))
         )
+    if cfg.task.kind is not TaskKind.language:
+        found.append(ConfigError(tr("prove does not support task={task}.", task=cfg.task.kind.value)))
     if cfg.model.trust_remote_code:
         found.append(ConfigError(tr("prove knows architectures of transformers: set model.trust_remote_code=false.")))
     if cfg.plan.auto:

@@ -12,10 +12,10 @@ added, times the coefficient. transformers (5.23) pools all layers before it mul
 another.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from toolkit.config.schema import LossKernel, RunConfig
+from toolkit.config.schema import LossKernel, RunConfig, TaskKind
 from toolkit.messages import ConfigError, tr
 from toolkit.models.attention import UNTRAINED, Batch, attention_arguments, with_label_positions
 from toolkit.models.chatglm.modeling import check_rows
@@ -41,7 +41,7 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
     untrained), `position_ids`, `segment_ids`, each `[B, S]`, on any device; packed with `cu_seq_lens` and what else
     `attention_arguments` reads.
     """
-    return loss_head(engine).losses(engine, _on_device(engine, batch)).sum()
+    return loss_head(engine).losses(engine, on_device(engine, batch)).sum()
 
 
 def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, t
     counts = torch.bincount(
         before[places // segments.size(1)] + segments.flatten()[places] - 1, minlength=int(in_row.sum())
     )
-    losses = loss_head(engine).losses(engine, _on_device(engine, given), each=True)
+    losses = loss_head(engine).losses(engine, on_device(engine, given), each=True)
     # Not index_add, whose order of additions is another one each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
     return -sums, counts.to(losses)
@@ -69,7 +69,7 @@ def samples_in_rows(batch: Batch) -> torch.Tensor:
 @torch.no_grad()
 def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
     """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`."""
-    given = _on_device(engine, batch)
+    given = on_device(engine, batch)
     with torch.compiler.set_stance("force_eager"):
         losses = loss_head(engine).losses(engine, given)
     everywhere = losses.new_zeros(given["input_ids"].numel())
@@ -81,7 +81,8 @@ def num_trained_tokens(batch: Batch) -> int:
     return len(with_label_positions(batch)["places"])
 
 
-def _on_device(engine: Any, batch: Batch) -> Batch:
+def on_device(engine: Any, batch: Batch) -> Batch:
+    """Return a batch on the device of an engine or a model, with the places of its trained tokens."""
     module = getattr(engine, "module", engine)
     given = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_label_positions(batch).items()}
     # ChatGLM-6B finds positions from <sop>: checked here, as the model itself would make the host wait for the device.
@@ -98,6 +99,28 @@ class LossPath(Enum):
     picked = "picked"
     """Logits of the trained tokens: the model does something with them, or the layer is more than a matrix."""
     all_logits = "all_logits"
+
+
+class Scores(NamedTuple):
+    """What gives the logits [T, V] of tokens: their states [T, H], a weight [V, H] and a bias; without a weight the
+    states are the logits.
+    """
+
+    states: torch.Tensor
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return (self.states if self.weight is None else self.weight.t()).size(1)
+
+    def logits(self, part: slice) -> torch.Tensor:
+        """Return the logits of some of the tokens, float32, a tensor of their own."""
+        states = self.states[part]
+        if self.weight is None:
+            return states.to(torch.float32, copy=True)
+        return functional.linear(states, self.weight, self.bias).float()
 
 
 class LossHead:
@@ -135,19 +158,46 @@ class LossHead:
                 return logits.flatten()
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
+    def scores(self, engine: Any, batch: Batch, places: torch.Tensor) -> Scores:
+        """Run forward on a batch on its device; return what gives the logits of the tokens at some places of B x S."""
+        path = self.path(engine)
+        if path is LossPath.all_logits:
+            return Scores(logits_of(engine, batch).flatten(0, 1).index_select(0, places - 1))
+        layer: Any = getattr(engine, "module", engine).get_output_embeddings()
+        own_forward = layer.forward
+        as_they_are = path is LossPath.losses
+        with self._answering(
+            layer, batch, places, lambda states: states[:, None] if as_they_are else own_forward(states[:, None])
+        ):
+            found = logits_of(engine, batch).flatten(0, 1)
+        return Scores(found, layer.weight, layer.bias) if as_they_are else Scores(found)
+
+    def total(
+        self, engine: Any, batch: Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the number that `compute` makes of the scores at some places; where it can be, within the output
+        layer's forward pass, in which its weight is whole.
+        """
+        if self.path(engine) is not LossPath.losses:
+            return compute(self.scores(engine, batch, places))
+        layer: Any = getattr(engine, "module", engine).get_output_embeddings()
+
+        def answer(states: torch.Tensor) -> torch.Tensor:
+            return compute(Scores(states, layer.weight, layer.bias))[None, None, None]
+
+        with self._answering(layer, batch, places, answer):
+            return logits_of(engine, batch).sum()
+
     @contextmanager
     def _requested(self, engine: Any, batch: Batch, path: LossPath, each: bool = False) -> Iterator[None]:
         """Let the output layer compute losses, or logits of trained tokens, in place of its own forward pass."""
         layer: Any = getattr(engine, "module", engine).get_output_embeddings()
-        own_forward, instance_forward = layer.forward, layer.__dict__.get("forward")
-        length, targets = batch["input_ids"].size(1), batch["targets"]
+        own_forward, targets = layer.forward, batch["targets"]
 
         def answer(states: torch.Tensor) -> torch.Tensor:
-            """Return the losses [T, 1, 1], their sum [1, 1, 1], or the logits [T, 1, V]; of states [B, S, H]. Three
+            """Return the losses [T, 1, 1], their sum [1, 1, 1], or the logits [T, 1, V]; of states [T, H]. Three
             dimensions, as tuning=prompt cuts [B, S, V] by the second.
             """
-            # What is learned before the first token, as in tuning=prompt, is in front.
-            states = states[:, -length:].flatten(0, 1).index_select(0, batch["places"] - 1)
             if path is LossPath.picked:
                 return own_forward(states[:, None])
             if not torch.is_grad_enabled():
@@ -163,7 +213,21 @@ class LossHead:
             loss: torch.Tensor = kernel(layer.weight, states, targets, layer.bias)
             return loss[None, None, None]
 
-        self._answer = answer
+        with self._answering(layer, batch, batch["places"], answer):
+            yield
+
+    @contextmanager
+    def _answering(
+        self, layer: Any, batch: Batch, places: torch.Tensor, answer: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Iterator[None]:
+        """Let the output layer give what `answer` makes of the states [T, H] before some places."""
+        length, instance_forward = batch["input_ids"].size(1), layer.__dict__.get("forward")
+
+        def pick(states: torch.Tensor) -> torch.Tensor:
+            # What is learned before the first token, as in tuning=prompt, is in front.
+            return answer(states[:, -length:].flatten(0, 1).index_select(0, places - 1))
+
+        self._answer = pick
         layer.forward = self._forward
         try:
             yield
@@ -223,7 +287,7 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     """Run a transformers model without its output layer: `[B, S, H]`. A later pipeline stage's batch holds
     `inputs_embeds`; without `segment_ids` rows are whole, as those of a probe.
     """
-    given = _on_device(model, batch) if "labels" in batch else batch
+    given = on_device(model, batch) if "labels" in batch else batch
     output = model.base_model(**_arguments(model, given))
     states: torch.Tensor = output if isinstance(output, torch.Tensor) else output.last_hidden_state
     return states
@@ -260,7 +324,7 @@ def chunked_losses(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
     """Return each token's cross entropy, float32 [T], of states [T, H], weight [V, H], bias [V]; no gradients."""
-    pieces = zip(hidden.split(_rows(weight)), targets.split(_rows(weight)), strict=True)
+    pieces = zip(hidden.split(chunk_rows(len(weight))), targets.split(chunk_rows(len(weight))), strict=True)
     losses = [_log_probabilities(states, weight, bias).gather(1, wanted[:, None]) for states, wanted in pieces]
     return -torch.cat(losses).view(-1)
 
@@ -282,51 +346,67 @@ class _ChunkedLossSum(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
     ) -> torch.Tensor:
-        of_hidden, of_weight, of_bias, _ = ctx.needs_input_grad
-        scale = _FP16_SCALE if hidden.dtype is torch.float16 else 1.0
         total = hidden.new_zeros((), dtype=torch.float32)
-        hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if of_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
-        size = _rows(weight)
-        group = max(size, 2 * weight.size(1) // hidden.element_size()) if of_weight else size
-        for start in range(0, len(hidden), group):
-            states = hidden[start : start + group]
-            gradient = states.new_empty(len(states), len(weight)) if len(states) > size else None
-            for begin in range(0, len(states), size):
-                part = slice(begin, begin + size)
-                wanted = targets[start : start + group][part, None]
-                of_logits = _log_probabilities(states[part], weight, bias)
-                total -= of_logits.gather(1, wanted).sum()
-                # Of a token's loss by its logits: the probabilities, less 1 at the target.
-                of_logits.exp_()
-                of_logits.scatter_(1, wanted, of_logits.gather(1, wanted) - 1)
-                if bias_gradient is not None:
-                    bias_gradient += of_logits.sum(dim=0)
-                of_logits.mul_(scale)
-                if gradient is None:
-                    gradient = of_logits.to(hidden.dtype)
-                else:
-                    gradient[part] = of_logits
-            assert gradient is not None
-            if hidden_gradient is not None:
-                hidden_gradient[start : start + group] = _product(gradient, weight)
-            if weight_gradient is not None:
-                _add_product(weight_gradient, gradient.t(), states)
-        ctx.dtype, ctx.scale = hidden.dtype, scale
-        ctx.gradients = hidden_gradient, weight_gradient, bias_gradient
+
+        def of_logits(part: slice) -> torch.Tensor:
+            found, wanted = _log_probabilities(hidden[part], weight, bias), targets[part, None]
+            total.sub_(found.gather(1, wanted).sum())
+            # Of a token's loss by its logits: the probabilities, less 1 at the target.
+            found.exp_()
+            return found.scatter_(1, wanted, found.gather(1, wanted) - 1)
+
+        size = chunk_rows(len(weight))
+        ctx.gradients = (LossGradients(Scores(hidden, weight, bias), ctx.needs_input_grad, of_logits, size),)
         return total
 
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_gradient, weight_gradient, bias_gradient = ctx.gradients
-        ctx.gradients = None  # they are changed in place: a second pass must fail
-        factor = outer[0] / ctx.scale
+        (gradients,), ctx.gradients = ctx.gradients, None  # they are changed in place: a second pass must fail
+        return (*gradients.times(outer[0]), None)
+
+
+class LossGradients:
+    """Gradients of a sum of tokens' losses by states, weight and bias, whichever `needs` says, of the gradients by the
+    logits, float32, which `of_logits` computes for a slice of tokens, `size` of them at once.
+    """
+
+    def __init__(
+        self, scores: Scores, needs: Sequence[bool], of_logits: Callable[[slice], torch.Tensor], size: int
+    ) -> None:
+        hidden, weight, bias = scores
+        of_hidden, of_weight, of_bias = needs[:3]
+        self.dtype, self.scale = hidden.dtype, _FP16_SCALE if hidden.dtype is torch.float16 else 1.0
+        self.of_hidden = torch.empty_like(hidden, dtype=torch.float32) if of_hidden else None
+        self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if weight is not None and of_weight else None
+        self.of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
+        group = size
+        if weight is not None and of_weight:
+            group = max(size, 2 * weight.size(1) // hidden.element_size())
+        for start in range(0, len(hidden), group):
+            stop = min(start + group, len(hidden))
+            gradient = hidden.new_empty(stop - start, scores.vocabulary) if stop - start > size else None
+            for begin in range(start, stop, size):
+                part = slice(begin, min(begin + size, stop))
+                of_part = of_logits(part)
+                if self.of_bias is not None:
+                    self.of_bias += of_part.sum(dim=0)
+                of_part.mul_(self.scale)
+                if gradient is None:
+                    gradient = of_part.to(hidden.dtype)
+                else:
+                    gradient[part.start - start : part.stop - start] = of_part
+            assert gradient is not None
+            if self.of_hidden is not None:
+                self.of_hidden[start:stop] = gradient if weight is None else _product(gradient, weight)
+            if self.of_weight is not None:
+                _add_product(self.of_weight, gradient.t(), hidden[start:stop])
+
+    def times(self, outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of states, weight and bias, in the states' type, times that of the sum; only once."""
         return (
-            _scaled(hidden_gradient, factor, ctx.dtype),
-            _scaled(weight_gradient, factor, ctx.dtype),
-            _scaled(bias_gradient, outer[0], ctx.dtype),
-            None,
+            _scaled(self.of_hidden, outer / self.scale, self.dtype),
+            _scaled(self.of_weight, outer / self.scale, self.dtype),
+            _scaled(self.of_bias, outer, self.dtype),
         )
 
 
@@ -349,7 +429,7 @@ class _ChunkedLosses(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if of_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
-        size = _rows(weight)
+        size = chunk_rows(len(weight))
         for begin in range(0, len(hidden), size):
             states, wanted = hidden[begin : begin + size], targets[begin : begin + size, None]
             gradient = _log_probabilities(states, weight, bias).exp_()
@@ -366,9 +446,9 @@ class _ChunkedLosses(torch.autograd.Function):
         return hidden_gradient, *(None if found is None else found.to(like.dtype) for found, like in whole), None
 
 
-def _rows(weight: torch.Tensor) -> int:
+def chunk_rows(vocabulary: int) -> int:
     """Return the tokens of a chunk."""
-    return max(1, CHUNK_BYTES // (4 * weight.size(0)))
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
 def _log_probabilities(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -515,6 +595,7 @@ def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
         "parallel.pipeline": cfg.parallel.pipeline > 1,
         "compile.enabled": cfg.compile.enabled,
         "preference.loss": cfg.preference.is_on,
+        "task.kind": cfg.task.kind is TaskKind.distill,
     }
     if used := [key for key, is_used in others.items() if is_used]:
         raise ConfigError(

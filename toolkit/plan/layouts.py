@@ -199,6 +199,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
             count=cfg.checkpoint.keep + 1 if cfg.checkpoint.keep else tr("all"),
             export=gib(export_bytes(outline, cfg)),
         ),
+        *_stored_line(cfg),
         _time_line(mine, rates),
         "",
         tr(
@@ -210,6 +211,21 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         advice,
         *_leanest_line(found),
         *(f"  {note}" for note in _unknown(mine, machine, rates)),
+    ]
+
+
+def _stored_line(cfg: RunConfig) -> list[str]:
+    """Return what is stored of a teacher."""
+    top_k = cfg.distill.top_k
+    if not top_k:
+        return []
+    each = 8 * top_k + 4
+    return [
+        tr(
+            "Disk: {bytes} bytes for each trained token that has a teacher (distill.top_k), {gib} GiB per million.",
+            bytes=each,
+            gib=gib(each * 1e6),
+        )
     ]
 
 

@@ -30,6 +30,7 @@ from toolkit.config.schema import (
     LossKernel,
     Packing,
     RunConfig,
+    TaskKind,
     TuningMethod,
     shares_prompts,
 )
@@ -225,6 +226,8 @@ CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once: models/loss.py's constant of this name, as a test checks."""
 _CHUNK_COPIES = 2.5
 """Times that a chunk's bytes are held: logits, probabilities, and their gradient in the model's type."""
+_DISTILLED_PART, _DISTILLED_COPIES = 4, 12.5
+"""Beside a teacher chunks are a fourth (models/distillation.py), and so many times their bytes are held."""
 _ALL_REDUCE = 500_000_000
 """Elements that DeepSpeed flattens at once where ZeRO does not (engine.py, MEMORY_OPT_ALLREDUCE_SIZE, 0.19.8)."""
 WIDTHS = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
@@ -327,6 +330,7 @@ class _Rank:
 
     def memory(self) -> RankMemory:
         stage = _STAGES[self.cfg.zero.stage](self)
+        stage = replace(stage, at_rest=stage.at_rest | self.teacher())
         forward = self.forward(stage)
         moments = [_sum(stage.at_rest, parts) for parts in (forward, forward | stage.first_gradient)]
         moments += [_sum(stage.at_rest, parts) for parts in (stage.backward, stage.update)]
@@ -339,6 +343,8 @@ class _Rank:
                 stage.at_rest, {"gathered": self.weight * self.largest_of_all} if self.cfg.zero.stage == 3 else {}
             ),
         }
+        if self.outline.teacher and self.cfg.distill.top_k:  # it is there and gone before the student
+            device = {"teacher": self.teacher(is_ahead=True), **device}
         host = self.host()
         if not self.on_cpu:
             return RankMemory(device=device, host=host)
@@ -352,6 +358,21 @@ class _Rank:
             loaded["optimizer"] = int(host["optimizer"] * 4 / (4 + self.states))
         device = {phase: _sum(parts, loaded if phase == "load" else host) for phase, parts in device.items()}
         return RankMemory(device=device, host={})
+
+    def teacher(self, is_ahead: bool = False) -> Parts:
+        """Another model that only runs forward: its weights, or under stage 3 a part and the layers that are gathered;
+        its states in front of the output layer.
+        """
+        other = self.outline.teacher
+        if other is None or bool(self.cfg.distill.top_k) != is_ahead:
+            return {}
+        size, zero = other.num_parameters, self.cfg.zero
+        if zero.stage == 3:
+            ahead = max(zero.stage3_prefetch_bucket_size, other.largest_layer())
+            gathered = min(size, min(size, zero.stage3_max_live_parameters) + min(size, ahead))
+            size = gathered + (self.part(size) if zero.offload_param.device is Device.none else 0)
+        layer = 4 * other.sizes["inner"] + 4 * other.sizes["hidden"]
+        return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def weights(self) -> int:
         """Bytes of all weights; QLoRA has those of the layers' matrices in 4 bits, and 1/64 byte of statistics."""
@@ -406,10 +427,12 @@ class _Rank:
             # Logits as they are, in float32, their probabilities, and gradients.
             copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)
             return rows.tokens * (vocab * copies + self.weight * hidden)
-        chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES)
+        is_distilled = self.cfg.task.kind is TaskKind.distill
+        chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES // (_DISTILLED_PART if is_distilled else 1))
+        held = _DISTILLED_COPIES if is_distilled else _CHUNK_COPIES if with_gradients else 2.0
         if not with_gradients:
-            return int(2 * chunk) + self.weight * hidden * rows.tokens
-        inputs = int(_CHUNK_COPIES * chunk) + (self.weight + 4) * hidden * rows.tokens
+            return int(held * chunk) + self.weight * hidden * rows.tokens
+        inputs = int(held * chunk) + (self.weight + 4) * hidden * rows.tokens
         if not self.outline.trains_head:
             return inputs
         matrix, group = 4 * vocab * hidden, 2 * hidden // self.weight
@@ -608,6 +631,10 @@ def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMe
     if cfg.model.init is not Init.random and cfg.zero.stage == 3:
         rows, columns = outline.vocabulary
         weights = width * max(rows * columns, outline.num_parameters // machine.world_size)
+    if outline.teacher:  # which is loaded before the student, or after it
+        size, (rows, columns) = outline.teacher.num_parameters, outline.teacher.vocabulary
+        is_parted = cfg.zero.stage == 3
+        weights = max(weights, width * (max(rows * columns, size // machine.world_size) if is_parted else size))
     loading = always | {"weights": ranks * weights}
     if machine.on_cpu:
         loading["read"] = ranks * memory.device["load"].get("read", 0)

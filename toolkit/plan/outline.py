@@ -24,7 +24,16 @@ from typing import Any
 from toolkit import children
 from toolkit.config.files import conf_folder, read
 from toolkit.config.mesh import check_split, part_shape, split_of
-from toolkit.config.schema import Init, RunConfig, ShapeConfig, TuningConfig, TuningMethod
+from toolkit.config.schema import (
+    Init,
+    RunConfig,
+    ShapeConfig,
+    TaskConfig,
+    TaskKind,
+    TuningConfig,
+    TuningMethod,
+    has_own_teacher,
+)
 from toolkit.disk import write_atomically
 from toolkit.messages import ConfigError, did_you_mean, joined, say, tr
 
@@ -160,6 +169,8 @@ class Outline:
     sizes: Sizes
     targets: frozenset[str] = frozenset()
     """Names of the linear layers that LoRA is added to."""
+    teacher: "Outline | None" = None
+    """Another model that this one is distilled from."""
 
     @property
     def is_v1(self) -> bool:
@@ -376,14 +387,15 @@ def outline_of(cfg: RunConfig, vocab_size: int = 0) -> Outline:
     found = cached_outline(cfg, vocab_size) or tuned(*_measured(cfg, config_of(cfg)), cfg.tuning)
     if not found.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
-    return found
+    other = _teacher(cfg)
+    return replace(found, teacher=outline_of(other)) if other else found
 
 
 def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
     """Return the same; None for a model that no formula knows and that has not been measured yet."""
     model = cfg.model
     if model.init is Init.random:
-        return tuned(*shape_of_random(vocab_size or model.shape.vocab_size, model.shape), cfg.tuning)
+        return _taught(cfg, tuned(*shape_of_random(vocab_size or model.shape.vocab_size, model.shape), cfg.tuning))
     config = config_of(cfg)
     try:
         found = shapes_of_config(config)
@@ -391,7 +403,32 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
         raise ConfigError("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error)) from error
     if found is None and (kept := _cache_of(cfg, config)).is_file():
         found = _read(kept)
-    return found and tuned(*found, cfg.tuning)
+    return _taught(cfg, tuned(*found, cfg.tuning)) if found else None
+
+
+def _taught(cfg: RunConfig, outline: Outline) -> Outline | None:
+    """Return an outline with that of the teacher; None where it has not been measured yet."""
+    if (other := _teacher(cfg)) is None:
+        return outline
+    found = cached_outline(other)
+    return found and replace(outline, teacher=found)
+
+
+def _teacher(cfg: RunConfig) -> RunConfig | None:
+    """Return a config of the teacher, as a model that is trained; None where there is no other model."""
+    if cfg.task.kind is not TaskKind.distill or not cfg.distill.teacher or has_own_teacher(cfg):
+        return None
+    path = cfg.distill.teacher
+    published = published_teachers().get(path, {})
+    model = replace(cfg.model, init=Init.pretrained, path=path, name=path, published=published)
+    return replace(cfg, task=TaskConfig(), model=model, tuning=TuningConfig())
+
+
+@cache
+def published_teachers() -> dict[str, dict[str, Any]]:
+    """Return what config.json of the published models says, by their names on Hugging Face."""
+    groups = [read(path).values for path in sorted((conf_folder() / "model").glob("*.yaml"))]
+    return {group["hub_id"]: group["published"] for group in groups if "published" in group and "hub_id" in group}
 
 
 @cache

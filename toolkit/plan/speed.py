@@ -37,7 +37,14 @@ from toolkit import children
 from toolkit.config.load import to_yaml
 from toolkit.config.mesh import accumulation
 from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import Device, PreferenceLoss, RunConfig, has_reference_in_step
+from toolkit.config.schema import (
+    Device,
+    PreferenceLoss,
+    RunConfig,
+    has_live_teacher,
+    has_own_teacher,
+    has_reference_in_step,
+)
 from toolkit.launch.environment import free_port
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.machine import Machine, this_machine
@@ -133,12 +140,19 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     # Passes without gradients: of the reference, and for KTO as many again of questions with others' answers.
     is_kto, by_reference = cfg.preference.loss is PreferenceLoss.kto, has_reference_in_step(cfg)
     flops += cost.forward.flops(work) * (by_reference + is_kto * (1 + by_reference))
-    is_known = is_countable(outline.shapes)
+    if has_own_teacher(cfg):
+        flops += cost.forward.flops(work)
+    teacher = outline.teacher if has_live_teacher(cfg) else None
+    if teacher:
+        flops += formula(teacher.shapes, teacher.sizes).forward.flops(work)
+    is_known = is_countable(outline.shapes) and (teacher is None or is_countable(teacher.shapes))
     # A pipeline's last stage begins when the first has done as many micro-batches as there are stages before it.
     compute = (times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)
 
     trained = weight * outline.num_trained * (world - 1) / world  # of gradients, and of updated weights
     gathered = gathered_bytes(outline.num_parameters, outline.num_trained, weight, world)
+    if teacher:  # of its forward pass alone
+        gathered += weight * teacher.num_parameters * (world - 1) / world
     sent = (2 * trained, 3 * trained, (times + 1) * trained, times * gathered)[zero.stage]
     collectives = 0 if world == 1 else 3 * size["layers"] * times if zero.stage == 3 else 2 + times  # large buckets
     if zero.stage == 3 and rates.gather:

@@ -408,9 +408,30 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
     return draw_lines
 
 
+def _taught(run: Run) -> list[Drawing]:
+    """Return charts of a distilled run: how far it is from its teacher, and its loss on general samples."""
+    training, validation = tr("training"), tr("validation")
+    points = _points(run, "distill/kl", training)
+    if not points:
+        return []
+    looks = Series(colors={training: BLUE, validation: PALETTE[1]}, dotted=[validation])
+    axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("divergence"), from_zero=True)
+    records = [*points, *_validation(run, "eval_kl", validation)]
+    drawn = [lines(records, axes, looks, name="divergence", title=tr("Divergence from the teacher"))]
+    if general := _validation(run, "eval_general_loss", (names := (tr("general"), tr("all")))[0]):
+        looks = Series(colors=dict(zip(names, (BLUE, PALETTE[1]), strict=True)), dotted=list(names))
+        axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("validation"))
+        records = [*general, *_validation(run, "eval_loss", names[1])]
+        drawn.append(
+            lines(records, axes, looks, name="forgetting", title=tr("What is forgotten: loss on general samples"))
+        )
+    return drawn
+
+
 def _scores(runs: Sequence[Run]) -> list[Drawing]:
     """Return a chart of the answers' metrics, for several runs one of each metric."""
-    left_out = ("eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples")
+    left_out = {"eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples"}
+    left_out.add("eval_general_loss")  # drawn beside the divergence
     found = dict.fromkeys(name for run in runs for row in run.history.evaluations for name in row)
     scores = [name for name in found if name.startswith("eval_") and "/" not in name and name not in left_out]
     shown = {name: name.removeprefix("eval_") for name in scores[: len(PALETTE)]}
@@ -587,6 +608,7 @@ FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
     ("learning", ["learning-rate"], _lines("learning-rate", "lr", format=".1e", from_zero=True)),
     ("learning", ["grad-norm"], _lines("grad-norm", "grad_norm", smooth=True)),
     ("learning", ["answers", *(f"answers-{metric.value}" for metric in Metric)], _scores),
+    ("learning", ["divergence", "forgetting"], _of_one(_taught)),
     ("learning", ["loss-scale"], _lines("loss-scale", "loss_scale", format="~s")),
     ("speed", ["tokens"], _throughput),
     ("speed", ["step-parts"], _of_one(_parts)),

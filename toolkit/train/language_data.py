@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +14,14 @@ from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import Init, Packing, PreferenceLoss, RunConfig, SourceConfig, shares_prompts
+from toolkit.config.schema import Init, Packing, PreferenceLoss, RunConfig, SourceConfig, TaskKind, shares_prompts
 from toolkit.data import sampler, tokenize
 from toolkit.data.loader import Branch, Layout, PlannedRows, build_loader, collate_planned, laid_out
 from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences, share_prompts
 from toolkit.data.preview import sharing_line
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, MismatchedCache, Sample, TokenizedCache
+from toolkit.data.targets import TokenTargets
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
@@ -51,6 +52,8 @@ class LanguageData:
     """What became of the rows of the sources."""
     reference: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """By split, the log-probability of each sample's answer by the reference of pairs, where it is known ahead."""
+    targets: dict[str, TokenTargets] = field(default_factory=dict)
+    """By split, which tokens have a teacher, where that differs, and what it says, where that is stored."""
 
     @property
     def identity(self) -> dict[str, str]:
@@ -136,7 +139,7 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
             sources=sources,
             most=0 if store is train else most,
             pairs=cfg.preference.is_paired,
-            share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps,
+            share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
         )
         is_tree = shares_prompts(cfg) and layout is not Layout.alone
@@ -148,10 +151,28 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
         validation=validation,
         packing=packing,
         layout=layout,
-        train_plan=plan(train, cfg.data.sources),
+        train_plan=plan(train, _shared_out(cfg, train)),
         validation_plan=None if validation is None else plan(validation, []),
         report=report,
     )
+
+
+def has_targets(cfg: RunConfig) -> bool:
+    """Whether something is known of single tokens beside their labels: whether they have a teacher, or what it says."""
+    is_distilled = cfg.task.kind is TaskKind.distill
+    return is_distilled and (bool(cfg.distill.top_k) or not cfg.distill.teacher)
+
+
+def _shared_out(cfg: RunConfig, train: TokenizedCache) -> list[SourceConfig]:
+    """Return the training sources, those marked `general` with the weights that give them their share of an epoch."""
+    sources, share = cfg.data.sources, cfg.distill.general_share
+    if not share:
+        return sources
+    counts = np.bincount(train.sources(), minlength=len(sources)) * [source.weight for source in sources]
+    is_general = np.array([source.general for source in sources])
+    general, others = counts[is_general].sum(), counts[~is_general].sum()
+    factor = float(share / (1 - share) * others / max(general, 1))
+    return [replace(source, weight=source.weight * factor) if source.general else source for source in sources]
 
 
 def build_encoder(cfg: RunConfig) -> chat.AnyChatEncoder:
@@ -287,15 +308,18 @@ def training_batches(
 def _with_columns(
     batches: Iterator[Batch], shares: Iterable[list[int]], prepared: LanguageData, split: str
 ) -> Iterator[Batch]:
-    """Yield batches of shares of a plan's rows with what is known of samples: `reference`, `value`, float32 [B]."""
+    """Yield batches of shares of a plan's rows with what is known of samples: `reference`, `value`, float32 [B]; and of
+    trained tokens: the columns of `TokenTargets`.
+    """
     is_train = split == "train"
     store = prepared.train if is_train else prepared.validation
     plan = prepared.train_plan if is_train else prepared.validation_plan
-    reference = prepared.reference.get(split)
+    reference, targets = prepared.reference.get(split), prepared.targets.get(split)
     assert store is not None and plan is not None
+    is_known = store.has_values or reference is not None or targets is not None
     for rows, batch in zip(shares, batches, strict=True):
-        columns: dict[str, torch.Tensor] = {}
-        samples = [sample for row in rows for sample in plan[row]] if store.has_values or reference is not None else []
+        samples = [sample for row in rows for sample in plan[row]] if is_known else []
+        columns = targets.columns(samples) if targets is not None else {}
         if reference is not None:
             columns["reference"] = torch.from_numpy(reference[samples])
         if (values := store.values(samples)) is not None:
@@ -319,6 +343,26 @@ def answer_batches(
     planned = [rows[share].tolist() for share in shares]
     loader = build_loader(store, plan, planned, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
     return [[sample for row in share for sample in plan[row]] for share in planned], ahead(iter(loader), 2)
+
+
+def sample_batches(
+    cfg: RunConfig, prepared: LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
+) -> tuple[list[list[int]], Iterator[Batch]]:
+    """Return this rank's share of some samples of a split, each on a row of its own: the samples of each micro-batch,
+    and these. As many on every rank; those at the end may be empty.
+    """
+    store = prepared.train if split == "train" else prepared.validation
+    assert store is not None
+    place = mesh_of(cfg, ranks.world_size, ranks.rank)
+    numbers = sample_shares(samples, micro_rows(cfg), place.data_rank, place.data_ranks)
+    everything = PackingPlan(store.num_numbers)
+    loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
+    return numbers, ahead(iter(loader), 2)
+
+
+def sample_shares(samples: NDArray[np.int64], rows: int, rank: int, world_size: int) -> list[list[int]]:
+    """Return a rank's micro-batches of some samples, `rows` at once."""
+    return [samples[share].tolist() for share in sampler.sequential(len(samples), rows, rank, world_size)]
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:

@@ -103,6 +103,7 @@ class Evaluation:
     """Whether the model is partitioned over the ranks."""
     adapter: str = ""
     """Directory of an adapter that was loaded for this; "" in a run."""
+    measure: metrics.Measure = loss.token_losses
 
     def leave_out_too_long(self) -> None:
         """Drop the questions whose answers could become longer than the model's positions; all: a ModelError."""
@@ -140,7 +141,7 @@ class Evaluation:
                     advance(1)
 
             figures = metrics.evaluate_loss(
-                self.model, batches(), prepared.source_names, self.device, self._layout.copies
+                self.model, batches(), prepared.source_names, self.device, self._layout.copies, self.measure
             )
         if not self.questions:
             return figures
@@ -163,7 +164,8 @@ class Evaluation:
     def rehearse(self) -> None:
         """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
         batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
-        metrics.evaluate_loss(self.model, batches, self.prepared.source_names, self.device, self._layout.copies)
+        names, copies = self.prepared.source_names, self._layout.copies
+        metrics.evaluate_loss(self.model, batches, names, self.device, copies, self.measure)
         if not self.questions:
             return
         longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]

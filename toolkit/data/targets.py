@@ -1,0 +1,128 @@
+"""What is known of trained tokens beside their labels: which have a teacher, and what that was found to say of them.
+
+What a teacher says is kept in a directory: a file for each rank that computed a part, tokens one after another, K ids
+(int32) and K + 1 log-probabilities (float32, the last of all other tokens together) each; parts.npy and begins.npy
+[samples] say in which file and from which token on a sample's are; manifest.json is written last.
+"""
+
+import json
+import os
+import shutil
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from toolkit.data.store import MANIFEST, TokenizedCache
+from toolkit.disk import flush
+from toolkit.errors import reading
+from toolkit.messages import DataError, tr
+
+PARTS, BEGINS = "parts.npy", "begins.npy"
+
+
+class TokenTargets:
+    """Of a split's samples, which have a teacher, and where what it says is stored. `is_taught`: bool [samples]."""
+
+    def __init__(self, store: TokenizedCache, is_taught: NDArray[np.bool_]) -> None:
+        self.is_taught, self.counts, self._lengths = is_taught, store.predicted_counts(), store.lengths()
+        self.folder: Path | None = None
+
+    def samples(self, members: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those of some samples that have a teacher and tokens, the longest first."""
+        chosen = members[self.is_taught[members] & (self.counts[members] > 0)]
+        return chosen[np.argsort(-self._lengths[chosen], kind="stable")]
+
+    def open(self, folder: Path) -> None:
+        """Read from a directory what a teacher says."""
+        with reading(folder / MANIFEST, DataError):
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        self.folder, self.top_k = folder, int(manifest["top_k"])
+        self._parts, self._begins = (np.load(folder / name, mmap_mode="r") for name in (PARTS, BEGINS))
+        self._files = [os.open(folder / f"{part}.bin", os.O_RDONLY) for part in range(manifest["parts"])]
+        for file in self._files:
+            weakref.finalize(self, os.close, file)
+
+    def columns(self, samples: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return of the trained tokens of some samples, one after another, `taught`, bool [T]; and of those that are,
+        where it is stored, `teacher_ids` int32 [N, K] and `teacher_logs` float32 [N, K + 1].
+        """
+        numbers = np.asarray(samples, np.int64)
+        columns = {"taught": torch.from_numpy(np.repeat(self.is_taught[numbers], self.counts[numbers]))}
+        if self.folder is None:
+            return columns
+        record = _record(self.top_k)
+        mine = numbers[self.is_taught[numbers] & (self.counts[numbers] > 0)]
+        found = [self._read(int(sample), record) for sample in mine]
+        whole = np.concatenate(found) if found else np.empty(0, record)
+        return columns | {
+            "teacher_ids": torch.from_numpy(np.ascontiguousarray(whole["ids"])),
+            "teacher_logs": torch.from_numpy(np.ascontiguousarray(whole["logs"])),
+        }
+
+    def _read(self, sample: int, record: np.dtype[Any]) -> NDArray[Any]:
+        part, size = int(self._parts[sample]), int(self.counts[sample]) * record.itemsize
+        assert self.folder is not None
+        with reading(self.folder / f"{part}.bin", DataError):
+            content = os.pread(self._files[part], size, int(self._begins[sample]) * record.itemsize)
+            if len(content) < size:
+                raise OSError(tr("it is shorter than when it was written"))
+        return np.frombuffer(content, record)
+
+
+class TargetWriter:
+    """Writes the file of one rank, whose samples come in the order of its share."""
+
+    def __init__(self, folder: Path, part: int, top_k: int) -> None:
+        self.record = _record(top_k)
+        self._file: IO[bytes] = open(folder / f"{part}.bin", "wb")
+
+    def append(self, ids: torch.Tensor, logs: torch.Tensor) -> None:
+        """Add tokens: ids [N, K] and log-probabilities [N, K + 1]."""
+        whole = np.empty(len(ids), self.record)
+        whole["ids"], whole["logs"] = ids.cpu().numpy(), logs.cpu().numpy()
+        self._file.write(whole.tobytes())
+
+    def close(self) -> None:
+        """Write what is left, onto the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def record_bytes(top_k: int) -> int:
+    """Return the bytes of what is stored of a token."""
+    return _record(top_k).itemsize
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether what a teacher says is there as a whole."""
+    return (folder / MANIFEST).is_file()
+
+
+def publish(
+    building: Path, folder: Path, shares: Sequence[NDArray[np.int64]], targets: TokenTargets, top_k: int
+) -> None:
+    """Write the index of finished parts, whose samples `shares` lists, and give the directory its name."""
+    parts, begins = np.zeros(len(targets.counts), np.uint16), np.zeros(len(targets.counts), np.int64)
+    for part, share in enumerate(shares):
+        parts[share] = part
+        begins[share] = np.cumsum(targets.counts[share]) - targets.counts[share]
+    np.save(building / PARTS, parts)
+    np.save(building / BEGINS, begins)
+    manifest = {"top_k": top_k, "parts": len(shares), "tokens": int(sum(targets.counts[one].sum() for one in shares))}
+    (building / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    for path in [*building.iterdir(), building]:
+        flush(path)
+    if is_complete(folder):  # another run was faster
+        shutil.rmtree(building)
+    else:
+        building.rename(folder)
+
+
+def _record(top_k: int) -> np.dtype[Any]:
+    return np.dtype([("ids", np.int32, (top_k,)), ("logs", np.float32, (top_k + 1,))])

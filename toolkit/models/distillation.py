@@ -1,0 +1,171 @@
+"""Losses of a student that learns from a teacher's distributions, a chunk of tokens at a time: no [T, V] is kept.
+
+T tokens, V vocabulary, p and q the distributions of teacher and student at a token, softmax(logits / temperature). The
+loss of a token is (1 - weight) x its label's cross entropy + weight x temperature^2 x the divergence:
+
+- forward_kl: sum p (log p - log q), equation 1 of Hinton et al. 2015, https://arxiv.org/abs/1503.02531 (where the cross
+  entropy stands, which differs by a constant); temperature^2 as its section 2 says.
+- reverse_kl: sum q (log q - log p), as in MiniLLM, Gu et al. 2023, https://arxiv.org/abs/2306.08543.
+- jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, equation 1 of Agarwal et al. 2023 (GKD),
+  https://arxiv.org/abs/2306.13649.
+
+Of a teacher that was stored, p and q are distributions over its K likeliest tokens and one more place that holds all
+others together: at temperature 1 their divergence is at most that over the vocabulary (grouping loses information), and
+the same where K is V. Another temperature is applied to these K + 1 masses.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from toolkit.config.schema import DistillConfig, DistillLoss
+from toolkit.models.loss import LossGradients, Scores, chunk_rows
+
+_COPIES = 4
+"""By how much chunks are smaller than those of the cross entropy: there are logits, logarithms and probabilities of two
+models at once, 12 times a chunk's bytes (measured), which plan/memory.py counts.
+"""
+
+
+class StoredScores(NamedTuple):
+    """What a teacher was found to say of some tokens."""
+
+    ids: torch.Tensor
+    """Its likeliest tokens, int64 [T, K]."""
+    logs: torch.Tensor
+    """Their log-probabilities at temperature 1, and of all others together, float32 [T, K + 1]."""
+
+
+class Distilled(NamedTuple):
+    """What some tokens give, float32."""
+
+    loss: torch.Tensor
+    """Sum of their losses, with gradients."""
+    cross_entropies: torch.Tensor
+    """Of each label, nats, [T]."""
+    divergences: torch.Tensor
+    """Of each token that has a teacher, nats, [N]."""
+
+
+def distilled(
+    student: Scores, targets: torch.Tensor, teacher: Scores | StoredScores, vocabulary: int, config: DistillConfig
+) -> Distilled:
+    """Return the losses of tokens of which the first N have a teacher; the others are trained on their labels alone.
+
+    Logits behind `vocabulary`, by which embeddings are padded, are in no divergence. Once differentiable in what the
+    student's scores hold.
+    """
+    if not torch.is_grad_enabled():
+        weight, bias = (one if one is None else one.detach() for one in student[1:])
+        student = Scores(student.states.detach(), weight, bias)
+    return Distilled(*_Distilled.apply(*student, targets, teacher, vocabulary, config))
+
+
+def store(scores: Scores, vocabulary: int, count: int) -> StoredScores:
+    """Return the `count` likeliest tokens of each, with their log-probabilities and that of all others together."""
+    states, size = scores.states, chunk_rows(vocabulary)
+    ids, logs = [states.new_zeros(0, count, dtype=torch.int64)], [states.new_zeros(0, count + 1, dtype=torch.float32)]
+    for begin in range(0, len(states), size):
+        of_all = scores.logits(slice(begin, begin + size))[:, :vocabulary].log_softmax(1)
+        ids.append(of_all.topk(count, dim=1).indices)
+        logs.append(_grouped(of_all, ids[-1]))
+    return StoredScores(torch.cat(ids), torch.cat(logs))
+
+
+class _Distilled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        teacher: Scores | StoredScores,
+        vocabulary: int,
+        config: DistillConfig,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        student, taught = Scores(states, weight, bias), len(teacher[0])
+        total = states.new_zeros((), dtype=torch.float32)
+        labels = states.new_empty(len(states), dtype=torch.float32)
+        divergences = states.new_empty(taught, dtype=torch.float32)
+
+        def of_logits(part: slice) -> torch.Tensor:
+            """Note the losses of some tokens; return their gradients by the logits."""
+            logits, wanted = student.logits(part), targets[part, None]
+            gradient = logits.log_softmax(1)
+            labels[part] = -gradient.gather(1, wanted)[:, 0]
+            gradient.exp_()
+            gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
+            mine = slice(part.start, min(part.stop, taught))
+            count = max(0, mine.stop - mine.start)
+            if not count:
+                total.add_(labels[part].sum())
+                return gradient
+            found, of_divergence = _compare(logits[:count, :vocabulary], teacher, mine, config)
+            divergences[mine] = found
+            share = config.weight
+            total.add_((1 - share) * labels[mine].sum() + labels[part][count:].sum())
+            total.add_(share * config.temperature**2 * found.sum())
+            gradient[:count] *= 1 - share
+            gradient[:count, :vocabulary].add_(of_divergence, alpha=share * config.temperature)
+            return gradient
+
+        needs, size = ctx.needs_input_grad, chunk_rows(_COPIES * student.vocabulary)
+        if any(needs):
+            ctx.gradients = (LossGradients(student, needs, of_logits, size),)
+        else:
+            for begin in range(0, len(states), size):
+                of_logits(slice(begin, min(begin + size, len(states))))
+        ctx.mark_non_differentiable(labels, divergences)
+        return total, labels, divergences
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradients,), ctx.gradients = ctx.gradients, None  # they are changed in place: a second pass must fail
+        return (*gradients.times(outer[0]), None, None, None, None)
+
+
+def _compare(
+    logits: torch.Tensor, teacher: Scores | StoredScores, part: slice, config: DistillConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return divergences [n] and, times the temperature, their gradients by the student's logits, float32 [n, V]."""
+    if isinstance(teacher, Scores):
+        log_p = (teacher.logits(part)[:, : logits.size(1)] / config.temperature).log_softmax(1)
+        return divergence(log_p, (logits / config.temperature).log_softmax(1), config)
+    ids = teacher.ids[part]
+    masses = _grouped(logits, ids)
+    log_p = (teacher.logs[part] / config.temperature).log_softmax(1)
+    found, of_masses = divergence(log_p, (masses / config.temperature).log_softmax(1), config)
+    # Of the logits that are grouped each has its share in the group.
+    gradient = (logits - masses[:, -1:]).exp_().mul_(of_masses[:, -1:])
+    return found, gradient.scatter_(1, ids, of_masses[:, :-1])
+
+
+def _grouped(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return logits [n, V] of some tokens [n, K], and what stands for all others together, [n, K + 1]."""
+    rest = logits.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True)
+    return torch.cat((logits.gather(1, ids), rest), dim=1)
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the divergence of distributions [n, K], as logarithms, and its gradient by the logits of q [n, K]."""
+    p, q = log_p.exp(), log_q.exp()
+    if config.loss is DistillLoss.forward_kl:
+        return _times(p, log_p - log_q).sum(1), q - p
+    share = 1.0
+    log_m = log_p
+    if config.loss is DistillLoss.jsd:
+        share = 1 - config.beta
+        log_m = torch.logaddexp(log_p + math.log(config.beta), log_q + math.log(share))
+    parts = share * _times(q, log_q - log_m)
+    of_q = parts.sum(1, keepdim=True)
+    found = of_q[:, 0]
+    if config.loss is DistillLoss.jsd:
+        found = found + config.beta * _times(p, log_p - log_m).sum(1)
+    return found, parts - q * of_q
+
+
+def _times(masses: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return products, 0 where there is no mass, whatever the value."""
+    return torch.where(masses > 0, masses * values, 0.0)

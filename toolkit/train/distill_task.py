@@ -1,0 +1,252 @@
+"""Distillation: trained tokens learn a teacher's distribution beside their labels (models/distillation.py).
+
+The teacher is another model, live or stored ahead (train/teacher.py), and teaches every trained token; or it is the
+model as it was before training, and teaches the samples of sources that are marked `general`: what it says of them is
+not to be forgotten. With a new LoRA that is the model without its adapter, so there is no second model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import DeepSpeedEngine
+
+from toolkit.config.schema import RunConfig, has_live_teacher, has_own_teacher
+from toolkit.data import sampler
+from toolkit.distributed import process_group
+from toolkit.engine.ds_config import DsConfig
+from toolkit.engine.parameters import is_partitioned
+from toolkit.launch.environment import Ranks
+from toolkit.messages import DataError, say, tr
+from toolkit.models import loss
+from toolkit.models.adapters import without_adapter
+from toolkit.models.distillation import Distilled, StoredScores, distilled
+from toolkit.models.loss import Scores
+from toolkit.models.probe import evaluating
+from toolkit.models.weights import full_params
+from toolkit.train import language_data, run_dir, teacher
+from toolkit.train.language_task import LanguageTask
+from toolkit.train.task import FitResult, RunContext
+
+KL, CE = "distill/kl", "distill/ce"
+EVAL_KL, EVAL_GENERAL = "eval_kl", "eval_general_loss"
+
+
+class DistillTask(LanguageTask):
+    """Trains a causal language model on labels and on what a teacher says of them."""
+
+    teacher: Any = None
+    """Another model, or its engine, that computes with each step."""
+
+    def __init__(self) -> None:
+        self._figures = self._zeros()
+        self._evaluated = torch.zeros(4, dtype=torch.float64)
+
+    @staticmethod
+    def _zeros() -> dict[str, torch.Tensor]:
+        return {name: torch.zeros(2) for name in (KL, CE)}
+
+    # Data
+
+    def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
+        """Open the tokenized caches; a teacher of another tokenizer is an error before any weights are loaded."""
+        super().load_data(cfg, ranks)
+        if cfg.distill.teacher:
+            teacher.check_teacher(cfg, self.data.tokenizer)
+        else:
+            self._tell_general(cfg)
+
+    def _tell_general(self, cfg: RunConfig) -> None:
+        data = self.data
+        marked = teacher.general_of(cfg, data.train)
+        taken = marked if data.train_plan.members is None else marked[np.asarray(data.train_plan.members)]
+        if not taken.any() or taken.all():
+            raise DataError(
+                "{count} of {all} training samples come from sources marked general: there must be some, and others.",
+                count=int(taken.sum()),
+                all=len(taken),
+            )
+        say(
+            "{share} of the samples of an epoch are general: on them the model keeps the distribution that it has "
+            "before training.",
+            share=f"{taken.mean():.0%}",
+        )
+
+    def settle(self, cfg: RunConfig) -> None:
+        """Take the settled config; which samples are general is part of the data that a run learns from."""
+        super().settle(cfg)
+        marks = "".join(str(int(source.general)) for source in cfg.data.sources)
+        self.identity = {**self.identity, **({"general": marks} if "1" in marks else {})}
+        if language_data.has_targets(cfg) and not self.data.targets:
+            self.data = replace(self.data, targets=teacher.token_targets(cfg, self.data))
+
+    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
+        self._figures = self._zeros()  # without those of a dry run that failed
+        return super().batches(position, num_steps)
+
+    # Model
+
+    def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
+        """Store what a teacher says, or load it, and build the engine. No checkpoint is loaded yet. A collective."""
+        cfg, is_ahead = self.cfg, bool(self.cfg.distill.top_k)
+        if is_ahead and cfg.distill.teacher:
+            self._store(source.folder, lambda: teacher.load_teacher(cfg, self.data, ds.values))
+            if self.teacher is not None:
+                teacher.release(self.teacher)
+                self.teacher = None
+        engine = super().build(ds, source)
+        if is_ahead and not cfg.distill.teacher:
+            self._store(source.folder, lambda: engine)
+            self.teacher = None
+        if has_live_teacher(cfg) and self.teacher is None:
+            self.teacher = teacher.load_teacher(cfg, self.data, ds.values)
+        return engine
+
+    def _store(self, folder: Path, load: Callable[[], Any]) -> None:
+
+        def get() -> Any:
+            self.teacher = load()
+            return self.teacher
+
+        found = teacher.stored_targets(self.cfg, self.data, self.ranks, folder, get)
+        self.data = replace(self.data, targets=found)
+
+    def prepare_evaluation(self, run: RunContext) -> None:
+        """Let evaluations measure the divergence too, in the same passes."""
+        super().prepare_evaluation(run)
+        if self.evaluation is not None:
+            self.evaluation.prepared, self.evaluation.measure = self.data, self._measure
+
+    # Dry run
+
+    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
+        batch, name = super().longest_batch(position)
+        return self._with_any_target(batch), name
+
+    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
+        return self._with_any_target(super().larger_batch(rows, share))
+
+    def _with_any_target(self, batch: language_data.Batch) -> language_data.Batch:
+        """Return a micro-batch all of whose tokens have a teacher that says something."""
+        count, top_k = loss.num_trained_tokens(batch), min(self.cfg.distill.top_k, len(self.data.tokenizer))
+        if not self.data.targets:
+            return batch
+        columns = {"taught": torch.ones(count, dtype=torch.bool)}
+        if top_k:
+            columns["teacher_ids"] = torch.arange(top_k, dtype=torch.int32).repeat(count, 1)
+            columns["teacher_logs"] = torch.zeros(count, top_k + 1).log_softmax(1)
+        return {**batch, **columns}
+
+    # Steps
+
+    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+        """Return the sum of the losses of trained tokens, and add up their two parts."""
+        total, found, _ = self._distil(engine, batch)
+        for name, values in ((KL, found.divergences), (CE, found.cross_entropies)):
+            pair = torch.stack((values.sum(), values.new_tensor(len(values))))
+            self._figures[name] = self._figures[name].to(pair) + pair
+        return total
+
+    def take_figures(self) -> dict[str, torch.Tensor]:
+        taken, self._figures = self._figures, self._zeros()
+        return taken
+
+    def _distil(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
+        """Return the sum of a micro-batch's losses, with gradients, what it is made of, and the places of its tokens:
+        those that have a teacher come first.
+        """
+        given = loss.on_device(engine, batch)
+        places, wanted = given["places"], given["targets"]
+        count = len(places)
+        if "taught" in batch:
+            taught = batch["taught"].cpu()
+            order = torch.cat((taught.nonzero()[:, 0], (~taught).nonzero()[:, 0])).to(places.device)
+            places, wanted, count = places[order], wanted[order], int(taught.sum())
+        whose = self._scores(engine, batch, given, places[:count])
+        vocabulary = len(self.data.tokenizer)
+        found: list[Distilled] = []
+
+        def compute(student: Scores) -> torch.Tensor:
+            apart = isinstance(whose, Scores) and whose.weight is not student.weight
+            with full_params([one for one in whose[1:] if one is not None] if apart else []):
+                found.append(distilled(student, wanted, whose, vocabulary, self.cfg.distill))
+            return found[0].loss
+
+        total = loss.loss_head(engine).total(engine, given, places, compute)
+        return total, found[0], places
+
+    def _scores(
+        self, engine: Any, batch: language_data.Batch, given: language_data.Batch, places: torch.Tensor
+    ) -> Scores | StoredScores:
+        """Return what the teacher says of the tokens at some places, without gradients."""
+        if "teacher_ids" in given:
+            return StoredScores(given["teacher_ids"].long(), given["teacher_logs"])
+        if has_own_teacher(self.cfg):
+            if not len(places) and not is_partitioned(engine):
+                return Scores(torch.zeros(0, len(self.data.tokenizer), device=places.device))
+            with evaluating(engine), without_adapter(engine.module):
+                return loss.loss_head(engine).scores(engine, given, places)
+        with evaluating(self.teacher):
+            return loss.loss_head(self.teacher).scores(self.teacher, loss.on_device(self.teacher, given), places)
+
+    # Evaluation
+
+    def _measure(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+        """Return the cross entropies of a micro-batch's tokens, at the positions before them; add up divergences, and
+        the cross entropies of general samples.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            _, found, places = self._distil(engine, batch)
+        labels = found.cross_entropies
+        everywhere = labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, places - 1, labels)
+        general = labels[: 0 if self.cfg.distill.teacher else len(found.divergences)]
+        for place, values in ((0, found.divergences), (2, general)):
+            self._evaluated[place] += float(values.double().sum())
+            self._evaluated[place + 1] += len(values)
+        return everywhere.view(batch["input_ids"].shape)
+
+    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+        """Evaluate as a language model, and how far the model is from its teacher."""
+        self._evaluated.zero_()
+        figures = super().evaluate(run, step, alive)
+        apart, count, general, tokens = process_group.sum_over_ranks(self._evaluated, run.engine.device).tolist()
+        if count:
+            figures[EVAL_KL] = apart / count
+        if tokens:
+            figures[EVAL_GENERAL] = general / tokens
+        return figures
+
+    # End
+
+    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+        """Return also how far the model was from its teacher before and after, and what it forgot."""
+        known, summary = result.state.evaluations, super().summary(run, result)
+        for name in (EVAL_KL, EVAL_GENERAL):
+            if known and name in known[0] and name in known[-1]:
+                summary |= {f"first_{name}": known[0][name], f"last_{name}": known[-1][name]}
+        return summary
+
+    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        plain = {name: value for name, value in summary.items() if not name.endswith(EVAL_GENERAL)}
+        lines = super().end_lines(plain)
+        ends = {name: f"{summary[f'last_{name}']:.4f}" for name in (EVAL_KL, EVAL_GENERAL) if f"last_{name}" in summary}
+        if EVAL_GENERAL in ends:
+            before, after = summary[f"first_{EVAL_GENERAL}"], summary[f"last_{EVAL_GENERAL}"]
+            lines.append(
+                tr(
+                    "General validation samples: loss {before} -> {after} nats/token, {kl} nats/token from the model "
+                    "before training.",
+                    before=f"{before:.3f}",
+                    after=f"{after:.3f}",
+                    kl=ends[EVAL_KL],
+                )
+            )
+        elif EVAL_KL in ends:
+            first = f"{summary[f'first_{EVAL_KL}']:.4f}"
+            lines.append(
+                tr("Divergence from the teacher {first} -> {last} nats/token.", first=first, last=ends[EVAL_KL])
+            )
+        return lines
