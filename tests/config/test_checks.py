@@ -83,8 +83,8 @@ REFUSED = {
         "first step unless an adapter is trained. Store what it says: distill.top_k=64. Or use tuning=lora."
     ),
     "task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] preference=dpo": (
-        "preference.loss = sigmoid is not supported with task.kind = distill: each is a loss of its own. Use "
-        "preference=none."
+        "preference.loss = sigmoid and task.kind = distill do not go together: a preference loss trains a language "
+        "model. Use preference=none, or task=language."
     ),
     "data.sources=[{path:b},{path:a,general:true}]": (
         "data.sources[1].general has an effect with task=distill and no distill.teacher only. Remove it."

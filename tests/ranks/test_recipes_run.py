@@ -13,7 +13,7 @@ from toolkit.config.preflight import _has_fp16
 # QLoRA's weights in 4 bits are bitsandbytes' kernels for NVIDIA GPUs.
 NEEDS_GPU = {"fp16", "chatglm3_qlora"}
 # They learn from pairs of answers.
-PAIRS = {"chatglm3_dpo_lora", "qwen3_dpo"}
+PAIRS = {"chatglm3_dpo_lora", "qwen3_dpo", "qwen3_reward_lora"}
 # It has no teacher of the tiny tokenizer: the model before training is its own, on rows that are marked as general.
 TAUGHT = {"qwen3_distill"}
 # Their samples are longer than the positions of glm_tiny.

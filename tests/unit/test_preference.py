@@ -14,7 +14,16 @@ import transformers
 from tests.unit.data_tools import ByteEncoder, run_config, text_of, write_rows
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
-from toolkit.config.schema import Packing, PreferenceConfig, PreferenceLoss, RowFormat, SourceConfig, TooLong, TrainOn
+from toolkit.config.schema import (
+    Packing,
+    PreferenceConfig,
+    PreferenceLoss,
+    RowFormat,
+    RunConfig,
+    SourceConfig,
+    TooLong,
+    TrainOn,
+)
 from toolkit.data import preview
 from toolkit.data.formats import LabelReader, PairReader
 from toolkit.data.packing import PackingPlan, plan_sequences, share_prompts
@@ -304,8 +313,8 @@ def test_a_question_meets_the_answer_before_it(tmp_path: Path) -> None:
             assert (ids == cache[place][0]).all() and (trained == cache[place][1]).all()
             before = text_of(cache[(place or size) - 1][0][cache[(place or size) - 1][1]])
             label = "a bad answer" if lines[0] % 2 == 0 else "a good answer"
-            assert preview._label(mismatched, place) == f", {label}"
-            assert "with another sample's answer" in preview._label(mismatched, size + place)
+            assert preview._label(RunConfig(), mismatched, place) == f", {label}"
+            assert "with another sample's answer" in preview._label(RunConfig(), mismatched, size + place)
             asked = text_of(ids[~trained])
             assert text_of(others) == (asked + before)[:14]
             assert text_of(others[covered]) == before[: 14 - len(asked)]

@@ -56,6 +56,13 @@ def _checked(words: list[str], world_size: int) -> tuple[Arguments, Path]:
                 tr("toolkit eval does not support preference pairs: use preference=none, with conversations as data.")
             )
         )
+    if not cfg.task.is_language:
+        problems.add(
+            ConfigError(
+                "toolkit eval does not support task={kind}: a run evaluates itself, see eval_ in its metrics.jsonl.",
+                kind=cfg.task.kind.value,
+            )
+        )
     if not (cfg.data.validation or cfg.data.validation_fraction):
         problems.add(ConfigError(tr("there is nothing to evaluate: set data.validation or data.validation_fraction.")))
     file = problems.attempt(_output, cfg, arguments.values.get("output", ""))

@@ -31,7 +31,16 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from toolkit.config import files
 from toolkit.config.files import YamlDocument, known_recipes
-from toolkit.config.schema import RowFormat, RunConfig, TrainOn, TuningMethod, as_text, get_value, set_leaf
+from toolkit.config.schema import (
+    RowFormat,
+    RunConfig,
+    TrainOn,
+    TuningMethod,
+    as_text,
+    get_value,
+    set_leaf,
+    wanted_format,
+)
 from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
 from toolkit.errors import Problems
 from toolkit.messages import ConfigError, did_you_mean, filled, joined, tr
@@ -176,13 +185,14 @@ def _follow(loaded: LoadedConfig) -> None:
     if "optim.lr" not in loaded.where and cfg.optim.lr != rate:
         cfg.optim.lr = rate
         loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
-    if not cfg.preference.is_on:
+    wanted = wanted_format(cfg)
+    if wanted is None:
         return
     if cfg.data.train_on is TrainOn.auto:
         cfg.data.train_on = TrainOn.last
     for source in (*cfg.data.sources, *cfg.data.validation):
-        if source.format is RowFormat.auto:
-            source.format = cfg.preference.row_format
+        if source.format is RowFormat.auto or (source.format, wanted) == (RowFormat.preference, RowFormat.reward):
+            source.format = wanted
 
 
 def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:

@@ -205,14 +205,22 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Rows of preferences need a loss of such rows, and the other way round."""
-    data, preference = loaded.cfg.data, loaded.cfg.preference
-    known = (schema.RowFormat.preference, schema.RowFormat.labeled)
+    data, preference, wanted = loaded.cfg.data, loaded.cfg.preference, schema.wanted_format(loaded.cfg)
+    of_pairs = (schema.RowFormat.preference, schema.RowFormat.labeled, schema.RowFormat.reward)
     for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for number, source in enumerate(sources):
-            if source.format is preference.row_format if preference.is_on else source.format not in known:
+            if source.format is wanted if wanted else source.format not in of_pairs:
                 continue
             place = f"{key}[{number}].format"
-            if preference.is_on:
+            if wanted and not preference.is_on:
+                sentence = tr(
+                    "{place} = {format} is not the format that task={kind} reads ({wanted}). Leave the format out.",
+                    place=place,
+                    format=source.format.value,
+                    kind=loaded.cfg.task.kind.value,
+                    wanted=wanted.value,
+                )
+            elif preference.is_on:
                 sentence = tr(
                     "{place} = {format} is not the format that preference.loss = {loss} reads ({wanted}). Leave the "
                     "format out, or use preference=none.",
@@ -221,6 +229,8 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
                     loss=preference.loss.value,
                     wanted=preference.row_format.value,
                 )
+            elif source.format is schema.RowFormat.reward:
+                sentence = tr("{place} = {format} needs task={format}.", place=place, format=source.format.value)
             else:
                 sentence = tr(
                     "{place} = {format} needs a preference loss, for example preference={loss}.",
@@ -324,7 +334,7 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     known = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
-    known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + loaded.cfg.preference.is_paired]
+    known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + schema.has_pairs(loaded.cfg)]
     if evaluate.keep_best and evaluate.keep_best not in known:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
         yield loaded.error(

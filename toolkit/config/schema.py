@@ -72,6 +72,7 @@ class TaskKind(str, Enum):
 
     language = "language"
     distill = "distill"
+    reward = "reward"
 
 
 class RowFormat(str, Enum):
@@ -88,6 +89,7 @@ class RowFormat(str, Enum):
     docstrings = "docstrings"
     preference = "preference"
     labeled = "labeled"
+    reward = "reward"
 
 
 _ASKED = ("prompt", "response", "instruction", "input", "output", "query", "history", "system", "tools")
@@ -103,6 +105,10 @@ ROW_FIELDS = {
     RowFormat.preference: (
         *(*_ASKED, *_LISTED, "chosen", "rejected"),
         *("chosen_messages", "rejected_messages", "rejected_response"),
+    ),
+    RowFormat.reward: (
+        *(*_ASKED, *_LISTED, "chosen", "rejected"),
+        *("chosen_messages", "rejected_messages", "rejected_response", "margin"),
     ),
     RowFormat.labeled: (*_ASKED, *_LISTED, "completion", "label", "kto_tag"),
 }
@@ -472,7 +478,7 @@ class SourceConfig:
     split: str = "train"
     """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); auto means these with `preference.loss`. Each also takes system and tools."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin (docs/reward.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     general: bool = False
@@ -648,7 +654,14 @@ class TaskConfig:
     """`task`: what the model learns."""
 
     kind: TaskKind = TaskKind.language
-    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md)."""
+    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md); reward: a reward model, which gives the chosen answer of a pair a higher score than the rejected one (docs/reward.md). The data are pairs then, and `batch` counts pairs."""
+    center: NonNegativeFloat = 0.0
+    """reward: weight of (score of the chosen answer + score of the rejected one)^2, which keeps the scores around 0; 0 leaves them free."""
+
+    @property
+    def is_language(self) -> bool:
+        """Whether the model learns to write."""
+        return self.kind is not TaskKind.reward
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1330,9 +1343,21 @@ class RunConfig:
     """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are rejected."""
 
 
+def has_pairs(cfg: RunConfig) -> bool:
+    """Whether samples come in pairs: a chosen and a rejected answer."""
+    return cfg.preference.is_paired or cfg.task.kind is TaskKind.reward
+
+
+def wanted_format(cfg: RunConfig) -> RowFormat | None:
+    """Return the format of rows that the task needs; None where rows are conversations and texts."""
+    if cfg.task.kind is TaskKind.reward:
+        return RowFormat.reward
+    return cfg.preference.row_format if cfg.preference.is_on else None
+
+
 def data_unit(cfg: RunConfig) -> tuple[str, int]:
     """Return what the data are counted in, and of how many tokenized samples one is."""
-    if cfg.preference.is_paired:
+    if has_pairs(cfg):
         return "pairs", 2
     return "answers" if cfg.preference.is_on else "samples", 1
 

@@ -4,6 +4,7 @@ counted if they are metadata, and an error if they hold text, lest it vanish.
 
 import difflib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ class Conversation:
     messages: list[Message]
     tools: list[Any] | None = None
     value: float | None = None
-    """What the row says of its answer: 1 good, 0 bad."""
+    """What the row says of its answer: 1 good, 0 bad; of a pair the margin."""
 
     @property
     def is_text(self) -> bool:
@@ -103,12 +104,15 @@ _LIST_FIELDS = {
 }
 _PREFERENCE = frozenset({"chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response"})
 """Columns of data for DPO and its like."""
-_MARKS = _PREFERENCE | {"completion", "label", "kto_tag"}
-"""These, and those of data for KTO."""
+_MARKS = _PREFERENCE | {"completion", "label", "kto_tag", "margin"}
+"""These, and those of data for KTO and reward models."""
 
 
 class RowReader:
     """Turns a source's rows into conversations. `columns`: format's name -> file's; `answered`: an answer is due."""
+
+    gives_pairs = False
+    """Whether a row becomes two samples that are used together or not at all."""
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
         self.row_format, self.answered = row_format, answered
@@ -320,7 +324,7 @@ class PairReader:
     before is read as one of the other formats; an answer is a text, a message or a list of messages.
     """
 
-    row_format = RowFormat.preference
+    row_format, gives_pairs = RowFormat.preference, True
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = columns
@@ -411,6 +415,26 @@ class PairReader:
         return ""
 
 
+class MarginReader(PairReader):
+    """Turns rows of `RowFormat.reward` into the same two conversations, whose value is the row's `margin`, 0 without
+    one: by how much the chosen answer's score is to be higher at least.
+    """
+
+    row_format = RowFormat.reward
+
+    def read_all(self, row: object) -> list[Conversation]:
+        """Return the two conversations; a RowError as `RowReader`."""
+        mapping, key = as_object(row), self.names["margin"]
+        margin = mapping.get(key)
+        try:
+            value = 0.0 if margin in (None, "") else float(margin)
+            if isinstance(margin, bool) or not math.isfinite(value):
+                raise ValueError
+        except (ValueError, TypeError):
+            raise RowError("'{key}' is {kind}, not a number", key=key, kind=_kind(margin)) from None
+        return [replace(one, value=value) for one in super().read_all(row)]
+
+
 _LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 
 
@@ -419,7 +443,7 @@ class LabelReader(PairReader):
     `completion`, as TRL has it, or a conversation of one of the other formats; `label`, or LLaMA-Factory's `kto_tag`.
     """
 
-    row_format = RowFormat.labeled
+    row_format, gives_pairs = RowFormat.labeled, False
 
     def read_all(self, row: object) -> list[Conversation]:
         """Return the conversation; a RowError as `RowReader`."""
@@ -444,7 +468,7 @@ def _unmarked(conversation: Conversation) -> list[Message]:
 
 def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader | PairReader:
     """Return the reader of a format's rows."""
-    readers = {RowFormat.preference: PairReader, RowFormat.labeled: LabelReader}
+    readers = {RowFormat.preference: PairReader, RowFormat.labeled: LabelReader, RowFormat.reward: MarginReader}
     return readers[row_format](columns) if row_format in readers else RowReader(row_format, columns)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import micro_rows, with_micro_batch
-from toolkit.config.schema import Packing, RunConfig, data_unit
+from toolkit.config.schema import Packing, RunConfig, TaskKind, data_unit
 from toolkit.data.packing import PackingPlan
 from toolkit.data.sampler import Permutation
 from toolkit.data.sources import locate_all
@@ -235,7 +235,7 @@ def sample_lines(
                     tokens=len(ids),
                     trained=int(trained.sum()),
                 )
-                + _label(cache, sample),
+                + _label(cfg, cache, sample),
                 *(
                     [_in_style("padding", tr("prefix of the sample above x {count}", count=shared), style)]
                     if shared
@@ -250,10 +250,13 @@ def sample_lines(
     return lines
 
 
-def _label(cache: TokenizedCache, sample: int) -> str:
+def _label(cfg: RunConfig, cache: TokenizedCache, sample: int) -> str:
     """Return what the row says of an answer, "" where rows say nothing."""
     if (values := cache.values([sample])) is None:
         return ""
+    if cfg.task.kind is TaskKind.reward:
+        answer = tr("the rejected answer") if sample % 2 else tr("the chosen answer")
+        return ", " + answer + (", " + tr("margin {margin}", margin=f"{values[0]:g}") if values[0] else "")
     if sample >= len(cache):
         return ", " + tr("with another sample's answer, for the estimate of the divergence")
     return ", " + (tr("a good answer") if values[0] > 0 else tr("a bad answer"))

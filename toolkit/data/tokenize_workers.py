@@ -197,7 +197,7 @@ class PartBuilder:
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
             samples = self._batch(batch, reader, counts)
-            for row, (sample_ids, covered), value in _pairs(samples) if type(reader) is PairReader else samples:
+            for row, (sample_ids, covered), value in _pairs(samples) if reader.gives_pairs else samples:
                 ids.extend(sample_ids)
                 trained.extend(covered)
                 lengths.append(len(sample_ids))

@@ -37,10 +37,12 @@ from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofD
 from toolkit.models import adapters, probe, weights
 from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
 from toolkit.models.chatglm.tokenizers import official_vocabulary
+from toolkit.models.classifier import Head, is_of_classifier, read_head, with_head
 from toolkit.models.directory import read_object
 from toolkit.models.load import TORCH_DTYPES, empty, load_model, stream, streamed_model
 from toolkit.models.pipeline import capture_probe, unwrap_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model
+from toolkit.plan.outline import SCORE
 from toolkit.secrets import hide, hide_all
 
 CARD_FILE = "README.md"
@@ -52,7 +54,9 @@ def card(state: RunState, is_adapter: bool) -> bytes:
     config: Mapping[str, Any] = hide_all(state.config)
     model, tuning = config["model"], config["tuning"]
     base = model["name"] or model["path"] or "?"
-    front = {"pipeline_tag": "text-generation", "tags": ["deepspeed", f"tuning-{tuning['method']}"]}
+    scores = config.get("task", {}).get("kind", "language") != "language"
+    pipeline = "text-classification" if scores else "text-generation"
+    front = {"pipeline_tag": pipeline, "tags": ["deepspeed", f"tuning-{tuning['method']}"]}
     if not (is_adapter and tuning["method"] == TuningMethod.ptuning_v2.value):  # which no library loads
         front["library_name"] = "peft" if is_adapter else "transformers"
     if model["hub_id"]:
@@ -75,8 +79,10 @@ def card(state: RunState, is_adapter: bool) -> bytes:
     versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
     versions += [tr("toolkit commit {commit}", commit=commit)] if commit else []
     keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
-    is_distilled = config.get("task", {}).get("kind") == "distill"
-    shown = {key: config[key] for key in keys if key in config and (is_distilled or key not in ("task", "distill"))}
+    kind = config.get("task", {}).get("kind", "language")
+    left_out = {"task"} if kind == "language" else set()
+    left_out |= set() if kind == "distill" else {"distill"}
+    shown = {key: config[key] for key in keys if key in config and key not in left_out}
     lines = [
         *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""),
         *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in facts), ""),
@@ -92,7 +98,8 @@ def _losses(state: RunState, config: Mapping[str, Any]) -> list[str]:
     """Return a table of the evaluations, and the training loss at both ends."""
     lines = []
     if not math.isnan(state.first_loss):
-        has_pairs = config.get("preference", {}).get("loss", "none") != "none"
+        kind = config.get("task", {}).get("kind", "language")
+        has_pairs = kind != "language" or config.get("preference", {}).get("loss", "none") != "none"
         ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if has_pairs else " nats/token")
         lines += [tr("training: {losses}", losses=ends), ""]
     if state.evaluations:
@@ -283,6 +290,8 @@ class TunedPart:
     base: Path
     values: dict[str, torch.Tensor]
     """By name: in the model, or of an adapter in its file."""
+    head: Head | None = None
+    """What was trained on top of the base in place of its output layer; None where the base keeps that."""
 
     @property
     def can_merge(self) -> bool:
@@ -294,7 +303,11 @@ class TunedPart:
         path = hide(str(self.base.absolute()))
         base = adapters.BaseModel(path, {} if self.known is None else self.known.numbers)
         settings = self.settings | {"base_model_name_or_path": path}
-        return adapters.AdapterState(adapters.method_of(self.settings), settings, base).describe()
+        return adapters.AdapterState(adapters.method_of(self.settings), settings, base, self.head).describe()
+
+    def shaped(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the base with the head that was trained, whose weights are to come."""
+        return model if self.head is None else with_head(model, self.head, seed=0)
 
 
 def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
@@ -316,20 +329,22 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
         if wrong := sorted({*values} ^ {*stored}):
             raise CheckpointError("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
         values = {stored[name]: value for name, value in values.items()}
-    return TunedPart(checkpoint, settings, known, adapters.find_base(described, given), values)
+    config = read_object(described / "config.json")
+    head = Head(tuple(config["id2label"].values()), config["pad_token_id"]) if is_of_classifier(config) else None
+    return TunedPart(checkpoint, settings, known, adapters.find_base(described, given), values, head)
 
 
 def part_of_adapter(folder: Path, given: str = "") -> TunedPart:
     """Return an adapter; `given` "" finds the base."""
     base = adapters.base_of_adapter(folder, given)
     settings, values = adapters.read_settings(folder), adapters.read_adapter_weights(folder)
-    return TunedPart(folder, settings, adapters.read_base(folder), base, values)
+    return TunedPart(folder, settings, adapters.read_base(folder), base, values, read_head(folder))
 
 
 def load_part(part: TunedPart) -> PreTrainedModel:
     """Return the model with what was trained in it or added to it, on the CPU."""
     dtype = next(iter(part.values.values())).dtype
-    model = load_model(part.base, dtype=dtype)
+    model = part.shaped(load_model(part.base, dtype=dtype))
     found = adapters.base_of(model, part.base)
     if part.known is not None:
         adapters.check_base(part.known, found, part.source)
@@ -353,6 +368,9 @@ def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str,
             folder=part.source,
         )
     model, values = stream(part.base)
+    if part.head is not None:
+        model = part.shaped(model)
+        values = _with_score(model, values)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     layers, whole = _by_weight(part) if part.settings else ({}, part.values)
     if part.settings and (apart := sorted({*layers, *whole} & {*tied, *tied.values()})):
@@ -385,11 +403,22 @@ def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str,
     return model, merged()
 
 
+def _with_score(
+    model: PreTrainedModel, values: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield those of a base's values that a classifier has, and room for its head."""
+    wanted = weights.shapes_of(model)
+    for name, value in values:
+        if name in wanted and name != SCORE:
+            yield name, value
+    yield SCORE, torch.zeros(wanted[SCORE])
+
+
 def _by_weight(
     part: TunedPart,
 ) -> tuple[dict[str, tuple[Any, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
     """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight."""
-    shell = empty(part.base)
+    shell = part.shaped(empty(part.base))
     adapters.attach_adapter(shell, part.settings, part.known or adapters.BaseModel(str(part.base), {}))
     stored = adapters.stored_names(shell)
     values = {name: part.values[stored_name] for name, stored_name in stored.items() if stored_name in part.values}
@@ -599,7 +628,7 @@ def export_adapter_folder(
     """Merge an adapter into the weights of its base, or copy it; `base` "" finds the base."""
     part = part_of_adapter(path, base)
     precision = wanted.precision or next(iter(part.values.values())).dtype
-    model = empty(part.base)
+    model = part.shaped(empty(part.base))
     model.to(precision)
     own_tokenizer = (path / "tokenizer_config.json").is_file()
     files = describe(model, _encoder(path if own_tokenizer else part.base, family))

@@ -41,9 +41,12 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.process_group import is_tensor_part
 from toolkit.errors import json_object, reading
 from toolkit.messages import BaseMissing, ConfigError, ModelError, tr
+from toolkit.models import classifier
+from toolkit.models.classifier import Head
 from toolkit.models.directory import check_sizes, read_object
+from toolkit.models.probe import is_classifier
 from toolkit.models.weights import full_params, read_tensors, set_value
-from toolkit.plan.outline import ALL_LINEAR, check_matches, default_targets, select_names
+from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
 from toolkit.secrets import hide
 
 
@@ -329,7 +332,8 @@ class BaseModel:
 
 def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
     """Return what identifies a model, as loaded from `path`. A collective under ZeRO-3."""
-    parameters = sorted(model.named_parameters(), key=lambda one: one[0])
+    # Not the head of a classifier, which is made for training.
+    parameters = sorted((one for one in model.named_parameters() if one[0] != SCORE), key=lambda one: one[0])
     indices = torch.linspace(0, len(parameters) - 1, min(_PARAMETERS, len(parameters))).round().long().tolist()
     chosen = [parameters[index] for index in dict.fromkeys(indices)]  # from the first to the last
     return BaseModel(hide(str(path.absolute())), {name: fingerprint_of(parameter) for name, parameter in chosen})
@@ -394,6 +398,8 @@ def find_base(folder: Path, given: str = "") -> Path:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PTUNING_V2 = "PTUNING_V2"
+SCORING = "SEQ_CLS"
+"""peft's `task_type` of an adapter with the head of a classifier."""
 _METHODS = {"LORA": TuningMethod.lora, "PROMPT_TUNING": TuningMethod.prompt, PTUNING_V2: TuningMethod.ptuning_v2}
 _PEFT_MODEL, _PROMPT = "base_model.model.", "prompt_embeddings"
 _SOFT_PROMPT = "soft_prompt.embedding.weight"
@@ -408,12 +414,15 @@ class AdapterState:
     settings: dict[str, Any]
     """Content of adapter_config.json; {} where the model's own parameters are trained."""
     base: BaseModel
+    head: Head | None = None
+    """Of a classifier."""
 
     def describe(self) -> dict[str, bytes]:
         """Return the files that say what an adapter, or a checkpoint without frozen weights, is."""
         files = {BASE_FILE: self.base.write()}
         if self.settings:
             files[CONFIG] = (json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()
+            files |= {classifier.FILE: self.head.write()} if self.head else {}
         return files
 
 
@@ -523,6 +532,14 @@ def attach_adapter(
 ) -> None:
     """Put an untrained adapter into a model, on the meta device too; only its parameters stay trainable."""
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
+    if (settings.get("task_type") == SCORING) != is_classifier(model):
+        raise ModelError(
+            "an adapter with task_type = {kind} does not fit {architecture}: {wanted} are for models that score "
+            "sequences, all others for models that write.",
+            kind=settings.get("task_type"),
+            architecture=type(model).__name__,
+            wanted=SCORING,
+        )
     model.requires_grad_(False)
     with torch.device("meta") if model.device.type == "meta" else nullcontext():
         if method is TuningMethod.ptuning_v2:
@@ -536,7 +553,7 @@ def attach_adapter(
             known = {name: value for name, value in settings.items() if name in names}
             known = with_names(known, [name for name, _ in model.named_modules()])
             inject_lora(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
-    model.tuned = AdapterState(method, settings, base)
+    model.tuned = AdapterState(method, settings, base, classifier.head_of(model))
 
 
 def load_adapter(
@@ -659,7 +676,7 @@ def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> di
             if any(sign in pattern for pattern in targets for sign in "*?["):
                 targets = sorted(select_names(fitting, targets))
         settings = LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type=SCORING if is_classifier(model) else "CAUSAL_LM",
             base_model_name_or_path=base,
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft says int, and takes any number

@@ -15,10 +15,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.errors import reason_of
 from toolkit.messages import ModelError
-from toolkit.models import directory, weights
+from toolkit.models import classifier, directory, weights
 from toolkit.models.attention import choose_attention, split_sequences
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config, official_layout
 from toolkit.models.chatglm.tokenizers import GlmTokenizer
+from toolkit.models.classifier import Head
+from toolkit.models.probe import is_classifier
 from toolkit.models.save import load_origin, save_origin
 from toolkit.models.weights import Layout, TransformersLayout, WeightFiles
 
@@ -83,10 +85,10 @@ def _build_empty(
     if architecture is None:
         known, trusted = _known_config(folder), directory.is_trusted(folder)
         model = weights.empty_model(
-            lambda: transformers.AutoModelForCausalLM.from_config(known, dtype=dtype, trust_remote_code=trusted),
+            lambda: _auto_class(known).from_config(known, dtype=dtype, trust_remote_code=trusted),
             ds_config,
         )
-        if generation_file.is_file():
+        if generation_file.is_file() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         return _finish(model, folder)
     generation = directory.read_object(generation_file) if generation_file.is_file() else {}
@@ -133,9 +135,11 @@ def create_model(
     packed: bool = False,
     parts: int = 1,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
+    head: Head | None = None,
 ) -> PreTrainedModel:
     """Build the model to train, with room for the vocabulary of `tokenizer`; random weights are the same on every rank.
-    `packed`: sequences hold several samples; `parts`: ranks over which each sequence is divided.
+    `packed`: sequences hold several samples; `parts`: ranks over which each sequence is divided; `head`: what takes the
+    place of the output layer.
     """
     if config.init is Init.random:
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
@@ -147,6 +151,14 @@ def create_model(
     else:
         model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own)
     _check_vocabulary(model, tokenizer)
+    if head is not None:
+        model = classifier.with_head(model, head, seed)
+    elif is_classifier(model):
+        raise ModelError(
+            "{folder} holds a model that scores sequences (a reward model): it writes no text. Load it with "
+            "transformers' AutoModelForSequenceClassification, or train on with task=reward.",
+            folder=config.path,
+        )
     if parts > 1:
         split_sequences(model, parts)
     else:
@@ -246,14 +258,20 @@ def _known_config(folder: Path) -> Any:
     return config
 
 
+def _auto_class(config: Any) -> Any:
+    """Return what builds a model: transformers' classes of language models, or of sequence classifiers."""
+    is_scorer = classifier.is_of_classifier(config.to_dict())
+    return transformers.AutoModelForSequenceClassification if is_scorer else transformers.AutoModelForCausalLM
+
+
 def _not_loadable(folder: Path, error: Exception) -> ModelError:
     return ModelError("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error))
 
 
 def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    _known_config(folder)
+    known = _known_config(folder)
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = _auto_class(known).from_pretrained(
             folder,
             dtype=dtype or "auto",
             trust_remote_code=directory.is_trusted(folder),

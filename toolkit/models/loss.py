@@ -595,7 +595,7 @@ def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
         "parallel.pipeline": cfg.parallel.pipeline > 1,
         "compile.enabled": cfg.compile.enabled,
         "preference.loss": cfg.preference.is_on,
-        "task.kind": cfg.task.kind is TaskKind.distill,
+        "task.kind": cfg.task.kind is not TaskKind.language,
     }
     if used := [key for key, is_used in others.items() if is_used]:
         raise ConfigError(

@@ -57,7 +57,7 @@ class Probe:
     ids: torch.Tensor
     """[R, L], int64."""
     logits: torch.Tensor
-    """At the last position, float32 [R, V]."""
+    """At the last position, float32 [R, V]; of a classifier the scores of every beginning of a row."""
     dtype: str
     """Precision of the weights, such as bfloat16; nf4 where the frozen ones have 4 bits; tf32: float32 in TF32."""
 
@@ -94,8 +94,28 @@ def evaluating(model: Any) -> Iterator[None]:
 def capture(model: PreTrainedModel, ids: torch.Tensor, device: torch.device | str = "cpu") -> Probe:
     """Run a model. A collective if it is partitioned; draws no random numbers and leaves the model in its mode."""
     with evaluating(model):
-        logits = model(input_ids=ids.to(device), use_cache=False).logits[:, -1].float().cpu()
+        if is_classifier(model):
+            logits = _prefix_scores(model, ids.to(device)).float().cpu()
+        else:
+            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, -1].float().cpu()
     return Probe(ids, logits, precision_of(model, device))
+
+
+KIND = "ForSequenceClassification"
+
+
+def is_classifier(model: Any) -> bool:
+    """Whether a model gives scores of sequences, not logits of tokens."""
+    return type(model).__name__.endswith(KIND)
+
+
+def _prefix_scores(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the scores of every beginning of some rows: [R, L x labels] of ids [R, L], in one forward pass."""
+    rows, size = ids.shape
+    shown = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril().repeat(rows, 1)
+    given = ids.repeat_interleave(size, dim=0).masked_fill(~shown, model.config.pad_token_id)
+    logits: torch.Tensor = model(input_ids=given, attention_mask=shown.long(), use_cache=False).logits
+    return logits.reshape(rows, -1)
 
 
 def precision_of(model: PreTrainedModel, device: torch.device | str) -> str:

@@ -67,12 +67,14 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
     """Return the non-weight files of a directory in transformers' layout, by path: some megabytes, mostly tokenizer."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if encoder is not None:
+        writes = model.can_generate()  # a classifier gives scores alone
+        if encoder is not None and writes:
             # Programs that know nothing of the chat format stop where answers end, too (GLM-4#297: they never did).
             known = model.generation_config.eos_token_id
             known = [known] if isinstance(known, int) else list(known or [])
             if added := [index for index in encoder.stop_ids if index not in known]:
                 model.generation_config.eos_token_id = known + added
+        if encoder is not None:
             encoder.tokenizer.save_pretrained(folder)
         _count_predicting_layers(model)
         # As `save_pretrained` does before it writes them.
@@ -80,7 +82,8 @@ def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
         try:
-            model.generation_config.save_pretrained(folder)
+            if writes:
+                model.generation_config.save_pretrained(folder)
         except ValueError as error:  # transformers loads such a file, but does not write it
             raise ModelError(
                 "generation_config.json of the model contradicts itself, so transformers would not "

@@ -32,6 +32,7 @@ from toolkit.config.schema import (
     RunConfig,
     TaskKind,
     TuningMethod,
+    has_pairs,
     shares_prompts,
 )
 from toolkit.plan.machine import GIB, Machine
@@ -116,7 +117,7 @@ class _Layer:
         self.bytes: Counter[str] = Counter()
         self.at = f"{'transformer' if outline.is_v1 else 'model'}.layers.{layer}."
         # Whether the states that come in have a gradient: something before is trained.
-        before = (name for name in outline.trained if not name.startswith("lm_head") and "norm" not in name)
+        before = (name for name in outline.trained if not name.startswith(("lm_head", "score.")) and "norm" not in name)
         self.has_gradient = any(layer_of(name) < layer for name in before)
         self.run()
 
@@ -291,8 +292,8 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
     learned = cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt)
     return Rows(
         # Of a pair both answers, in one row where they share a mask.
-        rows=micro_rows(cfg) * (2 if cfg.preference.is_paired and not blocks else 1),
-        length=cfg.data.max_length * (2 if cfg.preference.is_paired and blocks else 1),
+        rows=micro_rows(cfg) * (2 if has_pairs(cfg) and not blocks else 1),
+        length=cfg.data.max_length * (2 if has_pairs(cfg) and blocks else 1),
         prefix=cfg.tuning.num_tokens if learned else 0,
         mask_bytes=width if outline.is_v1 or blocks or learned else 0,
         mask_per_layer=blocks or (learned and not outline.is_v1),

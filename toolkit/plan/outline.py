@@ -42,7 +42,9 @@ Sizes = dict[str, int]
 """layers, hidden, inner, heads, head_size, keys (width of all keys of a token), prefix (where P-Tuning's network
 begins), norms (in a layer), rotary (dimensions of a head that turn with the position)."""
 _HEAD = "lm_head.weight"
-_OUTPUT = (_HEAD, "lm_head.modules_to_save.default.weight")
+SCORE = "score.weight"
+"""What transformers calls the head of a sequence classifier."""
+_OUTPUT = (_HEAD, "lm_head.modules_to_save.default.weight", SCORE, "score.modules_to_save.default.weight")
 _DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 
 
@@ -384,7 +386,7 @@ def outline_of(cfg: RunConfig, vocab_size: int = 0) -> Outline:
 
     `vocab_size`: of a random model's tokenizer; 0 takes the most that the recipe allows.
     """
-    found = cached_outline(cfg, vocab_size) or tuned(*_measured(cfg, config_of(cfg)), cfg.tuning)
+    found = cached_outline(cfg, vocab_size) or _tuned(cfg, *_measured(cfg, config_of(cfg)))
     if not found.num_trained:
         raise ConfigError(tr("tuning: nothing of this model would be trained as far as its parameters' names tell."))
     other = _teacher(cfg)
@@ -395,7 +397,7 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
     """Return the same; None for a model that no formula knows and that has not been measured yet."""
     model = cfg.model
     if model.init is Init.random:
-        return _taught(cfg, tuned(*shape_of_random(vocab_size or model.shape.vocab_size, model.shape), cfg.tuning))
+        return _taught(cfg, _tuned(cfg, *shape_of_random(vocab_size or model.shape.vocab_size, model.shape)))
     config = config_of(cfg)
     try:
         found = shapes_of_config(config)
@@ -403,7 +405,7 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
         raise ConfigError("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error)) from error
     if found is None and (kept := _cache_of(cfg, config)).is_file():
         found = _read(kept)
-    return _taught(cfg, tuned(*found, cfg.tuning)) if found else None
+    return _taught(cfg, _tuned(cfg, *found)) if found else None
 
 
 def _taught(cfg: RunConfig, outline: Outline) -> Outline | None:
@@ -429,6 +431,22 @@ def published_teachers() -> dict[str, dict[str, Any]]:
     """Return what config.json of the published models says, by their names on Hugging Face."""
     groups = [read(path).values for path in sorted((conf_folder() / "model").glob("*.yaml"))]
     return {group["hub_id"]: group["published"] for group in groups if "published" in group and "hub_id" in group}
+
+
+def _tuned(cfg: RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
+    """Return a language model with the head that the task gives it, and what is trained of it."""
+    if not cfg.task.is_language:
+        rest = {name: shape for name, shape in shapes.items() if name != _HEAD}
+        shapes, sizes = rest | {SCORE: (1, sizes["hidden"])}, sizes | {"logits_change": 0}
+    return tuned(shapes, sizes, tuning_of(cfg))
+
+
+def tuning_of(cfg: RunConfig) -> TuningConfig:
+    """Return `tuning`; with the head of a task that adds one, which is always trained."""
+    if cfg.task.is_language:
+        return cfg.tuning
+    given, module = cfg.tuning, SCORE.partition(".")[0]
+    return replace(given, patterns=[*given.patterns, SCORE], save_modules=[*given.save_modules, module])
 
 
 @cache

@@ -187,7 +187,7 @@ def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) 
     return (2 * parameters + trained) * weight * (world_size - 1) / world_size
 
 
-_HEAD_NAMES = ("lm_head", "embed_out", "output_layer")
+_HEAD_NAMES = ("lm_head", "score.", "embed_out", "output_layer")
 _ORDER = (
     ("input_layernorm", "ln_1"),
     ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn", "Wqkv", "q_norm", "k_norm"),

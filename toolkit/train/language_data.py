@@ -14,7 +14,16 @@ from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import Init, Packing, PreferenceLoss, RunConfig, SourceConfig, TaskKind, shares_prompts
+from toolkit.config.schema import (
+    Init,
+    Packing,
+    PreferenceLoss,
+    RunConfig,
+    SourceConfig,
+    TaskKind,
+    has_pairs,
+    shares_prompts,
+)
 from toolkit.data import sampler, tokenize
 from toolkit.data.loader import Branch, Layout, PlannedRows, build_loader, collate_planned, laid_out
 from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences, share_prompts
@@ -27,6 +36,7 @@ from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say
 from toolkit.models import attention, chat, directory
+from toolkit.models.classifier import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,6 +91,11 @@ class LanguageData:
         """Return the id that fills up; never trained, so any id serves where the tokenizer has no padding token."""
         pad, end = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         return int(end if pad is None else pad)
+
+
+def head_of(cfg: RunConfig, data: LanguageData) -> Head | None:
+    """Return what takes the place of the model's output layer; None where the model is to write."""
+    return None if cfg.task.is_language else Head(("reward",), data.pad_id)
 
 
 def load_data(cfg: RunConfig) -> LanguageData:
@@ -138,7 +153,7 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
             seed=cfg.run.seed,
             sources=sources,
             most=0 if store is train else most,
-            pairs=cfg.preference.is_paired,
+            pairs=has_pairs(cfg),
             share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
         )

@@ -48,6 +48,7 @@ from toolkit.messages import (
 )
 from toolkit.models import adapters, attention, directory, layers, load, loss, pipeline, probe, save
 from toolkit.models.loss import token_loss_sum
+from toolkit.plan.outline import tuning_of
 from toolkit.secrets import hide
 from toolkit.terminal import phase, text_table
 from toolkit.train import checkpointer, language_data, run_dir, schedule, tracking
@@ -618,12 +619,13 @@ def build_engine(
     use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
     own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage) if stages > 1 else None
-    model = load.create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own)
+    head = language_data.head_of(cfg, data)
+    model = load.create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head)
     without_liger = layers.apply_liger(model, cfg.kernels)
     model.loss_head, model.router_loss = loss.LossHead(cfg.kernels.loss), loss.router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, data, model, source.folder)
-        adapters.apply_tuning(model, cfg.tuning, base, data.tokenizer, cfg.run.seed, ds.values)
+        adapters.apply_tuning(model, tuning_of(cfg), base, data.tokenizer, cfg.run.seed, ds.values)
         if source.checkpoint and (known := adapters.read_base(source.checkpoint / save.MODEL_DIR)):
             adapters.check_base(known, model.tuned.base, source.checkpoint)
     if cfg.kernels.mlp_pieces > 1:
@@ -665,14 +667,17 @@ def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
         loss.LossPath.all_logits: tr("from all logits"),
     }
     computes = model if pipeline.is_pipeline(engine) else engine
-    way = pipeline.broadcast_from_last(engine, lambda: loss.loss_head(model).path(computes))
+    if probe.is_classifier(model):
+        way = tr("from the scores of last tokens")
+    else:
+        way = ways[pipeline.broadcast_from_last(engine, lambda: loss.loss_head(model).path(computes))]
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")
     return tr(
         "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
         attention=model.config._attn_implementation,
-        loss=ways[way],
+        loss=way,
         liger=tr("no, {reason}", reason=without_liger) if without_liger else tr("yes"),
         compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
         optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),

@@ -199,7 +199,7 @@ class PreferenceTask(LanguageTask):
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return the means over the pairs of this rank's batches and the others'. A collective."""
-        sums = torch.zeros(2 + len(FIGURES), dtype=torch.float64)
+        sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with evaluating(engine):
             for batch in batches:
                 loss, figures = self._pairs(engine, batch)
@@ -208,7 +208,7 @@ class PreferenceTask(LanguageTask):
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
         means = [total / pairs for total in totals]
         return {EVAL_LOSS: means[0], PAIRS: int(pairs)} | {
-            f"eval_{name}": mean for name, mean in zip(FIGURES, means[1:], strict=True)
+            f"eval_{name}": mean for name, mean in zip(self.names, means[1:], strict=True)
         }
 
     # End

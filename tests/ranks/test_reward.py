@@ -1,0 +1,202 @@
+"""Reward models on ranks: however cut up, a plain PyTorch loop's losses; resumed bit by bit; their scores exported."""
+
+import json
+import random
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import forked, run
+from shared import ALL, LORA, RECOMPUTE, WORDS, WORKER, default_first, losses, of_tier, rows_of, tiny, trained
+
+# fp32: the only difference left is the order of additions.
+TOLERANCE = 1e-5
+STEPS, COMPARED = 12, 8
+"""Trained, and compared with the plain loop: what rounding makes of a trajectory grows with each of Adam's steps."""
+FULL = ["optim.lr=0.0015"]
+SAVED = ["checkpoint.every=6", "checkpoint.keep=0"]
+
+# name -> overrides; two ranks
+CELLS: dict[str, list[str]] = {
+    "full-stage0": ["zero=stage0", *FULL, *SAVED],
+    "full-stage2-micro2": ["zero=stage2", "batch.micro_per_gpu=2", RECOMPUTE, *FULL],
+    "full-stage3": ["zero=stage3", ALL, *FULL],
+    "lora-stage2": ["zero=stage2", *LORA, *SAVED],
+    "lora-stage3": ["zero=stage3", ALL, RECOMPUTE, *LORA],
+    "freeze-stage2": ["zero=stage2", "tuning=freeze", "tuning.last_layers=1", *FULL, *SAVED],
+}
+ONE_RANK = {"full-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL]}
+SHORT = ("full-stage3", "lora-stage2")
+RESUMED = ("full-stage0", "lora-stage2", "freeze-stage2")
+
+
+@pytest.fixture(scope="session")
+def margins_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 pairs: the chosen answers end with words with which no rejected one ends; some have a margin."""
+    draw = random.Random(5)
+    file = tmp_path_factory.mktemp("data") / "margins.jsonl"
+    with file.open("w", encoding="utf-8") as handle:
+        for number in range(60):
+            prompt, chosen, rejected = (
+                " ".join(draw.choices(words, k=draw.randint(1, 6))) for words in (WORDS, WORDS[:7], WORDS[8:])
+            )
+            margin = {} if number % 3 else {"margin": 0.25 * (number % 4)}
+            handle.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected, **margin}) + "\n")
+    return file
+
+
+def words(margins_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
+    given = [f"train.max_steps={STEPS}", "task.center=0.01", "evaluate.at_start=true", *overrides]
+    return tiny(margins_file, folder, name, "task=reward", *given)
+
+
+@pytest.fixture(scope="session")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, margins_file: Path) -> Path:
+    """Train all cells, then resume some from the middle in directories of their own."""
+    folder = tmp_path_factory.mktemp("reward")
+    for all_cells, command in ((CELLS, forked(2, WORKER)), (ONE_RANK, forked(0, WORKER))):
+        cells = of_tier(request, all_cells, SHORT)
+        if not cells:
+            continue
+        cases: list[dict[str, Any]] = [
+            {"overrides": words(margins_file, folder, name, given)} for name, given in cells.items()
+        ]
+        for name in set(RESUMED) & cells.keys():
+            checkpoint = folder / "runs" / name / "checkpoints" / "step-6"
+            given = [*cells[name], f"resume={checkpoint}"]
+            cases.append({"overrides": words(margins_file, folder, f"{name}-resumed", given)})
+        listing = folder / f"cases-{len(cells)}.json"
+        listing.write_text(json.dumps(cases))
+        finished = run([*command, str(listing)], cwd=folder, timeout_s=400)
+        assert finished.code == 0, finished.output[-6000:]
+    return folder / "runs"
+
+
+def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
+    """Train in a plain PyTorch loop with transformers' own classifier; return losses and figures of the steps."""
+    from toolkit.config.load import load
+    from toolkit.config.schema import Dtype
+    from toolkit.data.loader import collate
+    from toolkit.data.sampler import GlobalBatchSampler
+    from toolkit.models.adapters import apply_tuning
+    from toolkit.models.load import create_model
+    from toolkit.plan.outline import tuning_of
+    from toolkit.train.language_data import head_of, load_data
+
+    cfg = load(overrides).cfg
+    data = load_data(cfg)
+    head = head_of(cfg, data)
+    model = create_model(cfg.model, Dtype.fp32, data.tokenizer, cfg.run.seed, head=head)
+    if cfg.tuning.method.value != "full":
+        apply_tuning(model, tuning_of(cfg), Path("base"), data.tokenizer, cfg.run.seed)
+    lines_of_file = Path(cfg.data.sources[0].path).read_text(encoding="utf-8").splitlines()
+    margins = [json.loads(line).get("margin", 0.0) for line in lines_of_file]
+    optimizer = torch.optim.AdamW(
+        [one for one in model.parameters() if one.requires_grad],
+        lr=cfg.optim.lr,
+        betas=tuple(cfg.optim.betas),
+        eps=cfg.optim.eps,
+        weight_decay=cfg.optim.weight_decay,
+    )
+    plan, size = data.train_plan, cfg.batch.global_size
+    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
+    found: dict[str, list[float]] = {"loss": [], "rewards/margins": [], "grad_norm": []}
+    for step, rows in enumerate(islice(sampler, STEPS)):
+        iteration = max(step - 1, 0)  # as in shared.plain_loop
+        factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (STEPS - iteration) / (STEPS - 2)
+        for group in optimizer.param_groups:
+            group["lr"] = cfg.optim.lr * factor
+        scores = []
+        for place in (0, 1):
+            batch = collate([[data.train[plan[row][place]]] for row in rows], data.pad_id)
+            mask = (batch["segment_ids"] > 0).long()
+            scores.append(model(input_ids=batch["input_ids"], attention_mask=mask).logits[:, 0])
+        lines = [int(data.train.where(plan[row][0]).rsplit(":")[1]) for row in rows]
+        wanted = torch.tensor([margins[line - 1] for line in lines])
+        gained, both = scores[0] - scores[1], scores[0] + scores[1]
+        loss = (torch.log1p(torch.exp(wanted - gained)) + 0.01 * both**2).mean()
+        found["loss"].append(float(loss.detach()))
+        found["rewards/margins"].append(float(gained.detach().mean()))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
+        found["grad_norm"].append(float(norm))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("name", default_first([*CELLS, *ONE_RANK], SHORT))
+def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file: Path, tmp_path: Path) -> None:
+    expected = plain_loop(words(margins_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
+    assert expected["loss"][0] - expected["loss"][-1] > 0.1, "the reference must learn, or the comparison says little"
+    whole = [row for row in rows_of(runs / name) if "loss" in row]
+    rows, expected = whole[:COMPARED], {figure: values[:COMPARED] for figure, values in expected.items()}
+    assert losses(runs / name)[:COMPARED] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    margins = [row["rewards/margins"] for row in rows]
+    assert margins == pytest.approx(expected["rewards/margins"], rel=1e-4, abs=TOLERANCE)
+    # Of equal weights; later ones differ by what the steps before rounded.
+    assert rows[0]["grad_norm"] == pytest.approx(expected["grad_norm"][0], rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    assert [row["pairs"] for row in whole] == [4] * STEPS
+    assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies"} <= rows[0].keys()
+
+
+@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
+    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
+    assert len(whole) >= STEPS - 6 and whole == resumed
+
+
+@pytest.mark.parametrize("name", default_first(["full-stage3", "lora-stage2"], SHORT))
+def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
+    first, last = (rows_of(runs / name)[index] for index in (0, -1))
+    assert first["eval_pairs"] == 12 and last["eval_loss"] < first["eval_loss"]
+    assert last["eval_rewards/accuracies"] >= 0.9 and last["eval_rewards/margins"] > 0.5
+
+
+@pytest.mark.parametrize("name", default_first(["full-stage3", "lora-stage2", "freeze-stage2"], SHORT))
+def test_transformers_alone_gives_the_same_scores(name: str, runs: Path, tmp_path: Path) -> None:
+    """An export, for LoRA by peft alone and merged, and what is exported from the checkpoint."""
+    import transformers
+    from peft import PeftModel
+
+    from toolkit.export.model import ExportOptions, export_any, verify_logits
+    from toolkit.models import probe
+
+    folder, kind = runs / name / "export", transformers.AutoModelForSequenceClassification
+    found = {"own": folder}
+    if name.startswith("lora"):
+        export_any(folder, tmp_path / "merged", ExportOptions(merge=True))
+        base = json.loads((folder / "adapter_config.json").read_text())
+        assert base["task_type"] == "SEQ_CLS"
+        whole = kind.from_pretrained(base["base_model_name_or_path"], num_labels=1)
+        adapted = PeftModel.from_pretrained(whole, folder).base_model.model
+        found = {"merged": tmp_path / "merged"}
+    if "checkpoint.every=6" in CELLS[name]:
+        merge = name.startswith("lora")
+        export_any(runs / name, tmp_path / "of_checkpoint", ExportOptions(merge=merge))
+        found["of checkpoint"] = tmp_path / "of_checkpoint"
+    saved = probe.read(folder)
+    assert saved is not None and saved.logits.std() > 0.05
+    models = {way: kind.from_pretrained(one, dtype="auto").eval() for way, one in found.items()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if name.startswith("lora"):
+        adapted.config.pad_token_id = models["merged"].config.pad_token_id
+        models["adapter"] = adapted.eval()
+    for way, model in models.items():
+        assert model.num_labels == 1 and model.config.pad_token_id is not None
+        scores = probe.capture(model, saved.ids).logits
+        assert torch.allclose(scores, saved.logits, atol=1e-6), way
+        texts = ["red", "red apple runs today"]
+        rows = tokenizer(texts, padding=True, return_tensors="pt")
+        with torch.no_grad():
+            both = model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits
+            alone = [
+                model(**tokenizer(text, return_tensors="pt")).logits[0] for text in ("red", "red apple runs today")
+            ]
+        assert torch.allclose(both, torch.stack(alone), atol=1e-5), "padding has no score"
+    for one in found.values():
+        assert "forward" in verify_logits(one)
+    assert "forward" in verify_logits(folder)

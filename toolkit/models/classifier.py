@@ -1,0 +1,104 @@
+"""A head that gives sequences scores in place of a language model's output layer: transformers' sequence classifiers.
+
+The scores of a sequence are those of its last token that is no padding, found as transformers finds it: by the padding
+token's id, so that a program that loads the directory gets the same ones.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from toolkit.errors import json_object, reading
+from toolkit.messages import ModelError
+from toolkit.models.loss import logits_of
+from toolkit.models.probe import KIND, is_classifier
+
+FILE = "score.json"
+"""Beside an adapter: what the config.json of a whole model says of its head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What scores mean."""
+
+    labels: tuple[str, ...]
+    """Names of the scores, in their order."""
+    pad_token_id: int
+    """What fills up: no score is read there."""
+
+    def write(self) -> bytes:
+        """Return the content of score.json."""
+        return (json.dumps(asdict(self), ensure_ascii=False) + "\n").encode()
+
+
+def is_of_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of such a model."""
+    return any(str(name).endswith(KIND) for name in config.get("architectures") or ())
+
+
+def head_of(model: PreTrainedModel) -> Head | None:
+    """Return the head of a model; None where that is the output layer of a language model."""
+    if not is_classifier(model):
+        return None
+    config = model.config
+    return Head(tuple(config.id2label[index] for index in range(config.num_labels)), config.pad_token_id)
+
+
+def read_head(folder: Path) -> Head | None:
+    """Return the head that is beside an adapter, None if there is none."""
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    with reading(file, ModelError):
+        found = json_object(file, ModelError)
+        return Head(tuple(map(str, found["labels"])), int(found["pad_token_id"]))
+
+
+def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
+    """Return a language model's layers with a head, whose weights are drawn by `seed`; a classifier keeps its own."""
+    config = model.config
+    if is_classifier(model):
+        if config.num_labels != len(head.labels):
+            raise ModelError(
+                "the model gives {found} scores for each sequence, and {wanted} are to be trained. Take the language "
+                "model that it was made of.",
+                found=config.num_labels,
+                wanted=len(head.labels),
+            )
+        config.pad_token_id = head.pad_token_id
+        return model
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    config.id2label = dict(enumerate(head.labels))
+    config.label2id = {label: index for index, label in enumerate(head.labels)}
+    if kind is not None:
+        with no_init_weights(), torch.device("meta"):
+            scorer = kind(config)
+    if kind is None or scorer.base_model_prefix != model.base_model_prefix or type(scorer.score) is not nn.Linear:
+        raise ModelError(
+            "transformers has no sequence classifier of {architecture} that reads its last token, so there is nothing "
+            "to train a score in. Possible are Llama, Qwen2, Qwen3, Mistral, ChatGLM2 and later, GLM-4 and others.",
+            architecture=type(model).__name__,
+        )
+    setattr(scorer, scorer.base_model_prefix, model.base_model)
+    if model.device.type != "meta":
+        weight = torch.empty(scorer.score.weight.shape)
+        weight.normal_(0, getattr(config, "initializer_range", 0.02), generator=torch.Generator().manual_seed(seed))
+        scorer.score.weight = nn.Parameter(weight)
+    scorer.score.to(model.dtype)
+    # Set after its embedding was made: as torch.nn.Embedding's padding_idx it would freeze a row.
+    config.pad_token_id = head.pad_token_id
+    return scorer.eval()
+
+
+def scores(engine: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Run forward and return the scores of each row, float32 `[B, labels]`."""
+    names = ("input_ids", "position_ids", "segment_ids")
+    given = {name: batch[name].to(engine.device, non_blocking=True) for name in names}
+    return logits_of(engine, given).float()
