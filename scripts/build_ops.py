@@ -1,10 +1,15 @@
 #!/usr/bin/env python3
-"""Build DeepSpeed's ops that CPU ranks use, once, and say what each took: DeepSpeedCPUAdam, FusedAdam, async I/O."""
+"""Build DeepSpeed's ops that tests use, once, and say what each took: DeepSpeedCPUAdam, FusedAdam, async I/O."""
 
 import sys
 import time
+from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from toolkit.config import preflight
 
 OPS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
 
@@ -15,6 +20,9 @@ def main() -> int:
         builder = get_accelerator().create_op_builder(name)
         if builder is None or not builder.is_compatible(verbose=True):
             print(f"{name}: cannot be built here (see the line above for what is missing)")
+            continue
+        if get_accelerator().device_name() == "cuda" and (tools := preflight.lacking_tools([builder.name])):
+            print(f"{name}: cannot be built here, for want of {', '.join(tools)}")
             continue
         started = time.monotonic()
         builder.load()

@@ -18,7 +18,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 TIERS = ("default", "ranks", "nightly")
-FOLDERS = {"ranks": "ranks", "system": "nightly"}
+FOLDERS = {"ranks": "ranks", "system": "nightly", "gpu": "nightly"}
 """Tier of the tests in a directory; those of all others belong to the default tier. A marker of a tier's name wins."""
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds of each test file, measured: the longest begins first, so that no worker is left with it at the end."""
@@ -28,7 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Choose tiers and faults; measure."""
     parser.addoption("--tier", default="default,ranks", help="tiers to run: default, ranks, nightly, or all")
     parser.addoption("--faults", default="", help="only the faults with these identifiers, such as 'K1 K2'")
+    parser.addoption("--device", choices=("cpu", "cuda"), help="what tests/gpu runs on; DS_ACCELERATOR if not given")
     parser.addoption("--record-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell the tests of GPUs what they run on, before they are imported."""
+    if config.getoption("--device"):
+        os.environ["DS_ACCELERATOR"] = config.getoption("--device")
 
 
 def tier_of(item: pytest.Item) -> str:

@@ -7,6 +7,9 @@ numbers on the last rank: {"steps": see spoil.py, "note": FILE}; it may end with
 "room_mib" each rank has so much for the micro-batch that it looks for. "values" replace those of the overrides, so
 that many cases are composed once. fp16 is made possible on CPUs, where DeepSpeed refuses it. What is saved
 asynchronously is copied as late as can be: when the next update asks for it. Everything else is the product's own code.
+
+A rank alone may go on after a case that fails: "outcome" is the file that gets the traceback then. "facts" is the file
+that gets, as JSON, what the engine of a case was made of.
 """
 
 import json
@@ -15,6 +18,8 @@ import shutil
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -97,6 +102,98 @@ def room_for(extra_mib: list[float] | None, rank: int) -> Iterator[None]:
         yield
 
 
+def facts_of(engine: Any) -> dict[str, Any]:
+    """Return what an engine is made of, and the memory that it has taken of a GPU."""
+    import torch
+
+    optimizer = engine.optimizer
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", None) or getattr(
+        optimizer, "single_partition_of_fp32_groups", []
+    )
+    # What crosses the bus: at stage 3 gradients, whose masters DeepSpeed 0.19.8 leaves pageable.
+    crossing = [optimizer.grad_partitions_flat_buffer] if hasattr(optimizer, "grad_partitions_flat_buffer") else masters
+    on_gpu = engine.device.type == "cuda"
+    return {
+        "device": engine.device.type,
+        "dtype": str(next(engine.module.parameters()).dtype),
+        "optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
+        "masters_on": sorted({one.device.type for one in masters}),
+        "page_locked": on_gpu and bool(masters) and all(one.is_pinned() for one in crossing),
+        "attention": engine.module.config._attn_implementation,
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
+    }
+
+
+@contextmanager
+def counting_waits() -> Iterator[list[int]]:
+    """Note in a list, for each step, how often the host waited for its GPU; without a GPU nothing is noted."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from toolkit.train import loop
+
+    found: list[int] = []
+    real = loop.train_step
+
+    def train_step(*arguments: Any, **options: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                return real(*arguments, **options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                found.append(sum("synchronizing CUDA operation" in str(one.message) for one in caught))
+
+    on_gpu = get_accelerator().device_name() == "cuda"
+    with mock.patch.object(loop, "train_step", train_step) if on_gpu else nullcontext():
+        yield found
+
+
+def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Ranks, updates: list[int]) -> None:
+    """Train one case in the process group."""
+    from spoil import spoilt
+
+    from toolkit.messages import Diverged, ToolkitError
+    from toolkit.train import run_dir
+    from toolkit.train.language_data import load_data
+    from toolkit.train.tasks import task_of
+    from toolkit.train.trainer import Trainer
+
+    task = task_of(loaded.cfg)
+    task.data = load_data(loaded.cfg)
+    spoil = case.get("spoil", {"steps": {}, "note": os.devnull})
+    note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
+    updates.clear()
+    trainer = Trainer(task, loaded.cfg, ranks, time.monotonic())
+    try:
+        with (
+            spoilt(spoil["steps"], is_last, note),
+            disk_with(case.get("free_bytes")),
+            room_for(case.get("room_mib"), ranks.rank),
+            counting_waits() if "facts" in case else nullcontext([]) as waits,
+        ):
+            trainer.train_in_group()
+        assert "refused" not in case
+    except ToolkitError as error:
+        if "refused" in case:
+            if ranks.rank == 0:
+                Path(case["refused"]).write_text(f"{type(error).__name__}: {error}")
+            run_dir.release_run_dir()
+            return
+        if not isinstance(error, Diverged) or not spoil["steps"]:
+            raise
+        run_dir.release_run_dir()
+        if is_last:
+            with note.open("a", encoding="utf-8") as lines:
+                lines.write(f"Diverged: {error}\n")
+    if "facts" in case and ranks.rank == 0:
+        Path(case["facts"]).write_text(json.dumps({**facts_of(trainer.run.engine), "waits": waits}))
+    assert all(updates)
+    if ranks.rank == 0 and "died" not in case:  # without ZeRO the others save nothing; those that died save at the end
+        assert bool(updates) == loaded.cfg.checkpoint.asynchronous
+
+
 def main() -> None:
     """Run every case."""
     set_language("en")
@@ -107,15 +204,10 @@ def main() -> None:
 
     import torch
     from deepspeed.accelerator import get_accelerator
-    from spoil import spoilt
 
     from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
-    from toolkit.messages import Diverged, ToolkitError
     from toolkit.train import checkpointer, run_dir
-    from toolkit.train.language_data import load_data
-    from toolkit.train.tasks import task_of
-    from toolkit.train.trainer import Trainer
 
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
     updates = copy_late()
@@ -127,39 +219,16 @@ def main() -> None:
             process_group.on_rank0(partial(die, **{"folder" if k == "as" else k: v for k, v in case["died"].items()}))
         values = {key: (value, "the case") for key, value in case.get("values", {}).items()}
         loaded = replace(composed(tuple(case["overrides"])), values)
-        check_rules(loaded, ranks.world_size)
-        task = task_of(loaded.cfg)
-        task.data = load_data(loaded.cfg)
         if index == 0:
             process_group.start(loaded.cfg.distributed)
-        spoil = case.get("spoil", {"steps": {}, "note": os.devnull})
-        note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
-        updates.clear()
         try:
-            with (
-                spoilt(spoil["steps"], is_last, note),
-                disk_with(case.get("free_bytes")),
-                room_for(case.get("room_mib"), ranks.rank),
-            ):
-                Trainer(task, loaded.cfg, ranks, time.monotonic()).train_in_group()
-            assert "refused" not in case
-        except ToolkitError as error:
-            if "refused" in case:
-                if ranks.rank == 0:
-                    Path(case["refused"]).write_text(f"{type(error).__name__}: {error}")
-                run_dir.release_run_dir()
-                continue
-            if not isinstance(error, Diverged) or not spoil["steps"]:
+            check_rules(loaded, ranks.world_size)
+            run_case(case, loaded, ranks, updates)
+        except Exception:
+            if "outcome" not in case:
                 raise
+            Path(case["outcome"]).write_text(traceback.format_exc())
             run_dir.release_run_dir()
-            if is_last:
-                with note.open("a", encoding="utf-8") as lines:
-                    lines.write(f"Diverged: {error}\n")
-        assert all(updates)
-        if (
-            ranks.rank == 0 and "died" not in case
-        ):  # without ZeRO the others save nothing; those that died save at the end
-            assert bool(updates) == loaded.cfg.checkpoint.asynchronous
     failure.end_watch()
     process_group.stop()
 

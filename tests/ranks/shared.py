@@ -98,6 +98,29 @@ def default_first(names: Collection[str], short: Collection[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.default) if name in short else name for name in names]
 
 
+def conversations(folder: Path) -> list[str]:
+    """Write ten conversations with reasoning and a tokenizer for them; return overrides of a tiny run on them."""
+    from tests.unit.test_templates import OURS, tokenizer_of
+
+    draw = random.Random(4)
+
+    def said(most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
+
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for turns in (3, 4, 2, 1, 3, 2, 4, 3, 1, 2):
+            messages = [{"role": "system", "content": said(5)}]
+            for _ in range(turns):
+                messages += [
+                    {"role": "user", "content": said(4)},
+                    {"role": "assistant", "reasoning_content": said(3), "content": said(4)},
+                ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    tokenizer_of(OURS["qwen"]).save_pretrained(folder / "tokenizer")
+    own = [f"model.tokenizer={folder}/tokenizer", "data.packing=packed", "data.max_length=512"]
+    return [*tiny(folder / "rows.jsonl", folder, "NAME", *own), "batch.global_size=8"]
+
+
 SHORT_FIRST = ["data.curriculum.steps=4", "data.curriculum.start_length=12", "data.max_length=64"]
 """Overrides: the shortest samples first, for as many steps."""
 
@@ -182,7 +205,7 @@ def eval_losses(run_folder: Path) -> list[float]:
 
 
 def plain_loop(
-    overrides: list[str], steps: int, data: Sequence[int] = (), without: Collection[int] = ()
+    overrides: list[str], steps: int, data: Sequence[int] = (), without: Collection[int] = (), dtype: Any = None
 ) -> tuple[list[float], list[float]]:
     """Train in a plain PyTorch loop without any of our training code; every sample on a padded row of its own.
 
@@ -191,6 +214,7 @@ def plain_loop(
         steps: train.max_steps of the run.
         data: whose data each step takes, from 1, where that is not its own.
         without: steps, from 1, that do not update anything; the schedule does not advance either.
+        dtype: of torch, to compute in instead of the config's.
 
     Returns:
         The training losses; first and last validation loss.
@@ -207,6 +231,7 @@ def plain_loop(
     prepared = load_data(cfg)
     assert prepared.validation is not None
     model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
+    model = model if dtype is None else model.to(dtype)
 
     def mean_loss(samples: list[tuple]) -> torch.Tensor:
         batch = collate([[sample] for sample in samples], prepared.pad_id)

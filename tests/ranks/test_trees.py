@@ -1,14 +1,11 @@
 """Conversations as trees on ranks: the losses of their samples on their own, in every layout; resumed bit by bit."""
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 from ranks import forked, run
-from shared import ALL, LORA, RECOMPUTE, WORDS, WORKER, default_first, of_tier, rows_of, tiny, trained
-
-from tests.unit.test_templates import OURS, tokenizer_of
+from shared import ALL, LORA, RECOMPUTE, WORKER, conversations, default_first, of_tier, rows_of, trained
 
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
@@ -31,27 +28,7 @@ RESUMED = ("stage2", "lora-stage3")
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Return overrides: ten conversations with reasoning, of which each step takes all, as trees or not."""
-    folder, draw = tmp_path_factory.mktemp("chats"), random.Random(4)
-
-    def said(most: int) -> str:
-        return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
-
-    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
-        for turns in (3, 4, 2, 1, 3, 2, 4, 3, 1, 2):
-            messages = [{"role": "system", "content": said(5)}]
-            for _ in range(turns):
-                messages += [
-                    {"role": "user", "content": said(4)},
-                    {"role": "assistant", "reasoning_content": said(3), "content": said(4)},
-                ]
-            file.write(json.dumps({"messages": messages}) + "\n")
-    tokenizer_of(OURS["qwen"]).save_pretrained(folder / "tokenizer")
-    return [
-        *tiny(folder / "rows.jsonl", folder, "NAME", f"model.tokenizer={folder}/tokenizer", "data.packing=packed"),
-        "data.max_length=512",
-        "batch.global_size=8",
-        f"train.max_steps={STEPS}",
-    ]
+    return [*conversations(tmp_path_factory.mktemp("chats")), f"train.max_steps={STEPS}"]
 
 
 @pytest.fixture(scope="session")

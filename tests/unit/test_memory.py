@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from toolkit.engine.memory import GIB, LiveBytes, PeakMemory, is_out_of_memory, limit_bytes
 
@@ -34,6 +36,16 @@ def test_gradients_are_seen() -> None:
         assert memory.restart() - before >= weight.nbytes
         weight.grad = None
         assert memory.restart() - before < MIB
+
+
+def test_tensors_that_hold_nothing_are_not_counted() -> None:
+    """torch.compile leaves fake tensors behind, whose sizes are symbols."""
+    with FakeTensorMode(shape_env=ShapeEnv()) as fake:
+        left = fake.from_tensor(torch.ones(MIB), static_shapes=False)
+    with LiveBytes() as live:
+        live.see(left)
+        live.see(torch.empty(MIB, device="meta"))
+        assert live.now == 0
 
 
 def test_a_limit_is_out_of_memory() -> None:

@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
         """Count a tensor that was there before."""
         storage = tensor.untyped_storage()
         key = id(storage)
-        if tensor.device.type == "meta":
+        if storage.device.type == "meta":  # also of the fake tensors that torch.compile leaves behind
             return
         size = storage.nbytes()
         known = self._sizes.get(key)

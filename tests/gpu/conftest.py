@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from shared import pairs_file, rows_file  # noqa: F401
