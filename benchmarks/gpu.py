@@ -1,25 +1,25 @@
-"""One GPU and a ChatGLM3-6B of random weights: speed in full and with LoRA, memory, and Hugging Face's Trainer beside.
+"""One GPU and GLMs of random weights: speed and memory of our runs, and of Hugging Face's Trainer on the same work.
 
-Nothing is read or downloaded: model and rows are made from a seed. Each measurement runs in a process of its own. The
-same with a tiny model serves to try it out without a GPU.
+Nothing is read or downloaded: models and rows are made from a seed, on the GPU. `PARTS` says what is measured and what
+it should reach; each part runs in a process of its own (scripts/bench_gpu), so that one that fails or takes too long
+costs no other. Tiny twins of the models try it all out without a GPU.
 """
 
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from benchmarks.processes import measure
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.data.loader import collate
@@ -61,62 +61,113 @@ class Size:
     """Of a packed row."""
     rows: int = 2
     """Of a micro-batch."""
-    accumulation: int = 8
+    accumulation: int = 4
     """Micro-batches of a step."""
-    steps: int = 5
+    steps: int = 4
     """That are measured."""
+    packed: bool = True
 
 
 CHATGLM3_6B = Size()
-TINY = Size(vocab=512, hidden=64, inner=128, layers=2, heads=4, tokens=256, rows=1, accumulation=2, steps=2)
+GLM4_9B = Size(vocab=151552, layers=40, tokens=8192, rows=1)
+PADDED = Size(rows=4, packed=False)
+SHORTER = Size(rows=1, accumulation=8)
+"""The same rows in smaller micro-batches: transformers' Trainer keeps all logits."""
+_TWIN: dict[str, Any] = {"vocab": 512, "hidden": 64, "inner": 128, "layers": 2, "heads": 4, "tokens": 256, "steps": 1}
+_SPARE = 0.95
+"""Of a GPU's memory, for what is planned: CUDA's own and fragments take the rest."""
 
 
-def compare(size: Size, words: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure all.
+class Part(NamedTuple):
+    """One measurement."""
 
-    Args:
-        size: of model and work.
-        words: overrides of the recipe chatglm, such as `zero=stage3`.
-        say: hears what comes next.
+    size: Size
+    call: str
+    """Function of this module."""
+    words: tuple[str, ...]
+    """Overrides of the recipe chatglm."""
+    mark: str = ""
+    """Figure of `marks` that says how good it is, and what it should be."""
+    goal: float = 0.0
 
-    Returns:
-        `full`, `lora`: the rows of metrics.jsonl; `trainer`: speed and memory of Hugging Face's on the same work;
-        `mfu_matmul` (goal 0.6, first mark 0.5), `lora_to_full` and `full_to_trainer` in tokens/s (goals 1.3 and 1),
-        `memory_to_trainer` (goal below 1), `plan_to_peak` of memory; without a GPU the peak is that of the process.
-    """
-    found: dict[str, Any] = {"size": asdict(size), "overrides": list(words)}
-    for name, call, more in (
-        ("full", ours, ["tuning=full"]),
-        ("lora", ours, ["tuning=lora"]),
-        ("trainer", hugging_face, ["tuning=full"]),
-    ):
-        say(name)
-        found[name] = measure(call, size, [*words, *more]).result
-    key = "device_memory_peak_bytes" if "device_memory_peak_bytes" in found["full"] else "host_memory_peak_bytes"
-    found["plan_to_peak"] = found["full"]["planned_memory_bytes"] / found["full"][key]
-    found["mfu_matmul"] = found["full"]["mfu_matmul"]
-    found["lora_to_full"] = found["lora"]["tokens_per_s"] / found["full"]["tokens_per_s"]
-    found["full_to_trainer"] = found["full"]["tokens_per_s"] / found["trainer"]["tokens_per_s"]
-    found["memory_to_trainer"] = found["full"][key] / found["trainer"][key]
-    return found
+
+FULL, LORA, BASE = "tuning=full", "tuning=lora", "6b-full-zero1"
+PARTS = {
+    BASE: Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1"), "mfu", 0.45),
+    "6b-lora": Part(CHATGLM3_6B, "ours", (LORA, "zero=stage0"), "to_full", 1.3),
+    "6b-trainer": Part(SHORTER, "hugging_face", (FULL, "zero=stage1"), "ours_to_it", 1.0),
+    "6b-full-zero3": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage3"), "mfu", 0.45),
+    "9b-lora": Part(GLM4_9B, "ours", (LORA, "zero=stage0"), "mfu", 0.45),
+    "6b-full-compiled": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1", "compile=inductor"), "to_full", 1.0),
+    "6b-full-padded": Part(PADDED, "ours", (FULL, "zero=stage1"), "ours_to_it", 1.0),
+    "9b-full-zero1": Part(GLM4_9B, "ours", (FULL, "zero=stage1"), "mfu", 0.45),
+}
+"""In the order of their importance: time may run out."""
+
+
+def size_of(name: str, is_tiny: bool) -> Size:
+    """Return what a part trains: as many layers as fit, the same of all that are compared, or the twin for anywhere."""
+    part = PARTS[name]
+    if is_tiny:
+        return replace(part.size, **_TWIN, rows=min(part.size.rows, 4), accumulation=2)
+    _, total = torch.cuda.mem_get_info()
+    compared = {one for one in PARTS if one == BASE or PARTS[one].mark != "mfu"}
+    alike = compared if name in compared else {name}
+    return replace(part.size, layers=min(_layers_that_fit(PARTS[one], _SPARE * total) for one in alike))
+
+
+def _layers_that_fit(part: Part, room: float) -> int:
+    size = part.size
+    if part.call == "hugging_face":  # all logits and their gradients
+        room -= 8 * size.rows * size.tokens * size.vocab
+    for layers in range(size.layers, 1, -1):
+        cfg = _config(replace(size, layers=layers), part.words)
+        if plan_rank(outline_of(cfg), cfg, 1).peak("step") < room:
+            return layers
+    return 1
+
+
+def measure_part(name: str, is_tiny: bool, words: Sequence[str]) -> dict[str, Any]:
+    """Return the figures of one part: of the row of metrics.jsonl, and the size of what was trained."""
+    size, part = size_of(name, is_tiny), PARTS[name]
+    overrides = [*part.words, *words]
+    if is_tiny and "compile=inductor" in overrides:
+        overrides.append("compile.backend=aot_eager")  # Inductor's C++ takes minutes
+    row = globals()[part.call](size, overrides)
+    return {"size": asdict(size), "overrides": overrides, **row}
+
+
+def marks(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return of each part that was measured its figure and its goal, where the parts that it refers to were too."""
+    speed = {name: row["tokens_per_s"] for name, row in found.items() if "tokens_per_s" in row}
+    result = {}
+    for name, own in speed.items():
+        part, row = PARTS[name], found[name]
+        figure = row.get("mfu", row.get("mfu_matmul")) if part.mark == "mfu" else None
+        if part.mark != "mfu" and BASE in speed and row["size"]["layers"] == found[BASE]["size"]["layers"]:
+            figure = own / speed[BASE] if part.mark == "to_full" else speed[BASE] / own
+        if figure is not None:
+            result[name] = {part.mark: figure, "goal": part.goal}
+    return result
 
 
 def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     """Train with our step for some steps; return what metrics.jsonl would say of them."""
     cfg, values = _begin(size, words)
     model = _model(cfg)
-    choose_attention(model, cfg.model.attention, True, TORCH_DTYPES[cfg.precision.dtype])
+    choose_attention(model, cfg.model.attention, size.packed, TORCH_DTYPES[cfg.precision.dtype])
     apply_tuning(model, cfg.tuning, Path(), None, cfg.run.seed, values)
 
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)
 
-    engine = initialize_engine(model, values, cfg.train.activation_checkpointing, schedule, optim=cfg.optim)
+    recomputing = cfg.train.activation_checkpointing
+    engine = initialize_engine(model, values, recomputing, schedule, cfg.compile, cfg.optim)
     engine.train()
     guard = StepGuard(engine, cfg.train)
     on_cpu = get_accelerator().device_name() == "cpu"
     planned = plan_rank(outline_of(cfg), cfg, 1, on_cpu).peak("step")
-    account = measure_baseline(engine, cfg.tuning, cfg.train.activation_checkpointing.enabled, planned)
+    account = measure_baseline(engine, cfg.tuning, recomputing.enabled, planned)
     batches = _batches(size)
     for place in range(WARM_UP + size.steps):
         if place in (0, WARM_UP):
@@ -187,9 +238,8 @@ def hugging_face(size: Size, words: Sequence[str]) -> dict[str, float]:
     return {**found, "device_memory_peak_bytes": device} if device else found
 
 
-def _begin(size: Size, words: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
-    """Compose the recipe and join a process group of one; return the config and the DeepSpeed dict."""
-    environment.apply(environment.detect({}), os.environ)
+def _config(size: Size, words: Sequence[str]) -> RunConfig:
+    """Compose the recipe."""
     shape = {
         "vocab_size": size.vocab,
         "hidden_size": size.hidden,
@@ -200,9 +250,16 @@ def _begin(size: Size, words: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]
         "max_positions": size.tokens,
     }
     own = [f"batch.micro_per_gpu={size.rows}", f"batch.global_size={size.rows * size.accumulation}"]
-    own += ["model.init=random", f"data.max_length={size.tokens}", "zero=stage2", "optim.torch=true"]
+    own += ["model.init=random", f"data.max_length={size.tokens}", "optim.torch=true"]
+    own += [f"data.packing={'packed' if size.packed else 'none'}"]
     own += [f"model.shape.{name}={value}" for name, value in shape.items()]
-    cfg = load(["recipe=chatglm", *own, *words]).cfg
+    return load(["recipe=chatglm", *own, *words]).cfg
+
+
+def _begin(size: Size, words: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
+    """Join a process group of one; return the config and the DeepSpeed dict."""
+    environment.apply(environment.detect({}), os.environ)
+    cfg = _config(size, words)
     process_group.start(cfg.distributed)
     return cfg, build_ds_config(cfg, 1, _ENDLESS).values
 
@@ -225,11 +282,12 @@ def _batches(size: Size) -> Iterator[Batch]:
     while True:
         count = 4 * size.rows * max(1, size.tokens // MEDIAN_TOKENS)
         lengths = np.clip(random.lognormal(math.log(MEDIAN_TOKENS), SIGMA, count), 16, size.tokens).astype(int)
-        numbers = pack(lengths, size.tokens)
+        numbers = pack(lengths, size.tokens) if size.packed else np.arange(count)
         # The rows filled last are those that stay half empty, which a whole data set has few of.
         for first in range(0, max(size.rows, numbers.max() - size.rows), size.rows):
             members = [np.flatnonzero(numbers == number) for number in range(first, first + size.rows)]
-            yield collate([[_sample(random, size, lengths[one]) for one in row] for row in members], 0, packed=True)
+            rows = [[_sample(random, size, lengths[one]) for one in row] for row in members]
+            yield collate(rows, 0, packed=size.packed)
 
 
 def _sample(random: np.random.Generator, size: Size, length: int) -> Sample:

@@ -2,15 +2,17 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import start
+from benchmarks import gpu, start
 from benchmarks.rows import rows_file
 from benchmarks.run import ARGUMENTS
 from benchmarks.run import run as bench
@@ -174,15 +176,85 @@ def test_a_bare_script_knows_no_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_the_gpu_bench_runs_without_a_gpu(tmp_path: Path) -> None:
-    output = tmp_path / "gpu.json"
-    command = [sys.executable, str(ROOT / "scripts" / "bench_gpu"), "model=tiny", f"output={output}", "steps=1"]
-    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=550)
+    """The whole way with tiny twins of the models; the other parts differ from these by overrides."""
+    output, parts = tmp_path / "gpu.json", ["6b-full-zero1", "6b-lora", "6b-trainer"]
+    words = ["device=cpu", f"parts={','.join(parts)}", f"output={output}", "minutes=20"]
+    command = [sys.executable, str(ROOT / "scripts" / "bench_gpu"), *words]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=590)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     (found,) = json.loads(output.read_text(encoding="utf-8"))
     assert json.loads(finished.stdout.splitlines()[-1]) == found
-    assert found["size"]["steps"] == found["full"]["step"] == 1
-    assert found["full"]["total_tokens"] == found["lora"]["total_tokens"] > 400
-    assert found["full"]["padding_fraction"] < 0.1
-    assert found["full"]["planned_memory_bytes"] > 1 << 20
-    assert min(found[name] for name in ("mfu_matmul", "lora_to_full", "full_to_trainer", "memory_to_trainer")) > 0
+    full, lora, trainer = (found["parts"][name] for name in parts)
+    assert full["size"]["steps"] == full["step"] == 1
+    assert full["total_tokens"] == lora["total_tokens"] > 400
+    assert full["padding_fraction"] < 0.1 and full["planned_memory_bytes"] > 1 << 20
+    assert found["marks"]["6b-lora"] == {"to_full": lora["tokens_per_s"] / full["tokens_per_s"], "goal": 1.3}
+    assert found["marks"]["6b-trainer"]["ours_to_it"] == full["tokens_per_s"] / trainer["tokens_per_s"]
+    assert "6b-lora: to_full " in finished.stdout
+
+
+def test_a_gpu_bench_without_time_names_what_it_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "bench_gpu"))
+    assert script["measured"]("6b-lora", True, [], time.monotonic() + 30) == {"skipped": "no time was left"}
+    monkeypatch.setitem(script["measured"].__globals__, "LIMIT_S", 0.2)
+    found = script["measured"]("6b-lora", True, [], time.monotonic() + 100)
+    assert found == {"skipped": "it took more than 0 s"}
+    monkeypatch.setitem(script["measured"].__globals__, "LIMIT_S", 100.0)
+    found = script["measured"]("6b-lora", True, ["zero.stag=1"], time.monotonic() + 100)
+    assert str(found["skipped"]).startswith("it failed: ")
+    assert "unknown key 'zero.stag'" in capsys.readouterr().out
+
+
+def test_the_page_of_gpus_is_written_from_the_results(tmp_path: Path) -> None:
+    """The newest result on a GPU counts, those of CPUs never; the pages are those that the script writes."""
+    from scripts import gpu_page
+
+    files = list((ROOT / "benchmarks").glob("*.json"))
+    for language, name in enumerate(("gpus.md", "gpus_zh.md")):
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == gpu_page.page(files, language), "run gpu_page.py"
+    assert set(gpu_page.PARTS) == set(gpu.PARTS) and {part.mark for part in gpu.PARTS.values()} == set(gpu_page.MARKS)
+
+    def result(device: str, speed: float) -> dict[str, Any]:
+        row = {"tokens_per_s": speed, "size": {"layers": 28}, "device_memory_peak_bytes": 3 << 30}
+        known = {"commit": "0123456789", "machine": {"gpus": ["NVIDIA H200, 143771 MiB"]}}
+        whole = {"measured": "gpu", "device": device, "environment": known}
+        parts = {"6b-full-zero1": row, "6b-lora": {"skipped": "no time was left"}}
+        return {**whole, "parts": parts, "marks": {"6b-full-zero1": {"mfu": 0.47, "goal": 0.45}}}
+
+    for name, found in (
+        ("2026-12-01", [result("gpu", 1.0)]),
+        ("2026-12-02", [result("gpu", 12345.6), result("cpu", 7)]),
+    ):
+        (tmp_path / f"{name}-gpu.json").write_text(json.dumps(found))
+    lines = gpu_page.page(list(tmp_path.iterdir()), 0).splitlines()
+    assert (
+        "| ChatGLM3-6B, full, ZeRO-1, packed | 12,346 | MFU 0.47 | 0.45 | 3.0 GiB |  | "
+        "NVIDIA H200, 143771 MiB; 28 layers; 0123456 |"
+    ) in lines
+    assert sum("not measured" in line for line in lines if line.startswith("|")) == len(gpu.PARTS) - 1
+
+
+def test_the_marks_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand; parts of another size are not compared. On a GPU a model that does not fit has fewer layers."""
+    size = {"size": {"layers": 28}}
+    found: dict[str, dict[str, Any]] = {
+        "6b-full-zero1": {**size, "tokens_per_s": 100.0, "mfu": 0.5, "mfu_matmul": 0.6},
+        "6b-lora": {**size, "tokens_per_s": 140.0},
+        "6b-trainer": {"size": {"layers": 20}, "tokens_per_s": 50.0},
+        "6b-full-padded": {**size, "tokens_per_s": 25.0},
+        "9b-lora": {"skipped": "no time was left"},
+    }
+    assert gpu.marks(found) == {
+        "6b-full-zero1": {"mfu": 0.5, "goal": 0.45},
+        "6b-lora": {"to_full": 1.4, "goal": 1.3},
+        "6b-full-padded": {"ours_to_it": 4.0, "goal": 1.0},
+    }
+    layers = {}
+    for total in (79, 140):  # GiB that an H100 and an H200 have
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda total=total: (0, total << 30))
+        layers[total] = {name: gpu.size_of(name, False).layers for name in ("6b-full-zero1", "6b-lora", "9b-lora")}
+    assert layers[140] == {"6b-full-zero1": 28, "6b-lora": 28, "9b-lora": 40}
+    assert 10 < layers[79]["6b-full-zero1"] == layers[79]["6b-lora"] < 28 and layers[79]["9b-lora"] == 40
