@@ -99,7 +99,7 @@ def _losses(state: RunState, config: Mapping[str, Any]) -> list[str]:
     lines = []
     if not math.isnan(state.first_loss):
         kind = config.get("task", {}).get("kind", "language")
-        has_pairs = kind != "language" or config.get("preference", {}).get("loss", "none") != "none"
+        has_pairs = kind == "reward" or config.get("preference", {}).get("loss", "none") != "none"
         ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if has_pairs else " nats/token")
         lines += [tr("training: {losses}", losses=ends), ""]
     if state.evaluations:
