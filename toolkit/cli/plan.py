@@ -1,12 +1,16 @@
 """Estimate GPU memory and time before anything is loaded: which layouts fit, and the overrides to set them.
 
-toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=true] [output=FILE] [key=value …]
+toolkit plan recipe=NAME [gpus=8x80GB] [nodes=2] [host_memory=1TB] [calibrate=true] [trace=true] [output=FILE]
+             [key=value …]
 
   gpus=8x80GB      GPUs of one node: their memory, or their name (8xA100-80GB, 4xH100), or 2xcpu;
                    default: those of this node, or 8x80GB without any
   nodes=2          identical nodes; default 1
   host_memory=1TB  memory of one node; without it host memory is shown but not checked
   calibrate=true   measure the speed of this node for a few seconds; kept in prepare.dir/plan
+  trace=true       also run two steps of the recipe as it is on GPUs that are not there: the real model and DeepSpeed's
+                   engine on tensors without numbers; memory beside the plan's, collectives, and where the host waits.
+                   Needs no GPU; takes a minute
   output=FILE      the plan as JSON
 
 Nothing is loaded: model.path needs config.json alone, and the models of `toolkit models` not even that. GB and TB are
@@ -14,18 +18,23 @@ powers of 1024, as memory is sold.
 """
 
 import json
+from pathlib import Path
 
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import with_micro_batch
 from toolkit.config.preflight import resolve_model_path, resolve_teacher
 from toolkit.errors import Problems
+from toolkit.jobs import trace as tracing
 from toolkit.jobs.check import machine_for
+from toolkit.jobs.sweep import quoted
 from toolkit.messages import say
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of, published_teachers
 from toolkit.plan.speed import calibrate, rates_of
+
+OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
 
 def run(words: list[str]) -> None:
@@ -44,19 +53,28 @@ def run(words: list[str]) -> None:
     found = list(layouts(outline, cfg, machine, rates))
     for line in plan_lines(outline, machine, rates, mine, found):
         say(line)
+    traced = None
+    if given.get("trace") == "true":
+        recipe = [word for word in words if word.partition("=")[0] not in OWN]
+        # The directory that the config was found in, where there is one.
+        found_at = [f"model.path={quoted(Path(cfg.model.path))}"] if cfg.model.path else []
+        traced = tracing.report(tracing.trace([*recipe, *found_at], machine), mine)
     if given.get("output"):
-        write_output(given, json.dumps(plan_json(outline, machine, mine, found), indent=2) + "\n")
+        result = plan_json(outline, machine, mine, found) | ({"trace": traced} if traced else {})
+        write_output(given, json.dumps(result, indent=2) + "\n")
 
 
 def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:
     """Return the checked config, the command's own arguments and the machine to plan for."""
     problems = Problems()
-    own = ("gpus", "nodes", "host_memory", "calibrate", "output")
-    arguments = parse(words, names=own, problems=problems)
+    arguments = parse(words, names=OWN, problems=problems)
     given = arguments.values
     problems.attempt(check_output, given)
-    problems.attempt(one_of, given, "calibrate", ("false", "true"))
+    for name in ("calibrate", "trace"):
+        problems.attempt(one_of, given, name, ("false", "true"))
     machine = problems.attempt(machine_for, given, arguments.loaded.cfg)
+    if given.get("trace") == "true":
+        problems.attempt(tracing.check_traceable, arguments.loaded.cfg, machine)
     check_parsed(arguments.loaded, machine.world_size if machine else None, problems, files=False)
     problems.raise_all()
     assert machine is not None

@@ -541,6 +541,13 @@ def _stage2(rank: _Rank) -> _Stage:
     gradients = 0 if rank.offloads else rank.grad * part
     flush = weight * min(rank.trained, cfg.zero.reduce_bucket_size) + weight * rank.largest // 2
     backward = {"gradients": gradients, "buckets": bucket + flush}
+    if is_bf16 and not rank.offloads and rank.trained > cfg.zero.reduce_bucket_size:
+        # A bucket is flattened and sent while the next gradient is there, in bf16 and in float32; one that is larger
+        # goes past the buckets. What layers are computed again from is kept to the end of the pass.
+        sent = 0 if rank.largest > cfg.zero.reduce_bucket_size else weight * cfg.zero.reduce_bucket_size
+        flush = sent + (weight + 4) * rank.largest
+        inputs = rank.activations().get("layer inputs", 0)
+        backward |= {"buckets": bucket + flush} | ({"layer inputs": inputs} if inputs else {})
     if not rank.offloads and not is_bf16:  # a micro-batch's beside those before it; bf16 adds up in one buffer
         backward["buckets"] = bucket + max(flush, rank.grad * part + weight * rank.largest)
         if accumulation(cfg, rank.world) == 1:  # none are before it

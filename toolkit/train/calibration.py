@@ -85,7 +85,7 @@ def _layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tu
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
     calls, flops = [], []
     for layers in (1, 2):
-        model = _model(cfg, layers, device).train()
+        model = build_model(cfg, layers, device).train()
         shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
         flops.append(formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work))
         calls.append(partial(_pass, model, longest_batch(cfg, outline, model)))
@@ -120,7 +120,7 @@ def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: tor
     ds = ds_config.build_ds_config(split, world_size).values
     calls, engines, sizes, linear = [], [], [], functional.linear
     for layers in (1, 2):
-        model = _model(cfg, layers, device)
+        model = build_model(cfg, layers, device)
         sizes.append(sum(one.numel() for one in model.parameters()))
         batch = longest_batch(cfg, outline, model)
         schedule = partial(ConstantLR, factor=1)
@@ -152,7 +152,8 @@ def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Modul
     }
 
 
-def _model(cfg: schema.RunConfig, layers: int, device: torch.device) -> torch.nn.Module:
+def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> torch.nn.Module:
+    """Return a recipe's model with random weights and so many layers; only its config is read."""
     if cfg.model.init is schema.Init.random:
         shape = replace(cfg.model.shape, num_layers=layers)
         model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))

@@ -1,0 +1,293 @@
+"""A GPU that is not there: DeepSpeed's engine and a model run on it, and their tensors have shapes but no numbers.
+
+PyTorch's fake tensors do it, on a device of a backend that nobody has implemented: each operation on them is only its
+shapes. A FakeTensor of a "cuda" device would do without a GPU as well, but not without PyTorch's CUDA build, as its
+backward pass asks CUDA how many devices there are (torch 2.13). Process groups are PyTorch's fake ones, whose
+collectives return at once. What tensors weigh, what is sent, and where the host reads a number of the device is noted.
+
+For a process of its own: the device, the accelerator and the patches stay.
+"""
+
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops.adam import fused_adam
+from deepspeed.ops.lion import fused_lion
+from deepspeed.runtime.zero import utils as zero_utils
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "gpu"
+DEVICE = f"{NAME}:0"
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class _Backend:
+    """What PyTorch asks of a device's module; not there, so that no number is ever made on the device."""
+
+    is_initialized = staticmethod(lambda: True)
+    is_available = _is_in_bad_fork = staticmethod(lambda: False)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    manual_seed_all = staticmethod(lambda seed: None)
+    get_amp_supported_dtype = staticmethod(lambda: list(_HALF))
+
+
+class _Stream:
+    """A stream or an event on which nothing happens."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., float]:
+        return lambda *_, **__: 0.0
+
+
+class _Accelerator(CPU_Accelerator):
+    """DeepSpeed's view of it: work is queued on streams, as on a GPU."""
+
+    Stream = Event = _Stream
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name, self._communication_backend_name = NAME, "fake"
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return NAME if device_index is None else f"{NAME}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> torch.device:
+        return torch.device(DEVICE)
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_device_name(self) -> str:
+        return DEVICE
+
+    def device_count(self) -> int:
+        return 1
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == NAME
+
+    @property
+    def IntTensor(self) -> Any:  # noqa: N802  # the old constructors write numbers where none are
+        return partial(torch.tensor, dtype=torch.int32, device=DEVICE)
+
+    @property
+    def ByteTensor(self) -> Any:  # noqa: N802
+        return partial(torch.tensor, dtype=torch.uint8, device=DEVICE)
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> _Stream:
+        return _Stream()
+
+    default_stream = current_stream
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """DeepSpeed's own FusedAdam and FusedLion run; their kernels, which need no memory of their own, do nothing."""
+        return _Builder
+
+    def create_op_builder(self, op_name: str) -> Any:
+        return _Builder()
+
+
+class _Builder:
+    name = "none"
+
+    def load(self, *_: Any, **__: Any) -> "_Builder":
+        return self
+
+    def is_compatible(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def begin(rank: int, world_size: int) -> None:
+    """Be a rank of so many, none of which is there."""
+    _setup_privateuseone_for_python_backend(NAME, _Backend)
+    set_accelerator(_Accelerator())
+    FakeTensor.is_cuda = property(lambda self: self.device.type == NAME)  # type: ignore[assignment]
+    FakeTensor.tolist = _tolist  # type: ignore[assignment, method-assign]
+    torch.cuda.get_device_capability = lambda *_: (8, 0)
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
+    functional.scaled_dot_product_attention = _fused_attention
+    fused_adam.FusedAdamBuilder = fused_lion.FusedLionBuilder = _Builder
+    # What ZeRO-3 compares with rank 0 is compared here afterwards, as collectives.
+    zero_utils.get_lst_from_rank0 = list
+    zero_utils.assert_lst_len_same_as_other_ranks = lambda _: None
+    dist.init_process_group(f"cpu:fake,{NAME}:fake", rank=rank, world_size=world_size, store=FakeStore())
+    deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
+
+
+def _tolist(tensor: torch.Tensor) -> Any:
+    """Read all numbers at once, as `tolist` of a real tensor does."""
+    value = tensor.flatten()[0].item()
+    return value if tensor.dim() == 0 else [value] * len(tensor) if tensor.dim() == 1 else [*map(_tolist, tensor)]
+
+
+def _apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
+    """Set what a conversion makes of parameters, as for real tensors; PyTorch exchanges whole fake ones, which fails
+    where something refers to them.
+    """
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                made = function(parameter)
+            if made.device != parameter.device:
+                module._parameters[name] = torch.nn.Parameter(made, parameter.requires_grad)
+            elif made is not parameter:
+                parameter.data = made
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else function(buffer)
+    return module
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Take the kernel that PyTorch takes on an NVIDIA GPU: flash attention, or another one in fp32 or with a mask."""
+    if attn_mask is None and query.dtype in _HALF:
+        flash = _aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if enable_gqa and key.size(1) != query.size(1):
+        key, value = (one.repeat_interleave(query.size(1) // one.size(1), 1) for one in (key, value))
+    efficient = _aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+class Watch(TorchDispatchMode):
+    """Notes bytes of the device's tensors, collectives, and where the host waits for the device.
+
+    A number that is read is 1.0, or 0 where it is a whole number or a truth value (such as an overflow). Works above a
+    FakeTensorMode.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.collectives: list[tuple[Any, ...]] = []
+        """Name, ranks of the group, and numbers and type of what is sent, in their order."""
+        self.waits: Counter[str] = Counter()
+        """Where in the code."""
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._events: list[tuple[int, int, str]] = []
+        self._begun = 0
+
+    def restart(self) -> None:
+        """Begin anew: with the peak, what is sent, and the waits."""
+        self.collectives, self.waits, self.peak, self._begun = [], Counter(), self.now, len(self._events)
+
+    def largest(self, most: int) -> list[tuple[str, int, int]]:
+        """Return of the tensors at the peak since `restart` the largest by kind: what, how many, bytes of all."""
+        now = highest = sum(change for _, change, _ in self._events[: self._begun])
+        at = self._begun
+        for place in range(self._begun, len(self._events)):
+            now += self._events[place][1]
+            if now > highest:
+                highest, at = now, place + 1
+        live: dict[int, tuple[int, str]] = {}
+        for key, change, what in self._events[:at]:
+            if what:
+                live[key] = (live.get(key, (0, ""))[0] + change, what)
+            else:
+                live.pop(key, None)
+        sizes: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
+        for size, what in live.values():
+            sizes[what] += size
+            counts[what] += 1
+        return [(what, counts[what], size) for what, size in sizes.most_common(most)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next((one for one in args if isinstance(one, torch.Tensor)), None)
+        on_device = first is not None and first.device.type == NAME
+        if func in (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default):
+            assert first is not None
+            if on_device:
+                self.waits[_place()] += 1
+            elif getattr(first, "constant", None) is not None and func is _aten._local_scalar_dense.default:
+                return first.constant.item()  # type: ignore[attr-defined]
+            if func is _aten.nonzero.default:
+                return first.new_zeros((first.numel(), first.dim()), dtype=torch.int64)
+            return func is _aten.equal.default or (1.0 if first.is_floating_point() else 0)
+        if func is _aten.record_stream.default:
+            return None
+        if func.namespace == "c10d":
+            self._note_collective(func, args)
+        result = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if on_device and func is _aten._to_copy.default and leaves[0].device.type == "cpu":
+            self.waits[_place()] += 1
+        for leaf in leaves:
+            self._see(leaf, func)
+        return result
+
+    def _note_collective(self, func: Any, args: Any) -> None:
+        sent = [one for one in _pytree.tree_leaves(args) if isinstance(one, torch.Tensor)]
+        groups = [one for one in _pytree.tree_leaves(args) if isinstance(one, torch.ScriptObject)]
+        sizes = [dist.ProcessGroup.unbox(one).size() for one in groups if "ProcessGroup" in str(one._type())]
+        kinds = Counter(str(one.dtype).removeprefix("torch.") for one in sent)
+        name = func.name().removeprefix("c10d::").rstrip("_")
+        self.collectives.append((name, sizes[0] if sizes else 0, sum(one.numel() for one in sent), "/".join(kinds)))
+
+    def _see(self, tensor: torch.Tensor, func: Any) -> None:
+        if tensor.device.type != NAME:
+            return
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        known = self._sizes.get(key)
+        if known is None:
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        if known != size:
+            what = f"{func.name().removeprefix('aten::')} {str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
+            self._sizes[key] = size
+            self._change(key, size - (known or 0), what)
+
+    def _forget(self, key: int) -> None:
+        self._change(key, -self._sizes.pop(key), "")
+        del self._references[key]
+
+    def _change(self, key: int, change: int, what: str) -> None:
+        self.now += change
+        self.peak = max(self.peak, self.now)
+        self._events.append((key, change, what))
+
+
+def _place() -> str:
+    """Return the line of DeepSpeed, of the model or of the toolkit that reads a number of the device."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and not frame.filename.endswith("fake_gpu.py"):
+            return f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno} ({frame.name})"
+    return "?"

@@ -1,0 +1,142 @@
+"""Two training steps on a GPU that is not there: `python -m toolkit.train.trace SPEC`; see `main`.
+
+The model, adapters, loss, checkpointing and step are those of a run, and so is DeepSpeed's engine: with its own ZeRO
+optimizers, buckets and partitions, of one rank of as many as wanted. Of numbers there are none, see engine/fake_gpu.py.
+"""
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+
+from toolkit.config.load import load
+from toolkit.config.mesh import accumulation, with_micro_batch
+from toolkit.config.schema import Packing, RunConfig, TuningMethod
+from toolkit.engine import fake_gpu
+from toolkit.engine.build import initialize_engine
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.messages import set_language
+from toolkit.models import adapters, attention, loss
+from toolkit.models.attention import Batch, choose_attention, with_label_positions
+from toolkit.models.load import TORCH_DTYPES
+from toolkit.plan.outline import outline_of
+from toolkit.train import calibration
+from toolkit.train.language_task import LanguageTask
+from toolkit.train.schedule import make_schedule
+from toolkit.train.step import StepGuard, train_step
+
+_STEPS = 2
+"""The optimizer makes its states in the first."""
+_TOTAL_STEPS = 100
+_SAMPLES = 4
+"""Of a packed sequence."""
+_LARGEST = 8
+
+
+class _Task(LanguageTask):
+    """Language modelling whose tokens are counted beforehand: all of a micro-batch."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def count(self, batch: Batch) -> int:
+        return self.tokens
+
+    def sizes(self, batches: list[Batch]) -> list[int]:
+        return [self.tokens * len(batches)] * 4
+
+
+def trace(cfg: RunConfig, rank: int, world_size: int) -> dict[str, Any]:
+    """Return what a rank holds, sends and waits for in a step on the longest rows."""
+    fake_gpu.begin(rank, world_size)
+    attention.trains_on_gpu = lambda: True
+    if cfg.optim.torch is not True:  # as where there is an nvcc
+        cfg = replace(cfg, optim=replace(cfg.optim, torch=False))
+    outline, ds = outline_of(cfg), build_ds_config(cfg, world_size, _TOTAL_STEPS)
+    device, mode, watch = torch.device(fake_gpu.DEVICE), FakeTensorMode(allow_non_fake_inputs=True), fake_gpu.Watch()
+    with mode, watch:
+        with device:
+            model: Any = calibration.build_model(cfg, outline.sizes["layers"], device)
+            _prepare(model, cfg, ds.values)
+        engine = initialize_engine(
+            model, ds.values, cfg.train.activation_checkpointing, make_schedule(cfg, _TOTAL_STEPS), None, cfg.optim
+        )
+    batch = with_label_positions(_longest_batch(cfg, outline, model))
+    task, guard = _Task(len(batch["places"])), StepGuard(engine, cfg.train)
+    with mode, watch:
+        fake = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
+        engine.train()
+        for _ in range(_STEPS):
+            watch.restart()
+            at_rest = watch.now
+            train_step(engine, task, [dict(fake) for _ in range(accumulation(cfg, world_size))], world_size, guard)
+            guard.check()
+    return {
+        "rank": rank,
+        "at_rest_bytes": at_rest,
+        "peak_bytes": watch.peak,
+        "largest": watch.largest(_LARGEST),
+        "waits": dict(watch.waits),
+        "collectives": watch.collectives,
+        "optimizer": f"{type(engine.optimizer).__name__}({type(engine.basic_optimizer).__name__})",
+    }
+
+
+def _prepare(model: PreTrainedModel, cfg: RunConfig, ds: dict[str, Any]) -> None:
+    """Do with an untrained model what language_task.build_engine does."""
+    choose_attention(model, cfg.model.attention, cfg.data.packing is Packing.packed, TORCH_DTYPES[cfg.precision.dtype])
+    model.config.use_cache = False
+    model.get_input_embeddings().padding_idx = None
+    model.loss_head, model.router_loss = loss.LossHead(cfg.kernels.loss), None
+    if cfg.tuning.method is not TuningMethod.full:
+        adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
+
+
+def _longest_batch(cfg: RunConfig, outline: Any, model: torch.nn.Module) -> Batch:
+    """Return the largest micro-batch; a packed one of a few samples of the same length."""
+    batch = calibration.longest_batch(cfg, outline, model)
+    if cfg.data.packing is not Packing.packed:
+        return batch
+    rows, length = batch["input_ids"].shape
+    places = torch.arange(length)
+    ends = [row * length + sample * length // _SAMPLES for row in range(rows) for sample in range(_SAMPLES)]
+    batch["cu_seq_lens"] = torch.tensor([*ends, rows * length], dtype=torch.int32)
+    batch["segment_ids"] = (places * _SAMPLES // length + 1).repeat(rows, 1)
+    return batch
+
+
+def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Trace the recipe and overrides `words` on some `ranks` of `world_size`, each in a process of its own."""
+    set_language(spec["language"])
+    cfg = with_micro_batch(load(spec["words"]).cfg)
+    found = []
+    for rank in spec["ranks"]:
+        with multiprocessing.get_context("fork").Pool(1) as pool:  # what is registered with PyTorch stays
+            found.append(pool.apply(_traced, (cfg, rank, spec["world_size"])))
+    return found
+
+
+def _traced(cfg: RunConfig, rank: int, world_size: int) -> dict[str, Any]:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    try:
+        return trace(cfg, rank, world_size)
+    except Exception as error:  # whatever a model does on a device that it does not expect
+        logging.getLogger("DeepSpeed").info("trace", exc_info=True)
+        return {"rank": rank, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    file = Path(sys.argv[1])
+    given = json.loads(file.read_text(encoding="utf-8"))
+    Path(given["output"]).write_text(json.dumps(main(given)), encoding="utf-8")
