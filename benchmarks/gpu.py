@@ -1,7 +1,7 @@
 """One GPU and GLMs of random weights: speed and memory of our runs, and of Hugging Face's Trainer on the same work.
 
 Nothing is read or downloaded: models and rows are made from a seed, on the GPU. `PARTS` says what is measured and what
-it should reach; each part runs in a process of its own (scripts/bench_gpu), so that one that fails or takes too long
+it should reach; each part runs in a process of its own (gpu_parts.py), so that one that fails or takes too long
 costs no other. Tiny twins of the models try it all out without a GPU.
 """
 

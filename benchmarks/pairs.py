@@ -11,7 +11,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from toolkit import children
 from toolkit.launch.environment import free_port
 
 TEMPLATE = (
@@ -180,7 +180,7 @@ def _run(command: list[str], folder: Path) -> dict[str, float]:
     path = os.pathsep.join([str(folder.parent / "site"), str(Path(__file__).parents[1])])
     environ = {**os.environ, "PYTHONPATH": path, "PROBED": str(probed), "TOKENIZERS_PARALLELISM": "false"}
     with open(folder / "log", "w", encoding="utf-8") as log:
-        subprocess.run(command, env=environ, stdout=log, stderr=log, check=True, timeout=1800)  # noqa: S603
+        children.run(command, env=environ, stdout=log, stderr=log, check=True, timeout=1800)
     ranks = [one for one in map(json.loads, probed.read_text().splitlines()) if one["times"]]
     wall, busy = (
         [end[kind] - begin[kind] for rank in ranks for begin, end in pairwise(rank["times"][WARM - 1 :])]

@@ -73,6 +73,14 @@ def workers(count: int, begin: Callable[..., None] | None = None, *arguments: An
     return ProcessPoolExecutor(count, context, initializer=_tied, initargs=(os.getpid(), begin, *arguments))
 
 
+def copied(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a copy of this process, which must not run other threads that hold locks."""
+    import multiprocessing
+
+    with multiprocessing.get_context("fork").Pool(1, _tied, (os.getpid(), None)) as pool:
+        return pool.apply(function, arguments)
+
+
 def process(function: Callable[..., None], *arguments: Any) -> Any:
     """Start a function of a module in a new interpreter; return the `multiprocessing.Process`."""
     import multiprocessing

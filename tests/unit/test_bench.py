@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 import time
@@ -197,13 +196,14 @@ def test_the_gpu_bench_runs_without_a_gpu(tmp_path: Path) -> None:
 def test_a_gpu_bench_without_time_names_what_it_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = runpy.run_path(str(ROOT / "scripts" / "bench_gpu"))
-    assert script["measured"]("6b-lora", True, [], time.monotonic() + 30) == {"skipped": "no time was left"}
-    monkeypatch.setitem(script["measured"].__globals__, "LIMIT_S", 0.2)
-    found = script["measured"]("6b-lora", True, [], time.monotonic() + 100)
+    from benchmarks import gpu_parts
+
+    assert gpu_parts.measured("6b-lora", True, [], time.monotonic() + 30) == {"skipped": "no time was left"}
+    monkeypatch.setattr(gpu_parts, "LIMIT_S", 0.2)
+    found = gpu_parts.measured("6b-lora", True, [], time.monotonic() + 100)
     assert found == {"skipped": "it took more than 0 s"}
-    monkeypatch.setitem(script["measured"].__globals__, "LIMIT_S", 100.0)
-    found = script["measured"]("6b-lora", True, ["zero.stag=1"], time.monotonic() + 100)
+    monkeypatch.setattr(gpu_parts, "LIMIT_S", 100.0)
+    found = gpu_parts.measured("6b-lora", True, ["zero.stag=1"], time.monotonic() + 100)
     assert str(found["skipped"]).startswith("it failed: ")
     assert "unknown key 'zero.stag'" in capsys.readouterr().out
 

@@ -74,7 +74,7 @@ def write_a_recipe(browser: Browser, folder: Path) -> None:
     browser.enter("input[name='batch.global_size']", "8")
     browser.wait("document.querySelector('#errors .good')")
     assert "glm-tiny" in browser.run("document.getElementById('plan').textContent")
-    assert browser.run("document.querySelector(\"input[name='train.epochs']\").placeholder") == "3"
+    assert browser.run("document.querySelector(\"input[name='train.epochs']\").placeholder") == "4"  # the recipe's
     browser.enter("#search", "optim.lr")
     shown = "[...document.querySelectorAll('#keys label')].filter((one) => one.offsetParent).length"
     assert 0 < browser.run(shown) < 10

@@ -593,7 +593,7 @@ def test_every_key_says_what_it_influences_or_cannot_change() -> None:
     free = {key for key in all_keys() if influence_of(key, RunConfig) is Influence.free}
     marked = {name for name, influence in declared(RunConfig) if influence}
     assert {key.partition(".")[0] for key in free} - marked == {
-        *("run", "model", "data", "batch", "optim", "parallel", "train")
+        *("run", "model", "data", "batch", "optim", "parallel", "train", "distill")
     }, "of these sections single keys are free"
     for key in ("run.display", "run.name", "evaluate.every", "zero.stage", "distributed.timeout_s", "model.hub_id"):
         assert checkpointer.is_allowed_change(key), key

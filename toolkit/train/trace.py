@@ -6,7 +6,6 @@ optimizers, buckets and partitions, of one rank of as many as wanted. Of numbers
 
 import json
 import logging
-import multiprocessing
 import os
 import sys
 import warnings
@@ -18,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
+from toolkit import children
 from toolkit.config.load import load
 from toolkit.config.mesh import accumulation, with_micro_batch
 from toolkit.config.schema import Packing, RunConfig, TuningMethod
@@ -118,11 +118,8 @@ def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Trace the recipe and overrides `words` on some `ranks` of `world_size`, each in a process of its own."""
     set_language(spec["language"])
     cfg = with_micro_batch(load(spec["words"]).cfg)
-    found = []
-    for rank in spec["ranks"]:
-        with multiprocessing.get_context("fork").Pool(1) as pool:  # what is registered with PyTorch stays
-            found.append(pool.apply(_traced, (cfg, rank, spec["world_size"])))
-    return found
+    # A copy each: what is registered with PyTorch stays.
+    return [children.copied(_traced, cfg, rank, spec["world_size"]) for rank in spec["ranks"]]
 
 
 def _traced(cfg: RunConfig, rank: int, world_size: int) -> dict[str, Any]:

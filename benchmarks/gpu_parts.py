@@ -1,0 +1,81 @@
+"""The parts of benchmarks/gpu.py, each in a process of its own; see scripts/bench_gpu."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from subprocess import STDOUT, TimeoutExpired
+
+from benchmarks import results
+from toolkit import children
+from toolkit.arguments import one_of, positive_int
+from toolkit.messages import ConfigError
+
+ROOT = Path(__file__).parents[1]
+
+OWN = ("minutes", "parts", "device", "output", "part")
+LIMIT_S = 200.0
+"""Of a part."""
+LEAST_S = 40.0
+"""A part that has less is not begun."""
+
+
+def run(words: list[str]) -> int:
+    """Measure each part in a process of its own, and say what was reached."""
+    given = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OWN)
+    overrides = [word for word in words if word.partition("=")[0] not in OWN]
+    is_tiny = one_of(given, "device", ("gpu", "cpu")) == "cpu"
+    if is_tiny:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from benchmarks import gpu
+
+    if "part" in given:
+        found = gpu.measure_part(given["part"], is_tiny, overrides)
+        Path(given["output"]).write_text(json.dumps(found), encoding="utf-8")
+        return 0
+    names = given["parts"].split(",") if "parts" in given else list(gpu.PARTS)
+    if unknown := [name for name in names if name not in gpu.PARTS]:
+        raise ConfigError(f"parts: unknown {', '.join(unknown)}. There are {', '.join(gpu.PARTS)}.")
+    output = given.get("output") or f"{ROOT}/benchmarks/{time.strftime('%Y-%m-%d')}-gpu.json"
+    before = results.earlier(output)
+    ends = time.monotonic() + 60 * (positive_int(given, "minutes") or 10)
+    parts = {name: measured(name, is_tiny, overrides, ends) for name in names}
+    marks = gpu.marks(parts)
+    for name, mark in marks.items():
+        (figure, value), (_, goal) = mark.items()
+        print(f"{name}: {figure} {value:.3f}, goal {goal}: {'reached' if value >= goal else 'missed'}")
+    found_all = {"measured": "gpu", "device": "cpu" if is_tiny else "gpu", "parts": parts, "marks": marks}
+    print(json.dumps(results.append_result(output, before, ["scripts/bench_gpu", *words], found_all, 1)))
+    return 0
+
+
+def measured(name: str, is_tiny: bool, overrides: list[str], ends: float) -> dict[str, object]:
+    """Return the figures of a part, or `skipped` and why."""
+    left = ends - time.monotonic()
+    if left < LEAST_S:
+        print(f"{name}: skipped, no time is left", flush=True)
+        return {"skipped": "no time was left"}
+    started, limit = time.monotonic(), min(left, LIMIT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        output, log = Path(folder, "found.json"), Path(folder, "log")
+        own = [f"part={name}", f"output={output}", f"device={'cpu' if is_tiny else 'gpu'}"]
+        try:
+            with log.open("w") as file:
+                children.run(
+                    [sys.executable, str(ROOT / "scripts" / "bench_gpu"), *own, *overrides],
+                    stdout=file,
+                    stderr=STDOUT,
+                    timeout=limit,
+                )
+        except TimeoutExpired:
+            print(f"{name}: skipped, it took more than {limit:.0f} s", flush=True)
+            return {"skipped": f"it took more than {limit:.0f} s"}
+        if not output.exists():
+            said = log.read_text(errors="replace").splitlines() or [""]
+            print("\n".join([f"{name}: failed", *said[-15:]]), flush=True)
+            return {"skipped": f"it failed: {said[-1][:200]}"}
+        found: dict[str, object] = json.loads(output.read_text(encoding="utf-8"))
+    print(f"{name}: {found['tokens_per_s']:,.0f} tokens/s ({time.monotonic() - started:.0f} s in all)", flush=True)
+    return found
