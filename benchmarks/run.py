@@ -14,8 +14,7 @@ from benchmarks import on_ranks, results
 from toolkit.arguments import Arguments, check_parsed, named_arguments, parse, positive_int
 from toolkit.config.load import to_yaml
 from toolkit.distributed.failure import run_guarded
-from toolkit.errors import Problems
-from toolkit.messages import ConfigError, say, tr
+from toolkit.messages import ConfigError, Problems, say, tr
 from toolkit.terminal import text_table
 
 Measure = Callable[[Arguments, list[str], int, Path], dict[str, Any]]

@@ -16,7 +16,6 @@ PACKAGE = ROOT / "toolkit"
 # Longest matching prefix wins. A module may import from its own package and from any lower layer.
 LAYERS = {
     "toolkit": 0,
-    "toolkit.errors": 0,
     "toolkit.messages": 0,
     "toolkit.secrets": 0,
     "toolkit.config": 0,

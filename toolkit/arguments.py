@@ -10,8 +10,7 @@ from toolkit.config.load import LoadedConfig, load
 from toolkit.config.mesh import model_ranks, with_micro_batch
 from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import OWNED, build_ds_config, check_extra
-from toolkit.errors import Problems
-from toolkit.messages import ConfigError, set_language, tr
+from toolkit.messages import ConfigError, Problems, set_language, tr
 
 _MAX_DIGITS = 18
 """Python refuses to read thousands."""

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from toolkit.errors import user_name
-from toolkit.messages import ToolkitError, tr, warn
+from toolkit.messages import ToolkitError, tr, user_name, warn
 
 _BLOCK_BYTES = 1 << 22
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

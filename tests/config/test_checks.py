@@ -10,8 +10,7 @@ from toolkit.config.load import load
 from toolkit.config.mesh import accumulation, with_micro_batch
 from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import build_ds_config
-from toolkit.errors import Problems
-from toolkit.messages import ConfigError
+from toolkit.messages import ConfigError, Problems
 
 CONTIGUOUS = "train.activation_checkpointing.contiguous_memory_optimization"
 TRUSTED = "model=hf model.trust_remote_code=true"

@@ -327,7 +327,7 @@ def test_what_another_user_owns_is_named_with_the_owner(
         raise PermissionError(errno.EACCES, "Permission denied", str(closed / "deep" / "file"))
 
     monkeypatch.setattr(Path, "stat", hidden)
-    monkeypatch.setattr("toolkit.errors.user_name", lambda number: "me" if number == os.geteuid() else "they")
+    monkeypatch.setattr("toolkit.messages.user_name", lambda number: "me" if number == os.geteuid() else "they")
     assert run_guarded(fail) == 74
     said = capsys.readouterr().err
     assert said.startswith(f"{closed}/deep/file: Permission denied. {closed} belongs to user me (mode 750), and this")

@@ -12,8 +12,7 @@ import torch
 from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import PeakMemory
-from toolkit.errors import reading
-from toolkit.messages import BaseMissing, ConfigError, ModelError, RowError
+from toolkit.messages import BaseMissing, ConfigError, ModelError, RowError, reading
 from toolkit.models import adapters
 from toolkit.models.adapters import BaseModel
 from toolkit.models.chat import fit_tokenizer, load_tokenizer

@@ -20,7 +20,7 @@ from toolkit.models import classifier, probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.classifier import Head, with_head
 from toolkit.models.load import load_model
-from toolkit.models.reward import reward_losses
+from toolkit.models.preference import reward_losses
 from toolkit.models.save import save_model
 from toolkit.plan.outline import outline_of
 

@@ -17,7 +17,7 @@ from tests.unit.test_templates import KNOWN, tokenizer_of
 from toolkit.cli import main
 from toolkit.config.schema import TrainOn
 from toolkit.data.formats import Conversation
-from toolkit.export import engines, serving
+from toolkit.export import serving
 from toolkit.export.model import write_folder
 from toolkit.export.serving import FAILED, PASSED, SKIPPED, require_serving, verify_serving
 from toolkit.messages import CheckpointError
@@ -196,7 +196,7 @@ def test_engines(exported: tuple[Path, TemplateChatEncoder], tmp_path: Path, mon
     (tmp_path / "convert_hf_to_gguf.py").write_text("#!/bin/sh\n")
     (tmp_path / "convert_hf_to_gguf.py").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    findings = {one.check: one for one in verify_serving(folder, encoder, [], programs=list(engines.ENGINES))}
+    findings = {one.check: one for one in verify_serving(folder, encoder, [], programs=list(serving.ENGINES))}
     by_vllm, by_llama = findings["prompts by vLLM"], findings["prompts by llama.cpp"]
     assert by_vllm.state == FAILED and "0 of 48" in by_vllm.text and "{+!+}" in by_vllm.details[0]
     assert by_llama.state == PASSED and "48 of 48" in by_llama.text
@@ -210,5 +210,5 @@ def test_an_engine_that_does_not_start(
     program.write_text("#!/bin/sh\necho no GPU here >&2\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(engines.NotRun, match="does not start here: no GPU here"):
-        engines.ENGINES["vLLM"](exported[0], [])
+    with pytest.raises(serving.NotRun, match="does not start here: no GPU here"):
+        serving.ENGINES["vLLM"](exported[0], [])

@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.unit.data_tools import run_config, trained_stretches, write_rows
 from toolkit.config.schema import TooLong, TrainOn
 from toolkit.data.tokenize import build_caches
-from toolkit.errors import reason_of
-from toolkit.messages import ModelError, RowError
+from toolkit.messages import ModelError, RowError, reason_of
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.train.language_data import _tell
 

@@ -46,8 +46,7 @@ def run(words: list[str]) -> None:
 
         loaded = load_data(cfg)
         prepared, special = loaded.report, [str(token) for token in loaded.tokenizer.all_special_tokens]
-    from toolkit.data.hygiene import inspect_files
-    from toolkit.data.hygiene_page import data_page
+    from toolkit.data.hygiene import data_page, inspect_files
     from toolkit.data.sources import locate_all
     from toolkit.disk import write_atomically
 

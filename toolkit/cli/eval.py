@@ -22,9 +22,8 @@ from toolkit.config.mesh import with_micro_batch
 from toolkit.config.preflight import resolve_model_path
 from toolkit.config.schema import ParallelConfig, RunConfig
 from toolkit.disk import unused_path
-from toolkit.errors import Problems
 from toolkit.launch import environment
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import ConfigError, Problems, tr
 from toolkit.train.startup import set_environment, warn_remote_code
 
 

@@ -17,8 +17,7 @@ import textwrap
 
 from toolkit.arguments import check_output, named_arguments, positive_int, write_output
 from toolkit.config.preflight import FILES, check_tuning_here
-from toolkit.errors import Problems
-from toolkit.messages import ConfigError, printable, tr
+from toolkit.messages import ConfigError, Problems, printable, tr
 from toolkit.secrets import hide
 from toolkit.translate.convert import Converted, convert
 from toolkit.translate.read import ForeignConfig, read_all

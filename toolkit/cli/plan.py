@@ -24,11 +24,10 @@ from toolkit.arguments import check_output, check_parsed, one_of, parse, write_o
 from toolkit.config.load import LoadedConfig
 from toolkit.config.mesh import with_micro_batch
 from toolkit.config.preflight import resolve_model_path, resolve_teacher
-from toolkit.errors import Problems
 from toolkit.jobs import trace as tracing
 from toolkit.jobs.check import machine_for
 from toolkit.jobs.sweep import quoted
-from toolkit.messages import say
+from toolkit.messages import Problems, say
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of, published_teachers

@@ -35,7 +35,7 @@ def run(words: list[str]) -> None:
         return
     prepared = load_data(cfg)
     if cfg.task.kind is TaskKind.distill and cfg.distill.teacher:
-        from toolkit.train.teacher import check_teacher
+        from toolkit.train.distill_task import check_teacher
 
         check_teacher(cfg, prepared.tokenizer)
     folder = prepared.train.folder

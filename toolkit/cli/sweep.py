@@ -13,9 +13,9 @@ toolkit sweep … 'optim.lr=tag(log,interval(1e-6,1e-4))' trials=20 metric=eval_
 that has finished is not run again, one that crashed resumes from its checkpoint, one that diverged is not repeated.
 """
 
-from toolkit.errors import Problems
 from toolkit.jobs.sweep import parse_sweep, run_grid, run_trials
 from toolkit.launch import environment
+from toolkit.messages import Problems
 
 
 def run(words: list[str]) -> int:

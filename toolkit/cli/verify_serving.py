@@ -38,14 +38,14 @@ def run(words: list[str]) -> None:
 
     from toolkit.config.schema import TrainOn
     from toolkit.data.preview import style_of
-    from toolkit.export import engines, serving
+    from toolkit.export import serving
     from toolkit.models.chat import load_chat_encoder
     from toolkit.models.directory import resolve_servable
     from toolkit.train.language_data import build_encoder
 
     transformers.utils.logging.disable_progress_bar()
     folder = resolve_servable(path)
-    programs = _programs(given.get("programs", "all"), list(engines.ENGINES))
+    programs = _programs(given.get("programs", "all"), list(serving.ENGINES))
     if recipe is None:
         say(
             "{folder} is in no run directory: what trained it is unknown. Its own tokenizer, as it is read here, is "

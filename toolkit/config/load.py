@@ -42,8 +42,7 @@ from toolkit.config.schema import (
     wanted_format,
 )
 from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
-from toolkit.errors import Problems
-from toolkit.messages import ConfigError, did_you_mean, filled, joined, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, tr
 from toolkit.secrets import hide_all
 
 JSON, TYPED = 500, 1000

@@ -34,8 +34,7 @@ from toolkit.config.files import is_hub_name, located
 from toolkit.config.load import LoadedConfig, replace
 from toolkit.config.validate import about
 from toolkit.disk import try_lock
-from toolkit.errors import raise_all
-from toolkit.messages import ConfigError, LaunchError, did_you_mean, joined, say, tr
+from toolkit.messages import ConfigError, LaunchError, did_you_mean, joined, raise_all, say, tr
 
 
 def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:

@@ -12,8 +12,7 @@ from toolkit.config.load import JSON, LoadedConfig, as_typed
 from toolkit.config.mesh import accumulation, check_split, mesh_of, model_ranks, nearest_multiples, with_micro_batch
 from toolkit.config.preflight import CUSTOM_FILES, FILES, HERE, check_tuning_here
 from toolkit.config.rule_tables import ReadWhen, Rule
-from toolkit.errors import Problems, raise_all
-from toolkit.messages import ConfigError, did_you_mean, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, raise_all, tr
 from toolkit.secrets import is_under_secret_name
 
 

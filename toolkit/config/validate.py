@@ -11,8 +11,7 @@ from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
 from toolkit.config.schema import AUTO, RunConfig, all_keys, types_of
-from toolkit.errors import Problems
-from toolkit.messages import ConfigError, did_you_mean, joined, nearest, read_table, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, tr
 from toolkit.translate.read import keys_of
 
 Place = Callable[[str], str]

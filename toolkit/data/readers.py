@@ -21,8 +21,7 @@ from typing import IO, Any, NoReturn
 
 from toolkit.config.files import located
 from toolkit.config.schema import ROW_FIELDS, SourceConfig
-from toolkit.errors import json_object, reading
-from toolkit.messages import DataError, RowError, tr
+from toolkit.messages import DataError, RowError, json_object, reading, tr
 
 BOM = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20

@@ -27,8 +27,7 @@ from toolkit.data.formats import Conversation, detect_format, parse_row, reader_
 from toolkit.data.readers import Block, block_bytes, blocks, files_of, first_row, rows_of
 from toolkit.disk import sha256, write_atomically
 from toolkit.distributed.file_lock import build_once
-from toolkit.errors import Problems, reading
-from toolkit.messages import DataError, RowError, ToolkitError, did_you_mean, joined, tr
+from toolkit.messages import DataError, Problems, RowError, ToolkitError, did_you_mean, joined, reading, tr
 
 _SETTLED_S = 2.0
 

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.tokenize_workers import Part
-from toolkit.errors import reading
-from toolkit.messages import DataError, tr
+from toolkit.messages import DataError, reading, tr
 
 if TYPE_CHECKING:
     import datasets

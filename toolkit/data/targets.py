@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from toolkit.data.store import MANIFEST, TokenizedCache
 from toolkit.disk import flush
-from toolkit.errors import reading
-from toolkit.messages import DataError, tr
+from toolkit.messages import DataError, reading, tr
 
 PARTS, BEGINS = "parts.npy", "begins.npy"
 

@@ -42,9 +42,8 @@ from typing import Any
 import psutil
 
 from toolkit import terminal
-from toolkit.errors import is_failure, system_text
 from toolkit.launch import environment, processes
-from toolkit.messages import LaunchError, Stopped, ToolkitError, joined, tr
+from toolkit.messages import LaunchError, Stopped, ToolkitError, is_failure, joined, system_text, tr
 from toolkit.secrets import hide
 
 _marker: Path | None = None

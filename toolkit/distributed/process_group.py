@@ -28,9 +28,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from toolkit import messages
 from toolkit.config.mesh import Split, part_shape, split_of
 from toolkit.config.schema import Backend, DistributedConfig
-from toolkit.errors import system_text
 from toolkit.launch import processes
-from toolkit.messages import LaunchError, tr
+from toolkit.messages import LaunchError, system_text, tr
 from toolkit.secrets import are_same
 
 T = TypeVar("T")

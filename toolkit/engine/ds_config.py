@@ -19,8 +19,7 @@ from toolkit.config import schema
 from toolkit.config.mesh import accumulation, mesh_of, partition_config
 from toolkit.config.preflight import with_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS, SOMETIMES_READ, is_client, is_grouped
-from toolkit.errors import raise_all
-from toolkit.messages import ConfigError, nearest, tr
+from toolkit.messages import ConfigError, nearest, raise_all, tr
 
 _TABLE = json.loads(Path(__file__).with_name("ds_keys.json").read_text(encoding="utf-8"))
 KEYS: dict[str, Any] = _TABLE["keys"]

@@ -34,8 +34,7 @@ from toolkit.engine.ds_config import (
     wrong_name,
     wrong_names,
 )
-from toolkit.errors import Problems, reason_of
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import ConfigError, Problems, reason_of, tr
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTOTP = "tensor_parallel.autotp_size"

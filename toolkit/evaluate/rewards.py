@@ -12,8 +12,7 @@ from typing import Any
 
 from toolkit.disk import write_atomically
 from toolkit.distributed.failure import run_guarded
-from toolkit.errors import reading
-from toolkit.messages import ConfigError, DataError, tr
+from toolkit.messages import ConfigError, DataError, reading, tr
 
 RULES = ("exact_match", "json", "regex", "length")
 Row = dict[str, Any]

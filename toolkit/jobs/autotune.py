@@ -8,12 +8,11 @@ from pathlib import Path
 from toolkit.arguments import check_parsed, parse
 from toolkit.config.mesh import micro_sizes, model_ranks
 from toolkit.config.schema import Device, RunConfig
-from toolkit.errors import Problems
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, hostfile
 from toolkit.launch.processes import SignalRequests
-from toolkit.messages import ConfigError, LaunchError, Stopped, say, tr
+from toolkit.messages import ConfigError, LaunchError, Problems, Stopped, say, tr
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import Outline, outline_of

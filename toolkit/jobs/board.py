@@ -1,44 +1,63 @@
 """`toolkit board`: a page on this machine to look at runs, write recipes, see samples, and ask a model.
 
 It holds nothing of its own: reports, checks and plans are those of the commands; samples, chats and runs are processes.
+Runs that it started go on when it ends, and it finds them again by what they leave in .board/.
 """
 
 import asyncio
 import hmac
 import json
+import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
+from subprocess import STDOUT
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import jinja2
+import psutil
 
 from toolkit import children
-from toolkit.errors import Problems
-from toolkit.jobs import recipe_form
-from toolkit.jobs.detached import Launches, end_of
+from toolkit.config import files
+from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
+from toolkit.config.mesh import with_micro_batch
+from toolkit.config.schema import Init, leaves, set_leaf
+from toolkit.config.validate import about
+from toolkit.disk import write_atomically
+from toolkit.jobs.check import check_recipe, machine_for
 from toolkit.messages import (
     ConfigError,
+    Problems,
     RunFolderError,
     ToolkitError,
+    chinese,
+    console,
     current_language,
     printable,
     say,
+    set_language,
     tr,
     write_to_stdout,
 )
+from toolkit.plan.layouts import evaluate_layout, layouts, plan_lines
+from toolkit.plan.machine import Machine
+from toolkit.plan.outline import outline_of
+from toolkit.plan.speed import rates_of
 from toolkit.report.run import distinct_names, is_run, is_worked_on, read_run
 from toolkit.secrets import hide
+from toolkit.translate.convert import inline
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -80,9 +99,9 @@ class Board:
         self.actions: dict[str, Callable[[Given], Mapping[str, Any]]] = {
             "runs": self.list_runs,
             "log": self.log,
-            "form": lambda given: recipe_form.form(),
-            "check": lambda given: recipe_form.examine(given, self.folder),
-            "save": recipe_form.save,
+            "form": lambda given: recipe_form(),
+            "check": lambda given: examine_recipe(given, self.folder),
+            "save": save_recipe,
             "start": self.launches.start,
             "stop": self.launches.stop,
             "interrupt": self.interrupt,
@@ -155,7 +174,7 @@ class Board:
     def samples(self, given: Given) -> Iterator[str]:
         """Return what `toolkit show` prints of the recipe that was typed, coloured."""
         problems, file = Problems(), self.folder / "samples.yaml"
-        file.write_text(recipe_form.recipe_text(given, problems), encoding="utf-8")
+        file.write_text(recipe_text(given, problems), encoding="utf-8")
         problems.raise_all()
         words = [f"recipe={file}", f"language={current_language()}", "color=always"]
         words += [f"n={given.get('n', 5)}", f"split={given.get('split', 'train')}"]
@@ -417,3 +436,198 @@ def _words() -> dict[str, str]:
         "question": tr("Question"),
         "ask": tr("Ask"),
     }
+
+
+_LOG_BYTES = 64 << 10
+"""Of the end of a log that is shown."""
+
+
+class Launches:
+    """The `toolkit launch` processes of a directory of runs."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs, self.folder = runs, runs / ".board"
+        self._children: list[Any] = []
+
+    def names(self) -> list[str]:
+        """Return the names of the runs that were started here."""
+        return sorted(path.stem for path in self.folder.glob("*.json"))
+
+    def start(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Launch `recipe` as the run `name` on `ranks` GPUs (or CPU processes)."""
+        name, recipe, ranks = (str(given.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
+        if not re.fullmatch(r"[1-9]\d{0,3}", ranks):
+            raise ConfigError("{name} = {text} is not a positive whole number.", name="--num_gpus", text=ranks)
+        path = files.known_recipes().get(recipe, Path(recipe))
+        if path.suffix not in (".yaml", ".yml") or not path.is_file():
+            raise ConfigError("{file} is no recipe: save it first.", file=recipe)
+        if self.is_alive(name) or is_worked_on(self.runs / name):
+            raise RunFolderError("{name} is running already.", name=name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "toolkit", "launch", "--num_gpus", ranks, f"recipe={path.resolve()}"]
+        command += [f"run.name={name}", f"run.dir={self.runs.resolve()}"]
+        with self.log(name).open("ab") as log:
+            child = children.start_detached(command, stdout=log, stderr=STDOUT)
+        self._children.append(child)
+        record = {"pid": child.pid, "created": psutil.Process(child.pid).create_time(), "command": command}
+        write_atomically(self.folder / f"{name}.json", json.dumps(record).encode())
+        return {"said": tr("Started {name}.", name=name)}
+
+    def stop(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Stop a run as Ctrl-C does: it saves a checkpoint at the next step."""
+        name = str(given.get("run", ""))
+        if self.is_alive(name):
+            os.kill(self._record(name)["pid"], signal.SIGTERM)
+        elif is_worked_on(self.runs / name):  # started elsewhere
+            (self.runs / name / "stop").touch()
+        else:
+            raise RunFolderError("{name} is not running.", name=name)
+        return {"said": tr("{name} saves a checkpoint and stops.", name=name)}
+
+    def is_alive(self, name: str) -> bool:
+        """Whether a run's launcher, as it was started here, is still there."""
+        self._children = [child for child in self._children if child.poll() is None]
+        try:
+            record = self._record(name)
+            process = psutil.Process(record["pid"])
+            return bool(process.create_time() == record["created"] and process.status() != psutil.STATUS_ZOMBIE)
+        except (OSError, ValueError, KeyError, psutil.Error):
+            return False
+
+    def log(self, name: str) -> Path:
+        """Return the file of what a run's launcher prints."""
+        return self.folder / f"{name}.log"
+
+    def started(self, name: str) -> float:
+        """Return when a run was last started here."""
+        return float(self._record(name)["created"]) if (self.folder / f"{name}.json").is_file() else time.time()
+
+    def _record(self, name: str) -> dict[str, Any]:
+        return dict(json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def end_of(file: Path) -> str:
+    """Return the end of a text file."""
+    with file.open("rb") as log:
+        log.seek(max(file.stat().st_size - _LOG_BYTES, 0))
+        return log.read().decode(errors="replace")
+
+
+"""What was typed: `base`, a recipe's name, `groups` and `values` by name and key, `gpus` to plan for."""
+_NOT_IN_A_FORM = ("recipe", "defaults")
+
+
+def recipe_form() -> dict[str, Any]:
+    """Return what can be chosen: recipes, choices of groups, and every key with its sentence, default and choices."""
+    schema = json.loads((files.shipped_folder("recipes") / "recipe.schema.json").read_text(encoding="utf-8"))
+    return {"recipes": list(files.known_recipes()), "groups": group_choices(), "keys": list(_keys(schema))}
+
+
+def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, Any]]:
+    sentences = chinese()["sentences"] if current_language() == "zh" else {}
+    for name, key in section["properties"].items():
+        value = key.get("anyOf", [key])[0]
+        if "properties" in value:
+            yield from _keys(value, f"{prefix}{name}.")
+        elif name not in _NOT_IN_A_FORM:
+            text = key.get("description", "")
+            choices = ["true", "false"] if value.get("type") == "boolean" else value.get("enum", [])
+            yield {"key": prefix + name, "text": sentences.get(text, text), "choices": choices}
+
+
+def recipe_text(given: Given, problems: Problems) -> str:
+    """Return the recipe that was typed, as its file has it; a value that is no YAML is left out, and a problem."""
+    tree: dict[str, Any] = {}
+    for key, value in given.get("values", {}).items():
+        text = " ".join(str(value).split("\n"))
+        try:
+            files.parse(f"x: {text}", key)
+        except ConfigError as error:
+            problems.add(about(str(error), key))
+        else:
+            set_leaf(tree, key, text)
+    base = [given["base"]] if given.get("base") else []
+    chosen = [f"override /{group}: {choice}" for group, choice in given.get("groups", {}).items()]
+    defaults = "".join(f"  - {item}\n" for item in (*base, *chosen, "_self_"))
+    return f"# @package _global_\ndefaults:\n{defaults}\n" + "".join(f"{line}\n" for line in _lines(tree))
+
+
+def _lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, str):
+            yield f"{indent}{name}: {value}"
+        else:
+            yield f"{indent}{name}:"
+            yield from _lines(value, f"{indent}  ")
+
+
+def examine_recipe(given: Given, folder: Path) -> dict[str, Any]:
+    """Return the recipe's text, all errors with their keys, what check and plan say, and the values in effect.
+
+    `folder` is for the text as a file. Nothing is downloaded: the size of a model that only Hugging Face knows is left
+    out.
+    """
+    problems, language, lines = Problems(), current_language(), list[str]()
+    said: dict[str, Any] = {"notes": lines, "plan": [], "values": {}}
+    before, console.write = console.write, lines.append
+    file = folder / "recipe.yaml"
+    try:
+        said["text"] = recipe_text(given, problems)
+        file.write_text(said["text"], encoding="utf-8")
+        loaded = problems.attempt(lambda: load([f"recipe={file}"], problems=Problems()))
+        if loaded is not None:
+            said["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
+            gpus = {"gpus": given["gpus"]} if given.get("gpus") else {}
+            machine = problems.attempt(machine_for, gpus, loaded.cfg)
+            ranks = [f"world_size={machine.world_size}"] if machine else []
+            words = [f"recipe={file}", f"language={language}", *ranks]  # the reader's language, whatever the recipe's
+            problems.attempt(lambda: check_recipe(words, fetch=False))
+            if machine and not problems.errors:
+                said["plan"] = _plan(loaded, machine)
+    finally:
+        console.write = before
+        set_language(language)
+    said["errors"] = [{"keys": one.keys, "text": str(one).replace(f"{folder}/", "")} for one in problems.errors]
+    said["more"] = problems.more
+    return said
+
+
+def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
+    if not _is_known(loaded):
+        model = loaded.cfg.model.path
+        return [tr("No plan: the size of {model} is not known here. `toolkit plan` looks it up.", model=model)]
+    cfg = with_micro_batch(loaded.cfg)
+    outline = outline_of(cfg)
+    rates = rates_of(cfg, machine, outline)
+    mine = evaluate_layout(outline, cfg, machine, rates)
+    return plan_lines(outline, machine, rates, mine, list(layouts(outline, cfg, machine, rates)))
+
+
+def _is_known(loaded: LoadedConfig) -> bool:
+    """Whether a model's sizes are known without the network."""
+    model = loaded.cfg.model
+    is_published = bool(model.published) and model.path == model.hub_id
+    return is_published or model.init is Init.random or not files.is_hub_name(model.path)
+
+
+def save_recipe(given: Given) -> dict[str, Any]:
+    """Write the recipe that was typed to `file`; over one that exists only where `overwrite` is asked for."""
+    problems, file = Problems(), Path(str(given.get("file", "")))
+    text = recipe_text(given, problems)
+    problems.raise_all()
+    if file.suffix not in (".yaml", ".yml"):
+        raise ConfigError("{file} must end in .yaml.", file=file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if given.get("overwrite") is True:
+            write_atomically(file, text.encode())
+        else:
+            with file.open("x", encoding="utf-8") as new:
+                new.write(text)
+    except FileExistsError:
+        return {"exists": True, "said": tr("{file} exists already: nothing was written.", file=file)}
+    except OSError as error:
+        raise ConfigError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
+    return {"said": tr("Wrote {file}.", file=file)}

@@ -12,8 +12,7 @@ from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
 from toolkit.config.preflight import check_compiler, check_positions, check_track_here, resolve_model_path
 from toolkit.config.schema import AUTO, Init, RunConfig, TaskKind
 from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
-from toolkit.errors import Problems
-from toolkit.messages import say, tr
+from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import read_config, trust_code
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import Outline, shapes_of_config, tensor_part, tuned
@@ -88,7 +87,7 @@ def _check_teacher(loaded: LoadedConfig) -> None:
     tokenizer, is_distilled = cfg.model.tokenizer or cfg.model.path, cfg.task.kind is TaskKind.distill
     if is_distilled and Path(cfg.distill.teacher).is_dir() and cfg.distill.teacher and Path(tokenizer).is_dir():
         from toolkit.models.chat import load_tokenizer
-        from toolkit.train.teacher import check_teacher
+        from toolkit.train.distill_task import check_teacher
 
         check_teacher(cfg, load_tokenizer(tokenizer, family=cfg.model.family))
 

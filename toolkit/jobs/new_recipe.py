@@ -19,8 +19,7 @@ from toolkit.config.mesh import with_micro_batch
 from toolkit.config.preflight import position_limit, resolve_model_path
 from toolkit.config.schema import Device, Init, RowFormat, RunConfig, TuningMethod, set_leaf
 from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
-from toolkit.errors import Problems
-from toolkit.messages import ConfigError, did_you_mean, joined, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, tr
 from toolkit.plan.layouts import Layout, fastest, gib, layouts, overrides
 from toolkit.plan.machine import Machine, parse_machine
 from toolkit.plan.outline import config_of, outline_of

@@ -24,13 +24,12 @@ from toolkit.config.schema import (
     TaskKind,
     TuningMethod,
 )
-from toolkit.errors import Problems
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.autotune import hosts_of
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed
 from toolkit.launch.processes import SignalRequests
-from toolkit.messages import ConfigError, LaunchError, say, tr
+from toolkit.messages import ConfigError, LaunchError, Problems, say, tr
 from toolkit.report.run import json_lines
 from toolkit.terminal import phase, text_table
 

@@ -20,10 +20,20 @@ from toolkit.arguments import parse_checked, positive_int
 from toolkit.config.load import Axis, grid, split_axes, to_dict, to_yaml
 from toolkit.config.schema import EVAL_LOSS, RunConfig
 from toolkit.disk import flush, lock_or_warn
-from toolkit.errors import Problems
 from toolkit.launch import deepspeed
 from toolkit.launch.processes import SignalRequests
-from toolkit.messages import ConfigError, DataError, Diverged, LaunchError, Stopped, did_you_mean, joined, say, tr
+from toolkit.messages import (
+    ConfigError,
+    DataError,
+    Diverged,
+    LaunchError,
+    Problems,
+    Stopped,
+    did_you_mean,
+    joined,
+    say,
+    tr,
+)
 from toolkit.report.run import json_lines, runs_of
 from toolkit.secrets import MASK, hide, hide_all
 from toolkit.terminal import text_table

@@ -39,8 +39,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from toolkit.children import run
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.process_group import is_tensor_part
-from toolkit.errors import json_object, reading
-from toolkit.messages import BaseMissing, ConfigError, ModelError, tr
+from toolkit.messages import BaseMissing, ConfigError, ModelError, json_object, reading, tr
 from toolkit.models import classifier
 from toolkit.models.classifier import Head
 from toolkit.models.directory import check_sizes, read_object

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from toolkit.config.files import located
 from toolkit.config.schema import Family
 from toolkit.distributed.file_lock import build_once
-from toolkit.errors import reading
-from toolkit.messages import ModelError, tr
+from toolkit.messages import ModelError, reading, tr
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.chatglm import tokenizers
 from toolkit.models.chatglm.formats import FORMATS, FamilyChatEncoder

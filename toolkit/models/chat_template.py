@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import TemplateError
 
-from toolkit.errors import is_failure, reason_of
-from toolkit.messages import ModelError, RowError, tr
+from toolkit.messages import ModelError, RowError, is_failure, reason_of, tr
 from toolkit.models.sandbox import TooSlow, bound_templates, time_limit
 
 if TYPE_CHECKING:

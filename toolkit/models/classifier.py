@@ -15,8 +15,7 @@ from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from toolkit.errors import json_object, reading
-from toolkit.messages import ModelError
+from toolkit.messages import ModelError, json_object, reading
 from toolkit.models.loss import logits_of
 from toolkit.models.probe import KIND, is_classifier
 

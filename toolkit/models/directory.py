@@ -18,8 +18,7 @@ from typing import Any
 from safetensors import safe_open
 
 from toolkit.config.schema import Family, Init, ModelConfig, TuningMethod
-from toolkit.errors import json_object, reading
-from toolkit.messages import ConfigError, ModelError, tr
+from toolkit.messages import ConfigError, ModelError, json_object, reading, tr
 
 
 class Architecture(str, Enum):

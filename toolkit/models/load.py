@@ -13,8 +13,7 @@ from transformers import GenerationConfig, GlmConfig, PreTrainedModel, PreTraine
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
-from toolkit.errors import reason_of
-from toolkit.messages import ModelError
+from toolkit.messages import ModelError, reason_of
 from toolkit.models import classifier, directory, weights
 from toolkit.models.attention import choose_attention, split_sequences
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config, official_layout

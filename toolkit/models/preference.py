@@ -20,6 +20,10 @@ the rejected). What is added to each, sft_weight x the chosen answer's cross ent
 - kto, of single answers: w sigmoid(-b (p - r - K)) of a good one, w sigmoid(-b (K - p + r)) of a bad one, equation 7 of
   Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, as in TRL 1.16.0's KTOTrainer; w: desirable_weight,
   undesirable_weight; K, without gradients: the mean of p - r of questions with others' answers, at least 0.
+- reward models: -S(r chosen - r rejected - m) of scores r, equation 1 of Ouyang et al. 2022,
+  https://arxiv.org/abs/2203.02155, with the margin m of Touvron et al. 2023 (Llama 2),
+  https://arxiv.org/abs/2307.09288. As only differences count, c (r chosen + r rejected)^2 may keep the scores around 0:
+  Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244, as TRL has it.
 """
 
 from typing import NamedTuple
@@ -98,3 +102,9 @@ def _log_odds(means: torch.Tensor) -> torch.Tensor:
     """Return log(P / (1 - P)) of P = exp(means); an answer that is certain gets that of the nearest below."""
     means = means.clamp(max=-torch.finfo(means.dtype).eps)
     return means - torch.log(-torch.expm1(means))
+
+
+def reward_losses(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor, center: float) -> torch.Tensor:
+    """Return the loss of each pair, [n] like the scores and margins; `center`: c."""
+    losses = -logsigmoid(chosen - rejected - margins)
+    return losses + center * (chosen + rejected) ** 2 if center else losses

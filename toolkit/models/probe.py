@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from toolkit.errors import reading
-from toolkit.messages import CheckpointError
+from toolkit.messages import CheckpointError, reading
 from toolkit.models.chatglm.modeling import ChatGLMConfig
 
 # In a folder of its own: vLLM and others take every *.safetensors beside config.json for weights.

@@ -24,8 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from toolkit import terminal
-from toolkit.errors import reading
-from toolkit.messages import ModelError, tr
+from toolkit.messages import ModelError, reading, tr
 from toolkit.models.directory import weight_files
 
 Shapes = dict[str, tuple[int, ...]]

@@ -5,9 +5,12 @@ Where the model can be trained on packed rows, the two are branches of a tree th
 The reference is the model before training. With a new LoRA that is the model without its adapter, computed with each
 step; else its log-probabilities are computed before the first step, by the weights that training starts from, and kept
 in the run directory: there is never a second model.
+
+Reward models learn of the same pairs a score of conversations that is higher for the chosen answer.
 """
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -27,9 +30,10 @@ from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
-from toolkit.models.adapters import without_adapter
+from toolkit.models import classifier
+from toolkit.models.adapters import has_adapter, without_adapter
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
-from toolkit.models.preference import Answers, PairLosses, answer_losses, pair_losses
+from toolkit.models.preference import Answers, PairLosses, answer_losses, pair_losses, reward_losses
 from toolkit.models.probe import evaluating
 from toolkit.terminal import phase
 from toolkit.train import language_data, run_dir
@@ -323,3 +327,32 @@ def _rows(batch: language_data.Batch, first: int) -> language_data.Batch:
 
 def _mean_above_zero(sums: torch.Tensor) -> torch.Tensor:
     return (sums[0] / sums[1]).clamp(min=0).float()
+
+
+class RewardTask(PreferenceTask):
+    """Trains a model to score conversations, on pairs of answers."""
+
+    names = FIGURES[:4]
+
+    def _pairs(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the sum of the losses of a micro-batch's pairs, and the sums of their figures."""
+        scores = classifier.scores(engine, batch)[:, 0]
+        end = 2 * self.count(batch)
+        chosen, rejected = scores[0:end:2], scores[1:end:2]
+        margins = batch["value"].to(scores)[0:end:2]
+        losses = reward_losses(chosen, rejected, margins, self.cfg.task.center)
+        given = chosen.detach(), rejected.detach()
+        gains = given[0] - given[1]
+        figures = (*given, gains, (gains > 0).float())
+        # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
+        loss = losses.sum() if end else 0 * scores.sum()
+        return loss, {name: value.sum() for name, value in zip(self.names, figures, strict=True)}
+
+    def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
+        if not run.cfg.checkpoint.export:
+            return super().next_steps(run, samples)
+        folder = f"{run.display_folder}/export"
+        if has_adapter(run.engine.module):
+            command = shlex.join(["toolkit", "export-model", folder, "merge=true", "output=merged"])
+            return [tr("The adapter: {folder}", folder=folder), tr("Merge it:  {command}", command=command)]
+        return [tr("The model, for AutoModelForSequenceClassification of transformers: {folder}", folder=folder)]

@@ -13,9 +13,8 @@ from typing import IO
 
 from toolkit.arguments import Arguments, parse, parse_checked
 from toolkit.config import files, load, mesh, preflight, schema
-from toolkit.errors import Problems
 from toolkit.launch import deepspeed, environment
-from toolkit.messages import say, tr
+from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import runs_code
 from toolkit.secrets import HidingFilter, hide
 

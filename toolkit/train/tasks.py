@@ -3,8 +3,7 @@
 from toolkit.config.schema import PreferenceLoss, RunConfig, TaskKind
 from toolkit.train.distill_task import DistillTask
 from toolkit.train.language_task import LanguageTask
-from toolkit.train.preference_task import KtoTask, PreferenceTask
-from toolkit.train.reward_task import RewardTask
+from toolkit.train.preference_task import KtoTask, PreferenceTask, RewardTask
 
 
 def task_of(cfg: RunConfig) -> LanguageTask:
