@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.config import mesh, rules
 from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
-from toolkit.config.mesh import model_ranks, with_micro_batch
-from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import OWNED, build_ds_config, check_extra
 from toolkit.messages import ConfigError, Problems, set_language, tr
 
@@ -112,11 +111,11 @@ def check_parsed(
     loaded: LoadedConfig, world_size: int | None, problems: Problems, *, files: bool = True, custom: bool = False
 ) -> None:
     """Check a config and the DeepSpeed JSON that it makes; `files` and `custom` as for `check_rules`."""
-    check_rules(loaded, world_size, files=files, custom=custom, problems=problems)
+    rules.check_rules(loaded, world_size, files=files, custom=custom, problems=problems)
     problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:
-        cfg = with_micro_batch(loaded.cfg)
-        problems.attempt(build_ds_config, cfg, world_size or model_ranks(cfg), cfg.train.max_steps or None)
+        cfg = mesh.with_micro_batch(loaded.cfg)
+        problems.attempt(build_ds_config, cfg, world_size or mesh.model_ranks(cfg), cfg.train.max_steps or None)
 
 
 def named_arguments(

@@ -7,8 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.files import PACKAGE, conf_folder, known_recipes
-from toolkit.config.schema import RunConfig, all_keys, sections, types_of
+from toolkit.config import files, schema
 
 PATH_KEYS = re.compile(
     r"\b(recipe|data|sources|validation|hostfile|resume|path|dir|tokenizer|chat_template|adapter)$|_(path|json|file)$"
@@ -23,7 +22,7 @@ def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], st
     if len(words) == 1:
         found: Iterable[str] = (*commands, "--help", "--version")
     elif words[1] in commands:
-        file = PACKAGE.parent / Path(*module_of(words[1]).split(".")).with_suffix(".py")
+        file = files.PACKAGE.parent / Path(*module_of(words[1]).split(".")).with_suffix(".py")
         found = _arguments(typed, ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
     else:
         found = ()
@@ -45,20 +44,22 @@ def _arguments(typed: str, doc: str) -> Iterator[str]:
     yield from (choice for choices in re.findall(r"\b\w+(?:\|\w+)+", bare) for choice in choices.split("|"))
     if re.search(r"\b(PATH|RUN|FILE)\b", bare):
         yield from _paths(typed)
-    for key in all_keys() if takes_keys else ():  # one section further than what is typed
+    for key in schema.all_keys() if takes_keys else ():  # one section further than what is typed
         more, dot, _ = key[len(typed) :].partition(".")
-        is_section = dot or any(other.startswith(f"{key}.") for other in all_keys())
+        is_section = dot or any(other.startswith(f"{key}.") for other in schema.all_keys())
         yield key[: len(typed)] + more + ("." if is_section else "=")
 
 
 def _values(name: str, value: str, placeholder: str) -> Iterator[str]:
     """Yield the values of a word; `placeholder` is what the help has in their place."""
     section, _, field = name.rpartition(".")
-    kind: Any = types_of(dict(sections()).get(f"{section}." if section else "", RunConfig)).get(field)
+    kind: Any = schema.types_of(dict(schema.sections()).get(f"{section}." if section else "", schema.RunConfig)).get(
+        field
+    )
     if name == "recipe":
-        yield from known_recipes()
+        yield from files.known_recipes()
     elif name in _groups():
-        yield from (path.stem for path in sorted((conf_folder() / name).glob("*.yaml")))
+        yield from (path.stem for path in sorted((files.conf_folder() / name).glob("*.yaml")))
     elif "|" in placeholder:
         yield from placeholder.split("|")
     elif kind is bool:
@@ -70,7 +71,7 @@ def _values(name: str, value: str, placeholder: str) -> Iterator[str]:
 
 
 def _groups() -> list[str]:
-    return sorted(path.name for path in conf_folder().iterdir() if path.is_dir())
+    return sorted(path.name for path in files.conf_folder().iterdir() if path.is_dir())
 
 
 def _paths(typed: str) -> Iterator[str]:

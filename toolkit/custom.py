@@ -19,8 +19,7 @@ from torch.utils.data import default_collate
 from toolkit.config.rules import check_without_validation
 from toolkit.distributed.failure import run_guarded
 from toolkit.distributed.process_group import gather_metrics
-from toolkit.launch import environment
-from toolkit.launch.deepspeed import age_s
+from toolkit.launch import deepspeed, environment
 from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import greet, make_ready
 
@@ -110,7 +109,7 @@ def _run(parts: dict[str, Any], words: list[str], found: list[Path]) -> int:
     spec = CustomSpec(**parts)
     if ranks.rank == 0:
         greet(arguments, ranks, spec.model_name)
-    found.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - age_s()).train())
+    found.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - deepspeed.age_s()).train())
     return 0
 
 

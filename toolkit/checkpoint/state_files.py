@@ -28,12 +28,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import load_file, save_file
 
-from toolkit.disk import set_permissions
-from toolkit.distributed.file_lock import build_once
-from toolkit.distributed.process_group import join_parts
+from toolkit import disk, secrets
+from toolkit.distributed import file_lock, process_group
 from toolkit.launch.processes import run_module
 from toolkit.messages import CheckpointError, NotExportable, say
-from toolkit.secrets import hide_all
 
 # Everything beside tensors and plain values that DeepSpeed's files name (deepspeed 0.19.8, measured).
 SAFE = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
@@ -81,7 +79,7 @@ class EngineFiles(CheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file, or note what will be in it; DeepSpeed puts its config into each."""
         if "ds_config" in state_dict:
-            state_dict = {**state_dict, "ds_config": hide_all(state_dict["ds_config"])}
+            state_dict = {**state_dict, "ds_config": secrets.hide_all(state_dict["ds_config"])}
         if not self.asynchronous:
             self._write(state_dict, path)
             return
@@ -262,7 +260,7 @@ def make_universal(checkpoint: Path, folder: Path) -> Path:
         if reason := run_module("toolkit.checkpoint.state_files", str(checkpoint), str(target)):
             raise CheckpointError("cannot convert {folder}: {reason}.", folder=checkpoint, reason=reason)
 
-    build_once(made, convert, lambda target: (target / "zero").is_dir(), setting="run.dir")
+    file_lock.build_once(made, convert, lambda target: (target / "zero").is_dir(), setting="run.dir")
     return made
 
 
@@ -286,7 +284,7 @@ def iter_weights(checkpoint: Path, dtype: torch.dtype) -> Iterator[tuple[str, to
         yield from read_file(file, mmap=True).items()
     if parts and not layers:
         modules = [read_file(part, mmap=True)["module"] for part in parts]
-        yield from ((name, join_parts(name, [module[name] for module in modules])) for name in modules[0])
+        yield from ((name, process_group.join_parts(name, [module[name] for module in modules])) for name in modules[0])
     if layers or parts:
         return
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -374,7 +372,7 @@ def restore_generators(found: Mapping[str, torch.Tensor]) -> None:
 def save_generators(path: Path) -> None:
     """Write the state of all generators."""
     save_file(capture_generators(), path)
-    set_permissions(path)
+    disk.set_permissions(path)
 
 
 def load_generators(path: Path) -> None:

@@ -13,8 +13,7 @@ toolkit data-report recipe=NAME [output=FILE.html] [key=value …]
 from pathlib import Path
 
 from toolkit.arguments import named_arguments, parse_checked, positive_int
-from toolkit.config.preflight import resolve_model_path
-from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
+from toolkit.config import preflight, schema
 from toolkit.messages import ConfigError, say, set_language
 
 OUTPUT = "data-report.html"
@@ -29,13 +28,16 @@ def run(words: list[str]) -> None:
         usage = "toolkit data-report DATA"
         values = named_arguments(words, required=("path",), optional=optional, usage=usage, bare="path")
         set_language(values.get("language", ""))
-        given, known = values.get("format", "auto"), [one.value for one in RowFormat]
+        given, known = values.get("format", "auto"), [one.value for one in schema.RowFormat]
         if given not in known:
             raise ConfigError("format = {value}. Known: {known}.", value=given, known=", ".join(known))
-        data, cache_dir = DataConfig(sources=[SourceConfig(path=values["path"], format=RowFormat(given))]), Path()
+        data, cache_dir = (
+            schema.DataConfig(sources=[schema.SourceConfig(path=values["path"], format=schema.RowFormat(given))]),
+            Path(),
+        )
     else:
         arguments = parse_checked(words, names=("output", "workers"))
-        values, cfg = arguments.values, resolve_model_path(arguments.loaded).cfg
+        values, cfg = arguments.values, preflight.resolve_model_path(arguments.loaded).cfg
         data, cache_dir = cfg.data, Path(cfg.prepare.dir)
     output = Path(values.get("output") or OUTPUT)
     from toolkit.report.page import check_output  # only now: what draws takes a second to import

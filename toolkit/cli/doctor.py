@@ -13,9 +13,7 @@ import time
 
 from toolkit.arguments import parse, positive_int
 from toolkit.config.schema import RunConfig
-from toolkit.doctor import agents
-from toolkit.doctor.examine import Examination, plan_examination
-from toolkit.doctor.findings import ERROR, NOTE, WARNING
+from toolkit.doctor import agents, examine, findings
 from toolkit.launch import deepspeed
 from toolkit.messages import ConfigError, say, tr
 
@@ -35,7 +33,7 @@ CHECKS = (
     "all-reduce",
 )
 _OWN = ("quick", "timeout_s")
-_SIGNS = {ERROR: "FAIL", WARNING: "warn", NOTE: "note", "": "ok"}
+_SIGNS = {findings.ERROR: "FAIL", findings.WARNING: "warn", findings.NOTE: "note", "": "ok"}
 
 
 def run(words: list[str]) -> int:
@@ -49,37 +47,41 @@ def run(words: list[str]) -> int:
     if own.get("quick", "true") not in ("true", "false"):
         raise ConfigError("quick = {value}: write true or false.", value=own["quick"])
     cfg = parse(overrides).loaded.cfg if overrides else RunConfig()
-    found = plan_examination(options, overrides, cfg)
+    found = examine.plan_examination(options, overrides, cfg)
     found.limit_s = float(positive_int(own, "timeout_s") or found.limit_s)
     found.run(own.get("quick") == "true")
     _tell(found, time.monotonic() - started)
     return ConfigError.exit_code if found.has_errors() else 0
 
 
-def _tell(found: Examination, seconds: float) -> None:
+def _tell(found: examine.Examination, seconds: float) -> None:
     """Print a table, and below it what is wrong, the worst first."""
     checks = [check for check in CHECKS if check in _looked_at(found)]
     width = max(map(len, checks))
     for check in checks:
         levels = {one.level for one in found.findings if one.check == check}
-        worst = next((level for level in (ERROR, WARNING, NOTE) if level in levels), "")
+        worst = next((level for level in (findings.ERROR, findings.WARNING, findings.NOTE) if level in levels), "")
         say(f"{check:{width}}  {_SIGNS[worst]:4}  {found.summaries.get(check, '')}".rstrip())
-    for level, heading in ((ERROR, tr("Would break the run:")), (WARNING, tr("May hurt it:")), (NOTE, tr("Notes:"))):
+    for level, heading in (
+        (findings.ERROR, tr("Would break the run:")),
+        (findings.WARNING, tr("May hurt it:")),
+        (findings.NOTE, tr("Notes:")),
+    ):
         if texts := found.lines(level):
             say("\n".join(["", heading, *texts]))
     say("")
-    errors = sum(one.level == ERROR for one in found.findings)
+    errors = sum(one.level == findings.ERROR for one in found.findings)
     say(
         "Nodes: {hosts}, errors: {errors}, warnings: {warnings} ({seconds} s).",
         hosts=len(found.resources),
         errors=errors,
-        warnings=sum(one.level == WARNING for one in found.findings),
+        warnings=sum(one.level == findings.WARNING for one in found.findings),
         seconds=f"{seconds:.1f}",
     )
     sys.stdout.flush()
 
 
-def _looked_at(found: Examination) -> set[str]:
+def _looked_at(found: examine.Examination) -> set[str]:
     """Return the checks that were made, so that no check is called good that nobody made."""
     checks = {one.check for one in found.findings} | set(found.summaries)
     if found.ssh.through_ssh:

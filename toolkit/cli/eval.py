@@ -18,9 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.arguments import Arguments, check_parsed, parse
-from toolkit.config.mesh import with_micro_batch
-from toolkit.config.preflight import resolve_model_path
-from toolkit.config.schema import ParallelConfig, RunConfig
+from toolkit.config import mesh, preflight, schema
 from toolkit.disk import unused_path
 from toolkit.launch import environment
 from toolkit.messages import ConfigError, Problems, tr
@@ -36,8 +34,8 @@ def run(words: list[str]) -> None:
     set_environment(cfg, ranks, inherited)
     if ranks.rank == 0:
         warn_remote_code(cfg.model)
-    cfg = with_micro_batch(resolve_model_path(arguments.loaded).cfg)
-    cfg = replace(cfg, parallel=ParallelConfig())  # each rank, or ZeRO-3, has a whole model
+    cfg = mesh.with_micro_batch(preflight.resolve_model_path(arguments.loaded).cfg)
+    cfg = replace(cfg, parallel=schema.ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     from toolkit.train.language_task import evaluate_model
 
     evaluate_model(cfg, ranks, file, arguments.values.get("adapter", "") or cfg.tuning.adapter)
@@ -84,7 +82,7 @@ def _with_base(words: list[str]) -> list[str]:
     return [*words, *own]
 
 
-def _output(cfg: RunConfig, given: str) -> Path:
+def _output(cfg: schema.RunConfig, given: str) -> Path:
     if not given:
         name = f"{cfg.recipe}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
         return unused_path(Path(cfg.run.dir) / "evaluations" / name)

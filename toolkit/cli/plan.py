@@ -21,12 +21,10 @@ import json
 from pathlib import Path
 
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
-from toolkit.config.load import LoadedConfig
-from toolkit.config.mesh import with_micro_batch
+from toolkit.config import load, mesh
 from toolkit.config.preflight import resolve_model_path, resolve_teacher
+from toolkit.jobs import check, sweep
 from toolkit.jobs import trace as tracing
-from toolkit.jobs.check import machine_for
-from toolkit.jobs.sweep import quoted
 from toolkit.messages import Problems, say
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
 from toolkit.plan.machine import Machine
@@ -43,7 +41,7 @@ def run(words: list[str]) -> None:
         loaded = resolve_model_path(loaded, config_only=True)
     if loaded.cfg.distill.teacher not in published_teachers():
         loaded = resolve_teacher(loaded, config_only=True)
-    cfg = with_micro_batch(loaded.cfg)
+    cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
     if given.get("calibrate") == "true":
         calibrate(cfg, machine, outline)
@@ -56,14 +54,14 @@ def run(words: list[str]) -> None:
     if given.get("trace") == "true":
         recipe = [word for word in words if word.partition("=")[0] not in OWN]
         # The directory that the config was found in, where there is one.
-        found_at = [f"model.path={quoted(Path(cfg.model.path))}"] if cfg.model.path else []
+        found_at = [f"model.path={sweep.quoted(Path(cfg.model.path))}"] if cfg.model.path else []
         traced = tracing.report(tracing.trace([*recipe, *found_at], machine), mine)
     if given.get("output"):
         result = plan_json(outline, machine, mine, found) | ({"trace": traced} if traced else {})
         write_output(given, json.dumps(result, indent=2) + "\n")
 
 
-def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:
+def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machine]:
     """Return the checked config, the command's own arguments and the machine to plan for."""
     problems = Problems()
     arguments = parse(words, names=OWN, problems=problems)
@@ -71,7 +69,7 @@ def _checked(words: list[str]) -> tuple[LoadedConfig, dict[str, str], Machine]:
     problems.attempt(check_output, given)
     for name in ("calibrate", "trace"):
         problems.attempt(one_of, given, name, ("false", "true"))
-    machine = problems.attempt(machine_for, given, arguments.loaded.cfg)
+    machine = problems.attempt(check.machine_for, given, arguments.loaded.cfg)
     if given.get("trace") == "true":
         problems.attempt(tracing.check_traceable, arguments.loaded.cfg, machine)
     check_parsed(arguments.loaded, machine.world_size if machine else None, problems, files=False)

@@ -8,15 +8,14 @@ An interrupted run resumes where it stopped. Data that is already prepared is ve
 """
 
 from toolkit.arguments import parse_checked
-from toolkit.config.preflight import check_positions, resolve_model_path, resolve_teacher
-from toolkit.config.schema import TaskKind, data_unit
+from toolkit.config import preflight, schema
 from toolkit.messages import DataError, say
 
 
 def run(words: list[str]) -> None:
     arguments = parse_checked(words)
-    loaded = resolve_teacher(resolve_model_path(arguments.loaded))
-    check_positions(loaded)
+    loaded = preflight.resolve_teacher(preflight.resolve_model_path(arguments.loaded))
+    preflight.check_positions(loaded)
     cfg = loaded.cfg
     from toolkit.data.preview import padding_line, unit_name
     from toolkit.data.store import damaged_files
@@ -34,7 +33,7 @@ def run(words: list[str]) -> None:
         )
         return
     prepared = load_data(cfg)
-    if cfg.task.kind is TaskKind.distill and cfg.distill.teacher:
+    if cfg.task.kind is schema.TaskKind.distill and cfg.distill.teacher:
         from toolkit.train.distill_task import check_teacher
 
         check_teacher(cfg, prepared.tokenizer)
@@ -47,7 +46,7 @@ def run(words: list[str]) -> None:
         )
     say(
         "{count} training {unit}, {tokens} tokens ({trained} trained), in {folder}.",
-        count=f"{len(prepared.train) // data_unit(cfg)[1]:,}",
+        count=f"{len(prepared.train) // schema.data_unit(cfg)[1]:,}",
         unit=unit_name(cfg),
         tokens=f"{prepared.train.num_tokens:,}",
         trained=f"{prepared.train.num_trained_tokens:,}",

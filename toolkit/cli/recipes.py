@@ -5,19 +5,18 @@ toolkit recipes
 
 from pathlib import Path
 
-from toolkit.arguments import named_arguments
+from toolkit import arguments, terminal
 from toolkit.config.files import known_recipes
 from toolkit.messages import say, tr
-from toolkit.terminal import text_table
 
 _FOR_PROGRAMS = ("# @package", "# yaml-language-server")
 """Comments that Hydra and editors read."""
 
 
 def run(words: list[str]) -> None:
-    named_arguments(words, required=(), optional=(), usage="toolkit recipes")
+    arguments.named_arguments(words, required=(), optional=(), usage="toolkit recipes")
     rows = [(name, about(path)) for name, path in known_recipes().items()]
-    say("\n".join(text_table((tr("recipe"), tr("what it does")), rows, texts=True)))
+    say("\n".join(terminal.text_table((tr("recipe"), tr("what it does")), rows, texts=True)))
 
 
 def about(path: Path) -> str:

@@ -29,18 +29,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from toolkit.config import files
-from toolkit.config.files import YamlDocument, known_recipes
-from toolkit.config.schema import (
-    RowFormat,
-    RunConfig,
-    TrainOn,
-    TuningMethod,
-    as_text,
-    get_value,
-    set_leaf,
-    wanted_format,
-)
+from toolkit.config import files, schema
 from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
 from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, tr
 from toolkit.secrets import hide_all
@@ -48,12 +37,12 @@ from toolkit.secrets import hide_all
 JSON, TYPED = 500, 1000
 """Layers of a user's DeepSpeed JSON and of the command line; recipes count from 1."""
 LEARNING_RATES = {
-    TuningMethod.full: 2e-5,
-    TuningMethod.freeze: 2e-5,
-    TuningMethod.lora: 2e-4,
-    TuningMethod.qlora: 2e-4,
-    TuningMethod.ptuning_v2: 5e-3,  # the original's 2e-2 diverges in float16
-    TuningMethod.prompt: 3e-2,  # as in peft's own examples
+    schema.TuningMethod.full: 2e-5,
+    schema.TuningMethod.freeze: 2e-5,
+    schema.TuningMethod.lora: 2e-4,
+    schema.TuningMethod.qlora: 2e-4,
+    schema.TuningMethod.ptuning_v2: 5e-3,  # the original's 2e-2 diverges in float16
+    schema.TuningMethod.prompt: 3e-2,  # as in peft's own examples
 }
 """Peak rates with AdamW. Few new parameters that begin at 0 or at random need larger ones than trained weights."""
 PREFERENCE_RATE = 40
@@ -75,7 +64,7 @@ Groups = dict[str, dict[str, Path]]
 class LoadedConfig:
     """A config and where its values come from."""
 
-    cfg: RunConfig
+    cfg: schema.RunConfig
     where: dict[str, str] = field(default_factory=dict)
     """Dotted key -> "recipes/x.yaml:12", "conf/zero/stage2.yaml:3" or "command line"; absent: the schema's default."""
     explicit: set[str] = field(default_factory=set)
@@ -112,7 +101,7 @@ class LoadedConfig:
         def value_of(name: str) -> object:
             if name in values or name == "key":
                 return values.get(name, about_key)
-            return as_typed(get_value(self.cfg, about_key if name == "value" else name), ", ")
+            return as_typed(schema.get_value(self.cfg, about_key if name == "value" else name), ", ")
 
         return filled(template, value_of).rstrip()  # what comes last may be empty
 
@@ -141,7 +130,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     for override in parsed:
         if override.key_or_group != "recipe":
             found.attempt(typed.take, override, groups, found)
-    loaded, tree = LoadedConfig(cfg=RunConfig()), dict[str, Any]()
+    loaded, tree = LoadedConfig(cfg=schema.RunConfig()), dict[str, Any]()
     try:
         documents = _read_recipes(path, groups, found)
         order = _defaults_list(documents, typed.choices, config_dir)
@@ -159,10 +148,12 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             *parents, last = key.split(".")
             _merge(tree, {last: value}, *parents)
         if "${" in repr(tree):  # texts take the place of their references to other keys, such as ${run.name}
-            whole = to_plain(RunConfig())
+            whole = to_plain(schema.RunConfig())
             _merge(whole, tree)
             tree = dict(OmegaConf.to_container(OmegaConf.create(whole), resolve=True))  # type: ignore[arg-type]
-        loaded.cfg = TreeReader(lambda path: loaded.place(path) or name, found, is_resolved=True).read(tree, RunConfig)
+        loaded.cfg = TreeReader(lambda path: loaded.place(path) or name, found, is_resolved=True).read(
+            tree, schema.RunConfig
+        )
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         found.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
@@ -184,13 +175,16 @@ def _follow(loaded: LoadedConfig) -> None:
     if "optim.lr" not in loaded.where and cfg.optim.lr != rate:
         cfg.optim.lr = rate
         loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
-    wanted = wanted_format(cfg)
+    wanted = schema.wanted_format(cfg)
     if wanted is None:
         return
-    if cfg.data.train_on is TrainOn.auto:
-        cfg.data.train_on = TrainOn.last
+    if cfg.data.train_on is schema.TrainOn.auto:
+        cfg.data.train_on = schema.TrainOn.last
     for source in (*cfg.data.sources, *cfg.data.validation):
-        if source.format is RowFormat.auto or (source.format, wanted) == (RowFormat.preference, RowFormat.reward):
+        if source.format is schema.RowFormat.auto or (source.format, wanted) == (
+            schema.RowFormat.preference,
+            schema.RowFormat.reward,
+        ):
             source.format = wanted
 
 
@@ -205,9 +199,9 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
         if kind is None:
             raise unknown_key(key, at)
         TreeReader(at, problems).read(value, kind, key)
-        set_leaf(tree, key, value)
+        schema.set_leaf(tree, key, value)
     problems.raise_all()
-    cfg = TreeReader(str, problems, is_resolved=True).read(tree, RunConfig)
+    cfg = TreeReader(str, problems, is_resolved=True).read(tree, schema.RunConfig)
     problems.raise_all()
     return LoadedConfig(
         cfg=cfg,
@@ -218,12 +212,12 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
     )
 
 
-def to_yaml(cfg: RunConfig) -> str:
+def to_yaml(cfg: schema.RunConfig) -> str:
     """Return the whole config as YAML; it is a recipe itself (`recipe=runs/NAME/config.yaml`)."""
     return str(OmegaConf.to_yaml(OmegaConf.create(escaped(to_dict(cfg)))))
 
 
-def to_dict(cfg: RunConfig) -> dict[str, Any]:
+def to_dict(cfg: schema.RunConfig) -> dict[str, Any]:
     """Return a config as dicts, lists and plain values, as it may be written down: without secrets."""
     return dict(hide_all(to_plain(cfg)))
 
@@ -241,7 +235,7 @@ def as_typed(value: object, comma: str = ",") -> str:
     """Return a value as one types it on the command line."""
     if isinstance(value, list):
         return f"[{comma.join(as_typed(item) for item in value)}]"
-    return as_text(to_plain(value)) or '""'
+    return schema.as_text(to_plain(value)) or '""'
 
 
 def escaped(value: Any) -> Any:
@@ -299,7 +293,7 @@ def quoted(word: str) -> str:
 
 def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
     """Return the recipe's name and its file."""
-    recipes = known_recipes()
+    recipes = files.known_recipes()
     chosen = [str(override.value()) for override in parsed if override.key_or_group == "recipe"]
     listing = tr("Known: {recipes}.", recipes=", ".join(sorted(recipes)))
     if not chosen:
@@ -397,10 +391,10 @@ def _is_choice(group: str, value: Any, groups: Groups, place: str) -> bool:
     return True
 
 
-def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, YamlDocument]:
+def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, files.YamlDocument]:
     """Read the chosen recipe and those it builds on; wrong entries of their defaults lists are skipped."""
-    documents: dict[str, YamlDocument] = {}
-    recipes, own = known_recipes(), {item.name for item in dataclasses.fields(RunConfig)} | {"defaults"}
+    documents: dict[str, files.YamlDocument] = {}
+    recipes, own = files.known_recipes(), {item.name for item in dataclasses.fields(schema.RunConfig)} | {"defaults"}
     # Name, file, and the files that build on it: a recipe cannot build on itself.
     waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN, chosen, ())]
     while waiting:
@@ -467,7 +461,7 @@ def _wrong_default(item: Any, place: str) -> ConfigError:
 
 
 def _defaults_list(
-    documents: dict[str, YamlDocument], choices: dict[str, Any], config_dir: str
+    documents: dict[str, files.YamlDocument], choices: dict[str, Any], config_dir: str
 ) -> Sequence[ResultDefault]:
     """Return Hydra's list of the files that a config consists of, in their order."""
     store = ConfigStore.instance()
@@ -492,12 +486,12 @@ def _defaults_list(
 
 def _layers(
     order: Sequence[ResultDefault],
-    recipes: dict[str, YamlDocument],
+    recipes: dict[str, files.YamlDocument],
     groups: Groups,
     typed: _CommandLine,
     loaded: LoadedConfig,
     problems: Problems,
-) -> Iterator[tuple[YamlDocument, str, int]]:
+) -> Iterator[tuple[files.YamlDocument, str, int]]:
     """Yield the YAML files in the order in which they are merged, with their package and layer.
 
     It is Hydra's order, but a group that the command line chose comes after the recipes, and is noted in `loaded`.
@@ -528,13 +522,13 @@ def _layers(
             yield config, "", 0
 
 
-def _check_document(document: YamlDocument, package: str, problems: Problems) -> None:
+def _check_document(document: files.YamlDocument, package: str, problems: Problems) -> None:
     """Hold one file against the schema: note where each of its right leaves is, remove the others."""
 
     def place(path: str) -> str:
         return document.place(path.removeprefix(f"{package}.") if package else path)
 
-    kind = field_type(package) if package else RunConfig
+    kind = field_type(package) if package else schema.RunConfig
     if not package and document.values.pop("hydra", None) is not None:
         position = document.place("hydra")
         problems.add(ConfigError("{place}: a 'hydra:' section is not allowed in a recipe.", place=position))
@@ -597,7 +591,7 @@ def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], l
 
     A ConfigError if a word is no override, or names its values in an order by chance.
     """
-    choices = {"recipe": list(known_recipes()), **group_choices(config_dir)}
+    choices = {"recipe": list(files.known_recipes()), **group_choices(config_dir)}
     # What Hydra's parser asks for the choices of glob().
     groups = SimpleNamespace(get_group_options=lambda group, **_: choices.get(group, []))
     fixed: list[str] = []

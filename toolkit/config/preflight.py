@@ -29,10 +29,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from toolkit.config import schema
-from toolkit.config.files import is_hub_name, located
+from toolkit.config import files, schema, validate
 from toolkit.config.load import LoadedConfig, replace
-from toolkit.config.validate import about
 from toolkit.disk import try_lock
 from toolkit.messages import ConfigError, LaunchError, did_you_mean, joined, raise_all, say, tr
 
@@ -77,14 +75,14 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.error(
             "model.path", "model.path is empty: set model.path=DIR to a directory with a model in transformers' layout."
         )
-    elif not Path(model.path).is_dir() and not is_hub_name(model.path):
+    elif not Path(model.path).is_dir() and not files.is_hub_name(model.path):
         yield loaded.error(
             "model.path",
             "model.path = {value} is not a directory here. It must be the directory that holds "
             "config.json and the weights, or owner/name on Hugging Face.",
         )
     teacher = loaded.cfg.distill.teacher
-    if teacher and not Path(teacher).is_dir() and not is_hub_name(teacher):
+    if teacher and not Path(teacher).is_dir() and not files.is_hub_name(teacher):
         yield loaded.error(
             "distill.teacher",
             "{key} = {value} is not a directory here. It must be the directory that holds config.json and the weights, "
@@ -92,7 +90,7 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(schema.get_value(loaded.cfg, key))
-        if path and not Path(located(path)).exists():
+        if path and not Path(files.located(path)).exists():
             yield loaded.error(key, "{key} = {value} does not exist.")
 
 
@@ -104,7 +102,7 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
             for sentence in _wrong_source(source, f"{name}[{index}]"):
-                yield about(loaded.position(name) + sentence, f"{name}[{index}]")
+                yield validate.about(loaded.position(name) + sentence, f"{name}[{index}]")
 
 
 def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
@@ -116,7 +114,7 @@ def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
         yield tr(
             "{place} needs one of path (a file, directory or pattern) and hub (a name on Hugging Face).", place=place
         )
-    elif source.path and not Path(located(source.path)).exists() and not glob.glob(source.path, recursive=True):
+    elif source.path and not Path(files.located(source.path)).exists() and not glob.glob(source.path, recursive=True):
         key, folder = f"{place}.path", Path.cwd()
         yield tr(
             "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
@@ -378,7 +376,7 @@ def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> Lo
     A ConfigError if there is no such model, it is not for everybody, or neither cache nor network has it.
     """
     name, revision, model = loaded.cfg.model.path, loaded.cfg.model.revision, loaded.cfg.model
-    if model.init is schema.Init.random or not is_hub_name(name):
+    if model.init is schema.Init.random or not files.is_hub_name(name):
         return loaded
     try:
         folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)
@@ -400,7 +398,7 @@ def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> Lo
 def resolve_teacher(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     """Return a config whose `distill.teacher` is a directory, as `resolve_model_path` does of the model."""
     name, revision = loaded.cfg.distill.teacher, loaded.cfg.distill.teacher_revision
-    if not is_hub_name(name):
+    if not files.is_hub_name(name):
         return loaded
     try:
         folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)

@@ -18,11 +18,10 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from toolkit.config.files import is_hub_name
-from toolkit.config.schema import TRACKERS, OptimConfig, OptimizerName, RunConfig, SourceConfig, all_keys
+from toolkit.config import files, schema
 from toolkit.messages import read_table
 
-Test = Callable[[RunConfig], object]
+Test = Callable[[schema.RunConfig], object]
 _TABLES: dict[str, Any] = read_table("config/rules.yaml")
 
 
@@ -46,22 +45,24 @@ class OptimizerTraits:
 
 
 OPTIMIZERS = {
-    OptimizerName.adamw: OptimizerTraits(
+    schema.OptimizerName.adamw: OptimizerTraits(
         ds_type="AdamW", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True
     ),
-    OptimizerName.adam: OptimizerTraits(
+    schema.OptimizerName.adam: OptimizerTraits(
         ds_type="Adam", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True
     ),
     # Two numbers of 8 bits, and for each 256 of them a float32 scale (bitsandbytes 0.50, optim/optimizer.py).
-    OptimizerName.adamw_8bit: OptimizerTraits(ds_type="", reads=("betas", "eps"), state_bytes=2.04, is_known=False),
-    OptimizerName.muon: OptimizerTraits(
+    schema.OptimizerName.adamw_8bit: OptimizerTraits(
+        ds_type="", reads=("betas", "eps"), state_bytes=2.04, is_known=False
+    ),
+    schema.OptimizerName.muon: OptimizerTraits(
         ds_type="Muon", reads=("betas", "eps", "momentum", "adam_lr"), state_bytes=8, takes_adam=True, is_known=False
     ),
-    OptimizerName.lion: OptimizerTraits(ds_type="Lion", reads=("betas",), state_bytes=4),
+    schema.OptimizerName.lion: OptimizerTraits(ds_type="Lion", reads=("betas",), state_bytes=4),
     # A row and a column for each matrix.
-    OptimizerName.adafactor: OptimizerTraits(ds_type="Adafactor", reads=(), state_bytes=0.1, is_known=False),
-    OptimizerName.sgd: OptimizerTraits(ds_type="SGD", reads=("momentum",), state_bytes=4, is_known=False),
-    OptimizerName.adagrad: OptimizerTraits(ds_type="Adagrad", reads=("eps",), state_bytes=4),
+    schema.OptimizerName.adafactor: OptimizerTraits(ds_type="Adafactor", reads=(), state_bytes=0.1, is_known=False),
+    schema.OptimizerName.sgd: OptimizerTraits(ds_type="SGD", reads=("momentum",), state_bytes=4, is_known=False),
+    schema.OptimizerName.adagrad: OptimizerTraits(ds_type="Adagrad", reads=("eps",), state_bytes=4),
 }
 SOMETIMES_READ = ("betas", "eps", "momentum", "adam_lr")
 """Settings that not every optimizer reads."""
@@ -70,12 +71,14 @@ GROUPING = ("optim.decay", "optim.layer_lr_decay", "optim.adam_lr")
 """Keys that make several groups of parameters."""
 
 
-def is_client(optim: OptimConfig) -> bool:
+def is_client(optim: schema.OptimConfig) -> bool:
     """Whether the optimizer is made here and handed to DeepSpeed, which else makes its own by name."""
-    return optim.name is OptimizerName.adamw_8bit or (optim.name is OptimizerName.lion and optim.torch is True)
+    return optim.name is schema.OptimizerName.adamw_8bit or (
+        optim.name is schema.OptimizerName.lion and optim.torch is True
+    )
 
 
-def is_grouped(optim: OptimConfig) -> bool:
+def is_grouped(optim: schema.OptimConfig) -> bool:
     """Whether parameters differ in learning rate or weight decay."""
     return optim.decay.value != "all" or optim.layer_lr_decay != 1 or bool(optim.adam_lr)
 
@@ -91,7 +94,7 @@ def when(condition: str) -> Test:
 
 def _word(word: str) -> Test:
     negation, key, sign, text = _WORD.findall(word)[0]
-    get: Callable[[RunConfig], Any] = attrgetter(key)
+    get: Callable[[schema.RunConfig], Any] = attrgetter(key)
     default = get(_DEFAULTS)  # a key or a value that the schema does not know raises an error here, at import
     if not sign:
         return lambda cfg: bool(value.strip() if isinstance(value := get(cfg), str) else value) != bool(negation)
@@ -110,7 +113,7 @@ def keys_in(condition: str) -> tuple[str, ...]:
 
 
 _WORD = re.compile(r"(!?)([\w.]+)(?:(!?=|>)(.*))?")
-_DEFAULTS = RunConfig()
+_DEFAULTS = schema.RunConfig()
 
 
 class Rule(NamedTuple):
@@ -160,7 +163,7 @@ def _read(keys: str, condition: str, reason: str = "{key} is {value}", test: Tes
 @cache
 def expand(patterns: str) -> tuple[str, ...]:
     """Return the keys of the schema that match patterns."""
-    return tuple(key for pattern in patterns.split() for key in all_keys() if fnmatchcase(key, pattern))
+    return tuple(key for pattern in patterns.split() for key in schema.all_keys() if fnmatchcase(key, pattern))
 
 
 READ_WHEN: tuple[ReadWhen, ...] = (
@@ -171,14 +174,16 @@ READ_WHEN: tuple[ReadWhen, ...] = (
         )
         for name in SOMETIMES_READ
     ),
-    _read("track.patience_s", " or ".join(f"track.{name}.enabled" for name in TRACKERS), "no tracker is enabled"),
-    *(_read(f"track.{name}.*", f"track.{name}.enabled") for name in TRACKERS),
-    _read("model.revision", "model.path", "model.path is a directory", lambda c: is_hub_name(c.model.path)),
+    _read(
+        "track.patience_s", " or ".join(f"track.{name}.enabled" for name in schema.TRACKERS), "no tracker is enabled"
+    ),
+    *(_read(f"track.{name}.*", f"track.{name}.enabled") for name in schema.TRACKERS),
+    _read("model.revision", "model.path", "model.path is a directory", lambda c: files.is_hub_name(c.model.path)),
     _read(
         "distill.teacher_revision",
         "distill.teacher",
         "distill.teacher is no name on Hugging Face",
-        lambda c: is_hub_name(c.distill.teacher),
+        lambda c: files.is_hub_name(c.distill.teacher),
     ),
 )
 
@@ -219,7 +224,7 @@ RANGES: tuple[Rule, ...] = (
 """What single values must be, beyond the bounds at their fields."""
 BOUNDS: dict[str, str] = _TABLES["bounds"]
 """Kinds of bounds at a field -> the sentence about a number that is not within."""
-WRONG_WEIGHTS: tuple[tuple[Callable[[SourceConfig], object], str], ...] = (
+WRONG_WEIGHTS: tuple[tuple[Callable[[schema.SourceConfig], object], str], ...] = (
     (
         lambda source: source.weights and source.weight != 1,
         "data.sources[{number}]: weight and weights are both given: keep one of them.",
@@ -317,7 +322,7 @@ INCOMPATIBLE_OF_MODELS: tuple[Rule, ...] = (
         lambda c: (
             c.model.trust_remote_code
             and c.model.init.value == "pretrained"
-            and is_hub_name(c.model.path)
+            and files.is_hub_name(c.model.path)
             and not re.fullmatch("[0-9a-f]{40}", c.model.revision)
         ),
         "model.trust_remote_code = true and model.path = {model.path}, which is not a directory here "
@@ -357,7 +362,7 @@ READ_WITH_VALIDATION = _read(
 )
 
 
-def updates_early(cfg: RunConfig) -> str:
+def updates_early(cfg: schema.RunConfig) -> str:
     """Return the key by which weights change while gradients still come, before a step can be judged; "" if none."""
     if cfg.zero.zenflow.enabled:
         return "zero.zenflow.enabled"

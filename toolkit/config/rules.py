@@ -6,12 +6,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from toolkit.config import mesh, preflight, rule_tables, schema
 from toolkit.config import rule_tables as tables
-from toolkit.config import schema
 from toolkit.config.load import JSON, LoadedConfig, as_typed
-from toolkit.config.mesh import accumulation, check_split, mesh_of, model_ranks, nearest_multiples, with_micro_batch
-from toolkit.config.preflight import CUSTOM_FILES, FILES, HERE, check_tuning_here
-from toolkit.config.rule_tables import ReadWhen, Rule
 from toolkit.messages import ConfigError, Problems, did_you_mean, raise_all, tr
 from toolkit.secrets import is_under_secret_name
 
@@ -45,12 +42,17 @@ def check_rules(
         found.apply((_check_table,), loaded, tables.INCOMPATIBLE_OF_MODELS)
     read_by_models = (tables.READ_BY_LANGUAGE_MODELS,) if custom else ()
     found.apply((check_unused_keys,), loaded, (*read_by_models, *tables.READ_WHEN))
-    ranks, position = world_size or model_ranks(loaded.cfg), loaded.position("batch.global_size")
-    found.attempt(accumulation, with_micro_batch(loaded.cfg), ranks, position)
+    ranks, position = world_size or mesh.model_ranks(loaded.cfg), loaded.position("batch.global_size")
+    found.attempt(mesh.accumulation, mesh.with_micro_batch(loaded.cfg), ranks, position)
     if world_size is not None:
         found.apply((_check_ranks,), loaded, world_size)
     if files:
-        found.apply((*CUSTOM_FILES, *HERE) if custom else (*FILES, *HERE, check_tuning_here), loaded)
+        found.apply(
+            (*preflight.CUSTOM_FILES, *preflight.HERE)
+            if custom
+            else (*preflight.FILES, *preflight.HERE, preflight.check_tuning_here),
+            loaded,
+        )
     if problems is None:
         found.raise_all()
 
@@ -60,7 +62,7 @@ def check_without_validation(loaded: LoadedConfig) -> None:
     raise_all(check_unused_keys(loaded, [tables.READ_WITH_VALIDATION]))
 
 
-def _check_table(loaded: LoadedConfig, rules: Iterable[Rule]) -> Iterator[ConfigError]:
+def _check_table(loaded: LoadedConfig, rules: Iterable[rule_tables.Rule]) -> Iterator[ConfigError]:
     """Yield an error for each rule of a table that is broken."""
     for rule in rules:
         if rule.broken(loaded.cfg):
@@ -68,7 +70,7 @@ def _check_table(loaded: LoadedConfig, rules: Iterable[Rule]) -> Iterator[Config
             yield loaded.about(rule.key, loaded.fill(rule.key, rule.sentence, reason=reason))
 
 
-def check_unused_keys(loaded: LoadedConfig, table: Iterable[ReadWhen]) -> Iterator[ConfigError]:
+def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen]) -> Iterator[ConfigError]:
     """Yield an error for every key that was changed but is not read in this configuration.
 
     It is an error where the same layer made it so, or a higher one set the key: a recipe or a command line that
@@ -146,7 +148,7 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
         return
     micro = 1 if cfg.batch.micro_per_gpu == schema.AUTO else int(cfg.batch.micro_per_gpu)
     try:
-        unit = micro * math.lcm(*(mesh_of(cfg, ranks).data_ranks for ranks in sizes))
+        unit = micro * math.lcm(*(mesh.mesh_of(cfg, ranks).data_ranks for ranks in sizes))
     except ConfigError as error:
         yield loaded.about(key, str(error))
         return
@@ -162,7 +164,7 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "batch.global_size = {value} cannot be divided on each of batch.world_sizes = {batch.world_sizes}: with "
             "batch.micro_per_gpu = {batch.micro_per_gpu} it must be a multiple of {unit}. {multiples}",
             unit=unit,
-            multiples=nearest_multiples(size, unit),
+            multiples=mesh.nearest_multiples(size, unit),
         )
 
 
@@ -197,7 +199,7 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
     shape, size = loaded.cfg.model.shape, loaded.cfg.parallel.tensor
     sizes = {"heads": shape.num_heads, "key_heads": shape.num_kv_heads, "inner": shape.intermediate_size}
     try:
-        check_split(sizes, size if loaded.cfg.model.init is schema.Init.random else 1)
+        mesh.check_split(sizes, size if loaded.cfg.model.init is schema.Init.random else 1)
     except ConfigError as error:
         yield loaded.about("parallel.tensor", str(error))
 
@@ -353,7 +355,7 @@ def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]
             "{key} = {value} must divide the {ranks} ranks of the run.",
             ranks=world_size,
         )
-    ranks, micro = mesh_of(loaded.cfg, world_size).data_ranks, batch.micro_per_gpu
+    ranks, micro = mesh.mesh_of(loaded.cfg, world_size).data_ranks, batch.micro_per_gpu
     if zero.zenflow.enabled and micro != schema.AUTO and batch.global_size != micro * ranks:
         yield loaded.error(
             "zero.zenflow.enabled",

@@ -25,9 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit import children
-from toolkit.data.formats import Conversation, parse_row, reader_of
-from toolkit.data.readers import Block, block_bytes, rows_of
-from toolkit.data.sources import DataFile, read_blocks, total_bytes
+from toolkit.data import formats, readers, sources
 from toolkit.data.tokenize import LEAST_BYTES_FOR_PROCESSES, PrepareReport
 from toolkit.messages import RowError, current_language, read_table, set_language, tr, translated
 from toolkit.report.page import Section, Table, Tile, short, write_page
@@ -106,16 +104,16 @@ class Inspector:
         self.leftovers = re.compile("|".join(re.escape(text) for text in longest_first))
         self.answers = {what: re.compile(re.sub(r"\n\s*", " ", pattern)) for what, pattern in rules["answers"].items()}
 
-    def inspect(self, number: int, file: DataFile, block: Block) -> Facts:
+    def inspect(self, number: int, file: sources.DataFile, block: readers.Block) -> Facts:
         """Return what is in a block of the file with this number."""
-        facts, reader = Facts(), reader_of(file.row_format, file.columns)
-        waiting: list[tuple[int, Conversation]] = []
+        facts, reader = Facts(), formats.reader_of(file.row_format, file.columns)
+        waiting: list[tuple[int, formats.Conversation]] = []
         size = 0
-        for offset, row in rows_of(block):
+        for offset, row in readers.rows_of(block):
             line = block.first + offset
             facts.rows += 1
             try:
-                read = reader.read_all(parse_row(row))
+                read = reader.read_all(formats.parse_row(row))
             except RowError as error:
                 facts.bad += 1
                 facts.note("unusable", str(error)[:80], f"{file.path}:{line}")
@@ -131,7 +129,7 @@ class Inspector:
             _measure(number, waiting, facts)
         return facts
 
-    def _look(self, conversation: Conversation, where: str, facts: Facts) -> None:
+    def _look(self, conversation: formats.Conversation, where: str, facts: Facts) -> None:
         """Count leftovers, and what the last answer is."""
         messages = conversation.messages
         facts.turns[sum(message["role"] == "user" for message in messages)] += 1
@@ -147,7 +145,7 @@ class Inspector:
                     facts.note("answer", what, where)
 
 
-def _measure(number: int, read: list[tuple[int, Conversation]], facts: Facts) -> None:
+def _measure(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
     """Add lengths, scripts, hashes and MinHashes of conversations."""
     texts, asked, answered, hashes = [], [], [], []
     for _, one in read:
@@ -251,7 +249,7 @@ def alike(facts: Facts) -> tuple[Alike, Alike]:
 
 
 def inspect_blocks(
-    blocks: Iterable[tuple[int, DataFile, Block]], inspector: Inspector, num_workers: int
+    blocks: Iterable[tuple[int, sources.DataFile, readers.Block]], inspector: Inspector, num_workers: int
 ) -> Iterator[Facts]:
     """Yield what is in each block, in their order."""
     if num_workers == 1:
@@ -280,7 +278,7 @@ def _start(inspector: Inspector, language: str) -> None:
     _inspector = inspector
 
 
-def _inspect(number: int, file: DataFile, block: Block) -> Facts:
+def _inspect(number: int, file: sources.DataFile, block: readers.Block) -> Facts:
     assert _inspector is not None
     return _inspector.inspect(number, file, block)
 
@@ -295,11 +293,11 @@ def kinds() -> dict[str, str]:
     }
 
 
-def inspect_files(files: Sequence[DataFile], special: Iterable[str] = (), workers: int = 0) -> Facts:
+def inspect_files(files: Sequence[sources.DataFile], special: Iterable[str] = (), workers: int = 0) -> Facts:
     """Return what is in all rows of files; `special`: see `Inspector`; `workers`: processes, 0 one for each core."""
-    size, whole = total_bytes(files), Facts()
+    size, whole = sources.total_bytes(files), Facts()
     count = workers or len(os.sched_getaffinity(0))
-    blocks = read_blocks(files, [0] * len(files), block_bytes(size))
+    blocks = sources.read_blocks(files, [0] * len(files), readers.block_bytes(size))
     for part in inspect_blocks(blocks, Inspector(special), count if size >= LEAST_BYTES_FOR_PROCESSES else 1):
         whole.add(part)
     return whole
@@ -311,7 +309,7 @@ def spread(lengths: list[NDArray[Any]]) -> list[str]:
     return [f"{int(value):,}" for value in np.percentile(values, [0, 50, 95, 99, 100])]
 
 
-def data_page(title: str, facts: Facts, files: Sequence[DataFile], prepared: PrepareReport | None) -> str:
+def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepared: PrepareReport | None) -> str:
     """Return the page of what was found in files; `prepared`: of a recipe whose rows are tokenized."""
     equal, near = alike(facts)
     places = [place for part in facts.places for place in part.tolist()]

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from toolkit.data.packing import PAD_MULTIPLE, PackingPlan
-from toolkit.data.store import Sample, TokenizedCache
+from toolkit.data import packing, store
 
 Batch = dict[str, torch.Tensor]
 """input_ids, labels, position_ids, segment_ids, each int64 [B, S]; for packed rows also cu_seq_lens, int32 [segments+1]
@@ -48,7 +47,10 @@ UNTRAINED = -100
 
 
 def collate(
-    rows: Sequence[Sequence[Sample | Branch]], pad_id: int, packed: bool = False, multiple: int = PAD_MULTIPLE
+    rows: Sequence[Sequence[store.Sample | Branch]],
+    pad_id: int,
+    packed: bool = False,
+    multiple: int = packing.PAD_MULTIPLE,
 ) -> Batch:
     """Lay samples out side by side and pad on the right to the longest row, rounded up to a multiple of `multiple`.
 
@@ -107,13 +109,13 @@ def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor)
 class PlannedRows:
     """The rows of a plan as a torch data set; travels to worker processes as paths, so they map the files again."""
 
-    def __init__(self, cache: TokenizedCache, plan: PackingPlan) -> None:
+    def __init__(self, cache: store.TokenizedCache, plan: packing.PackingPlan) -> None:
         self.cache, self.plan = cache, plan
 
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, row: int) -> list[Sample | Branch]:
+    def __getitem__(self, row: int) -> list[store.Sample | Branch]:
         """Return the samples of a row."""
         samples, prefixes = self.plan[row], self.plan.prefixes(row)
         if not any(prefixes):
@@ -122,15 +124,15 @@ class PlannedRows:
 
 
 def build_loader(
-    cache: TokenizedCache,
-    plan: PackingPlan,
+    cache: store.TokenizedCache,
+    plan: packing.PackingPlan,
     micro_batches: Iterable[list[int]],
     pad_id: int,
     layout: Layout,
     *,
     seed: int,
     num_workers: int = 0,
-    multiple: int = PAD_MULTIPLE,
+    multiple: int = packing.PAD_MULTIPLE,
 ) -> "DataLoader[Batch]":
     """Return an iterable over one rank's micro-batches as tensors; `multiple`: of so many tokens each row is one."""
     # A generator of its own: DataLoader otherwise draws from torch's global one, and a loader more or less
@@ -156,7 +158,7 @@ def _outlive_signals(worker: int) -> None:
 
 
 def collate_planned(
-    rows: Sequence[Sequence[Sample | Branch]], pad_id: int, layout: Layout, multiple: int = PAD_MULTIPLE
+    rows: Sequence[Sequence[store.Sample | Branch]], pad_id: int, layout: Layout, multiple: int = packing.PAD_MULTIPLE
 ) -> Batch:
     """Return rows of a plan as a batch of a layout."""
     return collate(laid_out(rows, layout), pad_id, packed=layout is not Layout.alone, multiple=multiple)

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import Packing, SourceConfig
-from toolkit.data.sampler import Permutation
-from toolkit.data.store import TokenizedCache
+from toolkit.data import sampler, store
 from toolkit.distributed.file_lock import build_once
 
 CODE_VERSION = 1
@@ -74,7 +73,7 @@ class PackingPlan:
         """Tokens of an epoch that are not computed, as they are there already."""
         return 0 if self.shared is None else int(self.shared.sum(dtype=np.int64))
 
-    def lengths(self, cache: TokenizedCache) -> NDArray[np.int64]:
+    def lengths(self, cache: store.TokenizedCache) -> NDArray[np.int64]:
         """Return the tokens that each sample adds to its row, [samples of an epoch]."""
         lengths = cache.lengths(self.members)
         return lengths if self.shared is None else lengths - self.shared
@@ -86,7 +85,7 @@ class PackingPlan:
 
 
 def plan_sequences(
-    cache: TokenizedCache,
+    cache: store.TokenizedCache,
     packing: Packing,
     *,
     max_length: int,
@@ -152,7 +151,9 @@ class _Units:
     out at random, so that rows do not follow the order of the files. `numbers`: of so many samples each.
     """
 
-    def __init__(self, cache: TokenizedCache, numbers: NDArray[np.int64], size: int, capacity: int, key: str) -> None:
+    def __init__(
+        self, cache: store.TokenizedCache, numbers: NDArray[np.int64], size: int, capacity: int, key: str
+    ) -> None:
         self.size = size
         self.samples: NDArray[np.int64] | None = None
         """Ascending, where units differ in size."""
@@ -162,7 +163,7 @@ class _Units:
             self.begins = np.flatnonzero(self.shared == 0)
             self.sizes = np.diff(self.begins, append=len(numbers))
             numbers = np.arange(len(self.begins))
-        self.numbers = numbers[Permutation(len(numbers), key)(np.arange(len(numbers)))]
+        self.numbers = numbers[sampler.Permutation(len(numbers), key)(np.arange(len(numbers)))]
         self.first = size * self.numbers if self.samples is None else self.samples[self.begins[self.numbers]]
         """First sample of each, [units]."""
         self.lengths = self.longest = cache.lengths(self.first)
@@ -196,7 +197,7 @@ def _members(samples: NDArray[np.int64], apart: int) -> NDArray[np.uint32]:
     return (np.stack((samples, samples + apart), axis=1).ravel() if apart else samples).astype(np.uint32)
 
 
-def shared_prefixes(cache: TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:
+def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:
     """Return how many of each sample's first tokens need not be computed again after the sample before it, 0 where a
     unit of packing begins, [samples]. `samples`: ascending; `capacity`: most tokens of a unit.
 
@@ -228,7 +229,7 @@ def _common(before: NDArray[Any], ids: NDArray[Any], trained: NDArray[np.bool_])
     return most if is_equal.all() else int(is_equal.argmin())
 
 
-def share_prompts(cache: TokenizedCache, plan: PackingPlan, cache_dir: Path) -> PackingPlan:
+def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Path) -> PackingPlan:
     """Return a plan of pairs in which what both answers of one begin with is there once; made now if there is none."""
     members, offsets = plan.members, plan.offsets
     assert members is not None and offsets is not None
@@ -251,7 +252,7 @@ def share_prompts(cache: TokenizedCache, plan: PackingPlan, cache_dir: Path) -> 
     return load_plan(target)
 
 
-def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:
+def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:
     """Return the samples of an epoch: each as often as its source's weight says, of a fraction a random part. `size`:
     samples that belong together; their units are numbered.
     """
@@ -267,11 +268,11 @@ def weighted_samples(cache: TokenizedCache, weights: list[float], seed: int, siz
         if not part and weight < 1:
             part = min(1, len(mine))  # a source that was named is never left out
         if part:
-            chosen.append(mine[Permutation(len(mine), f"weight {seed} {number}")(np.arange(part))])
+            chosen.append(mine[sampler.Permutation(len(mine), f"weight {seed} {number}")(np.arange(part))])
     return np.concatenate(chosen) if chosen else everything[:0]
 
 
-def evaluated_samples(cache: TokenizedCache, most: int, size: int = 1) -> NDArray[np.int64]:
+def evaluated_samples(cache: store.TokenizedCache, most: int, size: int = 1) -> NDArray[np.int64]:
     """Return the samples of a split that its loss is measured on, ascending: the same on any number of ranks. Each
     source gives its share, but at least one: at most max(`most`, sources); `most` 0 takes all; `size` as above.
     """
@@ -288,7 +289,7 @@ def evaluated_samples(cache: TokenizedCache, most: int, size: int = 1) -> NDArra
     chosen = []
     for number, share in zip(numbers, shares, strict=True):
         mine = np.flatnonzero(source_of == number)
-        chosen.append(mine[Permutation(len(mine), f"evaluation {number}")(np.arange(share))])
+        chosen.append(mine[sampler.Permutation(len(mine), f"evaluation {number}")(np.arange(share))])
     return np.sort(np.concatenate(chosen))
 
 

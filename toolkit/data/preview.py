@@ -12,16 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.mesh import micro_rows, with_micro_batch
-from toolkit.config.schema import Packing, RunConfig, TaskKind, data_unit
+from toolkit import secrets, terminal
+from toolkit.config import mesh, schema
+from toolkit.data import sampler, sources, store, tokenize
 from toolkit.data.packing import PackingPlan
-from toolkit.data.sampler import Permutation
-from toolkit.data.sources import locate_all
-from toolkit.data.store import TokenizedCache
-from toolkit.data.tokenize import PrepareReport
 from toolkit.messages import DataError, printable, tr
-from toolkit.secrets import hide
-from toolkit.terminal import text_table
 
 _BAR = 40
 
@@ -124,11 +119,13 @@ def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[
     ]
 
 
-def padding_line(cfg: RunConfig, packing: Packing, cache: TokenizedCache, plan: PackingPlan) -> str:
+def padding_line(cfg: schema.RunConfig, packing: schema.Packing, cache: store.TokenizedCache, plan: PackingPlan) -> str:
     """Return how much of the planned rows is tokens, and what they share; "" where each sample is one on its own."""
-    if packing is Packing.none:
+    if packing is schema.Packing.none:
         return sharing_line(cfg, cache, plan)
-    room = cfg.data.max_length * (micro_rows(with_micro_batch(cfg)) if packing is Packing.grouped else 1)
+    room = cfg.data.max_length * (
+        mesh.micro_rows(mesh.with_micro_batch(cfg)) if packing is schema.Packing.grouped else 1
+    )
     taken = int(plan.lengths(cache).sum())
     line = tr(
         "{rows} rows of {room} tokens ({packing}), {percent} % of them filled.",
@@ -140,7 +137,7 @@ def padding_line(cfg: RunConfig, packing: Packing, cache: TokenizedCache, plan: 
     return f"{line} {sharing_line(cfg, cache, plan)}".rstrip()
 
 
-def sharing_line(cfg: RunConfig, cache: TokenizedCache, plan: PackingPlan) -> str:
+def sharing_line(cfg: schema.RunConfig, cache: store.TokenizedCache, plan: PackingPlan) -> str:
     """Return how many tokens of an epoch are not computed again, "" if all are."""
     if not plan.num_shared:
         return ""
@@ -163,16 +160,20 @@ def sharing_line(cfg: RunConfig, cache: TokenizedCache, plan: PackingPlan) -> st
     )
 
 
-def unit_name(cfg: RunConfig) -> str:
+def unit_name(cfg: schema.RunConfig) -> str:
     """Return what the data are counted in, for a reader."""
-    return {"pairs": tr("pairs"), "answers": tr("answers"), "samples": tr("samples")}[data_unit(cfg)[0]]
+    return {"pairs": tr("pairs"), "answers": tr("answers"), "samples": tr("samples")}[schema.data_unit(cfg)[0]]
 
 
 def count_lines(
-    cfg: RunConfig, report: PrepareReport, packing: Packing, cache: TokenizedCache, plan: PackingPlan
+    cfg: schema.RunConfig,
+    report: tokenize.PrepareReport,
+    packing: schema.Packing,
+    cache: store.TokenizedCache,
+    plan: PackingPlan,
 ) -> list[str]:
     """Return what became of each source's rows, and how long the samples of a split are."""
-    _, size = data_unit(cfg)
+    _, size = schema.data_unit(cfg)
     heads = (tr("source"), tr("split"), tr("rows"), unit_name(cfg), tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
     counts = [
@@ -180,13 +181,13 @@ def count_lines(
         for source in report.sources
     ]
     rows = [
-        (hide(name), str(source["split"]), *(f"{count:,}" for count in found))
+        (secrets.hide(name), str(source["split"]), *(f"{count:,}" for count in found))
         for name, source, found in zip(names, report.sources, counts, strict=True)
     ]
     lengths = cache.lengths()
     filled = padding_line(cfg, packing, cache, plan)
     return [
-        *text_table(heads, rows),
+        *terminal.text_table(heads, rows),
         tr(
             "Skipped: {dropped} rows. Truncated: {truncated} samples. Split for their length: {split} rows.",
             dropped=f"{sum(report.dropped.values()):,}",
@@ -207,18 +208,18 @@ def count_lines(
 
 
 def sample_lines(
-    cfg: RunConfig,
+    cfg: schema.RunConfig,
     tokenizer: Any,
-    packing: Packing,
-    cache: TokenizedCache,
+    packing: schema.Packing,
+    cache: store.TokenizedCache,
     plan: PackingPlan,
     count: int,
     style: Style,
 ) -> list[str]:
     """Return the samples of some sequences of a split, the same ones for the same seed."""
     # The cache knows its data by content: the run that made it may have called the same files otherwise.
-    paths = [file.path for file in locate_all(cfg.data, Path(cfg.prepare.dir))]
-    chosen = Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
+    paths = [file.path for file in sources.locate_all(cfg.data, Path(cfg.prepare.dir))]
+    chosen = sampler.Permutation(len(plan), f"show {cfg.run.seed}")(np.arange(min(count, len(plan))))
     lines = [legend(style), ""] if len(chosen) else []
     for row in sorted(chosen.tolist()):
         filled = 0
@@ -243,18 +244,18 @@ def sample_lines(
                 ),
                 marked(colored_spans(tokenizer, ids[shared:].tolist(), trained[shared:].tolist()), style),
             ]
-        if packing is Packing.packed:
+        if packing is schema.Packing.packed:
             empty = cfg.data.max_length - filled
             lines.append(_in_style("padding", tr("padding x {count}", count=empty), style) if empty else "")
         lines.append("")
     return lines
 
 
-def _label(cfg: RunConfig, cache: TokenizedCache, sample: int) -> str:
+def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> str:
     """Return what the row says of an answer, "" where rows say nothing."""
     if (values := cache.values([sample])) is None:
         return ""
-    if cfg.task.kind is TaskKind.reward:
+    if cfg.task.kind is schema.TaskKind.reward:
         answer = tr("the rejected answer") if sample % 2 else tr("the chosen answer")
         return ", " + answer + (", " + tr("margin {margin}", margin=f"{values[0]:g}") if values[0] else "")
     if sample >= len(cache):

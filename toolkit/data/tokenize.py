@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import OnBadRow, RunConfig
+from toolkit.data import readers, store
 from toolkit.data import tokenize_workers as workers
-from toolkit.data.readers import Block, block_bytes
 from toolkit.data.sources import DataFile, check_distinct, content_hash, locate_all, read_blocks, total_bytes
-from toolkit.data.store import BAD_ROWS, MANIFEST, CacheIndex, CacheWriter, TokenizedCache, is_complete, read_manifest
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.deepspeed import age_s
@@ -32,15 +31,15 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
     """Return why none of the caches fits: how the one that comes nearest differs; "" if none is anywhere near."""
     nearest: tuple[int, float, str, list[str]] | None = None
     for folder in stores.glob("*"):
-        if not is_complete(folder):
+        if not store.is_complete(folder):
             continue
-        known = read_manifest(folder).get("inputs", {})
+        known = store.read_manifest(folder).get("inputs", {})
         differing = [name for name, value in inputs.items() if known.get(name) != value]
         entry = (len(differing), -folder.stat().st_mtime, folder.name, differing)
         nearest = min(nearest, entry) if nearest else entry
     if nearest is None or nearest[0] > len(inputs) // 3:
         return ""
-    known = read_manifest(stores / nearest[2])["inputs"]
+    known = store.read_manifest(stores / nearest[2])["inputs"]
     named = {
         "files": tr("the content, format or columns of the data files"),
         "encoder": tr("the tokenizer or its chat template"),
@@ -129,7 +128,7 @@ class PrepareReport:
             )
 
 
-FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", BAD_ROWS)
+FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", store.BAD_ROWS)
 """What `prepare.dir` holds; it may hold other things beside them."""
 _TOLERATED_BAD_ROWS = 10
 LEAST_BYTES_FOR_PROCESSES = 8 << 20
@@ -142,8 +141,8 @@ _opened: set[Path] = set()
 class CachePair(NamedTuple):
     """The finished cache's splits (validation is None if there is none) and what became of the rows."""
 
-    train: TokenizedCache
-    validation: TokenizedCache | None
+    train: store.TokenizedCache
+    validation: store.TokenizedCache | None
     report: PrepareReport
 
 
@@ -165,16 +164,16 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
         if _inputs(cfg, encoder, files)["files"] != inputs["files"]:
             raise DataError(tr("A data file was changed while it was being tokenized. Run the same command again."))
 
-    built = build_once(folder, build, is_complete, lambda: builder.pace.line)
+    built = build_once(folder, build, store.is_complete, lambda: builder.pace.line)
     if built:
         builder.remove_parts()
-    manifest = read_manifest(folder)
+    manifest = store.read_manifest(folder)
     # Another rank may have built it while this one imported, or waited.
-    is_new = folder not in _opened and (built or (folder / MANIFEST).stat().st_mtime > time.time() - age_s())
+    is_new = folder not in _opened and (built or (folder / store.MANIFEST).stat().st_mtime > time.time() - age_s())
     _opened.add(folder)
     report = PrepareReport(**{**manifest["report"], "built": built, "is_new": is_new, "folder": str(folder)})
-    validation = TokenizedCache(folder, "validation") if report.validation_samples else None
-    return CachePair(TokenizedCache(folder, "train"), validation, report)
+    validation = store.TokenizedCache(folder, "validation") if report.validation_samples else None
+    return CachePair(store.TokenizedCache(folder, "train"), validation, report)
 
 
 def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
@@ -255,13 +254,13 @@ class _Builder:
         self.report = PrepareReport()
         self.used: list[Path] = []
         self.source_rows = [0] * (len(cfg.data.sources) + len(cfg.data.validation))
-        self.bad_rows_file = Path(cfg.prepare.dir) / BAD_ROWS
+        self.bad_rows_file = Path(cfg.prepare.dir) / store.BAD_ROWS
 
     def build(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Write the cache into an empty folder: parts are appended, in order, while later ones are being made."""
-        started, report, bad_rows_file = time.monotonic(), self.report, folder / BAD_ROWS
+        started, report, bad_rows_file = time.monotonic(), self.report, folder / store.BAD_ROWS
         before = new_bytes = new_tokens = position = file_number = 0
-        with closing(CacheWriter(folder, workers.id_dtype(self.encoder.vocab_size))) as writer:
+        with closing(store.CacheWriter(folder, workers.id_dtype(self.encoder.vocab_size))) as writer:
             for made in make_parts(self.blocks(), self.maker, self.num_workers):
                 while file_number < made.file_number:
                     before += self.files[file_number].path.stat().st_size
@@ -296,10 +295,10 @@ class _Builder:
                 if time.time() - path.stat().st_mtime > _OLD_PARTS_S:
                     path.unlink()
 
-    def blocks(self) -> Iterator[tuple[int, DataFile, Block]]:
+    def blocks(self) -> Iterator[tuple[int, DataFile, readers.Block]]:
         training = len(self.data.sources)
         limits = [self.data.max_samples if file.source < training else 0 for file in self.files]
-        return read_blocks(self.files, limits, block_bytes(self.bytes))
+        return read_blocks(self.files, limits, readers.block_bytes(self.bytes))
 
     def read(self, made: BuiltPart) -> Part:
         part = read_part(made.path)
@@ -378,7 +377,7 @@ class _Builder:
             ).rstrip()
         )
 
-    def _splits(self, index: CacheIndex, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+    def _splits(self, index: store.CacheIndex, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """Return the samples of both splits; those of equal rows are on one side, as validation must not be known."""
         num_training = len(self.data.sources)
         for file in self.files:
@@ -407,7 +406,7 @@ class _Builder:
         chosen = chosen[first]
         return {"train": np.flatnonzero(~chosen[rows]), "validation": np.flatnonzero(chosen[rows])}
 
-    def _count(self, index: CacheIndex, splits: dict[str, NDArray[np.int64]]) -> None:
+    def _count(self, index: store.CacheIndex, splits: dict[str, NDArray[np.int64]]) -> None:
         """Fill in the report what is known at the end only."""
         report, train = self.report, splits["train"]
         report.train_samples, report.validation_samples = len(train), len(splits["validation"])
@@ -427,7 +426,7 @@ class _Builder:
                 }
             )
 
-    def _count_equal(self, index: CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64]) -> None:
+    def _count_equal(self, index: store.CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64]) -> None:
         """Count the rows that are there twice; `first` is of each used row the first one that is equal."""
         rows = index.used_rows()
         is_training = np.zeros(len(first), dtype=np.bool_)

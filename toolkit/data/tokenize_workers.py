@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from toolkit import children
 from toolkit.config.schema import DataConfig, RowFormat, TooLong
+from toolkit.data import readers, sources
 from toolkit.data.formats import Conversation, Message, PairReader, RowReader, mark_trained, parse_row, reader_of, turns
-from toolkit.data.readers import Block, rows_of
-from toolkit.data.sources import DataFile
 from toolkit.messages import DataError, RowError, current_language, set_language, tr
 
 Encoded = tuple[list[int], list[bool]]
@@ -175,13 +174,13 @@ class PartBuilder:
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
         self._key = repr(rules).encode()
 
-    def path(self, block: Block, row_format: RowFormat, columns: dict[str, str]) -> Path:
+    def path(self, block: readers.Block, row_format: RowFormat, columns: dict[str, str]) -> Path:
         """Return where the part of a block is kept."""
         digest = hashlib.sha256(self._key + repr((row_format, sorted(columns.items()))).encode())
         digest.update(block.content if isinstance(block.content, bytes) else pickle.dumps(block.content, 4))
         return self.folder / f"{digest.hexdigest()[:40]}.npz"
 
-    def make(self, block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
+    def make(self, block: readers.Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
         """Make a part unless an undamaged one is there; return where it is and whether it was made."""
         path = self.path(block, row_format, columns)
         if read_part(path) is not None:
@@ -191,10 +190,10 @@ class PartBuilder:
         write_part(path, self._encode(block, reader_of(row_format, columns)))
         return path, True
 
-    def _encode(self, block: Block, reader: RowReader | PairReader) -> Part:
+    def _encode(self, block: readers.Block, reader: RowReader | PairReader) -> Part:
         counts, ids, trained = PartCounts(), array("I"), bytearray()
         lengths, lines, ordinals, values = array("I"), array("I"), array("I"), array("f")
-        rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(rows_of(block)))
+        rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(readers.rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
             samples = self._batch(batch, reader, counts)
             for row, (sample_ids, covered), value in _pairs(samples) if reader.gives_pairs else samples:
@@ -459,14 +458,14 @@ class BuiltPart(NamedTuple):
     """One part that is ready."""
 
     file_number: int
-    file: DataFile
-    block: Block
+    file: sources.DataFile
+    block: readers.Block
     path: Path
     is_new: bool
 
 
 def make_parts(
-    blocks: Iterable[tuple[int, DataFile, Block]], maker: PartBuilder, num_workers: int
+    blocks: Iterable[tuple[int, sources.DataFile, readers.Block]], maker: PartBuilder, num_workers: int
 ) -> Iterator[BuiltPart]:
     """Yield the parts of blocks in their order; a DataError if a process was killed."""
     maker.folder.mkdir(parents=True, exist_ok=True)
@@ -475,7 +474,7 @@ def make_parts(
             yield BuiltPart(number, file, block, *maker.make(block, file.row_format, file.columns))
         return
     executor = children.workers(num_workers, _start, maker, current_language())
-    waiting: deque[tuple[int, DataFile, Block, Future[tuple[Path, bool]]]] = deque()
+    waiting: deque[tuple[int, sources.DataFile, readers.Block, Future[tuple[Path, bool]]]] = deque()
 
     def oldest() -> BuiltPart:
         number, file, block, future = waiting.popleft()
@@ -510,6 +509,6 @@ def _start(maker: PartBuilder, language: str) -> None:
     _maker = maker
 
 
-def _make(block: Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
+def _make(block: readers.Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
     assert _maker is not None
     return _maker.make(block, row_format, columns)

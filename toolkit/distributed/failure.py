@@ -41,10 +41,9 @@ from typing import Any
 
 import psutil
 
-from toolkit import terminal
+from toolkit import secrets, terminal
 from toolkit.launch import environment, processes
 from toolkit.messages import LaunchError, Stopped, ToolkitError, is_failure, joined, system_text, tr
-from toolkit.secrets import hide
 
 _marker: Path | None = None
 _is_mine = False
@@ -494,7 +493,7 @@ def _lost() -> str:
 
 def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> None:
     """Report it, unless another rank has. `trace`: "" for a user's mistake; `agreed`: all ranks know, rank 0 speaks."""
-    message, trace = hide(message), hide(trace)
+    message, trace = secrets.hide(message), secrets.hide(trace)
     rank = _number("RANK", 0)
     if _reported_peer.is_set():
         return

@@ -25,19 +25,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from toolkit import messages
-from toolkit.config.mesh import Split, part_shape, split_of
-from toolkit.config.schema import Backend, DistributedConfig
+from toolkit import messages, secrets
+from toolkit.config import mesh, schema
 from toolkit.launch import processes
 from toolkit.messages import LaunchError, system_text, tr
-from toolkit.secrets import are_same
 
 T = TypeVar("T")
 _comparisons = count()
 """Each has a place of its own in the store; all ranks compare the same in the same order."""
 
 
-def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[messages.ToolkitError]) -> None:
+def check_alike(config: schema.DistributedConfig, mine: Mapping[str, str], error: type[messages.ToolkitError]) -> None:
     """Raise `error` on every rank unless `mine`, by name, is the same on all: else collectives hang or train something
     else. A collective, before or after the process group exists.
     """
@@ -52,7 +50,7 @@ def check_alike(config: DistributedConfig, mine: Mapping[str, str], error: type[
         raise error(told)
 
 
-def _not_together(config: DistributedConfig, error: Exception) -> LaunchError:
+def _not_together(config: schema.DistributedConfig, error: Exception) -> LaunchError:
     return LaunchError(
         "the ranks did not come together (backend {backend}, {address}:{port}): {reason}. Check that "
         "the address is reachable from every node and the port is free, and distributed.backend.",
@@ -63,7 +61,7 @@ def _not_together(config: DistributedConfig, error: Exception) -> LaunchError:
     )
 
 
-def start(config: DistributedConfig) -> torch.device:
+def start(config: schema.DistributedConfig) -> torch.device:
     """Join the process group by the launcher's variables (RANK, ..., MASTER_PORT); return this rank's device."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -76,7 +74,7 @@ def start(config: DistributedConfig) -> torch.device:
         # (deepspeed 0.19.8, comm/torch.py, build_shm_op); plain gloo serves without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = config.backend.value
-    if config.backend is Backend.auto:
+    if config.backend is schema.Backend.auto:
         # DeepSpeed's CPU accelerator would ask for oneCCL, which plain PyTorch builds do not have.
         backend = "gloo" if on_cpu else accelerator.communication_backend_name()
     timeout = timedelta(seconds=config.timeout_s)
@@ -304,7 +302,7 @@ def differences(store: Store, rank: int, size: int, key: str, mine: Mapping[str,
         first = json.loads(store.get(f"{key}/first"))
         names = dict.fromkeys([*first["values"], *mine])
         pairs = {name: (first["values"].get(name), mine.get(name)) for name in names}
-        found = {name: pair for name, pair in pairs.items() if None in pair or not are_same(*pair)}
+        found = {name: pair for name, pair in pairs.items() if None in pair or not secrets.are_same(*pair)}
         store.set(f"{key}/{rank}", json.dumps({"host": socket.gethostname(), "differ": found}))
         _wait_for_keys(store, {0: f"{key}/verdict"}, until)
         told = str(store.get(f"{key}/verdict").decode())
@@ -436,7 +434,7 @@ def tensor_group_size() -> int:
 def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the whole parameter, however it is divided over ranks."""
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-    return part_shape(name, shape, tensor_group_size(), back=True) if is_tensor_part(parameter) else shape
+    return mesh.part_shape(name, shape, tensor_group_size(), back=True) if is_tensor_part(parameter) else shape
 
 
 def gather_parts(name: str, part: torch.Tensor) -> torch.Tensor:
@@ -448,12 +446,12 @@ def gather_parts(name: str, part: torch.Tensor) -> torch.Tensor:
 
 def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a parameter, or a stored buffer, from what the ranks of a tensor group have of it, in their order."""
-    split = split_of(name)
+    split = mesh.split_of(name)
     if split is None or len(parts) == 1:  # one part is not copied: it may be a view of a mapped file
         return parts[0]
-    if split is Split.columns:
+    if split is mesh.Split.columns:
         return torch.cat(list(parts), dim=1)
-    if split is Split.pairs:
+    if split is mesh.Split.pairs:
         above, below = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat([*above, *below])
     return torch.cat(list(parts))

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.schema import INTERFACES, Backend, RunConfig
-from toolkit.doctor import findings
-from toolkit.doctor.agents import Hosts, SshOptions
+from toolkit.doctor import agents, findings
 from toolkit.doctor.facts import FORWARDED, MATTERING, chosen_card, hashed
 from toolkit.doctor.findings import ERROR, WARNING, Finding, finding
 from toolkit.launch import deepspeed, environment, hostfile
-from toolkit.launch.hostfile import Resources
 from toolkit.messages import LaunchError, current_language, joined, tr
 
 _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
@@ -26,11 +24,11 @@ _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
 class Examination:
     """One look at the nodes of a run; `run` fills it."""
 
-    resources: Resources
+    resources: hostfile.Resources
     words: Sequence[str]
     """Recipe and overrides; [] looks at the nodes alone."""
     cfg: RunConfig
-    ssh: SshOptions
+    ssh: agents.SshOptions
     environ: Mapping[str, str] = field(default_factory=dict)
     secrets: Sequence[str] = ()
     master_addr: str = ""
@@ -45,7 +43,7 @@ class Examination:
 
     def run(self, quick: bool) -> None:
         """Examine; `quick` asks each machine about itself only."""
-        with Hosts(list(self.resources), self.ssh) as hosts:
+        with agents.Hosts(list(self.resources), self.ssh) as hosts:
             self._ask(hosts, ERROR if not quick else WARNING)
             if self.facts and not quick:
                 backend, interface = self.backend, self.cfg.distributed.interface
@@ -76,7 +74,7 @@ class Examination:
             return chosen.value
         return "nccl" if any(one["gpus"]["cards"] for one in self.facts.values()) else "gloo"
 
-    def _ask(self, hosts: Hosts, late: str) -> None:
+    def _ask(self, hosts: agents.Hosts, late: str) -> None:
         request = {"words": list(self.words), "language": current_language(), "environ": dict(self.environ)}
         for host, answer in hosts.ask("facts", self.limit_s, dict.fromkeys(self.resources, request)).items():
             if "error" in answer:
@@ -118,7 +116,7 @@ class Examination:
             "disks": ", ".join(f"{name} {least / findings.GIB:.0f} GiB" for name, least in free.items()),
         }
 
-    def _try_each_other(self, hosts: Hosts, chosen: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+    def _try_each_other(self, hosts: agents.Hosts, chosen: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
         names, first = list(chosen), next(iter(chosen))
         requests: dict[str, dict[str, Any]] = {
             host: {"address": card["address"], "port": 0, "folders": {}} for host, (_, card) in chosen.items()
@@ -155,7 +153,9 @@ class Examination:
         if not self.has_errors("network"):
             self._measure(hosts, names, peers, chosen)
 
-    def _measure(self, hosts: Hosts, names: list[str], peers: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
+    def _measure(
+        self, hosts: agents.Hosts, names: list[str], peers: Mapping[str, Any], chosen: Mapping[str, Any]
+    ) -> None:
         """Let each machine receive from the one before it, then from the one after it: two rounds, however many."""
         rates: dict[tuple[str, str], float | str] = {}
         for step in (1, -1) if len(names) > 2 else (1,):
@@ -172,7 +172,7 @@ class Examination:
         first = self.facts[next(iter(self.facts))]["network"]
         return self.master_addr or (first["first"] if self.ssh.through_ssh else "127.0.0.1")
 
-    def _all_reduce(self, hosts: Hosts) -> None:
+    def _all_reduce(self, hosts: agents.Hosts) -> None:
         where = [(host, gpus, local) for host, gpus in self.resources.items() for local in range(len(gpus))]
         where = [place for place in where if place[0] in self.facts]
         limit_s = max(_COLLECTIVE_S, 2 * self.limit_s)
@@ -198,7 +198,7 @@ class Examination:
 
 
 def plan_examination(
-    options: Mapping[str, str], words: Sequence[str], cfg: RunConfig, hosts: Resources | None = None
+    options: Mapping[str, str], words: Sequence[str], cfg: RunConfig, hosts: hostfile.Resources | None = None
 ) -> Examination:
     """Return what is to be examined: `options` of `deepspeed`, `words` [] for the nodes alone, `hosts` None for all."""
     hosts = _hosts(options) if hosts is None else hosts
@@ -220,7 +220,7 @@ def plan_examination(
         resources=hosts,
         words=words,
         cfg=cfg,
-        ssh=SshOptions(through_ssh=through_ssh, arguments=given, script=script),
+        ssh=agents.SshOptions(through_ssh=through_ssh, arguments=given, script=script),
         environ=ChainMap(*reversed(files.values()), forwarded) if through_ssh else {},
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
@@ -228,7 +228,7 @@ def plan_examination(
     )
 
 
-def _hosts(options: Mapping[str, str]) -> Resources:
+def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
     """Return the machines that are to be examined; an error if not all of them can be asked from here."""
     path = deepspeed.hostfile_of(options)
     if path is None:

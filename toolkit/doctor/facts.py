@@ -27,9 +27,7 @@ from typing import Any
 import psutil
 
 from toolkit import children
-from toolkit.config.load import to_dict
-from toolkit.config.preflight import built_ops, lacking_tools, needed_ops, stale_build_locks
-from toolkit.config.schema import Device, Init, RunConfig, leaves
+from toolkit.config import load, preflight, schema
 from toolkit.launch.environment import EXPORTED_PREFIXES
 from toolkit.messages import ToolkitError
 
@@ -106,25 +104,29 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
         "memory": psutil.virtual_memory().available,
         "network": _network(environ),
         "limits": {name: resource.getrlimit(limit)[0] for name, limit in _LIMITS.items()},
-        "locks": [str(path) for path, _ in stale_build_locks(environ)],
+        "locks": [str(path) for path, _ in preflight.stale_build_locks(environ)],
         "environment": {name: hashed(value) for name, value in environ.items() if name.startswith(MATTERING)},
     }
 
 
-def of_recipe(cfg: RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+def of_recipe(cfg: schema.RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what depends on a recipe."""
     offloading = (cfg.zero.offload_optimizer, cfg.zero.offload_param)
-    nvme = {section.nvme_path for section in offloading if section.device is Device.nvme}
+    nvme = {section.nvme_path for section in offloading if section.device is schema.Device.nvme}
     shm = {"/dev/shm": "shm"}  # noqa: S108 -- DataLoader workers, NCCL and DeepSpeed share memory through it
-    needed = needed_ops(cfg, environ)
+    needed = preflight.needed_ops(cfg, environ)
     folders = {cfg.run.dir: "run.dir", cfg.prepare.dir: "prepare.dir", **shm, **dict.fromkeys(nvme, "nvme")}
     return {
-        "recipe": {key: str(value) for key, value in leaves(to_dict(cfg))},
+        "recipe": {key: str(value) for key, value in schema.leaves(load.to_dict(cfg))},
         "files": _files(cfg),
         "stores": sorted(path.parent.name for path in Path(cfg.prepare.dir).glob("stores/*/manifest.json")),
         "disks": {name: _disk(Path(folder)) for folder, name in folders.items()},
         "nvme": {folder: disk_speed(Path(folder)) for folder in nvme},
-        "ops": {"needed": needed, "built": built_ops(needed, environ), "lacking": lacking_tools(needed, environ)},
+        "ops": {
+            "needed": needed,
+            "built": preflight.built_ops(needed, environ),
+            "lacking": preflight.lacking_tools(needed, environ),
+        },
     }
 
 
@@ -200,12 +202,12 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _files(cfg: RunConfig) -> dict[str, Any]:
+def _files(cfg: schema.RunConfig) -> dict[str, Any]:
     """Return of each file or folder that the recipe reads what it holds, or why it cannot be read."""
     from toolkit.data.readers import files_of
 
     found = {}
-    if cfg.model.init is Init.pretrained:
+    if cfg.model.init is schema.Init.pretrained:
         found["model.path"] = _fingerprint(cfg.model.path, partial(_visible, Path(cfg.model.path)))
     for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
         if source.path:

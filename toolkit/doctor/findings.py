@@ -9,8 +9,7 @@ from typing import Any
 
 from toolkit import messages
 from toolkit.doctor.facts import FORWARDED
-from toolkit.launch.environment import PACKED
-from toolkit.launch.hostfile import Resources
+from toolkit.launch import environment, hostfile
 from toolkit.messages import read_table, tr
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -52,7 +51,7 @@ def outliers(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return usual, {host: value for host, value in values.items() if value != values[usual]}
 
 
-def findings(facts: Facts, resources: Resources, here: Mapping[str, str]) -> list[Finding]:
+def findings(facts: Facts, resources: hostfile.Resources, here: Mapping[str, str]) -> list[Finding]:
     """Judge what nodes say of themselves; `resources` are the GPUs of each host that take part.
 
     `here`: hashes of this shell's variables by which runs differ, without those that the launcher or the recipe hands
@@ -107,7 +106,7 @@ def _versions(facts: Facts) -> Iterable[Finding]:
             )
 
 
-def _gpus(facts: Facts, resources: Resources) -> Iterable[Finding]:
+def _gpus(facts: Facts, resources: hostfile.Resources) -> Iterable[Finding]:
     if not any(one["gpus"]["cards"] or one["gpus"]["late"] for one in facts.values()):
         for host, one in facts.items():
             if len(resources[host]) > one["cores"]:
@@ -203,7 +202,7 @@ def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
 def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
     """Judge whether the secrets of launch.env would arrive."""
     if hosts := [host for host, one in facts.items() if names and not one["takes_secrets"]]:
-        return [finding("secrets not accepted", hosts=_few(hosts), variable=PACKED, names=", ".join(names))]
+        return [finding("secrets not accepted", hosts=_few(hosts), variable=environment.PACKED, names=", ".join(names))]
     return []
 
 

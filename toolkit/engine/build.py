@@ -12,8 +12,7 @@ from deepspeed.compile.util import is_deepcompile_supported
 from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
-from toolkit.config import schema
-from toolkit.config.rule_tables import is_client, is_grouped
+from toolkit.config import rule_tables, schema
 from toolkit.engine import deepspeed_patches
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.outline import layer_of
@@ -145,7 +144,7 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
     rate comes first: it is what logs show.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not is_grouped(optim):
+    if not rule_tables.is_grouped(optim):
         return [parameter for _, parameter in trained]
     layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
     groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
@@ -173,7 +172,7 @@ def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[
         from bitsandbytes.optim import AdamW8bit
 
         return lambda groups: AdamW8bit(groups, eps=optim.eps, **settings)
-    if is_client(optim):
+    if rule_tables.is_client(optim):
         return lambda groups: Lion(groups, **settings)
     on_cpu = get_accelerator().device_name() == "cpu"
     if optim.name is schema.OptimizerName.lion and on_cpu and not is_offloaded:

@@ -19,8 +19,7 @@ from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.config.mesh import check_split
-from toolkit.config.schema import ActivationCheckpointingConfig
+from toolkit.config import mesh, schema
 from toolkit.distributed.process_group import is_tensor_part, tensor_group
 from toolkit.messages import ConfigError, tr
 
@@ -45,7 +44,7 @@ def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> Mo
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
-    check_split({"model_type": config.model_type, "heads": heads, "key_heads": key_heads, "inner": inner}, size)
+    mesh.check_split({"model_type": config.model_type, "heads": heads, "key_heads": key_heads, "inner": inner}, size)
     groups._init_tp_mesh_device(size)
     return groups
 
@@ -60,7 +59,7 @@ def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
         engine.backward = lambda loss, **options: backward(loss * engine.optimizer.loss_scale, **options)
 
 
-def checkpoint_activations(model: PreTrainedModel, config: ActivationCheckpointingConfig) -> None:
+def checkpoint_activations(model: PreTrainedModel, config: schema.ActivationCheckpointingConfig) -> None:
     """Route the model's layers through DeepSpeed's checkpoint function, so that its settings take effect.
 
     transformers would use torch's function and leave DeepSpeed's section unread.

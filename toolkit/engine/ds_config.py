@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import messages
-from toolkit.config import schema
-from toolkit.config.mesh import accumulation, mesh_of, partition_config
-from toolkit.config.preflight import with_optimizer
-from toolkit.config.rule_tables import OPTIMIZERS, SOMETIMES_READ, is_client, is_grouped
+from toolkit.config import mesh, preflight, rule_tables, schema
 from toolkit.messages import ConfigError, nearest, raise_all, tr
 
 _TABLE = json.loads(Path(__file__).with_name("ds_keys.json").read_text(encoding="utf-8"))
@@ -153,7 +150,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero_optimization.zenflow": _shared("zero.zenflow", "enabled"),
     "aio": _shared("zero.aio"),
     "fp16": _shared("precision", "dtype", "communication_dtype", "tf32"),
-    "optimizer.params": ("optim", ("lr", "weight_decay", *SOMETIMES_READ)),
+    "optimizer.params": ("optim", ("lr", "weight_decay", *rule_tables.SOMETIMES_READ)),
     "activation_checkpointing": _shared("train.activation_checkpointing", "enabled"),
     "flops_profiler": _shared("profile.flops"),
     "comms_logger": _shared("profile.comms"),
@@ -242,7 +239,7 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     left out, and `missing` says so.
     """
     check_extra(cfg.ds_extra, OWNED)
-    cfg, reason = with_optimizer(cfg)
+    cfg, reason = preflight.with_optimizer(cfg)
     ds = DsConfig()
     _batch(ds, cfg, world_size)
     ds.put("fp16.enabled", cfg.precision.dtype is schema.Dtype.fp16, "precision.dtype")
@@ -264,7 +261,7 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
         _copy(ds, cfg, "activation_checkpointing", *unset)
     if cfg.parallel.tensor > 1:
         _same(ds, cfg, "tensor_parallel.autotp_size")
-        for name, value in partition_config().items():
+        for name, value in mesh.partition_config().items():
             ds.put(f"tensor_parallel.partition_config.{name}", value, "= how parameters of these names are split")
     if cfg.compile.deepcompile:
         _same(ds, cfg, "compile.deepcompile")
@@ -307,13 +304,13 @@ def _copy(ds: DsConfig, cfg: schema.RunConfig, section: str, *without: str) -> N
 
 
 def _batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
-    times = accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
+    times = mesh.accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
     _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
     ds.put(
         "gradient_accumulation_steps",
         times,
         f"= batch.global_size {cfg.batch.global_size} / "
-        f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {mesh_of(cfg, world_size).data_ranks} ranks)",
+        f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {mesh.mesh_of(cfg, world_size).data_ranks} ranks)",
     )
     if cfg.parallel.sequence > 1:
         # From it DeepSpeed 0.19.8 learns how many ranks have rows of their own (runtime/config.py); as no mpu and no
@@ -362,13 +359,13 @@ def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
 
 def optimizer_section(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
     """Name the optimizer and its settings, or what JSON cannot say. `reason`: why auto chose `optim.torch`, else ""."""
-    optim, kind, params = cfg.optim, OPTIMIZERS[cfg.optim.name], "optimizer.params."
+    optim, kind, params = cfg.optim, rule_tables.OPTIMIZERS[cfg.optim.name], "optimizer.params."
     # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
-    if cfg.zero.stage and (is_client(optim) or not kind.is_known):
+    if cfg.zero.stage and (rule_tables.is_client(optim) or not kind.is_known):
         ds.put("zero_allow_untested_optimizer", True, "= true: DeepSpeed has not tested its ZeRO with optim.name")
-    if is_client(optim) and cfg.zero.offload_optimizer.device is not schema.Device.none:
+    if rule_tables.is_client(optim) and cfg.zero.offload_optimizer.device is not schema.Device.none:
         ds.put("zero_force_ds_cpu_optimizer", False, "= false: optim.name is offloaded, and not DeepSpeed's own")
-    if is_grouped(optim):
+    if rule_tables.is_grouped(optim):
         ds.omit(
             "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are omitted: a JSON "
             "has one rate and one weight decay. Pass groups to deepspeed.initialize as "

@@ -16,24 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import messages
-from toolkit.config.load import JSON, TYPED, LoadedConfig, replace
-from toolkit.config.mesh import micro_rows, model_ranks, partition_config, with_micro_batch
-from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import AUTO, RunConfig, get_value, leaves, set_leaf
-from toolkit.engine.ds_config import (
-    INSTEAD,
-    KEYS,
-    OWNED,
-    REMOVED,
-    RENAMED,
-    SAME,
-    SCHEDULERS,
-    build_ds_config,
-    dotted_keys,
-    read_key,
-    wrong_name,
-    wrong_names,
-)
+from toolkit.config import load, mesh, rule_tables, schema
+from toolkit.engine import ds_config
 from toolkit.messages import ConfigError, Problems, reason_of, tr
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -49,7 +33,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "adafactor": {},
 }
 """What DeepSpeed's optimizers, or PyTorch's, take where the file is silent; the schema's defaults differ."""
-SCHEDULES = {scheduler: schedule.value for schedule, scheduler in SCHEDULERS.items()}
+SCHEDULES = {scheduler: schedule.value for schedule, scheduler in ds_config.SCHEDULERS.items()}
 WARMUP_DEFAULTS: dict[str, Any] = {
     "warmup_num_steps": 1000,
     "warmup_type": "log",
@@ -70,7 +54,7 @@ class SectionImport:
     """One file on its way into the schema: what it gives, what was taken from it, what there is to say."""
 
     path: str
-    loaded: LoadedConfig
+    loaded: load.LoadedConfig
     world_size: int | None
     given: dict[str, Any]
     """Dotted DeepSpeed key -> value, without nulls."""
@@ -104,11 +88,13 @@ class SectionImport:
 
     def is_typed(self, schema_key: str) -> bool:
         """Whether the command line sets a schema key."""
-        return self.loaded.layers.get(schema_key, 0) >= TYPED
+        return self.loaded.layers.get(schema_key, 0) >= load.TYPED
 
     def now(self, schema_key: str) -> Any:
         """Return the value of a schema key as it will be."""
-        return self.taken[schema_key][0] if schema_key in self.taken else read_key(self.loaded.cfg, schema_key)
+        return (
+            self.taken[schema_key][0] if schema_key in self.taken else ds_config.read_key(self.loaded.cfg, schema_key)
+        )
 
     def error(self, key: str, message: str, /, **values: object) -> ConfigError:
         """Return the error that points at a key of the file; the message is a template if it has values."""
@@ -125,7 +111,7 @@ class SectionImport:
     def take(self, schema_key: str, value: Any, key: str) -> None:
         """Set a schema key from a DeepSpeed key: it beats the recipe, and loses to the command line."""
         value = self._typed(schema_key, value, key)
-        mine = read_key(self.loaded.cfg, schema_key)
+        mine = ds_config.read_key(self.loaded.cfg, schema_key)
         if schema_key in self.loaded.explicit and not equal(mine, value):
             if self.strict:
                 self.contradictions.append(
@@ -156,7 +142,7 @@ class SectionImport:
 
     def _typed(self, schema_key: str, value: Any, key: str) -> Any:
         """Return the value as the schema's type; 1e9 is a whole number, "true" is no boolean."""
-        mine = get_value(self.loaded.cfg, schema_key)
+        mine = schema.get_value(self.loaded.cfg, schema_key)
         kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(mine))
         if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
@@ -175,8 +161,8 @@ class SectionImport:
 
 
 def import_json(
-    path: str, loaded: LoadedConfig, world_size: int | None, *, strict: bool = False
-) -> tuple[LoadedConfig, list[str]]:
+    path: str, loaded: load.LoadedConfig, world_size: int | None, *, strict: bool = False
+) -> tuple[load.LoadedConfig, list[str]]:
     """Translate a DeepSpeed JSON into the run's settings.
 
     With `strict`, a file that contradicts the recipe is an error; else it beats the recipe, and loses to the command
@@ -184,15 +170,15 @@ def import_json(
     """
     values, where, ignored = read_json(path)
     task = SectionImport(
-        path=path, loaded=loaded, world_size=world_size, given=dict(leaves(values)), where=where, strict=strict
+        path=path, loaded=loaded, world_size=world_size, given=dict(schema.leaves(values)), where=where, strict=strict
     )
     for key, sentence in ignored.items():
         task.note(key, sentence)
     _defaults(task)
     for key in task.given:
-        if task.has(key) and key in SAME and key not in (BATCH, MICRO):  # these need more than a new name
-            task.take(SAME[key], max(1, task.given[key]) if key == AUTOTP else task.given[key], key)
-    for name, ours in partition_config().items():
+        if task.has(key) and key in ds_config.SAME and key not in (BATCH, MICRO):  # these need more than a new name
+            task.take(ds_config.SAME[key], max(1, task.given[key]) if key == AUTOTP else task.given[key], key)
+    for name, ours in mesh.partition_config().items():
         key = f"tensor_parallel.partition_config.{name}"
         if task.has(key) and task.given[key] != ours:
             raise task.error(
@@ -203,33 +189,39 @@ def import_json(
     if task.contradictions:
         raise ConfigError("\n".join(task.contradictions))
     extra: dict[str, Any] = {}
-    foreign = {key: value for key, value in task.given.items() if key not in OWNED and key != "steps_per_print"}
-    for key, value in (dict(leaves(loaded.cfg.ds_extra)) | foreign).items():
+    foreign = {
+        key: value for key, value in task.given.items() if key not in ds_config.OWNED and key != "steps_per_print"
+    }
+    for key, value in (dict(schema.leaves(loaded.cfg.ds_extra)) | foreign).items():
         if value == "auto":
             task.note(key, '{key}: no setting of the recipe can replace "auto": omitted.', key=key)
         elif value != {}:
-            set_leaf(extra, key, value)
+            schema.set_leaf(extra, key, value)
     if task.replaced:
         task.notes.append(tr("{path} takes the place of: {keys}.", path=path, keys=", ".join(task.replaced)))
-    result = replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}), JSON)
+    result = load.replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}), load.JSON)
     _compare(task, result)
     return result, task.notes
 
 
 def _defaults(task: SectionImport) -> None:
     """Where the file is silent, DeepSpeed's own defaults hold, except for keys that the recipe sets explicitly."""
-    plain, stage = RunConfig(), task.given.get("zero_optimization.stage", 0)
-    silent = {key: read_key(plain, ours) for key, ours in SAME.items() if ours.startswith(("zero.", "precision."))}
+    plain, stage = schema.RunConfig(), task.given.get("zero_optimization.stage", 0)
+    silent = {
+        key: ds_config.read_key(plain, ours)
+        for key, ours in ds_config.SAME.items()
+        if ours.startswith(("zero.", "precision."))
+    }
     silent |= {"zero_optimization.stage": 0, "zero_optimization.overlap_comm": stage == 3}
     if task.has_section("optimizer"):
         name = str(task.given.get("optimizer.type", "adam")).lower()
         params = {**OPTIMIZER_DEFAULTS.get(name, OPTIMIZER_DEFAULTS["adam"]), "weight_decay": 0.0}
         silent |= {f"optimizer.params.{key}": value for key, value in params.items()}
-    silent = {SAME[key]: value for key, value in silent.items() if key not in task.given}
+    silent = {ds_config.SAME[key]: value for key, value in silent.items() if key not in task.given}
     changed = {
         ours: value
         for ours, value in silent.items()
-        if ours not in task.loaded.explicit and read_key(task.loaded.cfg, ours) != value
+        if ours not in task.loaded.explicit and ds_config.read_key(task.loaded.cfg, ours) != value
     }
     task.taken |= {ours: (value, task.path) for ours, value in changed.items()}
     if changed:
@@ -245,25 +237,25 @@ def _defaults(task: SectionImport) -> None:
                 "{key} is not given; used is {schema} = {value} ({origin}).",
                 key=key,
                 schema=schema_key,
-                value=read_key(task.loaded.cfg, schema_key),
+                value=ds_config.read_key(task.loaded.cfg, schema_key),
                 origin=task.origin(schema_key),
             )
 
 
-def _compare(task: SectionImport, result: LoadedConfig) -> None:
+def _compare(task: SectionImport, result: load.LoadedConfig) -> None:
     """Compare the JSON that the result makes with the file; note what "auto" became and what has no effect."""
-    cfg = with_micro_batch(result.cfg)
-    ranks = task.world_size or max(1, cfg.batch.global_size // micro_rows(cfg)) * model_ranks(cfg)
-    made = dict(leaves(build_ds_config(cfg, ranks).values))
+    cfg = mesh.with_micro_batch(result.cfg)
+    ranks = task.world_size or max(1, cfg.batch.global_size // mesh.micro_rows(cfg)) * mesh.model_ranks(cfg)
+    made = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
-        made |= dict.fromkeys((MICRO, STEPS), AUTO)
+        made |= dict.fromkeys((MICRO, STEPS), schema.AUTO)
     idle = []
     for key, value in task.given.items():
         if value == {} or key in task.noted or (key == STEPS and task.world_size is None):
             continue
-        schema_key = OWNED.get(key, f"ds_extra.{key}")
+        schema_key = ds_config.OWNED.get(key, f"ds_extra.{key}")
         if value == "auto":
-            shown = made.get(key, read_key(result.cfg, schema_key))
+            shown = made.get(key, ds_config.read_key(result.cfg, schema_key))
             if schema_key == "train.max_steps" and not shown:
                 shown = tr("as many as the data gives")
             task.note(
@@ -274,7 +266,7 @@ def _compare(task: SectionImport, result: LoadedConfig) -> None:
                 schema=schema_key,
                 origin=task.origin(schema_key),
             )
-        elif key not in made and key in OWNED:
+        elif key not in made and key in ds_config.OWNED:
             idle.append(key)
         elif not equal(made.get(key), value):
             raise AssertionError(f"{task.position(key)}: {key} = {value!r} became {made.get(key)!r}")
@@ -304,9 +296,9 @@ def _batch(task: SectionImport) -> None:
     of_model = math.prod(task.now(f"parallel.{name}") for name in ("tensor", "sequence", "pipeline"))
     shares = (task.world_size or 1) // max(1, of_model) or 1  # ranks whose rows differ
     size, rows = task.now("batch.global_size"), task.now("batch.micro_per_gpu")
-    if not task.has(STEPS) and not task.strict and rows != AUTO and size % (rows * shares):
+    if not task.has(STEPS) and not task.strict and rows != schema.AUTO and size % (rows * shares):
         # Where the file gives one of two sizes, the recipe's other one has to fit to it.
-        is_free = {key: not task.has(key) and not task.is_typed(SAME[key]) for key in (BATCH, MICRO)}
+        is_free = {key: not task.has(key) and not task.is_typed(ds_config.SAME[key]) for key in (BATCH, MICRO)}
         if task.has(MICRO) and is_free[BATCH]:
             task.take("batch.global_size", rows * shares, MICRO)  # as DeepSpeed, which then accumulates nothing
         elif task.has(BATCH) and is_free[MICRO] and size % shares == 0:
@@ -330,7 +322,7 @@ def _batch(task: SectionImport) -> None:
 
 def _accumulate(task: SectionImport, times: int, shares: int) -> None:
     """Take the size that the file leaves open from its accumulation, or compare its sizes with each other."""
-    if task.now("batch.micro_per_gpu") == AUTO:
+    if task.now("batch.micro_per_gpu") == schema.AUTO:
         raise task.error(
             STEPS,
             "{key} = {value} cannot be with batch.micro_per_gpu = auto, which decides about it. Leave it out.",
@@ -385,7 +377,11 @@ def _optimizer(task: SectionImport) -> None:
     name = str(task.given[key]).lower()
     if name in REMOVED_OPTIMIZERS:
         raise task.error(key, "{value} was removed from DeepSpeed. Use AdamW or Adam.", value=task.given[key])
-    names = {kind.ds_type.lower(): (ours.value, kind.ds_type) for ours, kind in OPTIMIZERS.items() if kind.ds_type}
+    names = {
+        kind.ds_type.lower(): (ours.value, kind.ds_type)
+        for ours, kind in rule_tables.OPTIMIZERS.items()
+        if kind.ds_type
+    }
     if name not in names:
         known = ", ".join(shown for _, shown in names.values())
         raise task.error(key, "{value} is not available. There are {names}.", value=task.given[key], names=known)
@@ -565,10 +561,10 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
     if not isinstance(values, dict):
         raise ConfigError("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path)
     where, notes = _lines_of_keys(text, path), dict[str, str]()
-    values = _without_ignored(values, KEYS, "", where, notes)
+    values = _without_ignored(values, ds_config.KEYS, "", where, notes)
     problems = Problems()
-    for key in wrong_names(values):
-        problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {wrong_name(key)}"), key)
+    for key in ds_config.wrong_names(values):
+        problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {ds_config.wrong_name(key)}"), key)
     problems.raise_all()
     return values, where, notes
 
@@ -614,8 +610,8 @@ def _without_ignored(
         key = prefix + name
         if is_disabled and name != "enabled":
             notes[prefix.rstrip(".")] = tr("{key} is disabled: its other keys have no effect.", key=prefix.rstrip("."))
-        elif " or " not in RENAMED.get(key, " or "):
-            today = shown = RENAMED[key]
+        elif " or " not in ds_config.RENAMED.get(key, " or "):
+            today = shown = ds_config.RENAMED[key]
             short, new = today.removeprefix(prefix), value
             for place, line in list(where.items()):
                 if place.startswith(key):
@@ -634,8 +630,10 @@ def _without_ignored(
             kept[name] = _without_ignored(value, known[name], f"{key}.", where, notes)
         elif name in known or not _is_ignored(key, name, known):
             kept[name] = value
-        elif key in INSTEAD:
-            notes[key] = tr("DeepSpeed ignores {key}; {schema} does what it did.", key=key, schema=INSTEAD[key][0])
+        elif key in ds_config.INSTEAD:
+            notes[key] = tr(
+                "DeepSpeed ignores {key}; {schema} does what it did.", key=key, schema=ds_config.INSTEAD[key][0]
+            )
         else:
             notes[key] = tr("DeepSpeed ignores {key}.", key=key)
     return kept
@@ -643,9 +641,14 @@ def _without_ignored(
 
 def _is_ignored(key: str, name: str, known: dict[str, Any]) -> bool:
     """Whether an unknown name is no more than that: a comment, a removed feature, what others read."""
-    if key in REMOVED or key in _KNOWN or name.startswith(("_", "#", "//")) or name.lower().startswith("comment"):
+    if (
+        key in ds_config.REMOVED
+        or key in _KNOWN
+        or name.startswith(("_", "#", "//"))
+        or name.lower().startswith("comment")
+    ):
         return True
-    elsewhere = {other.rpartition(".")[2] for other in dotted_keys()}
+    elsewhere = {other.rpartition(".")[2] for other in ds_config.dotted_keys()}
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=_LIKELY)
     begins = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in known)
     return name not in elsewhere and name != "learning_rate" and not close and not begins

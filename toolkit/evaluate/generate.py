@@ -22,12 +22,8 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from toolkit.config import mesh
-from toolkit.config.preflight import check_columns, position_limit
-from toolkit.config.schema import RowFormat, SourceConfig
-from toolkit.data.formats import Conversation, Message, RowReader, parse_row
-from toolkit.data.readers import block_bytes, files_of, rows_of
-from toolkit.data.sources import DataFile, read_blocks, total_bytes
+from toolkit.config import mesh, preflight, schema
+from toolkit.data import formats, readers, sources
 from toolkit.disk import lock_or_warn, sha256
 from toolkit.distributed.process_group import on_rank0, rank
 from toolkit.messages import (
@@ -42,9 +38,7 @@ from toolkit.messages import (
     say,
     tr,
 )
-from toolkit.models.adapters import has_adapter
-from toolkit.models.chat import AnyChatEncoder
-from toolkit.models.probe import evaluating
+from toolkit.models import adapters, chat, probe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +59,7 @@ class Sampling:
 
 def generate(
     model: PreTrainedModel,
-    encoder: AnyChatEncoder,
+    encoder: chat.AnyChatEncoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     device: torch.device,
@@ -104,7 +98,7 @@ def generate(
     )
     try:
         eagerly = torch.compiler.set_stance("force_eager")  # each new token would be compiled again
-        with evaluating(model), eagerly, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with probe.evaluating(model), eagerly, torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
             output = model.generate(input_ids=ids, attention_mask=mask, synced_gpus=in_step, **options)
     finally:
@@ -115,7 +109,7 @@ def generate(
 
 def answer(
     model: PreTrainedModel,
-    encoder: AnyChatEncoder,
+    encoder: chat.AnyChatEncoder,
     question: str,
     max_new_tokens: int,
     device: torch.device,
@@ -130,7 +124,7 @@ def answer(
     return decode_answer(encoder, ids)
 
 
-def decode_answer(encoder: AnyChatEncoder, ids: Sequence[int]) -> str:
+def decode_answer(encoder: chat.AnyChatEncoder, ids: Sequence[int]) -> str:
     """Return generated tokens as text, without special tokens and surrounding white space."""
     return str(encoder.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
@@ -151,7 +145,7 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
 
 def most_tokens(model: PreTrainedModel) -> float:
     """Return how many tokens prompt and answer may have together: the model's positions, infinite where it has none."""
-    return position_limit(model.config.to_dict()) or math.inf
+    return preflight.position_limit(model.config.to_dict()) or math.inf
 
 
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:
@@ -159,14 +153,14 @@ def until_stop(ids: list[int], stops: set[int]) -> list[int]:
     return ids[: next((index for index, token in enumerate(ids) if token in stops), len(ids))]
 
 
-def with_system(messages: Sequence[Message], system: str) -> list[Message]:
+def with_system(messages: Sequence[formats.Message], system: str) -> list[formats.Message]:
     """Return a conversation with a system message, if one is wanted and it has none."""
     if not system or (messages and messages[0]["role"] == "system"):
         return list(messages)
     return [{"role": "system", "content": system}, *messages]
 
 
-def has_system_role(encoder: AnyChatEncoder) -> bool:
+def has_system_role(encoder: chat.AnyChatEncoder) -> bool:
     """Return whether a system message changes the prompt."""
     asked = [{"role": "user", "content": "?"}]
     try:
@@ -175,7 +169,7 @@ def has_system_role(encoder: AnyChatEncoder) -> bool:
         return False
 
 
-def check_system(encoder: AnyChatEncoder, system: str) -> None:
+def check_system(encoder: chat.AnyChatEncoder, system: str) -> None:
     """Reject a system message that the model would not see."""
     if system and not has_system_role(encoder):
         family = getattr(encoder.tokenizer, "family", None)
@@ -205,7 +199,7 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
             kind=type(model).__name__,
             known=", ".join(FAMILIES),
         )
-    if has_adapter(model):
+    if adapters.has_adapter(model):
         raise ModelError(
             tr("engine = deepspeed splits whole models only. Merge the adapter first: toolkit export-model merge=true")
         )
@@ -233,7 +227,7 @@ class AnswerStream(BaseStreamer):
     each one, as their text depends on those around them; that costs nothing next to the model.
     """
 
-    def __init__(self, encoder: AnyChatEncoder, write: Callable[[str], None]) -> None:
+    def __init__(self, encoder: chat.AnyChatEncoder, write: Callable[[str], None]) -> None:
         self.encoder, self.write = encoder, write
         self.ids: list[int] = []
         self.text = ""
@@ -266,14 +260,19 @@ class ChatSession:
     """One conversation with a model; with `is_terminal` mistakes are reported, else they end the command."""
 
     def __init__(
-        self, model: PreTrainedModel, encoder: AnyChatEncoder, sampling: Sampling, is_terminal: bool, help_text: str
+        self,
+        model: PreTrainedModel,
+        encoder: chat.AnyChatEncoder,
+        sampling: Sampling,
+        is_terminal: bool,
+        help_text: str,
     ) -> None:
         self.model, self.encoder, self.sampling = model, encoder, sampling
         self.is_terminal, self.help_text = is_terminal, help_text
         self.system = ""
         self.asked = 0
         """Questions so far, those that were undone too: each draws from a seed of its own."""
-        self.history: list[Message] = []
+        self.history: list[formats.Message] = []
         """Question, answer, question, answer …"""
 
     def talk(self) -> None:
@@ -401,7 +400,7 @@ class RowQuestion:
 
     where: str
     """file:line."""
-    messages: list[Message] = field(default_factory=list)
+    messages: list[formats.Message] = field(default_factory=list)
     """The model's input; [] if the row cannot be used."""
     tools: list[Any] | None = None
     reference: str | None = None
@@ -411,7 +410,7 @@ class RowQuestion:
     """Which of several answers to it is asked for, from 0; None: there is one."""
 
 
-def question_source(path: str, row_format: RowFormat, columns: str) -> SourceConfig:
+def question_source(path: str, row_format: schema.RowFormat, columns: str) -> schema.SourceConfig:
     """Return questions as a data source; `columns` is YAML such as `{prompt: question}`."""
     try:
         names = yaml.safe_load(columns)
@@ -419,33 +418,33 @@ def question_source(path: str, row_format: RowFormat, columns: str) -> SourceCon
         names = None
     if not isinstance(names, dict) or not all(isinstance(value, str) for value in names.values()):
         raise ConfigError("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=columns)
-    source = SourceConfig(path=path, format=row_format, columns=names)
-    if sentence := check_columns(source, "input"):
+    source = schema.SourceConfig(path=path, format=row_format, columns=names)
+    if sentence := preflight.check_columns(source, "input"):
         raise ConfigError(sentence)
     return source
 
 
-def read_questions(source: SourceConfig) -> Iterator[RowQuestion]:
+def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
     """Yield every row of a source in order, unusable ones too; here a row needs no answer."""
-    if source.format in (RowFormat.text, RowFormat.docstrings):
+    if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
-    files = [DataFile(path, 0, source.format, dict(source.columns)) for path in files_of(source)]
-    for _, file, block in read_blocks(files, [0] * len(files), block_bytes(total_bytes(files))):
-        if file.row_format is RowFormat.text:
+    files = [sources.DataFile(path, 0, source.format, dict(source.columns)) for path in readers.files_of(source)]
+    for _, file, block in sources.read_blocks(files, [0] * len(files), readers.block_bytes(sources.total_bytes(files))):
+        if file.row_format is schema.RowFormat.text:
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
         # Undecided where no row of the block can be parsed: each then reports its own error.
-        row_format = RowFormat.prompt_response if file.row_format is RowFormat.auto else file.row_format
-        reader = RowReader(row_format, file.columns, answered=False)
-        for offset, row in rows_of(block):
+        row_format = schema.RowFormat.prompt_response if file.row_format is schema.RowFormat.auto else file.row_format
+        reader = formats.RowReader(row_format, file.columns, answered=False)
+        for offset, row in readers.rows_of(block):
             where = f"{file.path}:{block.first + offset}"
             try:
-                yield _question(where, reader.read(parse_row(row)))
+                yield _question(where, reader.read(formats.parse_row(row)))
             except RowError as error:
                 yield RowQuestion(where=where, error=str(error))
 
 
-def _question(where: str, conversation: Conversation) -> RowQuestion:
-    messages: list[Message] = [
+def _question(where: str, conversation: formats.Conversation) -> RowQuestion:
+    messages: list[formats.Message] = [
         {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
     ]
     reference = None
@@ -549,7 +548,7 @@ BATCHES = 8
 
 def answer_rows(
     model: PreTrainedModel,
-    encoder: AnyChatEncoder,
+    encoder: chat.AnyChatEncoder,
     questions: Iterable[RowQuestion],
     sampling: Sampling,
     *,
@@ -602,9 +601,9 @@ def answer_rows(
 
 
 def answer_source(
-    source: SourceConfig,
+    source: schema.SourceConfig,
     output: Path,
-    load: Callable[[], tuple[PreTrainedModel, AnyChatEncoder]],
+    load: Callable[[], tuple[PreTrainedModel, chat.AnyChatEncoder]],
     sampling: Sampling,
     *,
     batch_size: int,
@@ -623,7 +622,7 @@ def answer_source(
         for path in sorted(folder.rglob("*"))
         if path.suffix in (".safetensors", ".bin", ".pt") and path.is_file()
     }
-    inputs = {str(path): sha256(path) for path in files_of(source)}
+    inputs = {str(path): sha256(path) for path in readers.files_of(source)}
     settings = {**settings, "input": inputs, "batch_size": batch_size, "weights": weights}
     # All ranks of engine=deepspeed compute the same; one writes.
     opened = AnswerFile(output, settings, batch_size * BATCHES) if rank() == 0 else contextlib.nullcontext()

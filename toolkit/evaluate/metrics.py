@@ -24,10 +24,8 @@ from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import barrier, gather, rank, sum_over_ranks, world_size
 from toolkit.evaluate.generate import Sampling, decode_answer, generate, until_stop
 from toolkit.messages import Stopped, tr
-from toolkit.models.chat import AnyChatEncoder
+from toolkit.models import chat, pipeline, probe
 from toolkit.models.loss import token_losses
-from toolkit.models.pipeline import evaluate_window, is_pipeline
-from toolkit.models.probe import evaluating
 from toolkit.secrets import hide
 
 Measure = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
@@ -56,7 +54,7 @@ def evaluate_loss(
         `eval_loss/SOURCE`.
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
-    with evaluating(model):
+    with probe.evaluating(model):
         for batch, by_position in _losses(model, micro_batches, measure):
             # A token's loss stands before it.
             losses = by_position.flatten()[batch["places"] - 1]
@@ -82,13 +80,13 @@ def _losses(
     model: DeepSpeedEngine | PreTrainedModel, micro_batches: Iterable[dict[str, torch.Tensor]], measure: Measure
 ) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
     """Yield micro-batches and the losses of their tokens `[B, S]`, on the CPU; a pipeline's on its last stage alone."""
-    if not is_pipeline(model):
+    if not pipeline.is_pipeline(model):
         for batch in micro_batches:
             yield batch, measure(model, batch).cpu()
         return
     remaining = iter(micro_batches)
     while window := list(islice(remaining, 2 * model.num_stages)):  # so many that most stages have something to do
-        found = evaluate_window(model, window, lambda stage, batch: measure(stage, batch).cpu())
+        found = pipeline.evaluate_window(model, window, lambda stage, batch: measure(stage, batch).cpu())
         yield from zip(window, found, strict=False)
 
 
@@ -155,7 +153,7 @@ class ValidationQuestion:
 
 
 def choose_questions(
-    store: TokenizedCache, encoder: AnyChatEncoder, names: Sequence[str], max_samples: int
+    store: TokenizedCache, encoder: chat.AnyChatEncoder, names: Sequence[str], max_samples: int
 ) -> tuple[list[ValidationQuestion], int]:
     """Return questions sampled evenly from a split, and how many samples have no prompt; `max_samples` 0 takes all."""
     count = min(max_samples or len(store), len(store))
@@ -169,7 +167,7 @@ def choose_questions(
 
 
 def split_sample(
-    ids: Sequence[int], trained: Sequence[bool], encoder: AnyChatEncoder
+    ids: Sequence[int], trained: Sequence[bool], encoder: chat.AnyChatEncoder
 ) -> tuple[list[int], list[int]] | None:
     """Return prompt and answer of a sample; None if only special tokens precede what is trained. The answer is the last
     trained stretch, after the last token that makes the assistant speak.
@@ -199,7 +197,7 @@ class Answers:
 
 def generate_all(
     model: PreTrainedModel,
-    encoder: AnyChatEncoder,
+    encoder: chat.AnyChatEncoder,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     batch_size: int,
@@ -399,7 +397,7 @@ class Results:
 
 
 def score_answers(
-    questions: Sequence[ValidationQuestion], answers: Answers, metrics: Sequence[Metric], encoder: AnyChatEncoder
+    questions: Sequence[ValidationQuestion], answers: Answers, metrics: Sequence[Metric], encoder: chat.AnyChatEncoder
 ) -> Results:
     """Score the answers to some questions, at least one; a metric that fails is left out."""
     numbers = sorted(answers.ids)

@@ -10,20 +10,17 @@ import transformers
 from transformers import PreTrainedModel
 
 from toolkit.checkpoint import directory
-from toolkit.checkpoint.directory import resolve_checkpoint
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models.adapters import base_of, base_of_adapter, is_adapter, load_adapter
-from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
+from toolkit.models import adapters, chat, save
 from toolkit.models.load import TORCH_DTYPES, create_model
-from toolkit.models.save import MODEL_DIR
 
 
 class LoadedModel(NamedTuple):
     """A model in evaluation mode, on its device, with its tokenizer and chat format."""
 
     model: PreTrainedModel
-    encoder: AnyChatEncoder
+    encoder: chat.AnyChatEncoder
 
 
 def load_any(
@@ -45,31 +42,31 @@ def load_any(
     folder = _of_run(Path(path)) if path else Path(adapter)
     if not folder.is_dir():
         raise ModelError("there is no directory {folder}", folder=folder)
-    if path and is_adapter(folder):
+    if path and adapters.is_adapter(folder):
         if adapter:
             raise ConfigError(
                 "{folder} is an adapter itself: {other} cannot be added to it.", folder=folder, other=adapter
             )
         path, adapter = "", str(folder)
     if adapter:
-        folder = base_of_adapter(Path(adapter), str(folder) if path else "")
+        folder = adapters.base_of_adapter(Path(adapter), str(folder) if path else "")
         if not path:  # an adapter can name any model: its user shall see which
             note = tr("The base model is {base}, which {adapter} names.", base=folder, adapter=adapter)
             print(note, file=sys.stderr)  # noqa: T201  # stdout is for answers
-    elif (folder / directory.MANIFEST).is_file() and (folder / MODEL_DIR).is_dir():
+    elif (folder / directory.MANIFEST).is_file() and (folder / save.MODEL_DIR).is_dir():
         with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for answers
             from toolkit.export.model import load_checkpoint
 
-        encoder = load_chat_encoder(folder / MODEL_DIR, family=family)
+        encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family)
         model = load_checkpoint(folder)
         for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
             parameter.data = parameter.data.to(TORCH_DTYPES[precision])
         return LoadedModel(model.eval().to(target), encoder)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
-    encoder = load_chat_encoder(adapter if own_tokenizer else folder, family=family)
+    encoder = chat.load_chat_encoder(adapter if own_tokenizer else folder, family=family)
     model = create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
-        load_adapter(model, Path(adapter), base_of(model, folder))
+        adapters.load_adapter(model, Path(adapter), adapters.base_of(model, folder))
     return LoadedModel(model.eval().to(target), encoder)
 
 
@@ -78,9 +75,9 @@ def _of_run(path: Path) -> Path:
     if not (path / "config.yaml").is_file():
         return path
     export = path / "export"
-    if (export / "config.json").is_file() or is_adapter(export):
+    if (export / "config.json").is_file() or adapters.is_adapter(export):
         return export
-    newest = resolve_checkpoint(path)
+    newest = directory.resolve_checkpoint(path)
     if newest is None:
         raise ConfigError("the run {folder} has neither export/ nor a checkpoint yet.", folder=path)
     return newest

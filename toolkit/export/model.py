@@ -25,33 +25,28 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from toolkit.checkpoint import directory
-from toolkit.checkpoint.directory import RunState, resolve_checkpoint
-from toolkit.checkpoint.state_files import iter_weights
+from toolkit import disk, secrets
+from toolkit.checkpoint import directory, state_files
 from toolkit.config.schema import Dtype, TuningMethod
-from toolkit.disk import flush, set_permissions
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.launch.processes import run_module
 from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofDiffers, ToolkitError, tr
-from toolkit.models import adapters, probe, weights
-from toolkit.models.chat import AnyChatEncoder, load_chat_encoder
+from toolkit.models import adapters, chat, classifier, probe, weights
 from toolkit.models.chatglm.tokenizers import official_vocabulary
-from toolkit.models.classifier import Head, is_of_classifier, read_head, with_head
 from toolkit.models.directory import read_object
 from toolkit.models.load import TORCH_DTYPES, empty, load_model, stream, streamed_model
 from toolkit.models.pipeline import capture_probe, unwrap_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model
 from toolkit.plan.outline import SCORE
-from toolkit.secrets import hide, hide_all
 
 CARD_FILE = "README.md"
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 
 
-def card(state: RunState, is_adapter: bool) -> bytes:
+def card(state: directory.RunState, is_adapter: bool) -> bytes:
     """Return the model card of a run, or of its adapter: what was trained, on what, how far, with what versions."""
-    config: Mapping[str, Any] = hide_all(state.config)
+    config: Mapping[str, Any] = secrets.hide_all(state.config)
     model, tuning = config["model"], config["tuning"]
     base = model["name"] or model["path"] or "?"
     scores = config.get("task", {}).get("kind", "language") != "language"
@@ -94,7 +89,7 @@ def card(state: RunState, is_adapter: bool) -> bytes:
     return "\n".join(lines).encode()
 
 
-def _losses(state: RunState, config: Mapping[str, Any]) -> list[str]:
+def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
     """Return a table of the evaluations, and the training loss at both ends."""
     lines = []
     if not math.isnan(state.first_loss):
@@ -164,14 +159,14 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
             yield temporary
             paths = sorted(path for path in temporary.rglob("*") if path.is_file())
             for path in paths:
-                flush(path)
+                disk.flush(path)
             records = {path.relative_to(temporary).as_posix(): directory.record_file(path) for path in paths}
             directory.write_manifest(temporary, records, {})
-            flush(temporary)
+            disk.flush(temporary)
             for path in temporary.rglob("*"):
-                set_permissions(path)
+                disk.set_permissions(path)
             temporary.rename(folder)
-            flush(folder.parent)
+            disk.flush(folder.parent)
     except (OSError, SafetensorError) as error:
         raise cannot_write(folder, error) from error
 
@@ -290,7 +285,7 @@ class TunedPart:
     base: Path
     values: dict[str, torch.Tensor]
     """By name: in the model, or of an adapter in its file."""
-    head: Head | None = None
+    head: classifier.Head | None = None
     """What was trained on top of the base in place of its output layer; None where the base keeps that."""
 
     @property
@@ -300,14 +295,14 @@ class TunedPart:
 
     def describe(self) -> dict[str, bytes]:
         """Return the files that describe an adapter, and where its base is now."""
-        path = hide(str(self.base.absolute()))
+        path = secrets.hide(str(self.base.absolute()))
         base = adapters.BaseModel(path, {} if self.known is None else self.known.numbers)
         settings = self.settings | {"base_model_name_or_path": path}
         return adapters.AdapterState(adapters.method_of(self.settings), settings, base, self.head).describe()
 
     def shaped(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return the base with the head that was trained, whose weights are to come."""
-        return model if self.head is None else with_head(model, self.head, seed=0)
+        return model if self.head is None else classifier.with_head(model, self.head, seed=0)
 
 
 def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
@@ -318,7 +313,7 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
         return None
     settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
     dtype = getattr(torch, read_object(described / "config.json")["dtype"])
-    values = dict(iter_weights(checkpoint, dtype))
+    values = dict(state_files.iter_weights(checkpoint, dtype))
     if settings:
         shell = empty(described)
         adapters.attach_adapter(shell, settings, known)
@@ -330,7 +325,11 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
             raise CheckpointError("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
         values = {stored[name]: value for name, value in values.items()}
     config = read_object(described / "config.json")
-    head = Head(tuple(config["id2label"].values()), config["pad_token_id"]) if is_of_classifier(config) else None
+    head = (
+        classifier.Head(tuple(config["id2label"].values()), config["pad_token_id"])
+        if classifier.is_of_classifier(config)
+        else None
+    )
     return TunedPart(checkpoint, settings, known, adapters.find_base(described, given), values, head)
 
 
@@ -338,7 +337,7 @@ def part_of_adapter(folder: Path, given: str = "") -> TunedPart:
     """Return an adapter; `given` "" finds the base."""
     base = adapters.base_of_adapter(folder, given)
     settings, values = adapters.read_settings(folder), adapters.read_adapter_weights(folder)
-    return TunedPart(folder, settings, adapters.read_base(folder), base, values, read_head(folder))
+    return TunedPart(folder, settings, adapters.read_base(folder), base, values, classifier.read_head(folder))
 
 
 def load_part(part: TunedPart) -> PreTrainedModel:
@@ -459,7 +458,9 @@ def rebuild(
         )
     trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     if part is None:
-        return collect_files(empty(described), iter_weights(checkpoint, trained_in), checkpoint, dtype, scratch)
+        return collect_files(
+            empty(described), state_files.iter_weights(checkpoint, trained_in), checkpoint, dtype, scratch
+        )
     return collect_files(*merge_adapter(part), checkpoint, dtype or trained_in, scratch)
 
 
@@ -533,7 +534,7 @@ def export_any(
     """
     if adapter or adapters.is_adapter(path):
         export_adapter_folder(Path(adapter or path), folder, wanted, str(path) if adapter else base, family)
-    elif checkpoint := resolve_checkpoint(path):
+    elif checkpoint := directory.resolve_checkpoint(path):
         if family != "auto":
             raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
         export_checkpoint(checkpoint, folder, wanted, base)
@@ -558,7 +559,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
         dtype = TORCH_DTYPES[Dtype(directory.read_run_state(checkpoint).config["precision"]["dtype"])]
         record = json.loads((checkpoint / MODEL_DIR / CUSTOM_CARD).read_text(encoding="utf-8"))
         names = {*record["names"]}  # of tied ones the first, as in the model
-        state = {name: value.clone() for name, value in iter_weights(checkpoint, dtype) if name in names}
+        state = {name: value.clone() for name, value in state_files.iter_weights(checkpoint, dtype) if name in names}
         _write_custom(state, record, folder)
         return
     part = part_of_checkpoint(checkpoint, base)
@@ -643,10 +644,10 @@ def export_adapter_folder(
     export_part(part, folder, wanted, files, probe.read(path), build)
 
 
-def _encoder(folder: Path, family: str) -> AnyChatEncoder | None:
+def _encoder(folder: Path, family: str) -> chat.AnyChatEncoder | None:
     """Return a directory's tokenizer, None if it has none."""
     has_one = official_vocabulary(folder) is not None or (folder / "tokenizer.json").is_file()
-    return load_chat_encoder(folder, family=family) if has_one else None
+    return chat.load_chat_encoder(folder, family=family) if has_one else None
 
 
 WEIGHTS, CUSTOM_CARD = "model.safetensors", "own.json"

@@ -29,24 +29,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors.torch import load_file
 
-from toolkit import children
+from toolkit import children, disk
 from toolkit.checkpoint import directory
 from toolkit.config.schema import DataConfig, TrainOn
+from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, Message, mark_trained, parse_row, reader_of
-from toolkit.data.preview import BRACKETS, Style, token_diff
-from toolkit.data.readers import block_bytes, rows_of
-from toolkit.data.sources import locate_all, read_blocks, total_bytes
-from toolkit.disk import unused_path
 from toolkit.export.model import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
-from toolkit.models import probe
+from toolkit.models import chat_template, load, probe, save, weights
 from toolkit.models.chat import AnyChatEncoder
-from toolkit.models.chat_template import MODES, THOUGHT, Shield, with_ids, with_text_arguments
 from toolkit.models.directory import resolve_servable
-from toolkit.models.load import empty
-from toolkit.models.save import has_predicting_layers, predicting_keys
-from toolkit.models.weights import WeightFiles
 
 MOST = 100
 """Conversations of a run that are tried."""
@@ -116,16 +109,18 @@ def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Con
     [] where they are gone.
     """
     try:
-        located = locate_all(data, cache_dir)
+        located = sources.locate_all(data, cache_dir)
     except DataError as error:
         warn("the run's data cannot be read, the built-in conversations alone are tried: {reason}", reason=error)
         return []
     held = [one for one in located if one.source >= len(data.sources)] or located
 
     def read() -> Iterator[tuple[str, Conversation]]:
-        for _, file, block in read_blocks(held, [0] * len(held), block_bytes(total_bytes(held))):
+        for _, file, block in sources.read_blocks(
+            held, [0] * len(held), readers.block_bytes(sources.total_bytes(held))
+        ):
             reader = reader_of(file.row_format, file.columns)
-            for line, row in rows_of(block):
+            for line, row in readers.rows_of(block):
                 try:
                     yield from ((f"{file.path}:{block.first + line}", one) for one in reader.read_all(parse_row(row)))
                 except RowError:
@@ -138,7 +133,7 @@ def trained_answers(
     encoder: AnyChatEncoder, conversations: Iterable[tuple[str, Conversation]], train_on: TrainOn
 ) -> tuple[list[Case], Counter[str]]:
     """Return each trained answer of conversations, and how many conversations were left out by reason."""
-    shield = getattr(encoder, "shield", None) or Shield(encoder.tokenizer, ())
+    shield = getattr(encoder, "shield", None) or chat_template.Shield(encoder.tokenizer, ())
     cases: list[Case] = []
     left_out: Counter[str] = Counter()
     for where, whole in conversations:
@@ -173,7 +168,7 @@ def _cases_of(encoder: AnyChatEncoder, where: str, whole: Conversation, train_on
                     ids = [*row[: stop - 1], ids[stop - 1]]
                 sent = [{key: value for key, value in one.items() if key != "loss"} for one in part[:index]]
                 trains_all = getattr(encoder, "train_thinking", True)
-                yield Case(where, with_ids(sent), whole.tools, part[index], ids[:stop], start, trains_all)
+                yield Case(where, chat_template.with_ids(sent), whole.tools, part[index], ids[:stop], start, trains_all)
 
 
 class Served(NamedTuple):
@@ -182,7 +177,7 @@ class Served(NamedTuple):
     folder: Path
     encoder: AnyChatEncoder
     cases: list[Case]
-    style: Style
+    style: preview.Style
 
 
 def verify_serving(
@@ -192,7 +187,7 @@ def verify_serving(
     *,
     train_on: TrainOn = TrainOn.auto,
     programs: Sequence[str] = (),
-    style: Style = BRACKETS,
+    style: preview.Style = preview.BRACKETS,
 ) -> list[Finding]:
     """Return what each check of an export found. `encoder`: that of the training; `programs`: those of
     `ENGINES` to be tried beside transformers, where they are installed.
@@ -253,7 +248,7 @@ def require_serving(
             total=len(findings),
         )
         return
-    held = folder.rename(unused_path(folder.with_name("export.held")))
+    held = folder.rename(disk.unused_path(folder.with_name("export.held")))
     report = held.with_name(f"{held.name}.txt")
     report.write_text("\n".join(lines_of(findings)) + "\n", encoding="utf-8")
     raise CheckpointError(
@@ -275,7 +270,7 @@ def _files(folder: Path) -> Finding:
 
 def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the answer of `plain_transformers`, and the logits of each probe's ids; ModelError if it fails."""
-    asked = [{"messages": case.messages, "tools": case.tools, "modes": MODES} for case in served.cases]
+    asked = [{"messages": case.messages, "tools": case.tools, "modes": chat_template.MODES} for case in served.cases]
     answers = [
         {"prompt": case.ids[: case.start], "ids": case.ids[case.start :], "tools": case.tools} for case in served.cases
     ]
@@ -318,7 +313,7 @@ def _compare_prompts(
         first = next(iter(found), None)
         shown = tr("no prompt") if first is None else tr("{count} tokens", count=first)
         if isinstance(first, list):
-            shown = token_diff(served.encoder.tokenizer, context, first, served.style)
+            shown = preview.token_diff(served.encoder.tokenizer, context, first, served.style)
         details.append(f"{case.where}: {shown}")
     count = {"equal": equal, "all": len(served.cases)}
     if by_length:
@@ -351,7 +346,7 @@ def _parsers(served: Served, answer: dict[str, Any]) -> Finding:
         wanted = {
             "calls": [_call(one) for one in case.answer.get("tool_calls") or []],
             "reasoning": _reasoning(case.answer),
-            "content": THOUGHT.sub("", str(case.answer["content"]), count=1).strip(),
+            "content": chat_template.THOUGHT.sub("", str(case.answer["content"]), count=1).strip(),
         }
         read: Any = found
         if isinstance(found, dict):
@@ -375,7 +370,7 @@ def _call(call: dict[str, Any]) -> list[Any]:
 
 
 def _reasoning(message: Message) -> str:
-    block = THOUGHT.match(str(message["content"]))
+    block = chat_template.THOUGHT.match(str(message["content"]))
     return str(message.get("reasoning_content") or (block[1] if block else "")).strip()
 
 
@@ -394,10 +389,13 @@ def _stops(served: Served, ends: int | list[int] | None) -> Finding:
 
 def _fields(folder: Path, answer: dict[str, Any]) -> Finding:
     """Check that config.json describes the weights."""
-    config, files = answer["config"], WeightFiles(folder)
+    config, files = answer["config"], weights.WeightFiles(folder)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     wrong = [f"{kind}: {', '.join(names[:_SHOWN])}" for kind, names in answer["loading"].items() if names]
-    has_layers, keys = has_predicting_layers(files, config.get("num_hidden_layers", 0)), predicting_keys(config)
+    has_layers, keys = (
+        save.has_predicting_layers(files, config.get("num_hidden_layers", 0)),
+        save.predicting_keys(config),
+    )
     if keys and not has_layers:
         wrong += [tr("{key} = {value}, but there are no such layers", key=key, value=config[key]) for key in keys]
     if has_layers and not keys:
@@ -423,7 +421,7 @@ def _logits(folder: Path, saved: probe.Probe, found: torch.Tensor, is_own: bool)
         return Finding(check, SKIPPED, tr("they were NaN or Inf when it was saved: the model had diverged"))
     dtype = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype") or saved.dtype)
     try:
-        text = judge_logits(empty(folder), folder, probe.Probe(saved.ids, found, dtype), saved)
+        text = judge_logits(load.empty(folder), folder, probe.Probe(saved.ids, found, dtype), saved)
     except (CheckpointError, ModelError) as error:
         other = tr("transformers gives others than this toolkit's forward pass") if is_own else str(error)
         return Finding(check, FAILED, other)
@@ -507,8 +505,8 @@ def _each(cases: Sequence[Chat], ask: Callable[[dict[str, Any]], list[int] | int
     found: Prompts = []
     for case in cases:
         found.append([])
-        for mode in MODES:
-            body = {"model": "model", "messages": with_text_arguments(case.messages), "tools": case.tools}
+        for mode in chat_template.MODES:
+            body = {"model": "model", "messages": chat_template.with_text_arguments(case.messages), "tools": case.tools}
             with suppress(OSError, ValueError, KeyError):  # urllib's errors are an OSError
                 found[-1].append(ask({**body, "chat_template_kwargs": mode or None}))
     return found

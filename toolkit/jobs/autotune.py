@@ -6,12 +6,10 @@ from itertools import product
 from pathlib import Path
 
 from toolkit.arguments import check_parsed, parse
-from toolkit.config.mesh import micro_sizes, model_ranks
-from toolkit.config.schema import Device, RunConfig
+from toolkit.config import mesh, schema
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
-from toolkit.launch import deepspeed, hostfile
-from toolkit.launch.processes import SignalRequests
+from toolkit.launch import deepspeed, hostfile, processes
 from toolkit.messages import ConfigError, LaunchError, Problems, Stopped, say, tr
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import plan_rank
@@ -46,11 +44,11 @@ class AutotuneSearch:
 
     plan: SweepPlan
     sweep: SweepDir
-    configs: dict[tuple[int, int], tuple[list[str], RunConfig]]
+    configs: dict[tuple[int, int], tuple[list[str], schema.RunConfig]]
     """Stage and micro-batch -> overrides and config of what is tried."""
     rows: int
     """Of a rank in one optimizer step."""
-    requests: SignalRequests = field(default_factory=SignalRequests)
+    requests: processes.SignalRequests = field(default_factory=processes.SignalRequests)
     jobs: list[SweepJob] = field(default_factory=list)
 
     def tokens_per_s(self, stage: int, micro: int) -> float:
@@ -83,7 +81,7 @@ def run_autotune(words: list[str]) -> int:
     problems.apply((_unsuitable,), recipe, cfg)
     smallest = replace(cfg, batch=replace(cfg.batch, micro_per_gpu=1))
     check_parsed(replace(arguments.loaded, cfg=smallest), world_size or None, problems)
-    sizes = problems.attempt(micro_sizes, cfg, world_size) or [] if hosts else []
+    sizes = problems.attempt(mesh.micro_sizes, cfg, world_size) or [] if hosts else []
     powers = [rows for rows in sizes if rows <= _MOST and rows.bit_count() == 1]
     micro = problems.attempt(_numbers, given, "micro", powers, sizes) if sizes else None
     problems.raise_all()
@@ -128,24 +126,24 @@ def hosts_of(options: dict[str, str]) -> hostfile.Resources:
     return hostfile.select_gpus({"localhost": get_accelerator().device_count()}, options)
 
 
-def _groups(cfg: RunConfig) -> dict[int, str]:
+def _groups(cfg: schema.RunConfig) -> dict[int, str]:
     """Return the config group of each stage that offloads what the recipe offloads; an error if there are none."""
     zero = cfg.zero
     where = (zero.offload_optimizer.device, zero.offload_param.device)
     is_special = zero.zenflow.enabled or zero.offload_optimizer.super_offload or zero.zero_hpz_partition_size > 1
-    if is_special or Device.nvme in where or zero.zero_quantized_weights or zero.zero_quantized_gradients:
+    if is_special or schema.Device.nvme in where or zero.zero_quantized_weights or zero.zero_quantized_gradients:
         raise ConfigError(
             tr(
                 "autotune knows plain ZeRO stages and those with optimizer states on the host. Measure this recipe's "
                 "with `toolkit sweep` (docs/zero.md)."
             )
         )
-    if zero.offload_optimizer.device is Device.cpu:
+    if zero.offload_optimizer.device is schema.Device.cpu:
         return {2: "stage2_offload", 3: "stage3_offload"}
     return {stage: f"stage{stage}" for stage in (0, 1, 2, 3)}
 
 
-def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
+def _unsuitable(recipe: Sequence[str], cfg: schema.RunConfig) -> Iterator[ConfigError]:
     for word in recipe:
         if word.lstrip("+").partition("=")[0] in ("zero", "zero.stage", "batch.micro_per_gpu"):
             yield ConfigError(
@@ -154,7 +152,7 @@ def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
     if cfg.deepspeed_json or cfg.plan.auto:
         key = "deepspeed_json" if cfg.deepspeed_json else "plan.auto"
         yield ConfigError("{key} chooses the ZeRO stage itself. Take it out, or do without autotune.", key=key)
-    if model_ranks(cfg) > 1:
+    if mesh.model_ranks(cfg) > 1:
         yield ConfigError(
             tr("autotune was not tried with model parallelism. Use `toolkit sweep` (docs/zero.md), or parallel=data.")
         )
@@ -162,7 +160,7 @@ def _unsuitable(recipe: Sequence[str], cfg: RunConfig) -> Iterator[ConfigError]:
 
 def _configs(
     plan: SweepPlan, groups: dict[int, str], micro: Sequence[int], world_size: int, machine: Machine | None
-) -> dict[tuple[int, int], tuple[list[str], RunConfig]]:
+) -> dict[tuple[int, int], tuple[list[str], schema.RunConfig]]:
     """Return what can be tried, and say of the rest why it cannot."""
     found = {}
     outline: Outline | None = None

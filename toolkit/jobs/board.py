@@ -29,13 +29,10 @@ from urllib.parse import urlsplit
 import jinja2
 import psutil
 
-from toolkit import children
-from toolkit.config import files
+from toolkit import children, disk
+from toolkit.config import files, mesh, validate
 from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
-from toolkit.config.mesh import with_micro_batch
 from toolkit.config.schema import Init, leaves, set_leaf
-from toolkit.config.validate import about
-from toolkit.disk import write_atomically
 from toolkit.jobs.check import check_recipe, machine_for
 from toolkit.messages import (
     ConfigError,
@@ -472,7 +469,7 @@ class Launches:
             child = children.start_detached(command, stdout=log, stderr=STDOUT)
         self._children.append(child)
         record = {"pid": child.pid, "created": psutil.Process(child.pid).create_time(), "command": command}
-        write_atomically(self.folder / f"{name}.json", json.dumps(record).encode())
+        disk.write_atomically(self.folder / f"{name}.json", json.dumps(record).encode())
         return {"said": tr("Started {name}.", name=name)}
 
     def stop(self, given: Mapping[str, Any]) -> dict[str, str]:
@@ -545,7 +542,7 @@ def recipe_text(given: Given, problems: Problems) -> str:
         try:
             files.parse(f"x: {text}", key)
         except ConfigError as error:
-            problems.add(about(str(error), key))
+            problems.add(validate.about(str(error), key))
         else:
             set_leaf(tree, key, text)
     base = [given["base"]] if given.get("base") else []
@@ -598,7 +595,7 @@ def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
     if not _is_known(loaded):
         model = loaded.cfg.model.path
         return [tr("No plan: the size of {model} is not known here. `toolkit plan` looks it up.", model=model)]
-    cfg = with_micro_batch(loaded.cfg)
+    cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
     rates = rates_of(cfg, machine, outline)
     mine = evaluate_layout(outline, cfg, machine, rates)
@@ -622,7 +619,7 @@ def save_recipe(given: Given) -> dict[str, Any]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if given.get("overwrite") is True:
-            write_atomically(file, text.encode())
+            disk.write_atomically(file, text.encode())
         else:
             with file.open("x", encoding="utf-8") as new:
                 new.write(text)

@@ -5,12 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.arguments import parse_checked, positive_int
-from toolkit.config import files
-from toolkit.config.files import is_hub_name
-from toolkit.config.load import LoadedConfig
-from toolkit.config.mesh import accumulation, mesh_of, with_micro_batch
-from toolkit.config.preflight import check_compiler, check_positions, check_track_here, resolve_model_path
-from toolkit.config.schema import AUTO, Init, RunConfig, TaskKind
+from toolkit.config import files, load, mesh, preflight, schema
 from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import read_config, trust_code
@@ -29,14 +24,14 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     problems = Problems()
     arguments = parse_checked(words, names=("world_size",), problems=problems)
     cfg, world_size = arguments.loaded.cfg, arguments.world_size
-    problems.attempt(check_track_here, arguments.loaded)
-    problems.attempt(check_compiler, arguments.loaded)
+    problems.attempt(preflight.check_track_here, arguments.loaded)
+    problems.attempt(preflight.check_compiler, arguments.loaded)
     known = {key for error in problems.errors for key in error.keys}
     unread = check_sources(cfg.data, known, problems)
     if not any(key.startswith("data.") for key in known):
         problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
     problems.settle()
-    may_read = not known & {"model", "model.path"} and (fetch or not is_hub_name(cfg.model.path))
+    may_read = not known & {"model", "model.path"} and (fetch or not files.is_hub_name(cfg.model.path))
     outlines = problems.attempt(_outlines, arguments.loaded, problems) if may_read else None
     problems.raise_all()
     for note in [*arguments.notes, *([unread] if unread else [])]:
@@ -44,7 +39,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
         say(_rows(cfg, ranks))
     if world_size and cfg.parallel.tensor > 1:
-        groups, size = mesh_of(cfg, world_size).data_ranks, cfg.parallel.tensor
+        groups, size = mesh.mesh_of(cfg, world_size).data_ranks, cfg.parallel.tensor
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if outlines:
         whole, mine = outlines
@@ -57,19 +52,19 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     size, steps = cfg.batch.global_size, cfg.train.max_steps  # what is wrong with the steps, as far as files show it
     found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
     epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
-    tell_length(with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size or 1)
+    tell_length(mesh.with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
         say(line)
 
 
-def _outlines(loaded: LoadedConfig, problems: Problems) -> tuple[Outline, Outline] | None:
+def _outlines(loaded: load.LoadedConfig, problems: Problems) -> tuple[Outline, Outline] | None:
     """Read the model directory; return the outlines of the model and a rank's part, None where training finds them."""
-    has_weights = not is_hub_name(loaded.cfg.model.path)
-    loaded = resolve_model_path(loaded, config_only=True)
-    problems.attempt(check_positions, loaded)
+    has_weights = not files.is_hub_name(loaded.cfg.model.path)
+    loaded = preflight.resolve_model_path(loaded, config_only=True)
+    problems.attempt(preflight.check_positions, loaded)
     cfg = loaded.cfg
-    if cfg.model.init is not Init.pretrained:
+    if cfg.model.init is not schema.Init.pretrained:
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
     if cfg.model.trust_remote_code:
         trust_code(cfg.model.path)
@@ -81,10 +76,10 @@ def _outlines(loaded: LoadedConfig, problems: Problems) -> tuple[Outline, Outlin
     return outline, tensor_part(outline, cfg.parallel.tensor)
 
 
-def _check_teacher(loaded: LoadedConfig) -> None:
+def _check_teacher(loaded: load.LoadedConfig) -> None:
     """Read the teacher's config and tokenizer, where these and the student's are on this disk."""
     cfg = loaded.cfg
-    tokenizer, is_distilled = cfg.model.tokenizer or cfg.model.path, cfg.task.kind is TaskKind.distill
+    tokenizer, is_distilled = cfg.model.tokenizer or cfg.model.path, cfg.task.kind is schema.TaskKind.distill
     if is_distilled and Path(cfg.distill.teacher).is_dir() and cfg.distill.teacher and Path(tokenizer).is_dir():
         from toolkit.models.chat import load_tokenizer
         from toolkit.train.distill_task import check_teacher
@@ -92,9 +87,9 @@ def _check_teacher(loaded: LoadedConfig) -> None:
         check_teacher(cfg, load_tokenizer(tokenizer, family=cfg.model.family))
 
 
-def _rows(cfg: RunConfig, world_size: int) -> str:
+def _rows(cfg: schema.RunConfig, world_size: int) -> str:
     size = cfg.batch.global_size
-    if cfg.batch.micro_per_gpu == AUTO:
+    if cfg.batch.micro_per_gpu == schema.AUTO:
         return tr(
             "{size} sequences per step on {world_size} ranks; the micro-batch size is measured at startup.",
             size=size,
@@ -104,12 +99,12 @@ def _rows(cfg: RunConfig, world_size: int) -> str:
         "{size} sequences per step = {micro} x {times} x {world_size} (micro-batch x accumulation x ranks).",
         size=size,
         micro=cfg.batch.micro_per_gpu,
-        times=accumulation(cfg, world_size),
-        world_size=mesh_of(cfg, world_size).data_ranks,
+        times=mesh.accumulation(cfg, world_size),
+        world_size=mesh.mesh_of(cfg, world_size).data_ranks,
     )
 
 
-def machine_for(given: dict[str, str], cfg: RunConfig) -> Machine:
+def machine_for(given: dict[str, str], cfg: schema.RunConfig) -> Machine:
     """Return the nodes to plan for: those of the arguments gpus, nodes and host_memory, else this one."""
     nodes = positive_int(given, "nodes") or 1
     host = given.get("host_memory", "")

@@ -11,8 +11,7 @@ from typing import Any
 
 from toolkit import secrets
 from toolkit.config.schema import RunConfig
-from toolkit.doctor.examine import plan_examination
-from toolkit.doctor.findings import ERROR, WARNING
+from toolkit.doctor import examine, findings
 from toolkit.launch import deepspeed, environment, hostfile, processes
 from toolkit.messages import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError, say, tr
 from toolkit.train import run_dir
@@ -106,15 +105,15 @@ def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) 
     deepspeed.check_backend_program(hosts, options)
     deepspeed.check_binding(hosts, options)
     if deepspeed.logs_in(hosts, options) and "--no_ssh_check" not in options:
-        machines = plan_examination(options, words, cfg, hosts)
+        machines = examine.plan_examination(options, words, cfg, hosts)
         machines.run(quick=True)
-        if wrong := machines.lines(ERROR):
+        if wrong := machines.lines(findings.ERROR):
             raise LaunchError(
                 "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the "
                 "same.",
                 lines="\n".join(wrong),
             )
-        for line in machines.lines(WARNING):
+        for line in machines.lines(findings.WARNING):
             say("Note: {line}", line=line.strip())
     rows = hostfile.rank_table(hosts)
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

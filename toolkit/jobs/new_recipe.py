@@ -13,10 +13,7 @@ import jinja2
 import yaml
 
 from toolkit.arguments import parse_checked, positive_int
-from toolkit.config.files import is_hub_name, parse
-from toolkit.config.load import LEARNING_RATES, LoadedConfig, group_choices
-from toolkit.config.mesh import with_micro_batch
-from toolkit.config.preflight import position_limit, resolve_model_path
+from toolkit.config import files, load, mesh, preflight
 from toolkit.config.schema import Device, Init, RowFormat, RunConfig, TuningMethod, set_leaf
 from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, tr
@@ -55,15 +52,15 @@ class MethodPlan:
 
 def data_facts(given: Given) -> dict[str, Any]:
     """Return what the recipe says of model and data, and what was seen of the data. Raises for wrong ones."""
-    groups, model, data = group_choices(), given["model"], given["data"]
+    groups, model, data = load.group_choices(), given["model"], given["data"]
     is_group = model in groups["model"]
-    if not is_group and not Path(model).is_dir() and not is_hub_name(model):
+    if not is_group and not Path(model).is_dir() and not files.is_hub_name(model):
         sentence = tr(
             "model = {model} is no name of `toolkit models`, no directory here and not owner/name on Hugging Face.",
             model=model,
         )
         raise ConfigError(joined(sentence, did_you_mean(model, groups["model"])))
-    columns = parse(f"columns: {given.get('columns', '{}')}", "columns=").values["columns"]
+    columns = files.parse(f"columns: {given.get('columns', '{}')}", "columns=").values["columns"]
     if columns and data in groups["data"]:
         raise ConfigError(
             "columns = {columns} is for data=PATH: the group {data} names its own.", columns=columns, data=data
@@ -84,7 +81,7 @@ def data_facts(given: Given) -> dict[str, Any]:
     is_text = formats == [RowFormat.text]
     needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(sizes[-1] / _CAUTIOUS_BYTES + 1)))
     cfg = _planned(_compose(facts)).cfg
-    limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else position_limit(config_of(cfg))
+    limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else preflight.position_limit(config_of(cfg))
     length = positive_int(dict(given), "max_length") or min(needed, limit or needed)
     if limit and length > limit:
         raise ConfigError("max_length = {length}: the model has {limit} positions.", length=length, limit=limit)
@@ -110,7 +107,7 @@ def plan_methods(
             continue
         size = -(-samples // machine.world_size) * machine.world_size
         own = {"method": method.value, "dtype": precision, "global_size": size}
-        cfg = with_micro_batch(_planned(_compose({**facts, **own})).cfg)
+        cfg = mesh.with_micro_batch(_planned(_compose({**facts, **own})).cfg)
         outline = outline_of(cfg)
         found = list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline)))
         on_gpus = [one for one in found if one.cfg.zero.offload_optimizer.device is Device.none]
@@ -173,7 +170,7 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
         "commands": commands,
     }
     made = {**facts, **own}
-    assert not overrides(cfg, with_micro_batch(_compose(made).cfg)), "the recipe is not what was planned"
+    assert not overrides(cfg, mesh.with_micro_batch(_compose(made).cfg)), "the recipe is not what was planned"
     return _rendered(made)
 
 
@@ -183,11 +180,11 @@ def _rendered(facts: Mapping[str, Any]) -> str:
     environment.filters["yaml"] = inline
     template = (resources.files("toolkit.jobs") / "new_recipe.yaml.j2").read_text(encoding="utf-8")
     usual = {"method": method, "dtype": "bf16", "global_size": _SAMPLES, "micro": 1, "settings": {"zero": {"stage": 2}}}
-    rate = f"{LEARNING_RATES[TuningMethod(method)]:.1e}".replace("e-0", "e-")
+    rate = f"{load.LEARNING_RATES[TuningMethod(method)]:.1e}".replace("e-0", "e-")
     return environment.from_string(template).render({**usual, "lr": rate, **facts})
 
 
-def _compose(facts: Mapping[str, Any]) -> LoadedConfig:
+def _compose(facts: Mapping[str, Any]) -> load.LoadedConfig:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(_rendered(facts), encoding="utf-8")
@@ -199,8 +196,8 @@ def _compose(facts: Mapping[str, Any]) -> LoadedConfig:
     return loaded
 
 
-def _planned(loaded: LoadedConfig) -> LoadedConfig:
+def _planned(loaded: load.LoadedConfig) -> load.LoadedConfig:
     """Return a config whose model has a config.json here, or known sizes."""
     model = loaded.cfg.model
     is_known = model.published and model.path == model.hub_id
-    return loaded if is_known else resolve_model_path(loaded, config_only=True)
+    return loaded if is_known else preflight.resolve_model_path(loaded, config_only=True)

@@ -9,29 +9,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from toolkit import children
+from toolkit import children, terminal
 from toolkit.arguments import check_output, check_parsed, parse, positive_int, write_output
-from toolkit.config.load import to_yaml
-from toolkit.config.mesh import model_ranks
-from toolkit.config.schema import (
-    AUTO,
-    Attention,
-    Dtype,
-    Init,
-    OptimizerName,
-    Packing,
-    RunConfig,
-    TaskKind,
-    TuningMethod,
-)
+from toolkit.config import load, mesh, schema
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.autotune import hosts_of
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
-from toolkit.launch import deepspeed
-from toolkit.launch.processes import SignalRequests
+from toolkit.launch import deepspeed, processes
 from toolkit.messages import ConfigError, LaunchError, Problems, say, tr
 from toolkit.report.run import json_lines
-from toolkit.terminal import phase, text_table
 
 _OWN = ("steps", "sweep", "output", "max_length")
 STEPS = 8
@@ -42,7 +28,7 @@ FACTOR = 8.0
 FLOOR = {"losses": 2e-6, "norms": 2e-5, "logits": 2e-5}
 """Relative to the value: sums in another order. Measured on CPU ranks in fp32: losses 6e-7, norms 3e-6 (docs)."""
 _PLAIN = ("adamw", "adam", "sgd", "adagrad")
-_METHODS = (TuningMethod.full, TuningMethod.freeze, TuningMethod.lora)
+_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
 _BRIEF = (
     "train.log_every=1",
     "train.rehearse=false",
@@ -61,21 +47,21 @@ _BRIEF = (
     "run.max_restarts=0",
 )
 
-Applies = Callable[[RunConfig], bool]
+Applies = Callable[[schema.RunConfig], bool]
 _PLAINER: tuple[tuple[Applies, str], ...] = (
     (lambda cfg: cfg.compile.enabled, "compile=none"),
     (lambda cfg: cfg.train.activation_checkpointing.enabled, "train.activation_checkpointing.enabled=false"),
-    (lambda cfg: cfg.data.packing is not Packing.none, "data.packing=none"),
-    (lambda cfg: cfg.model.attention is not Attention.eager, "model.attention=eager"),
+    (lambda cfg: cfg.data.packing is not schema.Packing.none, "data.packing=none"),
+    (lambda cfg: cfg.model.attention is not schema.Attention.eager, "model.attention=eager"),
     (lambda cfg: True, "kernels=torch"),
     (lambda cfg: cfg.kernels.mlp_pieces > 1, "kernels.mlp_pieces=1"),
-    (lambda cfg: model_ranks(cfg) > 1, "parallel=data"),
+    (lambda cfg: mesh.model_ranks(cfg) > 1, "parallel=data"),
     (lambda cfg: cfg.zero.overlap_comm is not False and cfg.zero.stage > 0, "zero.overlap_comm=false"),
     (lambda cfg: cfg.optim.torch is not True, "optim.torch=true"),
-    (lambda cfg: cfg.tuning.method is not TuningMethod.full, "tuning=full"),
+    (lambda cfg: cfg.tuning.method is not schema.TuningMethod.full, "tuning=full"),
     (lambda cfg: cfg.zero.stage > 1, "zero=stage1"),
     (lambda cfg: cfg.zero.stage > 0, "zero=stage0"),
-    (lambda cfg: cfg.precision.dtype is not Dtype.fp32, "precision=fp32"),
+    (lambda cfg: cfg.precision.dtype is not schema.Dtype.fp32, "precision=fp32"),
 )
 """What may deviate, and the override that does without it, tried one at a time."""
 
@@ -108,36 +94,36 @@ class Proof:
 
     plan: SweepPlan
     sweep: SweepDir
-    cfg: RunConfig
+    cfg: schema.RunConfig
     """The recipe's, as it is run."""
     world_size: int
     device: str
-    requests: SignalRequests = field(default_factory=SignalRequests)
+    requests: processes.SignalRequests = field(default_factory=processes.SignalRequests)
     known: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
     """What the plain loop found, by what it depends on."""
 
-    def train(self, words: Sequence[str], cfg: RunConfig, name: str = "") -> SweepJob:
+    def train(self, words: Sequence[str], cfg: schema.RunConfig, name: str = "") -> SweepJob:
         """Train with further overrides unless that is done already."""
         job = sweeping.new_job(words, cfg)
         job = self.sweep.add(replace(job, name=name or job.name))
         if job.state != DONE:
             log = self.sweep.folder / f"{job.name}.log"
             text = tr("Training with {words}", words=" ".join(words) or tr("the recipe's settings"))
-            with phase(text), log.open("a", encoding="utf-8") as lines:
+            with terminal.phase(text), log.open("a", encoding="utf-8") as lines:
                 sweeping.launch(self.plan, self.sweep, job, words, self.requests, lines)
             sweeping.check_stopped(self.sweep, self.requests)
         return job
 
-    def plain(self, words: Sequence[str], cfg: RunConfig, dtype: str) -> dict[str, Any]:
+    def plain(self, words: Sequence[str], cfg: schema.RunConfig, dtype: str) -> dict[str, Any]:
         """Return losses, gradient norms and last logits of the plain loop."""
-        key = (dtype, cfg.data.packing, cfg.precision.dtype, cfg.tuning.method, model_ranks(cfg))
+        key = (dtype, cfg.data.packing, cfg.precision.dtype, cfg.tuning.method, mesh.model_ranks(cfg))
         if key not in self.known:
             device = "cpu" if dtype == "float64" else self.device
             spec = {"dtype": dtype, "device": device, "world_size": self.world_size}
             self.known[key] = ask(self.sweep.folder, [*self.plan.fixed, *words], spec)
         return self.known[key]
 
-    def findings(self, job: SweepJob, words: Sequence[str], cfg: RunConfig) -> list[Finding]:
+    def findings(self, job: SweepJob, words: Sequence[str], cfg: schema.RunConfig) -> list[Finding]:
         """Compare a run with the plain loop."""
         exact, rounded = self.plain(words, cfg, "float64"), self.plain(words, cfg, cfg.precision.dtype.value)
         rows = [row for row in json_lines(self.sweep.run_dir(job) / "metrics.jsonl") if row and "loss" in row]
@@ -191,7 +177,7 @@ def run_prove(words: list[str]) -> int:
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "prove")) as sweep:
         sweep.save()
         plan.fixed.append(f"prepare.dir={sweeping.quoted(sweep.folder / 'cache')}")
-        if cfg.model.init is Init.pretrained:
+        if cfg.model.init is schema.Init.pretrained:
             _write_small_model(plan, sweep, cfg, recipe)
         settled = plan.compose([])
         from deepspeed.accelerator import get_accelerator
@@ -205,7 +191,7 @@ def run_prove(words: list[str]) -> int:
         return 0 if result["is_right"] else 1
 
 
-def _unsuitable(cfg: RunConfig) -> list[ConfigError]:
+def _unsuitable(cfg: schema.RunConfig) -> list[ConfigError]:
     found = []
     if cfg.tuning.method not in _METHODS or cfg.tuning.adapter:
         text = tr("prove knows tuning=full, freeze and lora, without tuning.adapter.")
@@ -214,7 +200,7 @@ def _unsuitable(cfg: RunConfig) -> list[ConfigError]:
         found.append(
             ConfigError(tr("prove does not support preference.loss: use preference=none, with conversations as data."))
         )
-    if cfg.task.kind is not TaskKind.language:
+    if cfg.task.kind is not schema.TaskKind.language:
         found.append(ConfigError(tr("prove does not support task={task}.", task=cfg.task.kind.value)))
     if cfg.model.trust_remote_code:
         found.append(ConfigError(tr("prove knows architectures of transformers: set model.trust_remote_code=false.")))
@@ -225,13 +211,13 @@ def _unsuitable(cfg: RunConfig) -> list[ConfigError]:
     return found
 
 
-def _brief(cfg: RunConfig, steps: int, length: int) -> list[str]:
+def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
     """Return the overrides that make a run short, and leave out what is random or has no plain counterpart."""
     words = [*_BRIEF, f"train.max_steps={steps}", f"checkpoint.every={max(1, steps // 2)}"]
     words += [f"data.max_length={min(cfg.data.max_length, length)}", "data.too_long=truncate"]
     changed = (
-        (cfg.batch.micro_per_gpu == AUTO, "batch.micro_per_gpu=1"),
-        (cfg.optim.name.value not in _PLAIN, f"optim={OptimizerName.adamw.value}"),
+        (cfg.batch.micro_per_gpu == schema.AUTO, "batch.micro_per_gpu=1"),
+        (cfg.optim.name.value not in _PLAIN, f"optim={schema.OptimizerName.adamw.value}"),
         (cfg.tuning.dropout > 0, "tuning.dropout=0"),
         (cfg.train.neftune_alpha > 0, "train.neftune_alpha=0"),
         (cfg.train.random_ltd.steps > 0, "train.random_ltd.steps=0"),
@@ -239,15 +225,15 @@ def _brief(cfg: RunConfig, steps: int, length: int) -> list[str]:
         (cfg.evaluate.every > 0, "evaluate.every=0"),
         (cfg.evaluate.ngram_baselines, "evaluate.ngram_baselines=false"),
         (bool(cfg.evaluate.keep_best), "evaluate.keep_best=''"),
-        (cfg.precision.dtype is Dtype.fp16, "precision.initial_scale_power=8"),
+        (cfg.precision.dtype is schema.Dtype.fp16, "precision.initial_scale_power=8"),
     )
     return words + [word for applies, word in changed if applies]
 
 
-def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: RunConfig, recipe: Sequence[str]) -> None:
+def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: schema.RunConfig, recipe: Sequence[str]) -> None:
     folder = sweep.folder / "model"
     if not folder.exists():
-        heads = max(4, model_ranks(cfg))
+        heads = max(4, mesh.model_ranks(cfg))
         made = ask(sweep.folder, recipe, {"folder": str(folder), "heads": heads})
         say(
             "{model}, made small: {count} random parameters in {folder}.",
@@ -272,7 +258,7 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
     resumed = _resume(proof, job)
     titles = {"losses": tr("losses"), "norms": tr("gradient norms"), "logits": tr("logits of the export")}
     say("")
-    for line in text_table(
+    for line in terminal.text_table(
         (tr("of {steps} steps", steps=steps), tr("deviates by"), tr("rounding alone"), tr("allowed"), ""),
         [
             (
@@ -343,7 +329,7 @@ def _suspects(proof: Proof) -> list[str]:
         except ConfigError as error:
             say(f"  {word}  " + tr("skipped: {reason}", reason=error))
             continue
-        if to_yaml(replace(cfg, run=proof.cfg.run)) == to_yaml(proof.cfg):
+        if load.to_yaml(replace(cfg, run=proof.cfg.run)) == load.to_yaml(proof.cfg):
             continue
         job = proof.train([word], cfg)
         is_right = job.state == DONE and all(one.is_right for one in proof.findings(job, [word], cfg))

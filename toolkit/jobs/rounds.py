@@ -19,16 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import children
+from toolkit import children, disk, secrets, terminal
 from toolkit.config.schema import Init, RunConfig
-from toolkit.disk import lock_or_warn, sha256, write_atomically
 from toolkit.evaluate import rewards
 from toolkit.jobs.sweep import LAUNCH, digest, quoted
 from toolkit.launch.processes import SignalRequests
 from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, say, tr
 from toolkit.report.run import json_lines
-from toolkit.secrets import hide
-from toolkit.terminal import text_table
 
 FILE = "rounds.json"
 _POLL_S = 0.1
@@ -58,8 +55,8 @@ class RoundsPlan:
     def settings(self) -> dict[str, Any]:
         """Return what must be the same when the command is typed again; the number of rounds may grow."""
         return {
-            "words": [hide(word) for word in self.words],
-            "prompts": sha256(self.prompts),
+            "words": [secrets.hide(word) for word in self.words],
+            "prompts": disk.sha256(self.prompts),
             "reward": asdict(self.reward),
             "generate": self.generate,
         }
@@ -160,7 +157,7 @@ def _call(command: Sequence[str], requests: SignalRequests) -> None:
             "a step of the rounds failed with exit code {code}; its message is above. The same command resumes. "
             "Step: {command}",
             code=code,
-            command=hide(shlex.join(command[1:6])),
+            command=secrets.hide(shlex.join(command[1:6])),
         )
 
 
@@ -179,7 +176,7 @@ def _opened(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
     folder, settings = plan.folder, json.loads(json.dumps(plan.settings()))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w", encoding="utf-8") as lock:
-        if not lock_or_warn(lock, folder):
+        if not disk.lock_or_warn(lock, folder):
             raise LaunchError("another process runs the rounds in {folder}.", folder=folder)
         file = folder / FILE
         if not file.exists() and any(path.name != ".lock" for path in folder.iterdir()):
@@ -196,13 +193,13 @@ def _opened(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
                 folder=folder,
                 names=", ".join(changed),
             )
-        write_atomically(file, json.dumps(found, indent=1, ensure_ascii=False).encode())
+        disk.write_atomically(file, json.dumps(found, indent=1, ensure_ascii=False).encode())
         yield found
 
 
 def _keep(plan: RoundsPlan, found: dict[str, Any], name: str, about: dict[str, Any]) -> None:
     found[name] = about
-    write_atomically(plan.folder / FILE, json.dumps(found, indent=1, ensure_ascii=False).encode())
+    disk.write_atomically(plan.folder / FILE, json.dumps(found, indent=1, ensure_ascii=False).encode())
 
 
 def _tell(number: int, about: dict[str, Any]) -> None:
@@ -227,4 +224,4 @@ def _table(found: dict[str, Any], rounds: int) -> list[str]:
         numbers = [about[key] for key in ("mean_reward", "best_reward", "pairs", "ties")] + [about.get("accuracy")]
         cells = ["" if one is None else f"{one:.4f}" if isinstance(one, float) else f"{one:,}" for one in numbers]
         rows.append([name, *cells])
-    return text_table(heads, rows)
+    return terminal.text_table(heads, rows)

@@ -15,13 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit import children
-from toolkit.arguments import parse_checked, positive_int
-from toolkit.config.load import Axis, grid, split_axes, to_dict, to_yaml
-from toolkit.config.schema import EVAL_LOSS, RunConfig
-from toolkit.disk import flush, lock_or_warn
-from toolkit.launch import deepspeed
-from toolkit.launch.processes import SignalRequests
+from toolkit import arguments, children, disk, secrets, terminal
+from toolkit.config import load, schema
+from toolkit.launch import deepspeed, processes
 from toolkit.messages import (
     ConfigError,
     DataError,
@@ -35,8 +31,6 @@ from toolkit.messages import (
     tr,
 )
 from toolkit.report.run import json_lines, runs_of
-from toolkit.secrets import MASK, hide, hide_all
-from toolkit.terminal import text_table
 
 FILE = "sweep.json"
 STUDY = "optuna.log"
@@ -85,8 +79,10 @@ class SweepDir:
         values = {"command": self.command, "jobs": [asdict(job) for job in self.jobs]}
         temporary = self.folder / f".{FILE}.tmp"
         try:
-            temporary.write_text(json.dumps(hide_all(values), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-            flush(temporary)
+            temporary.write_text(
+                json.dumps(secrets.hide_all(values), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+            disk.flush(temporary)
             temporary.replace(self.folder / FILE)
         except OSError as error:
             reason = error.strerror or error
@@ -120,36 +116,36 @@ class SweepPlan:
     options: Mapping[str, str]
     fixed: list[str]
     """Overrides that all jobs share, and --config-dir."""
-    axes: list[Axis]
+    axes: list[load.Axis]
     own: dict[str, str]
     """The sweep's own arguments."""
 
-    def compose(self, job: Sequence[str]) -> RunConfig:
+    def compose(self, job: Sequence[str]) -> schema.RunConfig:
         """Compose and check a job; the ConfigError names it."""
         problems = Problems()
         configs = self.compose_all([job], problems)
         problems.raise_all()
         return configs[0]
 
-    def compose_all(self, jobs: Sequence[Sequence[str]], problems: Problems) -> list[RunConfig]:
+    def compose_all(self, jobs: Sequence[Sequence[str]], problems: Problems) -> list[schema.RunConfig]:
         """Compose and check jobs; `problems` receives the errors, each of them once, with the first job's name."""
         configs, wrong = [], dict[str, list[str]]()
         for job in jobs:
             found = Problems()
-            configs.append(found.attempt(self._compose, job, found) or RunConfig())
+            configs.append(found.attempt(self._compose, job, found) or schema.RunConfig())
             for error in found.errors:
-                wrong.setdefault(str(error), []).append(hide(" ".join(job)))
+                wrong.setdefault(str(error), []).append(secrets.hide(" ".join(job)))
         for sentence, names in wrong.items():
             of_all = len(names) == len(jobs) > 1 or not names[0]
             problems.add(ConfigError(sentence if of_all else f"{names[0]}: {sentence}"))
         return configs
 
-    def _compose(self, job: Sequence[str], problems: Problems) -> RunConfig:
+    def _compose(self, job: Sequence[str], problems: Problems) -> schema.RunConfig:
         given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
-        world_size = problems.attempt(positive_int, given, "world_size")
+        world_size = problems.attempt(arguments.positive_int, given, "world_size")
         words, here = [*self.fixed, *job, "run.name=run"], deepspeed.hostfile_of(self.options) is None
-        cfg = parse_checked(words, world_size=world_size, files=here, problems=problems).loaded.cfg
-        to_dict(cfg)  # learns the secrets in it
+        cfg = arguments.parse_checked(words, world_size=world_size, files=here, problems=problems).loaded.cfg
+        load.to_dict(cfg)  # learns the secrets in it
         return cfg
 
 
@@ -167,7 +163,7 @@ def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
             overrides.append(word)
         elif equals:
             own[name] = value
-    fixed, axes = split_axes(overrides, config_dir)
+    fixed, axes = load.split_axes(overrides, config_dir)
     for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
         if word.lstrip("+").startswith("run.name="):
             problems.add(ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep.")))
@@ -186,8 +182,8 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
     """Run every combination that is not done; return the exit code: 0 if all are. `words` are as typed."""
     if "metric" in plan.own:
         problems.add(ConfigError(tr("metric= has no effect without trials=N.")))
-    combinations = problems.attempt(grid, plan.axes) or []
-    most = problems.attempt(positive_int, plan.own, "max_jobs") or MOST_JOBS
+    combinations = problems.attempt(load.grid, plan.axes) or []
+    most = problems.attempt(arguments.positive_int, plan.own, "max_jobs") or MOST_JOBS
     if (number := len(combinations)) > most:
         problems.add(ConfigError("these are {number} runs. Add max_jobs={number} if that is meant.", number=number))
     configs = plan.compose_all(combinations[:most], problems)
@@ -196,7 +192,7 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
         jobs = [sweep.add(new_job(job, cfg)) for job, cfg in zip(combinations, configs, strict=True)]
         sweep.save()
         say("{number} runs, in {folder}.", number=len(jobs), folder=sweep.folder)
-        requests = SignalRequests()
+        requests = processes.SignalRequests()
         for place, (job, special) in enumerate(zip(jobs, combinations, strict=True), start=1):
             if requests.last:
                 break
@@ -214,7 +210,7 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
 
 def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
     """Run trials until there are as many as asked for; return the exit code: 0 if one at least has finished."""
-    most = problems.attempt(positive_int, plan.own, "trials") or 1
+    most = problems.attempt(arguments.positive_int, plan.own, "trials") or 1
     try:
         import optuna
     except ImportError as error:
@@ -226,14 +222,14 @@ def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
         study = _open_study(plan, sweep, metric, first)
         sweep.save()
         say("{number} trials, in {folder}.", number=most, folder=sweep.folder)
-        requests = SignalRequests()
+        requests = processes.SignalRequests()
         while not requests.last and (trial := _next_trial(plan, study, most)) is not None:
             number, special = trial
             try:
                 job = sweep.add(new_job(special, plan.compose(special), number))
             except ConfigError as error:  # a combination that the checks reject has failed, and nothing is started
                 say(f"[{number + 1}/{most}] " + tr("skipped: {reason}", reason=error))
-                job = SweepJob(name=f"trial-{number:03}", words=[hide(word) for word in special], trial=number)
+                job = SweepJob(name=f"trial-{number:03}", words=[secrets.hide(word) for word in special], trial=number)
                 job.state, job.exit_code = FAILED, ConfigError.exit_code
                 sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
                 sweep.save()
@@ -263,7 +259,7 @@ def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
         return 0 if is_found and not is_stopped else 1
 
 
-def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: RunConfig) -> Any:
+def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.RunConfig) -> Any:
     """Return the study in a sweep's directory, or begin it; one of another metric, axes or config is an error."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
@@ -276,7 +272,7 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: RunConfig)
         direction="minimize" if metric.endswith(_LOWER_IS_BETTER) else "maximize",
         load_if_exists=True,
     )
-    words = [hide(word) for word in sorted(map(str, plan.axes))]
+    words = [secrets.hide(word) for word in sorted(map(str, plan.axes))]
     now = {"metric": metric, "axes": words, "config": new_job([], first).config}
     then = study.user_attrs.get("began with")
     if then is None:
@@ -298,7 +294,7 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: RunConfig)
     return study
 
 
-def _check_ends(plan: SweepPlan, problems: Problems) -> RunConfig:
+def _check_ends(plan: SweepPlan, problems: Problems) -> schema.RunConfig:
     """Compose and check the ends of every axis, the others at their first values; return the first config."""
     ends = {axis.key: axis.ends() for axis in plan.axes}
     first = {key: low for key, (low, _) in ends.items()}
@@ -309,11 +305,11 @@ def _check_ends(plan: SweepPlan, problems: Problems) -> RunConfig:
     return found[0]
 
 
-def _metric(plan: SweepPlan, cfg: RunConfig) -> str:
+def _metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
     """Return the name in metrics.jsonl that decides; an error if no run of this sweep writes it."""
     known = ["loss"]
     if cfg.data.validation or cfg.data.validation_fraction:
-        known += [EVAL_LOSS, "eval_perplexity", *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
+        known += [schema.EVAL_LOSS, "eval_perplexity", *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
     metric = plan.own.get("metric", "")
     if metric not in known:
         text = tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known))
@@ -346,7 +342,7 @@ def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]]
     return found.number, [f"{axis.key}={axis.typed(found.params[axis.key])}" for axis in plan.axes]
 
 
-def sweep_dir(plan: SweepPlan, cfg: RunConfig) -> Path:
+def sweep_dir(plan: SweepPlan, cfg: schema.RunConfig) -> Path:
     """Return the sweep's directory: run.dir and sweep=NAME, or a name made of the recipe and all overrides."""
     words = [*plan.fixed, *map(str, plan.axes), plan.own.get("metric", "")]
     name = plan.own.get("sweep") or f"sweep-{Path(cfg.recipe).stem}-{digest(sorted(words))}"
@@ -359,15 +355,15 @@ def sweep_dir(plan: SweepPlan, cfg: RunConfig) -> Path:
 
 def typed_command(words: Sequence[str], command: str = "sweep") -> str:
     """Return the command as it was typed, without secrets."""
-    return hide(shlex.join(["toolkit", command, *words]))
+    return secrets.hide(shlex.join(["toolkit", command, *words]))
 
 
-def new_job(words: Sequence[str], cfg: RunConfig, trial: int | None = None) -> SweepJob:
+def new_job(words: Sequence[str], cfg: schema.RunConfig, trial: int | None = None) -> SweepJob:
     """Return a job that has not run yet: its own overrides, its config, and its number in a search."""
     nowhere = replace(cfg, run=replace(cfg.run, name="", dir=""))
-    config = hashlib.sha256(to_yaml(nowhere).encode()).hexdigest()[:16]
+    config = hashlib.sha256(load.to_yaml(nowhere).encode()).hexdigest()[:16]
     name = job_name(words) if trial is None else f"trial-{trial:03}"
-    return SweepJob(name=name, words=[hide(word) for word in words], config=config, trial=trial)
+    return SweepJob(name=name, words=[secrets.hide(word) for word in words], config=config, trial=trial)
 
 
 def job_name(words: Sequence[str]) -> str:
@@ -376,7 +372,7 @@ def job_name(words: Sequence[str]) -> str:
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
         name = key.rpartition(".")[2]
-        shown = str(hide_all({name: hide(value)})[name]).replace(MASK, "hidden")
+        shown = str(secrets.hide_all({name: secrets.hide(value)})[name]).replace(secrets.MASK, "hidden")
         if "/" in shown:
             shown = Path(shown.strip("/'\"")).name
         shown = re.sub(r"[^A-Za-z0-9._+-]+", "-", shown).strip("-.")[:_LONGEST_VALUE]
@@ -407,7 +403,7 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
                     file=FILE,
                 )
             lock = stack.enter_context(open(folder / ".lock", "w", encoding="utf-8"))
-            is_granted = lock_or_warn(lock, folder)
+            is_granted = disk.lock_or_warn(lock, folder)
         except OSError as error:
             raise LaunchError(
                 "cannot make the sweep's directory {folder}, or lock it: {reason}.",
@@ -452,7 +448,7 @@ def launch(
     sweep: SweepDir,
     job: SweepJob,
     special: Sequence[str],
-    requests: SignalRequests,
+    requests: processes.SignalRequests,
     log: IO[str] | None = None,
 ) -> None:
     """Run one job in a child process, pass signals on, and record how it ended; `log`: where it prints."""
@@ -477,7 +473,7 @@ def launch(
     sweep.save()
 
 
-def check_stopped(sweep: SweepDir, requests: SignalRequests) -> None:
+def check_stopped(sweep: SweepDir, requests: processes.SignalRequests) -> None:
     """Raise Stopped if the sweep was asked to stop."""
     if requests.last:
         raise Stopped(
@@ -507,7 +503,7 @@ class JobResult:
     """Median over the steps."""
 
 
-def read_result(folder: Path, metric: str = EVAL_LOSS) -> JobResult:
+def read_result(folder: Path, metric: str = schema.EVAL_LOSS) -> JobResult:
     """Read the numbers of a run directory, which need not exist, with the best value of a metric."""
     rows = []
     with suppress(OSError):
@@ -520,7 +516,7 @@ def read_result(folder: Path, metric: str = EVAL_LOSS) -> JobResult:
     return JobResult(losses[-1] if losses else math.nan, best, statistics.median(speeds) if speeds else math.nan)
 
 
-def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = EVAL_LOSS) -> None:
+def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = schema.EVAL_LOSS) -> None:
     """Print the table of all jobs, and below it the first error of each that failed."""
     heads = (tr("overrides"), tr("state"), tr("exit code"), tr("loss"), tr("best {metric}", metric=metric))
     rows, errors = [], []
@@ -535,7 +531,7 @@ def show(sweep: SweepDir, jobs: Sequence[SweepJob], metric: str = EVAL_LOSS) -> 
                 text = (sweep.run_dir(job) / "FAILED").read_text(encoding="utf-8", errors="replace")
                 errors.append(f"  {job.name}: {' '.join(text.split())[:200]}")
     say("")
-    for line in text_table((*heads, tr("tokens/s"), tr("directory")), rows):
+    for line in terminal.text_table((*heads, tr("tokens/s"), tr("directory")), rows):
         say(line)
     for line in [tr("Errors:"), *errors] if errors else []:
         say(line)

@@ -7,32 +7,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import children
-from toolkit.config.mesh import model_ranks
-from toolkit.config.schema import Device, Dtype, RunConfig, TuningMethod
+from toolkit import children, terminal
+from toolkit.config import mesh, schema
 from toolkit.messages import ConfigError, current_language, say, tr
 from toolkit.plan.layouts import Layout
 from toolkit.plan.machine import GIB, Machine
-from toolkit.terminal import phase, text_table
 
 _LIMIT_S = 3600.0
-_METHODS = (TuningMethod.full, TuningMethod.freeze, TuningMethod.lora)
+_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
 OFF = 0.05
 """Of the traced peak by which the plan may differ without a word."""
 
 
-def check_traceable(cfg: RunConfig, machine: Machine | None) -> None:
+def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
     """Refuse what the trace does not follow; a ConfigError names it."""
     zero = cfg.zero
     kept = {
-        "parallel": model_ranks(cfg) > 1,
-        "zero.offload_optimizer": zero.offload_optimizer.device is not Device.none,
-        "zero.offload_param": zero.offload_param.device is not Device.none,
+        "parallel": mesh.model_ranks(cfg) > 1,
+        "zero.offload_optimizer": zero.offload_optimizer.device is not schema.Device.none,
+        "zero.offload_param": zero.offload_param.device is not schema.Device.none,
         "tuning.method": cfg.tuning.method not in _METHODS or bool(cfg.tuning.adapter),
         "preference.loss": cfg.preference.is_on,
         "compile.enabled": cfg.compile.enabled,
         "model.trust_remote_code": cfg.model.trust_remote_code,
-        "precision.dtype": cfg.precision.dtype is Dtype.fp16,
+        "precision.dtype": cfg.precision.dtype is schema.Dtype.fp16,
     }
     if used := [key for key, is_used in kept.items() if is_used]:
         raise ConfigError("trace=true does not follow {key}. Leave trace= out, or plan without it.", key=used[0])
@@ -52,7 +50,7 @@ def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
         spec |= {"language": current_language(), "output": str(answer)}
         given.write_text(json.dumps(spec), encoding="utf-8")
         command = [sys.executable, "-m", "toolkit.train.trace", str(given)]
-        with phase(tr("Tracing a step")):
+        with terminal.phase(tr("Tracing a step")):
             ran = children.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
         if ran.returncode:
             reason = (ran.stderr.strip().splitlines() or [str(ran.returncode)])[-1]
@@ -104,7 +102,7 @@ def report(found: Sequence[dict[str, Any]], mine: Layout) -> dict[str, Any]:
         )
     ]
     head = [tr("GiB per rank"), tr("planned"), tr("traced"), tr("planned / traced")]
-    for line in text_table(head, rows, indent=""):
+    for line in terminal.text_table(head, rows, indent=""):
         say(line)
     if abs(ratio - 1) > OFF:
         say("The plan differs by more than {percent} %: trust the trace.", percent=f"{100 * OFF:.0f}")

@@ -21,19 +21,10 @@ from typing import Any
 
 import psutil
 
-from toolkit import children
-from toolkit.launch.environment import (
-    MPI_LAUNCHERS,
-    Ranks,
-    free_port,
-    read_status,
-    strip_launcher_arguments,
-    variables_of_files,
-)
+from toolkit import children, secrets
+from toolkit.launch import environment, processes
 from toolkit.launch.hostfile import SELECTING, Resources, is_here, read_hostfile, select_gpus
-from toolkit.launch.processes import DEEPSPEED, LAUNCHERS, TYPED_LAUNCHERS
 from toolkit.messages import LaunchError, tr
-from toolkit.secrets import MASK, hide_all, is_under_secret_name
 
 # Options of `deepspeed` that take a value; needed to tell its own words from the training program's.
 WITH_VALUE = re.compile(
@@ -47,7 +38,7 @@ OURS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "-
 launcher's."""
 
 
-def check_launcher(num_nodes: int, ranks: Ranks) -> None:
+def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
     """Compare what was asked for with what was started.
 
     An error if the hostfile that was asked for is missing or malformed; if other nodes take part than it says, or than
@@ -85,7 +76,7 @@ def check_launcher(num_nodes: int, ranks: Ranks) -> None:
         check_machines(hosts, options)
         check_binding(hosts, options)
         if len(hosts) > 1:
-            variables_of_files(folder)
+            environment.variables_of_files(folder)
         return
 
 
@@ -103,7 +94,7 @@ def check_machines(hosts: Resources, options: Mapping[str, str]) -> None:
 
 def launcher_options(line: list[str]) -> list[str]:
     """Return the options of a `deepspeed` command line as they were typed, without the program's; [] for others."""
-    start = next((i for i, word in enumerate(line[:4]) if Path(word).name in DEEPSPEED), len(line))
+    start = next((i for i, word in enumerate(line[:4]) if Path(word).name in processes.DEEPSPEED), len(line))
     words = line[start + 1 :]
     return words[: len(words) - len(split_words(words)[1])]
 
@@ -157,7 +148,7 @@ def age_s() -> float:
     oldest = psutil.Process()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         for parent, words in ancestors():
-            if _program(words) not in LAUNCHERS:
+            if _program(words) not in processes.LAUNCHERS:
                 break
             oldest = parent
     since_boot_s = oldest.create_time() - psutil.boot_time()  # no clock that may be set takes part
@@ -183,7 +174,7 @@ def typed_command(argv: Sequence[str] | None = None) -> list[str]:
     for _, line in ancestors():
         words = _launcher_words(line) or words
     if not words:
-        words = ["python", *strip_launcher_arguments(sys.argv if argv is None else argv)]
+        words = ["python", *environment.strip_launcher_arguments(sys.argv if argv is None else argv)]
     return [_masked(word) for word in words]
 
 
@@ -191,7 +182,7 @@ def _launcher_words(words: list[str]) -> list[str]:
     """Return a launcher's words, begun with its name alone; [] for other programs."""
     for place, word in enumerate(words[:4]):
         name = Path(word).name
-        if name in TYPED_LAUNCHERS:
+        if name in processes.TYPED_LAUNCHERS:
             is_module = words[place - 1 : place] == ["-m"]
             return [*(["python", "-m"] if is_module else []), name, *words[place + 1 :]]
         if name == "toolkit" and words[place + 1 : place + 2] in (["launch"], ["train"]):
@@ -202,11 +193,11 @@ def _launcher_words(words: list[str]) -> list[str]:
 def _masked(word: str) -> str:
     name, equals, value = word.partition("=")
     if not equals:
-        return str(hide_all(word))
+        return str(secrets.hide_all(word))
     section, _, last = name.lstrip("+").rpartition(".")
-    if section == "launch.env" and is_under_secret_name(last, value):
-        return f"{name}={MASK}"
-    found: dict[str, Any] = hide_all({last: value, "": word})
+    if section == "launch.env" and secrets.is_under_secret_name(last, value):
+        return f"{name}={secrets.MASK}"
+    found: dict[str, Any] = secrets.hide_all({last: value, "": word})
     return str(found[""])  # what is a secret by its key's name has been learned meanwhile
 
 
@@ -223,7 +214,7 @@ DEFAULT_PORT = "29500"
 def port_of_one_node(hosts: Resources, options: Mapping[str, str]) -> dict[str, str]:
     """Return a free --master_port for ranks on this node alone, where none was given: another run may have 29500."""
     is_one = len(hosts) < 2 and "--force_multi" not in options
-    return {"--master_port": str(free_port())} if is_one and "--master_port" not in options else {}
+    return {"--master_port": str(environment.free_port())} if is_one and "--master_port" not in options else {}
 
 
 def options_without_ssh(hosts: Resources, options: Mapping[str, str]) -> list[str]:
@@ -257,7 +248,7 @@ def backend(hosts: Resources, options: Mapping[str, str]) -> str:
 def logs_in(hosts: Resources, options: Mapping[str, str]) -> bool:
     """Return whether ssh is needed. An mpirun starts ranks on its own machine without."""
     used = backend(hosts, options)
-    return bool(used) and not (used in MPI_LAUNCHERS and all(map(is_here, hosts)))
+    return bool(used) and not (used in environment.MPI_LAUNCHERS and all(map(is_here, hosts)))
 
 
 def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
@@ -284,7 +275,7 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
             program=program,
             source=source,
         )
-    if used in MPI_LAUNCHERS:
+    if used in environment.MPI_LAUNCHERS:
         check_mpirun(used)
 
 
@@ -340,13 +331,15 @@ def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
 
 def restart_number(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often these ranks have been started again by whoever starts them; 0 the first time."""
-    told = read_status(environ)
+    told = environment.read_status(environ)
     return int(told["restart"] if told else environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def check_restarts(most: int, ranks: Ranks, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+def check_restarts(
+    most: int, ranks: environment.Ranks, words: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> None:
     """Refuse what would not be started again, or more often than was asked for."""
-    if read_status(environ):
+    if environment.read_status(environ):
         return
     if ranks.launcher == "torchrun":
         given = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -36,17 +36,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from toolkit.children import run
+from toolkit import children, secrets
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.process_group import is_tensor_part
 from toolkit.messages import BaseMissing, ConfigError, ModelError, json_object, reading, tr
-from toolkit.models import classifier
-from toolkit.models.classifier import Head
-from toolkit.models.directory import check_sizes, read_object
-from toolkit.models.probe import is_classifier
-from toolkit.models.weights import full_params, read_tensors, set_value
+from toolkit.models import classifier, directory, probe, weights
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
-from toolkit.secrets import hide
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -157,9 +152,9 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
     """Return a layer's weight with the `trained` additions, by their names in the layer, computed in float32."""
     layer = deepcopy(layer)  # the layer itself stays on the meta device
     base, own = layer.get_base_layer(), parameter_of(layer)
-    set_value(base, own, weight.float())
+    weights.set_value(base, own, weight.float())
     for name, value in trained.items():
-        set_value(layer, name, value.float())
+        weights.set_value(layer, name, value.float())
     with torch.no_grad():
         layer.merge(safe_merge=True)
     merged: torch.Tensor = base.get_parameter(own).detach()
@@ -335,12 +330,14 @@ def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
     parameters = sorted((one for one in model.named_parameters() if one[0] != SCORE), key=lambda one: one[0])
     indices = torch.linspace(0, len(parameters) - 1, min(_PARAMETERS, len(parameters))).round().long().tolist()
     chosen = [parameters[index] for index in dict.fromkeys(indices)]  # from the first to the last
-    return BaseModel(hide(str(path.absolute())), {name: fingerprint_of(parameter) for name, parameter in chosen})
+    return BaseModel(
+        secrets.hide(str(path.absolute())), {name: fingerprint_of(parameter) for name, parameter in chosen}
+    )
 
 
 def fingerprint_of(parameter: torch.Tensor) -> list[float]:
     """Return some of a parameter's numbers, from all over it."""
-    with full_params([parameter]):
+    with weights.full_params([parameter]):
         flat = parameter.detach().flatten()
         indices = torch.linspace(0, flat.numel() - 1, _NUMBERS, dtype=torch.float64).long()
         return [float(value) for value in flat[indices.to(flat.device)].float()]
@@ -413,7 +410,7 @@ class AdapterState:
     settings: dict[str, Any]
     """Content of adapter_config.json; {} where the model's own parameters are trained."""
     base: BaseModel
-    head: Head | None = None
+    head: classifier.Head | None = None
     """Of a classifier."""
 
     def describe(self) -> dict[str, bytes]:
@@ -474,7 +471,7 @@ def is_adapter(path: Path) -> bool:
 
 def is_original_prefix(path: Path) -> bool:
     """Their Trainer writes the prefix into a pytorch_model.bin beside a config.json with pre_seq_len."""
-    return (path / "config.json").is_file() and bool(read_object(path / "config.json").get("pre_seq_len"))
+    return (path / "config.json").is_file() and bool(directory.read_object(path / "config.json").get("pre_seq_len"))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -482,9 +479,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         if not is_original_prefix(folder):
             raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=CONFIG)
-        original = read_object(folder / "config.json")
+        original = directory.read_object(folder / "config.json")
         return prefix_settings(int(original["pre_seq_len"]), bool(original.get("prefix_projection")), "")
-    settings = read_object(folder / CONFIG)
+    settings = directory.read_object(folder / CONFIG)
     if str(settings.get("peft_type")) not in _METHODS:
         raise ModelError(
             "{file} is of the kind {kind}, which is not known here. Known: {known}.",
@@ -492,7 +489,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             kind=settings.get("peft_type"),
             known=", ".join(_METHODS),
         )
-    check_sizes(settings, folder / CONFIG)
+    directory.check_sizes(settings, folder / CONFIG)
     check_names(settings, folder / CONFIG)
     return settings
 
@@ -531,7 +528,7 @@ def attach_adapter(
 ) -> None:
     """Put an untrained adapter into a model, on the meta device too; only its parameters stay trainable."""
     method, settings = method_of(settings), settings | {"base_model_name_or_path": base.path}
-    if (settings.get("task_type") == SCORING) != is_classifier(model):
+    if (settings.get("task_type") == SCORING) != probe.is_classifier(model):
         raise ModelError(
             "an adapter with task_type = {kind} does not fit {architecture}: {wanted} are for models that score "
             "sequences, all others for models that write.",
@@ -579,7 +576,7 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors by their stored names; nothing in the file is executed."""
     for name in (WEIGHTS, "adapter_model.bin", "pytorch_model.bin"):
         if (folder / name).is_file():
-            return read_tensors(folder / name)
+            return weights.read_tensors(folder / name)
     raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=WEIGHTS)
 
 
@@ -675,7 +672,7 @@ def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> di
             if any(sign in pattern for pattern in targets for sign in "*?["):
                 targets = sorted(select_names(fitting, targets))
         settings = LoraConfig(
-            task_type=SCORING if is_classifier(model) else "CAUSAL_LM",
+            task_type=SCORING if probe.is_classifier(model) else "CAUSAL_LM",
             base_model_name_or_path=base,
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft says int, and takes any number
@@ -700,7 +697,7 @@ def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreT
         chosen = torch.tensor((ids * (number // len(ids) + 1))[:number])
     else:
         chosen = torch.randint(len(tokenizer), (number,))
-    with full_params([embedding.weight]):
+    with weights.full_params([embedding.weight]):
         return embedding.weight.detach()[chosen.to(embedding.weight.device)].cpu()
 
 
@@ -753,7 +750,7 @@ def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, An
             reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
         else:
             try:
-                ended = run(
+                ended = children.run(
                     [sys.executable, "-I", "-S", "-c", _MATCH],
                     input=json.dumps([expression, names]),
                     capture_output=True,

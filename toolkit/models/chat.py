@@ -8,13 +8,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from toolkit.config.files import located
-from toolkit.config.schema import Family
+from toolkit.config import files, schema
 from toolkit.distributed.file_lock import build_once
 from toolkit.messages import ModelError, reading, tr
 from toolkit.models.chat_template import TemplateChatEncoder
-from toolkit.models.chatglm import tokenizers
-from toolkit.models.chatglm.formats import FORMATS, FamilyChatEncoder
+from toolkit.models.chatglm import formats, tokenizers
 from toolkit.models.directory import check_growth, is_lfs_pointer
 
 FIT_VERSION = 1
@@ -97,17 +95,17 @@ def fit_tokenizer(
 
 
 def load_tokenizer(
-    path: str | Path, *, family: Family | str = Family.auto, chat_template: str = ""
+    path: str | Path, *, family: schema.Family | str = schema.Family.auto, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a local directory. Nothing is downloaded, and no code in the directory is executed.
 
     `path` is an official ChatGLM directory, or one in transformers' layout; `family` auto is found in the files. With a
     `chat_template` (Jinja) special tokens in the texts of an official tokenizer are parsed.
     """
-    families = [known.value for known in Family]
+    families = [known.value for known in schema.Family]
     if family not in families:
         raise ModelError("unknown model.family '{family}'. Known: {known}.", family=family, known=", ".join(families))
-    folder, family = Path(path), Family(family)
+    folder, family = Path(path), schema.Family(family)
     if not str(path) or not folder.is_dir():
         raise ModelError(
             "There is no tokenizer directory '{folder}'. Point model.tokenizer to a local directory "
@@ -115,7 +113,7 @@ def load_tokenizer(
             folder=path,
         )
     vocabulary = tokenizers.official_vocabulary(folder)
-    if vocabulary is None and family is not Family.auto:
+    if vocabulary is None and family is not schema.Family.auto:
         raise ModelError(
             "model.family = {family} has no effect: the tokenizer in '{folder}' is not an official ChatGLM one. "
             "Remove it.",
@@ -129,12 +127,12 @@ def load_tokenizer(
             tokenizer = _load_official(vocabulary, family)
     if chat_template:
         with reading(chat_template, ModelError, tr("Correct model.chat_template.")):
-            tokenizer.chat_template = Path(located(chat_template)).read_text(encoding="utf-8")
+            tokenizer.chat_template = Path(files.located(chat_template)).read_text(encoding="utf-8")
         tokenizer.split_special_tokens = False
     return tokenizer
 
 
-def _load_official(vocabulary: Path, family: Family) -> PreTrainedTokenizerBase:
+def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokenizerBase:
     if is_lfs_pointer(vocabulary):
         raise ModelError(
             "{file} is a git-lfs pointer, not the vocabulary: run `git lfs pull` in {folder}.",
@@ -142,20 +140,22 @@ def _load_official(vocabulary: Path, family: Family) -> PreTrainedTokenizerBase:
             folder=vocabulary.parent,
         )
     found = tokenizers.family_of(vocabulary)
-    shared = {Family.chatglm2, Family.chatglm3, Family.auto}
-    if family not in (Family.auto, found) and not {family, found} <= shared:
+    shared = {schema.Family.chatglm2, schema.Family.chatglm3, schema.Family.auto}
+    if family not in (schema.Family.auto, found) and not {family, found} <= shared:
         raise ModelError(
             "model.family = {family}, but {file} is the vocabulary of {found}.",
             family=family.value,
             file=vocabulary,
             found=found.value,
         )
-    known = found if family is Family.auto else family
-    if known is Family.chatglm:
+    known = found if family is schema.Family.auto else family
+    if known is schema.Family.chatglm:
         return tokenizers.ChatGLMTokenizer(vocabulary, tokenizers.image_tokens(vocabulary))
     # Undecided: ChatGLM3's special tokens are ChatGLM2's and four more.
     return tokenizers.GlmTokenizer(
-        Family.chatglm3 if known is Family.auto else known, vocabulary, has_chat_format=known is not Family.auto
+        schema.Family.chatglm3 if known is schema.Family.auto else known,
+        vocabulary,
+        has_chat_format=known is not schema.Family.auto,
     )
 
 
@@ -182,12 +182,16 @@ def _load_other(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-AnyChatEncoder = FamilyChatEncoder | TemplateChatEncoder
+AnyChatEncoder = formats.FamilyChatEncoder | TemplateChatEncoder
 """What turns conversations into ids, for training and for generation."""
 
 
 def load_chat_encoder(
-    path: str | Path, *, family: Family | str = Family.auto, chat_template: str = "", original_labels: bool = True
+    path: str | Path,
+    *,
+    family: schema.Family | str = schema.Family.auto,
+    chat_template: str = "",
+    original_labels: bool = True,
 ) -> AnyChatEncoder:
     """Return what turns conversations into ids and the mask of what is trained, for a model directory."""
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
@@ -203,7 +207,7 @@ def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: b
                 name=tokenizer.name_or_path,
             )
         if tokenizer.has_chat_format:
-            return FORMATS[tokenizer.family](tokenizer, original_labels)
+            return formats.FORMATS[tokenizer.family](tokenizer, original_labels)
         raise ModelError(
             "nothing in {folder} tells whether its tokenizer is ChatGLM2's or ChatGLM3's, whose vocabulary is "
             "the same. Say model.family=chatglm2 or model.family=chatglm3.",

@@ -16,8 +16,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedMo
 from transformers.initialization import no_init_weights
 
 from toolkit.messages import ModelError, json_object, reading
-from toolkit.models.loss import logits_of
-from toolkit.models.probe import KIND, is_classifier
+from toolkit.models import loss, probe
 
 FILE = "score.json"
 """Beside an adapter: what the config.json of a whole model says of its head."""
@@ -39,12 +38,12 @@ class Head:
 
 def is_of_classifier(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of such a model."""
-    return any(str(name).endswith(KIND) for name in config.get("architectures") or ())
+    return any(str(name).endswith(probe.KIND) for name in config.get("architectures") or ())
 
 
 def head_of(model: PreTrainedModel) -> Head | None:
     """Return the head of a model; None where that is the output layer of a language model."""
-    if not is_classifier(model):
+    if not probe.is_classifier(model):
         return None
     config = model.config
     return Head(tuple(config.id2label[index] for index in range(config.num_labels)), config.pad_token_id)
@@ -63,7 +62,7 @@ def read_head(folder: Path) -> Head | None:
 def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
     """Return a language model's layers with a head, whose weights are drawn by `seed`; a classifier keeps its own."""
     config = model.config
-    if is_classifier(model):
+    if probe.is_classifier(model):
         if config.num_labels != len(head.labels):
             raise ModelError(
                 "the model gives {found} scores for each sequence, and {wanted} are to be trained. Take the language "
@@ -100,4 +99,4 @@ def scores(engine: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Run forward and return the scores of each row, float32 `[B, labels]`."""
     names = ("input_ids", "position_ids", "segment_ids")
     given = {name: batch[name].to(engine.device, non_blocking=True) for name in names}
-    return logits_of(engine, given).float()
+    return loss.logits_of(engine, given).float()

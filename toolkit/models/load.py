@@ -14,14 +14,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.messages import ModelError, reason_of
-from toolkit.models import classifier, directory, weights
-from toolkit.models.attention import choose_attention, split_sequences
-from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config, official_layout
-from toolkit.models.chatglm.tokenizers import GlmTokenizer
-from toolkit.models.classifier import Head
-from toolkit.models.probe import is_classifier
-from toolkit.models.save import load_origin, save_origin
-from toolkit.models.weights import Layout, TransformersLayout, WeightFiles
+from toolkit.models import attention, classifier, directory, probe, save, weights
+from toolkit.models.chatglm import modeling, tokenizers
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 
@@ -95,16 +89,18 @@ def _build_empty(
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
         wanted = {key: value for key, value in config.items() if key not in foreign}
-        model_config: Any = ChatGLMConfig(**wanted)
-        model = weights.empty_model(lambda: ChatGLMForConditionalGeneration(model_config), ds_config)
+        model_config: Any = modeling.ChatGLMConfig(**wanted)
+        model = weights.empty_model(lambda: modeling.ChatGLMForConditionalGeneration(model_config), ds_config)
     else:
-        model_config = glm_config(config, generation, divides_positions=directory.divides_positions(config, folder))
+        model_config = modeling.glm_config(
+            config, generation, divides_positions=directory.divides_positions(config, folder)
+        )
         model = weights.empty_model(lambda: transformers.GlmForCausalLM(model_config), ds_config)
     model.generation_config = GenerationConfig(
         eos_token_id=model_config.eos_token_id,
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
     )
-    load_origin(model, folder)
+    save.load_origin(model, folder)
     return model.eval()
 
 
@@ -113,15 +109,15 @@ def _open(
     config: dict[str, Any],
     dtype: torch.dtype | None = None,
     ds_config: dict[str, Any] | None = None,
-) -> tuple[PreTrainedModel, WeightFiles, Layout]:
+) -> tuple[PreTrainedModel, weights.WeightFiles, weights.Layout]:
     """Return a directory's model with empty parameters, its weight files, and how their tensors become parameters."""
-    model, files = _build_empty(folder, config, dtype, ds_config), WeightFiles(folder)
+    model, files = _build_empty(folder, config, dtype, ds_config), weights.WeightFiles(folder)
     architecture = directory.architecture_of(config)
     if architecture is None:
-        return model, files, TransformersLayout(model)
+        return model, files, weights.TransformersLayout(model)
     interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
-    layout = official_layout(model.config, interleaved)
-    save_origin(model, files, layout, interleaved)
+    layout = modeling.official_layout(model.config, interleaved)
+    save.save_origin(model, files, layout, interleaved)
     return model, files, layout
 
 
@@ -134,7 +130,7 @@ def create_model(
     packed: bool = False,
     parts: int = 1,
     own: Callable[[PreTrainedModel], set[str]] | None = None,
-    head: Head | None = None,
+    head: classifier.Head | None = None,
 ) -> PreTrainedModel:
     """Build the model to train, with room for the vocabulary of `tokenizer`; random weights are the same on every rank.
     `packed`: sequences hold several samples; `parts`: ranks over which each sequence is divided; `head`: what takes the
@@ -152,16 +148,16 @@ def create_model(
     _check_vocabulary(model, tokenizer)
     if head is not None:
         model = classifier.with_head(model, head, seed)
-    elif is_classifier(model):
+    elif probe.is_classifier(model):
         raise ModelError(
             "{folder} holds a model that scores sequences (a reward model): it writes no text. Load it with "
             "transformers' AutoModelForSequenceClassification, or train on with task=reward.",
             folder=config.path,
         )
     if parts > 1:
-        split_sequences(model, parts)
+        attention.split_sequences(model, parts)
     else:
-        choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
+        attention.choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False
     return model
 
@@ -194,7 +190,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
             tokens=len(tokenizer),
             rows=model.config.vocab_size,
         )
-    if isinstance(model, ChatGLMForConditionalGeneration):
+    if isinstance(model, modeling.ChatGLMForConditionalGeneration):
         # A tokenizer of another revision would put <sop> where the model never looks.
         for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
             expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
@@ -207,7 +203,7 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
                     expected=expected,
                     key=key,
                 )
-    if isinstance(tokenizer, GlmTokenizer):
+    if isinstance(tokenizer, tokenizers.GlmTokenizer):
         ends = model.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         stops = tokenizer.format.stop_ids
@@ -225,7 +221,7 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
-    load_origin(model, folder)
+    save.load_origin(model, folder)
     if directory.is_trusted(folder):
         model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in directory.code_files(folder)}
     return model.eval()

@@ -25,15 +25,14 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.config.schema import LossKernel, RunConfig, TaskKind
 from toolkit.messages import ConfigError, tr
-from toolkit.models.attention import UNTRAINED, Batch, attention_arguments, with_label_positions
+from toolkit.models import attention, probe
 from toolkit.models.chatglm.modeling import check_rows
-from toolkit.models.probe import evaluating
 
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
 
 
-def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
+def token_loss_sum(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Run forward and return the sum of the trained tokens' cross entropies: a float32 scalar of this rank, perhaps 0.
 
     The caller divides by the trained tokens of the global batch, as a mean of micro-batch means weighs tokens unequally
@@ -44,12 +43,12 @@ def token_loss_sum(engine: Any, batch: Batch) -> torch.Tensor:
     return loss_head(engine).losses(engine, on_device(engine, batch)).sum()
 
 
-def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Run forward and return of each sample, row by row, the sum of its trained tokens' log-probabilities, nats, and
     how many these are: float32 on the engine's device, with gradients. One without trained tokens gives 0. Arguments
     as above.
     """
-    given = with_label_positions(batch)
+    given = attention.with_label_positions(batch)
     places, segments, in_row = given["places"].cpu(), given["segment_ids"].cpu(), samples_in_rows(given)
     before = in_row.cumsum(0) - in_row
     counts = torch.bincount(
@@ -61,13 +60,13 @@ def answer_log_probabilities(engine: Any, batch: Batch) -> tuple[torch.Tensor, t
     return -sums, counts.to(losses)
 
 
-def samples_in_rows(batch: Batch) -> torch.Tensor:
+def samples_in_rows(batch: attention.Batch) -> torch.Tensor:
     """Return how many samples each row of a batch holds, int64 [B]."""
     return batch["segment_ids"].amax(dim=1).cpu()
 
 
 @torch.no_grad()
-def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
+def token_losses(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`."""
     given = on_device(engine, batch)
     with torch.compiler.set_stance("force_eager"):
@@ -76,15 +75,18 @@ def token_losses(engine: Any, batch: Batch) -> torch.Tensor:
     return everywhere.index_copy_(0, given["places"] - 1, losses).view(given["input_ids"].shape)
 
 
-def num_trained_tokens(batch: Batch) -> int:
+def num_trained_tokens(batch: attention.Batch) -> int:
     """Return how many tokens `token_loss_sum` sums over (the first of a row is never predicted)."""
-    return len(with_label_positions(batch)["places"])
+    return len(attention.with_label_positions(batch)["places"])
 
 
-def on_device(engine: Any, batch: Batch) -> Batch:
+def on_device(engine: Any, batch: attention.Batch) -> attention.Batch:
     """Return a batch on the device of an engine or a model, with the places of its trained tokens."""
     module = getattr(engine, "module", engine)
-    given = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_label_positions(batch).items()}
+    given = {
+        name: tensor.to(engine.device, non_blocking=True)
+        for name, tensor in attention.with_label_positions(batch).items()
+    }
     # ChatGLM-6B finds positions from <sop>: checked here, as the model itself would make the host wait for the device.
     if getattr(module, "builds_positions", False):
         check_rows(batch["input_ids"], module.config)
@@ -144,7 +146,7 @@ class LossHead:
             self._path = LossPath.all_logits if self.kernel is LossKernel.full else self._find_path(engine)
         return self._path
 
-    def losses(self, engine: Any, batch: Batch, each: bool = False) -> torch.Tensor:
+    def losses(self, engine: Any, batch: attention.Batch, each: bool = False) -> torch.Tensor:
         """Run forward on a batch on its device with label positions; float32 [T], or for a gradient their sum, [1],
         unless `each` is wanted.
         """
@@ -158,7 +160,7 @@ class LossHead:
                 return logits.flatten()
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
-    def scores(self, engine: Any, batch: Batch, places: torch.Tensor) -> Scores:
+    def scores(self, engine: Any, batch: attention.Batch, places: torch.Tensor) -> Scores:
         """Run forward on a batch on its device; return what gives the logits of the tokens at some places of B x S."""
         path = self.path(engine)
         if path is LossPath.all_logits:
@@ -173,7 +175,7 @@ class LossHead:
         return Scores(found, layer.weight, layer.bias) if as_they_are else Scores(found)
 
     def total(
-        self, engine: Any, batch: Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
+        self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
     ) -> torch.Tensor:
         """Return the number that `compute` makes of the scores at some places; where it can be, within the output
         layer's forward pass, in which its weight is whole.
@@ -189,7 +191,7 @@ class LossHead:
             return logits_of(engine, batch).sum()
 
     @contextmanager
-    def _requested(self, engine: Any, batch: Batch, path: LossPath, each: bool = False) -> Iterator[None]:
+    def _requested(self, engine: Any, batch: attention.Batch, path: LossPath, each: bool = False) -> Iterator[None]:
         """Let the output layer compute losses, or logits of trained tokens, in place of its own forward pass."""
         layer: Any = getattr(engine, "module", engine).get_output_embeddings()
         own_forward, targets = layer.forward, batch["targets"]
@@ -218,7 +220,7 @@ class LossHead:
 
     @contextmanager
     def _answering(
-        self, layer: Any, batch: Batch, places: torch.Tensor, answer: Callable[[torch.Tensor], torch.Tensor]
+        self, layer: Any, batch: attention.Batch, places: torch.Tensor, answer: Callable[[torch.Tensor], torch.Tensor]
     ) -> Iterator[None]:
         """Let the output layer give what `answer` makes of the states [T, H] before some places."""
         length, instance_forward = batch["input_ids"].size(1), layer.__dict__.get("forward")
@@ -246,9 +248,9 @@ class LossHead:
         token = module.config.pad_token_id if getattr(module, "builds_positions", False) else 0
         ids = torch.full((1, 8), token, device=engine.device)
         positions = torch.arange(8, device=engine.device)[None]
-        labels = torch.where(positions < 3, UNTRAINED, ids)
+        labels = torch.where(positions < 3, attention.UNTRAINED, ids)
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
-        batch = with_label_positions(batch)
+        batch = attention.with_label_positions(batch)
         if not getattr(module, "begins", True):  # the last stage of a pipeline
             shape = (1, 8, module.config.hidden_size)
             batch["inputs_embeds"] = torch.zeros(shape, dtype=module.dtype, device=engine.device)
@@ -265,7 +267,7 @@ class LossHead:
         hooks = layer.register_forward_hook(see), module.register_forward_hook(compare, prepend=True)
         eagerly = torch.compiler.set_stance("force_eager")
         try:
-            with evaluating(engine), eagerly, self._requested(engine, batch, LossPath.picked):
+            with probe.evaluating(engine), eagerly, self._requested(engine, batch, LossPath.picked):
                 logits = logits_of(engine, batch)
         finally:
             for hook in hooks:
@@ -277,13 +279,13 @@ class LossHead:
         return LossPath.losses if is_plain and is_logits == [True] else LossPath.picked
 
 
-def logits_of(engine: Any, batch: Batch) -> torch.Tensor:
+def logits_of(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Run an engine or a model on rows as `hidden_states` takes them and return the logits `[B, S, V]`."""
     logits: torch.Tensor = engine(**_arguments(getattr(engine, "module", engine), batch)).logits
     return logits
 
 
-def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
+def hidden_states(model: Any, batch: attention.Batch) -> torch.Tensor:
     """Run a transformers model without its output layer: `[B, S, H]`. A later pipeline stage's batch holds
     `inputs_embeds`; without `segment_ids` rows are whole, as those of a probe.
     """
@@ -293,12 +295,12 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     return states
 
 
-def _arguments(module: Any, batch: Batch) -> dict[str, Any]:
+def _arguments(module: Any, batch: attention.Batch) -> dict[str, Any]:
     """Return what a model's forward takes of a batch that is on its device."""
     given: dict[str, Any] = {"use_cache": False}
     builds_positions = getattr(module, "builds_positions", False)
     if "segment_ids" in batch:
-        given |= attention_arguments(module, batch)
+        given |= attention.attention_arguments(module, batch)
         given["position_ids"] = None if builds_positions else batch["position_ids"]
     if "inputs_embeds" in batch:
         given["inputs_embeds"] = batch["inputs_embeds"]
@@ -497,7 +499,7 @@ class RouterLoss:
         for number, router in enumerate(routers):
             router.register_forward_hook(lambda _, __, output, number=number: self._add(number, output))
 
-    def begin(self, batch: Batch, device: torch.device, scale: float) -> None:
+    def begin(self, batch: attention.Batch, device: torch.device, scale: float) -> None:
         """Observe the next micro-batch; `scale` is that of its token loss. Tokens count once for each sample that they
         are in.
         """

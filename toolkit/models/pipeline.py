@@ -25,12 +25,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config.mesh import FAMILIES
 from toolkit.messages import ModelError
-from toolkit.models import probe
-from toolkit.models.attention import Batch
-from toolkit.models.loss import hidden_states, logits_of
-from toolkit.models.weights import tied_names
+from toolkit.models import attention, loss, probe, weights
 
-Finish = Callable[[PreTrainedModel, Batch], torch.Tensor]
+Finish = Callable[[PreTrainedModel, attention.Batch], torch.Tensor]
 
 
 def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
@@ -97,7 +94,7 @@ class PipelineStage(PipelineModule):
         names = part_names(model, num_stages)
         parts = [model.get_submodule(name) for name in names]
         specs: list[LayerSpec] = [LayerSpec(_Named, name, part) for name, part in zip(names, parts, strict=True)]
-        if tied_names(model) and getattr(parts[-1], "weight", None) is not None:
+        if weights.tied_names(model) and getattr(parts[-1], "weight", None) is not None:
             for index in (0, -1):  # a head that is the embedding stands in it twice, under the embedding's name
                 weight = f"{names[0]}.weight"
                 specs[index] = TiedLayerSpec("embedding", _Named, names[0], parts[index], tied_weight_attr=weight)
@@ -112,7 +109,7 @@ class PipelineStage(PipelineModule):
         # Not as submodules: the layers are that already, under their places in the sequence.
         self.__dict__["stage"], self.__dict__["full_model"] = model, full
         self.begins, self.ends = self.stage_id == 0, self.stage_id == num_stages - 1
-        self.batches: deque[Batch] = deque()
+        self.batches: deque[attention.Batch] = deque()
         self.finish: Finish | None = None
 
     def train(self, mode: bool = True) -> "PipelineStage":
@@ -130,7 +127,7 @@ class PipelineStage(PipelineModule):
         if not self.begins:
             batch = {**batch, "inputs_embeds": received}
         if not self.ends:
-            return hidden_states(model, batch)
+            return loss.hidden_states(model, batch)
         assert self.finish is not None
         return self.finish(model, batch)
 
@@ -195,7 +192,7 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def train_window(
-    engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish, before_update: Callable[[], None]
+    engine: PipelineEngine, micro_batches: Sequence[attention.Batch], finish: Finish, before_update: Callable[[], None]
 ) -> None:
     """Do one optimizer step, one micro-batch forward and one back in turn (1F1B). A collective.
 
@@ -212,11 +209,13 @@ def train_window(
 
 
 @torch.no_grad()
-def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish) -> list[torch.Tensor]:
+def evaluate_window(
+    engine: PipelineEngine, micro_batches: Sequence[attention.Batch], finish: Finish
+) -> list[torch.Tensor]:
     """Run micro-batches forward, as many on each rank; what `finish` made, [] but on the last stage. A collective."""
     found: list[torch.Tensor] = []
 
-    def keep(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    def keep(model: PreTrainedModel, batch: attention.Batch) -> torch.Tensor:
         found.append(finish(model, batch))
         return torch.zeros((), device=engine.device)
 
@@ -226,11 +225,13 @@ def evaluate_window(engine: PipelineEngine, micro_batches: Sequence[Batch], fini
     return found
 
 
-def forward_logits(engine: PipelineEngine, batch: Batch, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def forward_logits(
+    engine: PipelineEngine, batch: attention.Batch, pick: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, float32, CPU. A collective."""
     given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     with probe.evaluating(engine):
-        picked = evaluate_window(engine, [given], lambda model, one: pick(logits_of(model, one)).float().cpu())
+        picked = evaluate_window(engine, [given], lambda model, one: pick(loss.logits_of(model, one)).float().cpu())
     logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
     return logits
 
@@ -252,7 +253,7 @@ def broadcast_from_last(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _hand_over(engine: PipelineEngine, micro_batches: Sequence[Batch], finish: Finish) -> Any:
+def _hand_over(engine: PipelineEngine, micro_batches: Sequence[attention.Batch], finish: Finish) -> Any:
     """Give the module its batches; yield input and labels, which the first and the last stage want to see."""
     engine.module.batches, engine.module.finish = deque(micro_batches), finish
     return iter([(batch["input_ids"], batch["input_ids"]) for batch in micro_batches])

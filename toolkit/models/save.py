@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from toolkit.messages import CheckpointError, ModelError
-from toolkit.models.chat import AnyChatEncoder
+from toolkit.models import chat, weights
 from toolkit.models.chatglm.modeling import official_layout
-from toolkit.models.weights import Layout, WeightFiles, tied_names
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
@@ -54,7 +53,7 @@ def save_model(
     if format == "official":
         _write_official(model, folder, state)
     elif format == "hf":
-        tied = tied_names(model)
+        tied = weights.tied_names(model)
         _count_predicting_layers(model)
         known = None if state is None else {name: value for name, value in state.items() if name not in tied}
         model.save_pretrained(folder, state_dict=known, max_shard_size=max_shard_size)
@@ -63,7 +62,7 @@ def save_model(
         raise ModelError("unknown format '{format}'. Known: {known}.", format=format, known="hf, official")
 
 
-def describe(model: PreTrainedModel, encoder: AnyChatEncoder | None) -> dict[str, bytes]:
+def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dict[str, bytes]:
     """Return the non-weight files of a directory in transformers' layout, by path: some megabytes, mostly tokenizer."""
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -142,7 +141,7 @@ class Origin:
     """See `GlmLayout`."""
 
 
-def save_origin(model: PreTrainedModel, files: WeightFiles, layout: Layout, interleaved: bool) -> None:
+def save_origin(model: PreTrainedModel, files: weights.WeightFiles, layout: weights.Layout, interleaved: bool) -> None:
     """Note on a model where it came from, so that it can go back, unless `load_origin` has."""
     if getattr(model, "origin", None) is not None:  # ChatGLM-6B looks official in either layout
         return
@@ -227,7 +226,7 @@ def _write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch
 
 
 def _stored_tensor(
-    name: str, dtype: str, origin: Origin, layout: Layout, values: Mapping[str, torch.Tensor]
+    name: str, dtype: str, origin: Origin, layout: weights.Layout, values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     precision: torch.dtype = getattr(torch, dtype)
     if name in origin.computed:

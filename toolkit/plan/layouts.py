@@ -7,8 +7,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Any
 
-from toolkit.config.mesh import accumulation, micro_sizes
-from toolkit.config.rule_tables import INCOMPATIBLE, INCOMPATIBLE_OF_MODELS, OPTIMIZERS, READ_WHEN, REQUIRES, expand
+from toolkit.config import mesh, rule_tables
 from toolkit.config.schema import Device, Init, RunConfig, get_value
 from toolkit.messages import read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
@@ -95,7 +94,7 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
 
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
     """Yield all layouts that keep the global batch: stages, offloading, activation checkpointing, micro-batches."""
-    sizes = [size for size in micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
+    sizes = [size for size in mesh.micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
     for (stage, optimizer, parameters), recomputes, micro in product(LAYOUTS, (False, True), sizes):
         other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
         if not _is_contradictory(other):
@@ -104,11 +103,13 @@ def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
 
 def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
     """Whether config/rule_tables.py rejects a config; with `keys` whether it rejects these or they are not read."""
-    broken = {rule.key for rule in (*INCOMPATIBLE, *INCOMPATIBLE_OF_MODELS) if rule.broken(cfg)}
-    broken |= {row.key for row in REQUIRES if row.is_on(cfg) and not all(met(cfg) for met in row.needs.values())}
+    broken = {rule.key for rule in (*rule_tables.INCOMPATIBLE, *rule_tables.INCOMPATIBLE_OF_MODELS) if rule.broken(cfg)}
+    broken |= {
+        row.key for row in rule_tables.REQUIRES if row.is_on(cfg) and not all(met(cfg) for met in row.needs.values())
+    }
     if not keys:
         return bool(broken)
-    unread = {key for row in READ_WHEN if not row.is_read(cfg) for key in expand(row.keys)}
+    unread = {key for row in rule_tables.READ_WHEN if not row.is_read(cfg) for key in rule_tables.expand(row.keys)}
     return not (broken | unread).isdisjoint(keys)
 
 
@@ -130,7 +131,7 @@ def with_layout(
     other = deepcopy(cfg)
     other.zero.stage = stage
     other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters
-    if optimizer is not Device.none and OPTIMIZERS[cfg.optim.name].is_adam and cfg.optim.torch is True:
+    if optimizer is not Device.none and rule_tables.OPTIMIZERS[cfg.optim.name].is_adam and cfg.optim.torch is True:
         other.optim.torch = False
     if stage == 0:
         other.zero.overlap_comm = False
@@ -289,7 +290,7 @@ def _head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
         dtype=cfg.precision.dtype.value,
         rows=rows.rows,
         length=f"{rows.length:,}",
-        times=accumulation(cfg, machine.world_size),
+        times=mesh.accumulation(cfg, machine.world_size),
         machine=machine.name,
         usable=gib(machine.usable_bytes),
     )

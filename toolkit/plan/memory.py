@@ -20,21 +20,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from toolkit.config.mesh import accumulation, micro_rows
-from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import (
-    Attention,
-    Device,
-    Dtype,
-    Init,
-    LossKernel,
-    Packing,
-    RunConfig,
-    TaskKind,
-    TuningMethod,
-    has_pairs,
-    shares_prompts,
-)
+from toolkit.config import mesh, rule_tables, schema
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.outline import Outline, layer_of, stage_outlines, tensor_part
 
@@ -231,7 +217,7 @@ _DISTILLED_PART, _DISTILLED_COPIES = 4, 12.5
 """Beside a teacher chunks are a fourth (models/distillation.py), and so many times their bytes are held."""
 _ALL_REDUCE = 500_000_000
 """Elements that DeepSpeed flattens at once where ZeRO does not (engine.py, MEMORY_OPT_ALLREDUCE_SIZE, 0.19.8)."""
-WIDTHS = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
+WIDTHS = {schema.Dtype.fp32: 4, schema.Dtype.bf16: 2, schema.Dtype.fp16: 2}
 """Bytes of a weight."""
 
 PROCESS_BYTES = int(0.6 * GIB)
@@ -271,29 +257,29 @@ class RankMemory:
         return max(self.device, key=self.peak)
 
 
-def plan_rank(outline: Outline, cfg: RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
+def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
     """Return the memory of one rank on the longest rows that the config allows; of CPU ranks the host's is in it."""
     if (stages := cfg.parallel.pipeline) == 1:
         return _Rank(tensor_part(outline, cfg.parallel.tensor), cfg, world_size, on_cpu).memory()
     # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
-    held = (min(accumulation(cfg, world_size), stages - stage) for stage in range(stages))
+    held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
     parts = zip(stage_outlines(outline, stages), held, strict=True)
     found = [_Rank(part, cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in parts]
     peaks = tuple(one.peak(one.worst) for one in found)
     return replace(found[peaks.index(max(peaks))], stages=peaks)
 
 
-def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows:
+def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) -> Rows:
     """Return the largest micro-batch that the config allows."""
-    packed = cfg.data.packing is Packing.packed or shares_prompts(cfg)
-    varlen = packed and cfg.model.attention in (Attention.auto, Attention.varlen)
+    packed = cfg.data.packing is schema.Packing.packed or schema.shares_prompts(cfg)
+    varlen = packed and cfg.model.attention in (schema.Attention.auto, schema.Attention.varlen)
     blocks = packed and not varlen
     width = WIDTHS[cfg.precision.dtype]
-    learned = cfg.tuning.method in (TuningMethod.ptuning_v2, TuningMethod.prompt)
+    learned = cfg.tuning.method in (schema.TuningMethod.ptuning_v2, schema.TuningMethod.prompt)
     return Rows(
         # Of a pair both answers, in one row where they share a mask.
-        rows=micro_rows(cfg) * (2 if has_pairs(cfg) and not blocks else 1),
-        length=cfg.data.max_length * (2 if has_pairs(cfg) and blocks else 1),
+        rows=mesh.micro_rows(cfg) * (2 if schema.has_pairs(cfg) and not blocks else 1),
+        length=cfg.data.max_length * (2 if schema.has_pairs(cfg) and blocks else 1),
         prefix=cfg.tuning.num_tokens if learned else 0,
         mask_bytes=width if outline.is_v1 or blocks or learned else 0,
         mask_per_layer=blocks or (learned and not outline.is_v1),
@@ -308,19 +294,19 @@ def longest_rows(outline: Outline, cfg: RunConfig, on_cpu: bool = False) -> Rows
 class _Rank:
     """One rank, which has `outline` of the model; `in_flight`: micro-batches whose activations are there at once."""
 
-    def __init__(self, outline: Outline, cfg: RunConfig, world: int, on_cpu: bool, in_flight: int = 1) -> None:
+    def __init__(self, outline: Outline, cfg: schema.RunConfig, world: int, on_cpu: bool, in_flight: int = 1) -> None:
         self.outline, self.cfg, self.world, self.on_cpu, self.in_flight = outline, cfg, world, on_cpu, in_flight
         self.all, self.trained = outline.num_parameters, outline.num_trained  # P, X
         self.weight = WIDTHS[cfg.precision.dtype]
         self.is_half = self.weight == 2
         # Bytes of a number of an added-up gradient, and of the optimizer's states of a trained parameter.
-        self.grad = 2 if cfg.precision.dtype is Dtype.fp16 else 4
-        self.states = OPTIMIZERS[cfg.optim.name].state_bytes
+        self.grad = 2 if cfg.precision.dtype is schema.Dtype.fp16 else 4
+        self.states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes
         self.largest = max((math.prod(outline.shapes[name]) for name in outline.trained), default=0)
         self.largest_of_all = max(map(math.prod, outline.shapes.values()))
         self.rows = longest_rows(outline, cfg, on_cpu)
         zero = cfg.zero
-        self.offloads = zero.offload_optimizer.device is not Device.none
+        self.offloads = zero.offload_optimizer.device is not schema.Device.none
         copies = 2 if zero.overlap_comm and zero.stage in (1, 2) else 1
         # Elements of the buffers into which gradients are gathered before they are reduced.
         self.bucket = 0 if zero.stage == 0 else min(zero.reduce_bucket_size, self.trained) * copies
@@ -350,7 +336,7 @@ class _Rank:
         if not self.on_cpu:
             return RankMemory(device=device, host=host)
         # DeepSpeed copies the weights while those that are read, or made in float32, are still there.
-        if self.cfg.model.init is Init.random:
+        if self.cfg.model.init is schema.Init.random:
             device["load"] = _sum(stage.load, {"weights": max(0, 4 * self.all - sum(stage.load.values()))})
         else:
             device["load"] = stage.load | {"read": self.weight * self.largest_of_all}  # the tensor that is copied
@@ -371,13 +357,13 @@ class _Rank:
         if zero.stage == 3:
             ahead = max(zero.stage3_prefetch_bucket_size, other.largest_layer())
             gathered = min(size, min(size, zero.stage3_max_live_parameters) + min(size, ahead))
-            size = gathered + (self.part(size) if zero.offload_param.device is Device.none else 0)
+            size = gathered + (self.part(size) if zero.offload_param.device is schema.Device.none else 0)
         layer = 4 * other.sizes["inner"] + 4 * other.sizes["hidden"]
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def weights(self) -> int:
         """Bytes of all weights; QLoRA has those of the layers' matrices in 4 bits, and 1/64 byte of statistics."""
-        if self.cfg.tuning.method is not TuningMethod.qlora:
+        if self.cfg.tuning.method is not schema.TuningMethod.qlora:
             return self.weight * self.all
         small = sum(
             math.prod(shape)
@@ -397,7 +383,7 @@ class _Rank:
             parts = coming if extra > sum(parts.values()) else parts | staying
         else:
             parts |= self.gathered()
-        return parts | (stage.accumulated if accumulation(self.cfg, self.world) > 1 else {})
+        return parts | (stage.accumulated if mesh.accumulation(self.cfg, self.world) > 1 else {})
 
     def gathered(self, ahead: bool = True) -> Parts:
         """Stage 3: the layers that are gathered at the moment, and those on their way."""
@@ -424,11 +410,11 @@ class _Rank:
         """The output layer's; its logits are computed a chunk at a time, but for what models/loss.py names."""
         rows, (vocab, hidden) = self.rows, self.outline.vocabulary
         has_more = any("lm_head.lora_A" in name or "lm_head.modules_to_save" in name for name in self.outline.shapes)
-        if self.cfg.kernels.loss is LossKernel.full or has_more or self.outline.sizes.get("logits_change"):
+        if self.cfg.kernels.loss is schema.LossKernel.full or has_more or self.outline.sizes.get("logits_change"):
             # Logits as they are, in float32, their probabilities, and gradients.
             copies = 8 + (self.weight if self.is_half else 0) + (4 if with_gradients else 0)
             return rows.tokens * (vocab * copies + self.weight * hidden)
-        is_distilled = self.cfg.task.kind is TaskKind.distill
+        is_distilled = self.cfg.task.kind is schema.TaskKind.distill
         chunk = min(rows.tokens * vocab * 4, CHUNK_BYTES // (_DISTILLED_PART if is_distilled else 1))
         held = _DISTILLED_COPIES if is_distilled else _CHUNK_COPIES if with_gradients else 2.0
         if not with_gradients:
@@ -459,9 +445,9 @@ class _Rank:
         """What is offloaded."""
         zero, part = self.cfg.zero, self.part(self.trained)
         parts: Counter[str] = Counter()
-        if zero.offload_optimizer.device is Device.cpu:
+        if zero.offload_optimizer.device is schema.Device.cpu:
             parts["optimizer"] = int((4 + self.states) * part)
-        elif zero.offload_optimizer.device is Device.nvme:
+        elif zero.offload_optimizer.device is schema.Device.nvme:
             tile = min(part, zero.sub_group_size)
             parts["optimizer"] = 4 * tile * zero.offload_optimizer.buffer_count
         if self.offloads:
@@ -471,9 +457,9 @@ class _Rank:
                 parts["zenflow"] = chosen + (8 * part if zero.zenflow.overlap_step else 0)
             if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
                 parts["gradients"] += 4 * min(part, zero.sub_group_size)
-        if zero.offload_param.device is Device.cpu:
+        if zero.offload_param.device is schema.Device.cpu:
             parts["weights"] = self.weight * self.part(self.all)
-        elif zero.offload_param.device is Device.nvme:
+        elif zero.offload_param.device is schema.Device.nvme:
             parts["weights"] = self.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
         return {kind: count for kind, count in parts.items() if count}
 
@@ -516,7 +502,7 @@ def _stage1(rank: _Rank) -> _Stage:
     weight, trained = rank.weight, rank.trained
     own, bucket = weight * rank.part(trained), weight * rank.bucket
     at_rest = _at_rest_below_3(rank)
-    if rank.cfg.precision.dtype is Dtype.bf16 and not rank.offloads:
+    if rank.cfg.precision.dtype is schema.Dtype.bf16 and not rank.offloads:
         at_rest |= {"gradients": 4 * trained}
         return _Stage(
             load=_before_states(rank, at_rest, is_flattened=False),
@@ -537,7 +523,7 @@ def _stage1(rank: _Rank) -> _Stage:
 def _stage2(rank: _Rank) -> _Stage:
     """Weights w P, states (4 + s) X / N, gradients g X / N."""
     cfg, weight, part = rank.cfg, rank.weight, rank.part(rank.trained)
-    is_bf16, bucket = cfg.precision.dtype is Dtype.bf16, weight * rank.bucket
+    is_bf16, bucket = cfg.precision.dtype is schema.Dtype.bf16, weight * rank.bucket
     gradients = 0 if rank.offloads else rank.grad * part
     flush = weight * min(rank.trained, cfg.zero.reduce_bucket_size) + weight * rank.largest // 2
     backward = {"gradients": gradients, "buckets": bucket + flush}
@@ -550,7 +536,7 @@ def _stage2(rank: _Rank) -> _Stage:
         backward |= {"buckets": bucket + flush} | ({"layer inputs": inputs} if inputs else {})
     if not rank.offloads and not is_bf16:  # a micro-batch's beside those before it; bf16 adds up in one buffer
         backward["buckets"] = bucket + max(flush, rank.grad * part + weight * rank.largest)
-        if accumulation(cfg, rank.world) == 1:  # none are before it
+        if mesh.accumulation(cfg, rank.world) == 1:  # none are before it
             backward["gradients"] = 0
     vocab, hidden = rank.outline.vocabulary
     at_rest = _at_rest_below_3(rank)
@@ -570,7 +556,7 @@ def _stage3(rank: _Rank) -> _Stage:
     zero, weight, part = rank.cfg.zero, rank.weight, rank.part(rank.trained)
     sizes = map(math.prod, rank.outline.shapes.values())
     persistent = sum(size for size in sizes if size <= zero.stage3_param_persistence_threshold)
-    own = rank.part(rank.all) if zero.offload_param.device is Device.none else 0
+    own = rank.part(rank.all) if zero.offload_param.device is schema.Device.none else 0
     states = {} if rank.offloads else {"optimizer": int((4 + rank.states) * part), "gradients": rank.grad * part}
     at_rest = {"weights": weight * (own + persistent), **states, "buckets": weight * rank.bucket}
     if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one node
@@ -621,7 +607,7 @@ def process_bytes(memory: RankMemory) -> int:
     return PROCESS_BYTES + memory.peak(memory.worst) + heap_bytes(memory)
 
 
-def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMemory) -> dict[str, Parts]:
+def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory: RankMemory) -> dict[str, Parts]:
     """Return the bytes of one node by kind in the phases load, step and export; without the pages of the tokenized
     data, which give way to anything else.
     """
@@ -635,8 +621,8 @@ def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMe
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     # What a rank has in host memory before it goes to its device.
-    weights = (4 if cfg.model.init is Init.random else width) * outline.num_parameters
-    if cfg.model.init is not Init.random and cfg.zero.stage == 3:
+    weights = (4 if cfg.model.init is schema.Init.random else width) * outline.num_parameters
+    if cfg.model.init is not schema.Init.random and cfg.zero.stage == 3:
         rows, columns = outline.vocabulary
         weights = width * max(rows * columns, outline.num_parameters // machine.world_size)
     if outline.teacher:  # which is loaded before the student, or after it
@@ -654,14 +640,14 @@ def plan_host(outline: Outline, cfg: RunConfig, machine: Machine, memory: RankMe
     return {"load": loading, "step": steps, "export": exporting}
 
 
-def checkpoint_bytes(outline: Outline, cfg: RunConfig) -> int:
+def checkpoint_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
     """Return the bytes of one checkpoint, of all ranks: trained weights, and states in float32."""
     states = 12 if cfg.zero.stage or WIDTHS[cfg.precision.dtype] == 2 else 8
     weights = WIDTHS[cfg.precision.dtype] if cfg.zero.stage < 3 else 0
     return (states + weights) * outline.num_trained
 
 
-def export_bytes(outline: Outline, cfg: RunConfig) -> int:
+def export_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
     """Return the bytes of what is exported: the model, or what was added to it."""
     whole = all(name in outline.trained for name in outline.shapes) or cfg.tuning.method.value == "freeze"
     return WIDTHS[cfg.precision.dtype] * (outline.num_parameters if whole else outline.num_trained)

@@ -21,20 +21,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from toolkit import children
-from toolkit.config.files import conf_folder, read
-from toolkit.config.mesh import check_split, part_shape, split_of
-from toolkit.config.schema import (
-    Init,
-    RunConfig,
-    ShapeConfig,
-    TaskConfig,
-    TaskKind,
-    TuningConfig,
-    TuningMethod,
-    has_own_teacher,
-)
-from toolkit.disk import write_atomically
+from toolkit import children, disk
+from toolkit.config import files, mesh, schema
 from toolkit.messages import ConfigError, did_you_mean, joined, say, tr
 
 Shapes = dict[str, tuple[int, ...]]
@@ -71,7 +59,7 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
     return _dense(config) if is_known else None
 
 
-def shape_of_random(vocab_size: int, shape: ShapeConfig) -> tuple[Shapes, Sizes]:
+def shape_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes, Sizes]:
     """Return the same of a random model (`model.init=random`)."""
     return _dense(
         {
@@ -211,19 +199,19 @@ class Outline:
         return sum(math.prod(self.shapes[name]) for name in self.trained)
 
 
-def tuned(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
+def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
     """Return a model with what a fine-tuning method adds to it, and what is trained; `tuning.adapter` is not read."""
-    if tuning.method is TuningMethod.full:
+    if tuning.method is schema.TuningMethod.full:
         return Outline(shapes, frozenset(shapes), sizes)
-    if tuning.method is TuningMethod.freeze:
+    if tuning.method is schema.TuningMethod.freeze:
         names = {name for name in shapes if layer_of(name) >= sizes["layers"] - tuning.last_layers}
         for pattern in tuning.patterns:
             names.update(check_matches("tuning.patterns", pattern, shapes))
         return Outline(shapes, frozenset(names), sizes)
-    if tuning.method in (TuningMethod.lora, TuningMethod.qlora):
+    if tuning.method in (schema.TuningMethod.lora, schema.TuningMethod.qlora):
         return _with_lora(shapes, sizes, tuning)
     added: Shapes = {"soft_prompt.embedding.weight": (tuning.num_tokens, sizes["hidden"])}
-    if tuning.method is TuningMethod.ptuning_v2:
+    if tuning.method is schema.TuningMethod.ptuning_v2:
         width = 2 * sizes["layers"] * sizes["keys"]
         added = {"prefix_encoder.embedding.weight": (tuning.num_tokens, width)}
         if tuning.projection:
@@ -238,7 +226,7 @@ def tuned(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
     return Outline(shapes | added, frozenset(added), sizes)
 
 
-def _with_lora(shapes: Shapes, sizes: Sizes, tuning: TuningConfig) -> Outline:
+def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
     modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
     linear = [name for name in modules if layer_of(name) >= 0]
     patterns = tuning.target_modules or default_targets("", linear)
@@ -355,10 +343,10 @@ def tensor_part(outline: Outline, size: int) -> Outline:
     if size == 1:
         return outline
     sizes = outline.sizes
-    check_split(
+    mesh.check_split(
         {"heads": sizes["heads"], "key_heads": sizes["keys"] // sizes["head_size"], "inner": sizes["inner"]}, size
     )
-    shapes = {name: part_shape(name, shape, size) for name, shape in outline.shapes.items()}
+    shapes = {name: mesh.part_shape(name, shape, size) for name, shape in outline.shapes.items()}
     own = {name: sizes[name] // size for name in ("heads", "keys", "inner")}
     return replace(outline, shapes=shapes, sizes=sizes | own)
 
@@ -372,7 +360,7 @@ def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[flo
     """
     if size == 1:
         return 0.0, 0
-    times = sum(1 for name, shape in outline.shapes.items() if len(shape) == 2 and split_of(name))
+    times = sum(1 for name, shape in outline.shapes.items() if len(shape) == 2 and mesh.split_of(name))
     return times * 2 * (size - 1) / size * states_bytes, times
 
 
@@ -381,7 +369,7 @@ _FORM = 1
 """Of what is remembered; another one is measured anew."""
 
 
-def outline_of(cfg: RunConfig, vocab_size: int = 0) -> Outline:
+def outline_of(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline:
     """Return what is trained, and in what; a model whose group has `model.published` needs no directory.
 
     `vocab_size`: of a random model's tokenizer; 0 takes the most that the recipe allows.
@@ -393,10 +381,10 @@ def outline_of(cfg: RunConfig, vocab_size: int = 0) -> Outline:
     return replace(found, teacher=outline_of(other)) if other else found
 
 
-def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
+def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None:
     """Return the same; None for a model that no formula knows and that has not been measured yet."""
     model = cfg.model
-    if model.init is Init.random:
+    if model.init is schema.Init.random:
         return _taught(cfg, _tuned(cfg, *shape_of_random(vocab_size or model.shape.vocab_size, model.shape)))
     config = config_of(cfg)
     try:
@@ -408,7 +396,7 @@ def cached_outline(cfg: RunConfig, vocab_size: int = 0) -> Outline | None:
     return _taught(cfg, _tuned(cfg, *found)) if found else None
 
 
-def _taught(cfg: RunConfig, outline: Outline) -> Outline | None:
+def _taught(cfg: schema.RunConfig, outline: Outline) -> Outline | None:
     """Return an outline with that of the teacher; None where it has not been measured yet."""
     if (other := _teacher(cfg)) is None:
         return outline
@@ -416,24 +404,24 @@ def _taught(cfg: RunConfig, outline: Outline) -> Outline | None:
     return found and replace(outline, teacher=found)
 
 
-def _teacher(cfg: RunConfig) -> RunConfig | None:
+def _teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
     """Return a config of the teacher, as a model that is trained; None where there is no other model."""
-    if cfg.task.kind is not TaskKind.distill or not cfg.distill.teacher or has_own_teacher(cfg):
+    if cfg.task.kind is not schema.TaskKind.distill or not cfg.distill.teacher or schema.has_own_teacher(cfg):
         return None
     path = cfg.distill.teacher
     published = published_teachers().get(path, {})
-    model = replace(cfg.model, init=Init.pretrained, path=path, name=path, published=published)
-    return replace(cfg, task=TaskConfig(), model=model, tuning=TuningConfig())
+    model = replace(cfg.model, init=schema.Init.pretrained, path=path, name=path, published=published)
+    return replace(cfg, task=schema.TaskConfig(), model=model, tuning=schema.TuningConfig())
 
 
 @cache
 def published_teachers() -> dict[str, dict[str, Any]]:
     """Return what config.json of the published models says, by their names on Hugging Face."""
-    groups = [read(path).values for path in sorted((conf_folder() / "model").glob("*.yaml"))]
+    groups = [files.read(path).values for path in sorted((files.conf_folder() / "model").glob("*.yaml"))]
     return {group["hub_id"]: group["published"] for group in groups if "published" in group and "hub_id" in group}
 
 
-def _tuned(cfg: RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
+def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
     """Return a language model with the head that the task gives it, and what is trained of it."""
     if not cfg.task.is_language:
         rest = {name: shape for name, shape in shapes.items() if name != _HEAD}
@@ -441,7 +429,7 @@ def _tuned(cfg: RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
     return tuned(shapes, sizes, tuning_of(cfg))
 
 
-def tuning_of(cfg: RunConfig) -> TuningConfig:
+def tuning_of(cfg: schema.RunConfig) -> schema.TuningConfig:
     """Return `tuning`; with the head of a task that adds one, which is always trained."""
     if cfg.task.is_language:
         return cfg.tuning
@@ -452,11 +440,11 @@ def tuning_of(cfg: RunConfig) -> TuningConfig:
 @cache
 def published_models() -> dict[str, dict[str, Any]]:
     """Return by name the models of conf/model/ whose sizes are known, with what their config.json says of them."""
-    groups = [read(path).values for path in sorted((conf_folder() / "model").glob("*.yaml"))]
+    groups = [files.read(path).values for path in sorted((files.conf_folder() / "model").glob("*.yaml"))]
     return {group["name"]: group["published"] for group in groups if "published" in group}
 
 
-def config_of(cfg: RunConfig) -> dict[str, Any]:
+def config_of(cfg: schema.RunConfig) -> dict[str, Any]:
     """Return config.json of the model, or what its group says of a published one that is not there."""
     model, file = cfg.model, _file(cfg)
     if file is None:
@@ -479,12 +467,12 @@ def config_of(cfg: RunConfig) -> dict[str, Any]:
     return config
 
 
-def _file(cfg: RunConfig) -> Path | None:
+def _file(cfg: schema.RunConfig) -> Path | None:
     file = Path(cfg.model.path) / "config.json"
     return file if cfg.model.path and file.is_file() else None
 
 
-def _measured(cfg: RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+def _measured(cfg: schema.RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
     """Build the model on the meta device, in a process of its own, once for each config.json."""
     kept, folder = _cache_of(cfg, config), Path(cfg.model.path).absolute()
     say("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type"))
@@ -506,7 +494,7 @@ def _measured(cfg: RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes]
     return _read(kept)
 
 
-def _cache_of(cfg: RunConfig, config: Mapping[str, Any]) -> Path:
+def _cache_of(cfg: schema.RunConfig, config: Mapping[str, Any]) -> Path:
     return cache_file(cfg, "outline", [config, _FORM, version("transformers")])
 
 
@@ -515,7 +503,7 @@ def _read(file: Path) -> tuple[Shapes, Sizes]:
     return {name: tuple(shape) for name, shape in measured["shapes"].items()}, measured["sizes"]
 
 
-def cache_file(cfg: RunConfig, kind: str, inputs: object) -> Path:
+def cache_file(cfg: schema.RunConfig, kind: str, inputs: object) -> Path:
     """Return where something is kept that depends on these inputs alone."""
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     return Path(cfg.prepare.dir) / "plan" / f"{kind}-{key}.json"
@@ -524,4 +512,4 @@ def cache_file(cfg: RunConfig, kind: str, inputs: object) -> Path:
 def write_cache(file: Path, values: Any) -> None:
     """Write values as JSON, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(values).encode() + b"\n")
+    disk.write_atomically(file, json.dumps(values).encode() + b"\n")

@@ -34,17 +34,7 @@ from functools import cache
 from pathlib import Path
 
 from toolkit import children
-from toolkit.config.load import to_yaml
-from toolkit.config.mesh import accumulation
-from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import (
-    Device,
-    PreferenceLoss,
-    RunConfig,
-    has_live_teacher,
-    has_own_teacher,
-    has_reference_in_step,
-)
+from toolkit.config import load, mesh, rule_tables, schema
 from toolkit.launch.environment import free_port
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.machine import Machine, this_machine
@@ -125,10 +115,10 @@ class StepTime:
         return self.tokens / self.seconds
 
 
-def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> StepTime:
+def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> StepTime:
     """Return an estimate for full rows, all of whose tokens are trained; ring algorithms are assumed."""
     rows, size, zero = longest_rows(outline, cfg), outline.sizes, cfg.zero
-    weight, times = WIDTHS[cfg.precision.dtype], accumulation(cfg, machine.world_size)
+    weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
     stages, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
     world = machine.world_size // (stages * tensor)  # ranks with equal parameters
     recomputes = cfg.train.activation_checkpointing.enabled
@@ -138,11 +128,11 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
     cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
     flops = cost.hardware_flops(work) if recomputes else cost.model_flops(work)
     # Passes without gradients: of the reference, and for KTO as many again of questions with others' answers.
-    is_kto, by_reference = cfg.preference.loss is PreferenceLoss.kto, has_reference_in_step(cfg)
+    is_kto, by_reference = cfg.preference.loss is schema.PreferenceLoss.kto, schema.has_reference_in_step(cfg)
     flops += cost.forward.flops(work) * (by_reference + is_kto * (1 + by_reference))
-    if has_own_teacher(cfg):
+    if schema.has_own_teacher(cfg):
         flops += cost.forward.flops(work)
-    teacher = outline.teacher if has_live_teacher(cfg) else None
+    teacher = outline.teacher if schema.has_live_teacher(cfg) else None
     if teacher:
         flops += formula(teacher.shapes, teacher.sizes).forward.flops(work)
     is_known = is_countable(outline.shapes) and (teacher is None or is_countable(teacher.shapes))
@@ -165,13 +155,13 @@ def step_time(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) 
         per_token = 2 * (outline.sizes["heads"] * size["head_size"] + keys) * weight * size["layers"]
         once = rows.tokens * per_token * (rows.parts - 1) / rows.parts
         communication += times * (3 if recomputes else 2) * once / rates.link
-    if zero.offload_param.device is not Device.none:  # a rank's part goes to its GPU, forward and backward
+    if zero.offload_param.device is not schema.Device.none:  # a rank's part goes to its GPU, forward and backward
         communication += times * 2 * weight * outline.num_parameters / world / rates.pcie
 
     part = outline.num_trained // stages / (world if zero.stage else 1)
-    states = OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
+    states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
     moved = part * (4 + 8 + 2 * states + 2 * weight)
-    is_offloaded = zero.offload_optimizer.device is not Device.none
+    is_offloaded = zero.offload_optimizer.device is not schema.Device.none
     return StepTime(
         compute=compute,
         communication=communication,
@@ -323,7 +313,7 @@ _PATIENCE_S = 300
 _POLL_S = 0.1
 
 
-def _cache_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
+def _cache_of(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> Path:
     """Return where the rates of this host are kept: they depend on its processors, on the model and on its rows."""
     gpu = machine.card.name if machine.card else ""
     inputs = [
@@ -337,7 +327,7 @@ def _cache_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Path:
     return cache_file(cfg, f"rates-{os.uname().nodename}", inputs)
 
 
-def rates_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Rates:
+def rates_of(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> Rates:
     """Return what has been measured on this machine for this model, else what is assumed."""
     file = _cache_of(cfg, machine, outline)
     if machine.nodes == 1 and file.is_file():
@@ -346,7 +336,7 @@ def rates_of(cfg: RunConfig, machine: Machine, outline: Outline) -> Rates:
     return assumed(machine, cfg.precision.dtype.value)
 
 
-def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
+def calibrate(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> None:
     """Measure this machine's rates and keep them."""
     if machine.nodes > 1:
         raise ConfigError(tr("calibrate=true measures one machine, this one: leave nodes= out."))
@@ -369,10 +359,10 @@ def calibrate(cfg: RunConfig, machine: Machine, outline: Outline) -> None:
     write_cache(_cache_of(cfg, machine, outline), slowest)
 
 
-def _measure(cfg: RunConfig, machine: Machine, folder: Path) -> list[dict[str, float]]:
+def _measure(cfg: schema.RunConfig, machine: Machine, folder: Path) -> list[dict[str, float]]:
     """Run `toolkit.train.calibration` on every rank at the same time; return the rates that each has measured."""
     config = folder / "config.yaml"
-    config.write_text(to_yaml(cfg), encoding="utf-8")
+    config.write_text(load.to_yaml(cfg), encoding="utf-8")
     environ = os.environ | {
         "WORLD_SIZE": str(machine.ranks),
         "MASTER_ADDR": "127.0.0.1",

@@ -22,10 +22,9 @@ import yaml
 from markupsafe import Markup
 
 import toolkit
-from toolkit.config import files
+from toolkit import disk, secrets, terminal
+from toolkit.config import files, schema
 from toolkit.config.load import load, to_dict, to_plain
-from toolkit.config.schema import RunConfig, SourceConfig, leaves
-from toolkit.disk import check_no_symlinks, write_atomically
 from toolkit.messages import (
     ConfigError,
     TrackError,
@@ -39,8 +38,6 @@ from toolkit.messages import (
 )
 from toolkit.report.figures import GIB, NAMES, Drawing, config, draw, events_of, is_own
 from toolkit.report.run import DONE, FAILED, PAGE, RUNNING, Run, Sample, distinct_names, expand_sweeps, read_run
-from toolkit.secrets import are_same, hide, hide_all
-from toolkit.terminal import clock
 
 _MOST_ROWS = 60
 _GOOD, _BAD = "good", "bad"
@@ -129,8 +126,10 @@ def tiles(run: Run) -> Iterator[Tile]:
     if history.seconds:
         detail, whole = tr("in training steps"), run.summary.get("seconds")
         if isinstance(whole, (int, float)) and len(run.starts) == 1:  # as the log's last lines say
-            detail = tr("in training steps; {time} in all, from the start of the command", time=clock(round(whole)))
-        yield Tile(tr("Time"), clock(round(history.seconds)), detail)
+            detail = tr(
+                "in training steps; {time} in all, from the start of the command", time=terminal.clock(round(whole))
+            )
+        yield Tile(tr("Time"), terminal.clock(round(history.seconds)), detail)
     bad, skipped, rewinds = (int(last(name) or 0) for name in ("bad_steps", "skipped_steps", "rewinds"))
     restarts = max(len(run.starts) - 1, 0)
     parts = [
@@ -158,7 +157,7 @@ def overview(runs: Sequence[Run]) -> Table:
                 f"{history.best[0]:.4f}" if history.best else NONE,
                 f"{pace:,.0f}" if pace else NONE,
                 " / ".join(sizes) or NONE,
-                clock(round(history.seconds)) if history.seconds else NONE,
+                terminal.clock(round(history.seconds)) if history.seconds else NONE,
             ]
         )
     heads = (
@@ -345,7 +344,7 @@ def head(run: Run) -> list[str]:
 
 _OWN = ("run.name", "run.dir", "recipe", "resume")
 """What differs between any two runs and says nothing of them."""
-_SOURCE = dict(leaves(to_plain(SourceConfig())))
+_SOURCE = dict(schema.leaves(to_plain(schema.SourceConfig())))
 
 
 class Changed(NamedTuple):
@@ -360,7 +359,7 @@ class Changed(NamedTuple):
 
 def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
-    ours, defaults = _settings(run.config), _settings(to_dict(RunConfig()))
+    ours, defaults = _settings(run.config), _settings(to_dict(schema.RunConfig()))
     name, recipe = str(run.config.get("recipe", "")), None
     if name in files.known_recipes():
         with suppress(ConfigError):
@@ -369,8 +368,8 @@ def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     for key in ours | (recipe or {}):
         value, default = ours.get(key), defaults.get(key)
         its = recipe.get(key) if recipe is not None else default
-        is_new = not are_same(value, its)
-        if key not in _OWN and (is_new or not are_same(value, default)):
+        is_new = not secrets.are_same(value, its)
+        if key not in _OWN and (is_new or not secrets.are_same(value, default)):
             found.append(Changed(key, [_setting_text(one) for one in (value, its, default)], is_new))
     return sorted(found, key=lambda one: not one.is_new), recipe is not None
 
@@ -382,17 +381,17 @@ def differences_between(runs: Sequence[Run]) -> list[Changed]:
     return [
         Changed(key, [_setting_text(one.get(key)) for one in settings], True)
         for key in keys
-        if key not in _OWN and any(not are_same(one.get(key), settings[0].get(key)) for one in settings[1:])
+        if key not in _OWN and any(not secrets.are_same(one.get(key), settings[0].get(key)) for one in settings[1:])
     ]
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return every value by its key; of the sections in a list only what is not a data source's default."""
     found: dict[str, Any] = {}
-    for key, value in leaves(config):
+    for key, value in schema.leaves(config):
         sections = value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
         for number, one in enumerate(sections):
-            items = {name: it for name, it in leaves(one) if it not in (_SOURCE.get(name), None)}
+            items = {name: it for name, it in schema.leaves(one) if it not in (_SOURCE.get(name), None)}
             found |= {f"{key}[{number}].{name}": it for name, it in items.items()}
         if not sections:
             found[key] = value
@@ -509,7 +508,7 @@ def write_page(
             ),
         },
         charts={
-            "specs": {drawing.name: _without_legends(hide_all(_spec(drawing))) for drawing in drawn},
+            "specs": {drawing.name: _without_legends(secrets.hide_all(_spec(drawing))) for drawing in drawn},
             "config": config("currentColor", _PAGE_FONTS),
             "failed": tr("This chart could not be drawn; the browser's console says why."),
         },
@@ -526,7 +525,7 @@ def write_page(
 
 def _shown(value: Any) -> Any:
     """Return what is put into the page: texts without secrets, and without what turns the direction of writing."""
-    return printable(hide(value)) if type(value) is str else value
+    return printable(secrets.hide(value)) if type(value) is str else value
 
 
 def _spec(drawing: Drawing) -> dict[str, Any]:
@@ -546,7 +545,7 @@ def _without_legends(part: Any) -> Any:
 def png(drawing: Drawing) -> bytes:
     """Return a chart as a picture on white."""
     found = {
-        **hide_all(_spec(drawing)),
+        **secrets.hide_all(_spec(drawing)),
         "title": drawing.title,
         "width": _PNG_WIDTH,
         "height": _PNG_HEIGHT,
@@ -691,12 +690,12 @@ def _check_target(output: Path, images: Path) -> None:
         raise ConfigError(
             "{folder} already exists and is not of a report; it is not touched. Choose another output.", folder=images
         )
-    check_no_symlinks(images, ConfigError)
+    disk.check_no_symlinks(images, ConfigError)
 
 
 def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
     drawings = draw(runs)
-    write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
+    disk.write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
     language = current_language()
     if language == "zh" and not has_chinese():  # the letters would be boxes
         set_language("en")
@@ -706,7 +705,7 @@ def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
         names = set()
         for drawing in (one for of_section in drawings.values() for one in of_section):
             names.add(f"{drawing.name}.png")
-            write_atomically(images / f"{drawing.name}.png", png(drawing))
+            disk.write_atomically(images / f"{drawing.name}.png", png(drawing))
     finally:
         set_language(language)
     for name in {f"{name}.png" for name in NAMES} - names:  # of a report with other charts

@@ -20,11 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from toolkit import children
-from toolkit.disk import write_atomically
+from toolkit import children, disk, secrets
 from toolkit.launch.environment import without_ranks
 from toolkit.messages import current_language, set_language, tr, warn
-from toolkit.secrets import hide, hide_all
 from toolkit.track.backends import ANSWERS, BACKENDS, EVAL, FAILED, FINISHED, SAMPLES, TRAIN, Backend, Row, TrackedRun
 from toolkit.track.metrics import is_evaluation, metric_values
 
@@ -146,7 +144,7 @@ class Trackers:
     def _send(self, kind: str, **values: Any) -> None:
         if self._process is None:
             return
-        line = json.dumps(hide_all({"kind": kind, **values})).encode() + b"\n"
+        line = json.dumps(secrets.hide_all({"kind": kind, **values})).encode() + b"\n"
         if len(self._waiting) + len(line) <= MOST_WAITING_BYTES:
             self._waiting += line
         elif not self._is_full:
@@ -407,7 +405,7 @@ class _Record:
             if values == self._written:
                 return
             self.path.parent.mkdir(exist_ok=True)
-            write_atomically(self.path, json.dumps(values).encode() + b"\n")
+            disk.write_atomically(self.path, json.dumps(values).encode() + b"\n")
             self._written = values
 
 
@@ -423,7 +421,7 @@ class _Hiding:
 
     def write(self, text: str) -> int:
         """Write a text without them."""
-        return self._stream.write(hide(text))
+        return self._stream.write(secrets.hide(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -30,11 +30,9 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.launch import environment
 from toolkit.messages import set_language, tr
-from toolkit.models.attention import Batch
+from toolkit.models import attention, directory, loss
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
-from toolkit.models.directory import Architecture, architecture_of
 from toolkit.models.load import TORCH_DTYPES, random_config
-from toolkit.models.loss import token_loss_sum
 from toolkit.plan.memory import WIDTHS, longest_rows
 from toolkit.plan.outline import Outline, config_of, outline_of
 from toolkit.plan.speed import Rates, Work, causal_pairs, formula, gathered_bytes
@@ -98,8 +96,8 @@ def _layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tu
     return first_s, layer_s, flops[0], flops[1] - flops[0]
 
 
-def _pass(model: torch.nn.Module, batch: Batch) -> None:
-    token_loss_sum(model, batch).backward()
+def _pass(model: torch.nn.Module, batch: attention.Batch) -> None:
+    loss.token_loss_sum(model, batch).backward()
     model.zero_grad()
 
 
@@ -127,7 +125,7 @@ def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: tor
         engine = build.initialize_engine(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
         engine.train()
         engines.append(engine)
-        calls.append(lambda engine=engine, batch=batch: engine.backward(token_loss_sum(engine, batch)))
+        calls.append(lambda engine=engine, batch=batch: engine.backward(loss.token_loss_sum(engine, batch)))
     _, split_s = _seconds_and_more(calls, device)
     for engine in engines:
         engine.destroy()
@@ -137,7 +135,7 @@ def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: tor
     return sent / max(split_s - layer_s, 1e-6)
 
 
-def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> Batch:
+def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> attention.Batch:
     """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token of it is trained."""
     rows = longest_rows(outline, cfg)
     size = (rows.rows, rows.length)
@@ -159,8 +157,8 @@ def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> tor
         model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))
     else:
         config: dict[str, Any] = dict(config_of(cfg))
-        architecture = architecture_of(config)
-        if architecture is Architecture.v1:
+        architecture = directory.architecture_of(config)
+        if architecture is directory.Architecture.v1:
             config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
             model = ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
         else:

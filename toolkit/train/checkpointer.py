@@ -28,11 +28,9 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 import toolkit
+from toolkit import disk, secrets
 from toolkit.checkpoint import directory, state_files
-from toolkit.checkpoint.directory import FileRecord, RunState
-from toolkit.config import load, rule_tables
-from toolkit.config.schema import EVAL_LOSS, CheckpointConfig, Influence, RunConfig, influence_of, leaves
-from toolkit.disk import flush
+from toolkit.config import load, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
 from toolkit.engine.parameters import is_partitioned, repair_counts, ruined_ranks
@@ -40,7 +38,6 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, say, tr, warn
 from toolkit.models import probe, save
 from toolkit.models.pipeline import capture_probe, is_pipeline, unwrap_model
-from toolkit.secrets import are_same, hide_all
 from toolkit.train.run_dir import RunSource, describe_environment, versions
 
 
@@ -49,7 +46,7 @@ class Rotation:
     does. `export` makes an export of a checkpoint, or raises CheckpointError.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, export: Callable[[Path, Path], None]) -> None:
+    def __init__(self, folder: Path, config: schema.CheckpointConfig, export: Callable[[Path, Path], None]) -> None:
         self.folder, self.config, self.export = folder, config, export
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -142,7 +139,7 @@ class Checkpointer:
         self,
         engine: DeepSpeedEngine,
         folder: Path,
-        config: CheckpointConfig,
+        config: schema.CheckpointConfig,
         described: ModelFiles,
         keep_best: str = "",
         patience_s: float = 300.0,
@@ -168,7 +165,7 @@ class Checkpointer:
         self._last_bytes = 0
         self._probe_s, self._probed_at = 0.0, 0.0
 
-    def begin(self, state: RunState, is_last: bool = False) -> None:
+    def begin(self, state: directory.RunState, is_last: bool = False) -> None:
         """Publish the previous one and write one; the last is probed, as no step shows its weights are good."""
         self.finish()
         name = directory.checkpoint_name(state.step)
@@ -196,7 +193,7 @@ class Checkpointer:
             )
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
         last = state.evaluations[-1] if state.evaluations else {}
-        is_evaluated = last.get("step") == state.step and math.isfinite(last.get(EVAL_LOSS, math.nan))
+        is_evaluated = last.get("step") == state.step and math.isfinite(last.get(schema.EVAL_LOSS, math.nan))
         pending.is_good = (is_last and has_probe) or is_evaluated
         try:
             if not self.files.failure:
@@ -279,7 +276,7 @@ class Checkpointer:
         if pending is None:
             return
         pending.wait()
-        parts: list[tuple[str, dict[str, FileRecord]]] = gather((pending.failure, pending.records))
+        parts: list[tuple[str, dict[str, directory.FileRecord]]] = gather((pending.failure, pending.records))
         failure = next((reason for reason, _ in parts if reason), "")
         name = pending.folder.name.removesuffix(".tmp")
         records = {file: one for _, part in parts for file, one in part.items()}
@@ -349,11 +346,11 @@ class Checkpointer:
             "it takes {needed} MB and {free} MB are free", needed=f"{needed / 1e6:,.0f}", free=f"{free / 1e6:,.0f}"
         )
 
-    def _publish(self, pending: "_Pending", target: Path, records: dict[str, FileRecord]) -> None:
+    def _publish(self, pending: "_Pending", target: Path, records: dict[str, directory.FileRecord]) -> None:
         try:
             directory.write_manifest(pending.folder, records, {"step": pending.step})
             for folder in {pending.folder, *((pending.folder / name).parent for name in records)}:
-                flush(folder)
+                disk.flush(folder)
             directory.publish_checkpoint(pending.folder, target)
         except OSError as error:
             raise CheckpointError(error.strerror or str(error)) from error
@@ -366,7 +363,7 @@ class Checkpointer:
     def _best(self, evaluations: list[dict[str, float]]) -> list[Path]:
         """Return the best checkpoint so far, of equal ones the first, if `evaluate.keep_best` wants it kept."""
         there = {directory.step_of(path): path for path in directory.published_checkpoints(self.folder)}
-        sign = 1 if self.keep_best == EVAL_LOSS else -1
+        sign = 1 if self.keep_best == schema.EVAL_LOSS else -1
         rated = [
             (sign * one[self.keep_best], int(one["step"]))
             for one in evaluations
@@ -399,7 +396,7 @@ class _Pending:
         self.is_good = False
         """Whether a good step has followed, or an evaluation or a probe has shown as much."""
         self.failure = ""
-        self.records: dict[str, FileRecord] = {}
+        self.records: dict[str, directory.FileRecord] = {}
         self.thread = threading.Thread(target=self._prove, name="checkpoint", daemon=True)
 
     def wait(self) -> None:
@@ -411,7 +408,7 @@ class _Pending:
             self.files.write()
             self.failure = self.failure or self.files.failure
             for path in [] if self.failure else [*self.files.written, *self.mine]:
-                flush(path)
+                disk.flush(path)
                 self.records[path.relative_to(self.folder).as_posix()] = directory.record_file(path)
         except OSError as error:
             self.failure = f"{error.filename or ''} {error.strerror or error}".strip()
@@ -430,7 +427,7 @@ def trim_metrics(folder: Path, length: int) -> None:
     os.truncate(path, length)
 
 
-def starting_state(cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: RunSource) -> RunState:
+def starting_state(cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, source: RunSource) -> directory.RunState:
     """Return where the run begins; put aside what is done again. For rank 0 only; `data` is the `identity` of its data.
     ConfigError if the run computes something else than the saved one, CheckpointError if it cannot be read here.
     """
@@ -443,7 +440,7 @@ def starting_state(cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: R
     }
     if source.checkpoint is None:
         trim_metrics(source.folder, 0)
-        return RunState(**same)
+        return directory.RunState(**same)
     state = directory.read_run_state(source.checkpoint)
     _check_layout(state, config, ranks.world_size)
     if _is_converted(state, cfg.zero.stage, ranks) and not rule_tables.OPTIMIZERS[cfg.optim.name].is_adam:
@@ -454,7 +451,7 @@ def starting_state(cfg: RunConfig, data: dict[str, str], ranks: Ranks, source: R
             stage=_stage(state.config),
             name=cfg.optim.name.value,
         )
-    changed = check_changes(hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
+    changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     if source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
     say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
@@ -467,12 +464,12 @@ def _stage(config: Mapping[str, Any]) -> int:
     return int(config["zero"]["stage"])
 
 
-def _is_converted(saved: RunState, stage: int, ranks: Ranks) -> bool:
+def _is_converted(saved: directory.RunState, stage: int, ranks: Ranks) -> bool:
     """Whether a checkpoint is resumed through DeepSpeed's universal form: other ranks, or another stage."""
     return _stage(saved.config) != stage or (saved.world_size != ranks.world_size and stage != 0)
 
 
-def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -> None:
+def _check_layout(saved: directory.RunState, config: Mapping[str, Any], world_size: int) -> None:
     """Reject stages, ranks and offloads to which the files of a checkpoint cannot be converted."""
     (stage, tensor, pipeline), (now_stage, now_tensor, now_pipeline) = (
         (_stage(one), *(int(one.get("parallel", {}).get(kind, 1)) for kind in ("tensor", "pipeline")))
@@ -518,7 +515,9 @@ def _check_layout(saved: RunState, config: Mapping[str, Any], world_size: int) -
                 )
 
 
-def resume_from(checkpointer: Checkpointer, checkpoint: Path, state: RunState, ranks: Ranks, seed: int) -> None:
+def resume_from(
+    checkpointer: Checkpointer, checkpoint: Path, state: directory.RunState, ranks: Ranks, seed: int
+) -> None:
     """Put engine and random generators into the state of a checkpoint, or raise CheckpointError. A collective."""
     saved = directory.read_run_state(checkpoint)
     checkpointer.load(checkpoint, converts=_is_converted(saved, _stage(state.config), ranks))
@@ -536,20 +535,20 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     """Return key, old and new value of what differs, in the config's order, no secrets. A key that an older config
     lacks had its default; only what is trained is then unknown (None).
     """
-    old, new = dict(leaves(before)), dict(leaves(now))
-    defaults = leaves(load.to_dict(RunConfig()))
+    old, new = dict(schema.leaves(before)), dict(schema.leaves(now))
+    defaults = schema.leaves(load.to_dict(schema.RunConfig()))
     old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
     keys = [*new, *(key for key in old if key not in new)]
-    return [(key, old.get(key), new.get(key)) for key in keys if not are_same(old.get(key), new.get(key))]
+    return [(key, old.get(key), new.get(key)) for key in keys if not secrets.are_same(old.get(key), new.get(key))]
 
 
 def is_allowed_change(key: str) -> bool:
     """Whether a key may change without changing what is computed."""
-    return influence_of(key, RunConfig) in (Influence.free, Influence.content)
+    return schema.influence_of(key, schema.RunConfig) in (schema.Influence.free, schema.Influence.content)
 
 
 def _is_trained(key: str) -> bool:
-    return influence_of(key, RunConfig) is Influence.trained
+    return schema.influence_of(key, schema.RunConfig) is schema.Influence.trained
 
 
 def _is_below(key: str, names: Sequence[str]) -> bool:
@@ -634,13 +633,13 @@ _PART = 1 << 16
 """Bytes that are read at the beginning, in the middle and at the end of a model's file: all would take minutes."""
 
 
-def check_settings(cfg: RunConfig) -> None:
+def check_settings(cfg: schema.RunConfig) -> None:
     """Raise ConfigError on every rank where settings, code or model differ. Before data is prepared. A collective."""
     if process_group.world_size() > 1:
         process_group.check_alike(cfg.distributed, {**_settings(cfg), **_code()}, ConfigError)
 
 
-def _settings(cfg: RunConfig) -> dict[str, str]:
+def _settings(cfg: schema.RunConfig) -> dict[str, str]:
     """Return the config by key, without secrets, and digests of the directories that it names."""
     values = {key: value for key, value in _leaves(load.to_dict(cfg), "") if not _is_below(key, MAY_DIFFER)}
     for key, path_key in _FOLDERS.items():

@@ -23,8 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from toolkit.checkpoint import state_files
-from toolkit.config.mesh import accumulation, micro_rows
-from toolkit.config.schema import EVAL_LOSS, RunConfig
+from toolkit.config import mesh, schema
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
@@ -34,9 +33,8 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn
 from toolkit.models import load, probe, save
 from toolkit.terminal import phase
-from toolkit.train import checkpointer, run_dir, schedule
+from toolkit.train import checkpointer, run_dir, schedule, task
 from toolkit.train.step import Samples
-from toolkit.train.task import SAMPLES, FitResult, RunContext, Task, start_engine
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Given the model and a batch, returns one loss per sample, [n]."""
@@ -95,7 +93,7 @@ def is_map_style(dataset: Any) -> bool:
     return False
 
 
-def open_dataset(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> "CustomData":
+def open_dataset(spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> "CustomData":
     """Return the training data of a program; DataError if it or the validation data cannot be used."""
     if spec.validation is not None and not is_map_style(spec.validation) and spec.shards_itself:
         raise DataError(_shared_out())
@@ -120,7 +118,7 @@ class MicroBatch(NamedTuple):
 class _MapSamples:
     """A map-style dataset: each sample once per epoch over all ranks, in an order of `run.seed`."""
 
-    def __init__(self, spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> None:
+    def __init__(self, spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> None:
         self.spec, self.cfg, self.ranks, self.size = spec, cfg, ranks, len(spec.dataset)
         if not self.size:
             raise DataError(tr("the dataset is empty."))
@@ -166,7 +164,7 @@ class _MapSamples:
         return GlobalBatchSampler(
             num_rows=self.size,
             global_size=self.cfg.batch.global_size,
-            micro_per_gpu=micro_rows(self.cfg),
+            micro_per_gpu=mesh.micro_rows(self.cfg),
             rank=rank,
             world_size=self.ranks.world_size,
             key=f"{self.cfg.run.seed} {self.identity['samples']}",
@@ -236,7 +234,7 @@ def _seed(key: str) -> None:
 class _StreamSamples:
     """An iterable dataset as an endless stream; a rank takes every n-th sample, or all if the dataset shards itself."""
 
-    def __init__(self, spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> None:
+    def __init__(self, spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> None:
         self.spec, self.cfg, self.ranks = spec, cfg, ranks
         size, name = cfg.batch.global_size, type(spec.dataset).__name__
         known = self.size = len(spec.dataset) if hasattr(spec.dataset, "__len__") else 0
@@ -256,11 +254,11 @@ class _StreamSamples:
         self.steps_per_epoch = steps_per_epoch(known, size) if known else self.total_steps
 
     def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
-        ranks, size = self.ranks.world_size, micro_rows(self.cfg)
+        ranks, size = self.ranks.world_size, mesh.micro_rows(self.cfg)
         first, every = (0, 1) if self.spec.shards_itself else (self.ranks.rank, ranks)
         skipped = place.row // ranks if self.spec.shards_itself else place.row
         mine: list[Any] = []
-        wanted = num_steps * accumulation(self.cfg, ranks)
+        wanted = num_steps * mesh.accumulation(self.cfg, ranks)
         for number, sample in enumerate(self._samples()):
             if number < skipped or (number - skipped) % every != first:
                 continue
@@ -275,8 +273,8 @@ class _StreamSamples:
         return Position(0, place.row + self.cfg.batch.global_size)
 
     def samples_at(self, place: Position) -> list[list[list[str]]]:
-        ranks, size = self.ranks.world_size, micro_rows(self.cfg)
-        times = accumulation(self.cfg, ranks)
+        ranks, size = self.ranks.world_size, mesh.micro_rows(self.cfg)
+        times = mesh.accumulation(self.cfg, ranks)
         name = tr("sample {row}", row=f"{place.row} - {place.row + self.cfg.batch.global_size - 1}")
         return [[[name] * min(size, 1) for _ in range(times)] for _ in range(ranks)]
 
@@ -311,11 +309,11 @@ CustomData = _MapSamples | _StreamSamples
 data; `described`: the data for the user."""
 
 
-def validation_batches(spec: CustomSpec, cfg: RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
+def validation_batches(spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
     """Yield this rank's validation micro-batches (as many on every rank) and sample numbers, each once in all.
     DataError on every rank if there are no samples, or not the same everywhere.
     """
-    size, rank, world = micro_rows(cfg), ranks.rank, ranks.world_size
+    size, rank, world = mesh.micro_rows(cfg), ranks.rank, ranks.world_size
     with _generators_kept():
         _seed(f"{cfg.run.seed} validation")
         samples = spec.validation if is_map_style(spec.validation) else list(spec.validation)
@@ -338,12 +336,12 @@ def _shared_out() -> str:
 _NUMBER = "number of the sample"
 
 
-class CustomTask(Task):
+class CustomTask(task.Task):
     """Trains what a program brings: its module, its dataset, its loss. See `toolkit.custom.train`."""
 
-    unit = SAMPLES
+    unit = task.SAMPLES
     memory_sections = ("batch.", "zero")
-    cfg: RunConfig
+    cfg: schema.RunConfig
     ranks: Ranks
     model: nn.Module | None
     card: dict[str, Any]
@@ -355,7 +353,7 @@ class CustomTask(Task):
 
     # Data
 
-    def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
+    def begin(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
         """Open the dataset and make the model: both may want the process group."""
         self.cfg, self.ranks = cfg, ranks
         data = self.data = open_dataset(self.spec, cfg, ranks)
@@ -375,7 +373,7 @@ class CustomTask(Task):
             "names": [*parameters, *(name for name, _ in model.named_buffers() if name in stored)],
         }
 
-    def settle(self, cfg: RunConfig) -> None:
+    def settle(self, cfg: schema.RunConfig) -> None:
         """Check that all ranks train the same model on the same data: else they would wait for each other for ever."""
         self.cfg = cfg
         mine = {
@@ -436,14 +434,14 @@ class CustomTask(Task):
         dtype = load.TORCH_DTYPES[cfg.precision.dtype]
         if dtype is not torch.float32:
             cast_inputs(model, dtype)
-        return start_engine(model, cfg, ds, self.total_steps, source.folder)
+        return task.start_engine(model, cfg, ds, self.total_steps, source.folder)
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return the model's card; what is not trained is kept too, as it is nowhere else."""
         files = {CUSTOM_CARD: (json.dumps(self.card, indent=2) + "\n").encode()}
         return checkpointer.ModelFiles(files, None, export_in_background, holds_frozen=True)
 
-    def start_lines(self, run: RunContext) -> str:
+    def start_lines(self, run: task.RunContext) -> str:
         return tr(
             "{trained} of {parameters} parameters of {model} are trained. {samples}, {steps} steps "
             "({per_epoch} per epoch). Run directory: {folder}",
@@ -463,7 +461,7 @@ class CustomTask(Task):
         [batch] = islice(self.batches(position, 1), 1)
         return batch, tr("the first batch")
 
-    def check_evaluation(self, run: RunContext) -> None:
+    def check_evaluation(self, run: task.RunContext) -> None:
         if self.has_validation:
             evaluate(self.spec, run.cfg, run.ranks, run.engine, most=1)
 
@@ -496,12 +494,12 @@ class CustomTask(Task):
             for part in norms:
                 part.train()
 
-    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         return evaluate(self.spec, run.cfg, run.ranks, run.engine, alive)
 
     # End
 
-    def export(self, run: RunContext, result: FitResult) -> None:
+    def export(self, run: task.RunContext, result: task.FitResult) -> None:
         """Write the weights, and load them into a new model where the program can make one."""
         folder = run.folder / "export"
         share_buffers(run.engine.module)
@@ -510,15 +508,15 @@ class CustomTask(Task):
             if run.cfg.checkpoint.verify_export:
                 process_group.on_rank0(lambda: _verify_export(self.spec, run.cfg.run.seed, folder))
 
-    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
         summary = {name: self.card[name] for name in ("parameters", "trained_parameters")}
         summary["samples"] = result.state.total_tokens
         if result.state.evaluations:
-            summary["first_eval_loss"] = result.state.evaluations[0][EVAL_LOSS]
+            summary["first_eval_loss"] = result.state.evaluations[0][schema.EVAL_LOSS]
             summary |= {f"last_{name}": value for name, value in result.state.evaluations[-1].items() if name != "step"}
         return summary
 
-    def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
+    def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
         if not run.cfg.checkpoint.export:
             return []
         file = f"{run.display_folder}/export/{WEIGHTS}"
@@ -584,7 +582,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
 def evaluate(
     spec: CustomSpec,
-    cfg: RunConfig,
+    cfg: schema.RunConfig,
     ranks: Ranks,
     engine: DeepSpeedEngine,
     alive: Callable[[], object] = lambda: None,
@@ -594,7 +592,7 @@ def evaluate(
     `most` it tries so many micro-batches, without `score`: of a few samples there may be no such figure. DataError if
     the program's functions return something else than they should, or not what `evaluate.keep_best` names.
     """
-    sums: dict[str, float] = {EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
+    sums: dict[str, float] = {schema.EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
     kept: list[dict[str, torch.Tensor]] = []
     generators = state_files.capture_generators()
     share_buffers(engine.module)
@@ -603,7 +601,7 @@ def evaluate(
             for place, (numbers, micro) in enumerate(validation_batches(spec, cfg, ranks)):
                 if place == most:
                     break
-                sums[EVAL_LOSS] += float(losses_of(spec.loss, engine, micro)[: micro.size].double().sum())
+                sums[schema.EVAL_LOSS] += float(losses_of(spec.loss, engine, micro)[: micro.size].double().sum())
                 sums[metrics.SAMPLES] += micro.size
                 values = _metrics(spec, engine, micro)
                 if spec.score is not None:
@@ -630,7 +628,7 @@ def evaluate(
             name=best,
             known=", ".join(figures),
         )
-    return {EVAL_LOSS: figures.pop(EVAL_LOSS), metrics.SAMPLES: count, **figures}
+    return {schema.EVAL_LOSS: figures.pop(schema.EVAL_LOSS), metrics.SAMPLES: count, **figures}
 
 
 def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
@@ -645,7 +643,7 @@ def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> di
                 name=name,
                 count=wanted,
             )
-        if f"eval_{name}" in (EVAL_LOSS, metrics.SAMPLES) or not name.isidentifier():
+        if f"eval_{name}" in (schema.EVAL_LOSS, metrics.SAMPLES) or not name.isidentifier():
             raise DataError("metrics=: '{name}' cannot be the name of a metric.", name=name)
         if spec.score is None and value.ndim > 1:
             raise DataError(

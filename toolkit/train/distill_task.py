@@ -28,33 +28,24 @@ from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from toolkit.config import mesh, schema
 from toolkit.config.load import to_dict
-from toolkit.config.mesh import micro_rows
-from toolkit.config.schema import Init, ModelConfig, Packing, RunConfig, has_live_teacher, has_own_teacher
 from toolkit.data import sampler, targets
-from toolkit.data.targets import TargetWriter, TokenTargets
 from toolkit.distributed import process_group
+from toolkit.engine import ds_config, parameters
 from toolkit.engine.build import initialize_untrained
-from toolkit.engine.ds_config import DsConfig
-from toolkit.engine.parameters import is_partitioned
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
-from toolkit.models import attention, chat, directory, load, loss
-from toolkit.models.adapters import without_adapter
+from toolkit.models import adapters, attention, chat, directory, load, loss, probe, weights
 from toolkit.models.distillation import Distilled, StoredScores, distilled, store
-from toolkit.models.loss import Scores
-from toolkit.models.probe import evaluating
-from toolkit.models.weights import full_params, return_memory
 from toolkit.terminal import phase
-from toolkit.train import language_data, run_dir
-from toolkit.train.language_task import LanguageTask
-from toolkit.train.task import FitResult, RunContext
+from toolkit.train import language_data, language_task, run_dir, task
 
 KL, CE = "distill/kl", "distill/ce"
 EVAL_KL, EVAL_GENERAL = "eval_kl", "eval_general_loss"
 
 
-class DistillTask(LanguageTask):
+class DistillTask(language_task.LanguageTask):
     """Trains a causal language model on labels and on what a teacher says of them."""
 
     teacher: Any = None
@@ -70,7 +61,7 @@ class DistillTask(LanguageTask):
 
     # Data
 
-    def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
+    def load_data(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
         """Open the tokenized caches; a teacher of another tokenizer is an error before any weights are loaded."""
         super().load_data(cfg, ranks)
         if cfg.distill.teacher:
@@ -78,7 +69,7 @@ class DistillTask(LanguageTask):
         else:
             self._tell_general(cfg)
 
-    def _tell_general(self, cfg: RunConfig) -> None:
+    def _tell_general(self, cfg: schema.RunConfig) -> None:
         data = self.data
         marked = general_of(cfg, data.train)
         taken = marked if data.train_plan.members is None else marked[np.asarray(data.train_plan.members)]
@@ -94,7 +85,7 @@ class DistillTask(LanguageTask):
             share=f"{taken.mean():.0%}",
         )
 
-    def settle(self, cfg: RunConfig) -> None:
+    def settle(self, cfg: schema.RunConfig) -> None:
         """Take the settled config; which samples are general is part of the data that a run learns from."""
         super().settle(cfg)
         marks = "".join(str(int(source.general)) for source in cfg.data.sources)
@@ -108,7 +99,7 @@ class DistillTask(LanguageTask):
 
     # Model
 
-    def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
+    def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
         """Store what a teacher says, or load it, and build the engine. No checkpoint is loaded yet. A collective."""
         cfg, is_ahead = self.cfg, bool(self.cfg.distill.top_k)
         if is_ahead and cfg.distill.teacher:
@@ -120,7 +111,7 @@ class DistillTask(LanguageTask):
         if is_ahead and not cfg.distill.teacher:
             self._store(source.folder, lambda: engine)
             self.teacher = None
-        if has_live_teacher(cfg) and self.teacher is None:
+        if schema.has_live_teacher(cfg) and self.teacher is None:
             self.teacher = load_teacher(cfg, self.data, ds.values)
         return engine
 
@@ -133,7 +124,7 @@ class DistillTask(LanguageTask):
         found = stored_targets(self.cfg, self.data, self.ranks, folder, get)
         self.data = replace(self.data, targets=found)
 
-    def prepare_evaluation(self, run: RunContext) -> None:
+    def prepare_evaluation(self, run: task.RunContext) -> None:
         """Let evaluations measure the divergence too, in the same passes."""
         super().prepare_evaluation(run)
         if self.evaluation is not None:
@@ -188,9 +179,9 @@ class DistillTask(LanguageTask):
         vocabulary = len(self.data.tokenizer)
         found: list[Distilled] = []
 
-        def compute(student: Scores) -> torch.Tensor:
-            apart = isinstance(whose, Scores) and whose.weight is not student.weight
-            with full_params([one for one in whose[1:] if one is not None] if apart else []):
+        def compute(student: loss.Scores) -> torch.Tensor:
+            apart = isinstance(whose, loss.Scores) and whose.weight is not student.weight
+            with weights.full_params([one for one in whose[1:] if one is not None] if apart else []):
                 found.append(distilled(student, wanted, whose, vocabulary, self.cfg.distill))
             return found[0].loss
 
@@ -199,16 +190,16 @@ class DistillTask(LanguageTask):
 
     def _scores(
         self, engine: Any, batch: language_data.Batch, given: language_data.Batch, places: torch.Tensor
-    ) -> Scores | StoredScores:
+    ) -> loss.Scores | StoredScores:
         """Return what the teacher says of the tokens at some places, without gradients."""
         if "teacher_ids" in given:
             return StoredScores(given["teacher_ids"].long(), given["teacher_logs"])
-        if has_own_teacher(self.cfg):
-            if not len(places) and not is_partitioned(engine):
-                return Scores(torch.zeros(0, len(self.data.tokenizer), device=places.device))
-            with evaluating(engine), without_adapter(engine.module):
+        if schema.has_own_teacher(self.cfg):
+            if not len(places) and not parameters.is_partitioned(engine):
+                return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=places.device))
+            with probe.evaluating(engine), adapters.without_adapter(engine.module):
                 return loss.loss_head(engine).scores(engine, given, places)
-        with evaluating(self.teacher):
+        with probe.evaluating(self.teacher):
             return loss.loss_head(self.teacher).scores(self.teacher, loss.on_device(self.teacher, given), places)
 
     # Evaluation
@@ -227,7 +218,7 @@ class DistillTask(LanguageTask):
             self._evaluated[place + 1] += len(values)
         return everywhere.view(batch["input_ids"].shape)
 
-    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate as a language model, and how far the model is from its teacher."""
         self._evaluated.zero_()
         figures = super().evaluate(run, step, alive)
@@ -240,7 +231,7 @@ class DistillTask(LanguageTask):
 
     # End
 
-    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
         """Return also how far the model was from its teacher before and after, and what it forgot."""
         known, summary = result.state.evaluations, super().summary(run, result)
         for name in (EVAL_KL, EVAL_GENERAL):
@@ -275,12 +266,12 @@ _SPOTS, _SPOT_BYTES = 64, 2**16
 """Parts of a weight file, from all over it, by which it is known again."""
 
 
-def model_of(cfg: RunConfig) -> ModelConfig:
+def model_of(cfg: schema.RunConfig) -> schema.ModelConfig:
     """Return the teacher as a model to load."""
-    return replace(cfg.model, path=cfg.distill.teacher, revision="", init=Init.pretrained, tokenizer="")
+    return replace(cfg.model, path=cfg.distill.teacher, revision="", init=schema.Init.pretrained, tokenizer="")
 
 
-def check_teacher(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ModelError if the teacher has no config.json that can be read, or another tokenizer than the student."""
     folder = cfg.distill.teacher
     if cfg.model.trust_remote_code and directory.runs_code(folder):
@@ -300,9 +291,9 @@ def check_teacher(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
             )
 
 
-def load_teacher(cfg: RunConfig, data: language_data.LanguageData, ds_values: dict[str, Any]) -> Any:
+def load_teacher(cfg: schema.RunConfig, data: language_data.LanguageData, ds_values: dict[str, Any]) -> Any:
     """Return the teacher on this rank's device: a model, or under ZeRO-3 an engine with parts. A collective."""
-    packed, model_config = data.packing is Packing.packed, model_of(cfg)
+    packed, model_config = data.packing is schema.Packing.packed, model_of(cfg)
     if packed and (reason := directory.packing_unsupported(model_config, cfg.data.max_length)):
         raise ConfigError("data.packing = packed cannot be with this distill.teacher: {reason}.", reason=reason)
     device = torch.device(get_accelerator().current_device_name())
@@ -319,25 +310,29 @@ def load_teacher(cfg: RunConfig, data: language_data.LanguageData, ds_values: di
     return teacher
 
 
-def general_of(cfg: RunConfig, store: Any) -> NDArray[np.bool_]:
+def general_of(cfg: schema.RunConfig, store: Any) -> NDArray[np.bool_]:
     """Return which samples of a split come from sources that are marked `general`."""
     marks = np.array([source.general for source in (*cfg.data.sources, *cfg.data.validation)])
     return marks[store.sources()]
 
 
-def token_targets(cfg: RunConfig, data: language_data.LanguageData) -> dict[str, TokenTargets]:
+def token_targets(cfg: schema.RunConfig, data: language_data.LanguageData) -> dict[str, targets.TokenTargets]:
     """Return by split which samples have a teacher: those marked `general` where it is the model before training."""
     found = {}
     for split, cache in (("train", data.train), ("validation", data.validation)):
         if cache is not None:
             everything = np.ones(len(cache), np.bool_)
-            found[split] = TokenTargets(cache, everything if cfg.distill.teacher else general_of(cfg, cache))
+            found[split] = targets.TokenTargets(cache, everything if cfg.distill.teacher else general_of(cfg, cache))
     return found
 
 
 def stored_targets(
-    cfg: RunConfig, data: language_data.LanguageData, ranks: Ranks, run_folder: Path, get_teacher: Callable[[], Any]
-) -> dict[str, TokenTargets]:
+    cfg: schema.RunConfig,
+    data: language_data.LanguageData,
+    ranks: Ranks,
+    run_folder: Path,
+    get_teacher: Callable[[], Any],
+) -> dict[str, targets.TokenTargets]:
     """Return the same with what the teacher says of each token, computed unless it is stored already. A collective;
     `get_teacher` is called where it has to be.
     """
@@ -360,11 +355,11 @@ def stored_targets(
 
 
 def _compute(
-    cfg: RunConfig,
+    cfg: schema.RunConfig,
     data: language_data.LanguageData,
     ranks: Ranks,
     teacher: Any,
-    table: TokenTargets,
+    table: targets.TokenTargets,
     samples: NDArray[np.int64],
     split: str,
     target: Path,
@@ -377,12 +372,15 @@ def _compute(
     numbers, batches = language_data.sample_batches(cfg, data, split, ranks, samples)
     head = loss.loss_head(teacher)
     try:
-        writer = TargetWriter(building, ranks.rank, top_k)
-        with evaluating(teacher), phase(tr("Storing what the teacher says"), len(numbers), tr("batches")) as advance:
+        writer = targets.TargetWriter(building, ranks.rank, top_k)
+        with (
+            probe.evaluating(teacher),
+            phase(tr("Storing what the teacher says"), len(numbers), tr("batches")) as advance,
+        ):
             for batch in batches:
                 given = loss.on_device(teacher, batch)
                 scores = head.scores(teacher, given, given["places"])
-                with full_params([one for one in scores[1:] if one is not None]):
+                with weights.full_params([one for one in scores[1:] if one is not None]):
                     found = store(scores, len(data.tokenizer), top_k)
                 writer.append(*found)
                 advance(1)
@@ -393,7 +391,7 @@ def _compute(
     shares = [
         np.array([sample for share in shares for sample in share], np.int64)
         for rank in range(ranks.world_size)
-        for shares in [language_data.sample_shares(samples, micro_rows(cfg), rank, ranks.world_size)]
+        for shares in [language_data.sample_shares(samples, mesh.micro_rows(cfg), rank, ranks.world_size)]
     ]
     process_group.on_rank0(lambda: targets.publish(building, target, shares, table, top_k))
 
@@ -430,10 +428,10 @@ def release(teacher: Any) -> None:
         teacher.destroy()
     gc.collect()
     get_accelerator().empty_cache()
-    return_memory()
+    weights.return_memory()
 
 
-def _identity(cfg: RunConfig) -> list[str]:
+def _identity(cfg: schema.RunConfig) -> list[str]:
     """Return what is the same if the teacher says the same: its files, or the model's before training."""
     folder = cfg.distill.teacher
     if folder:

@@ -21,8 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from toolkit.checkpoint import directory, state_files
-from toolkit.config.mesh import accumulation, micro_rows, micro_sizes
-from toolkit.config.preflight import mlflow_folder
+from toolkit.config import mesh, preflight
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
 from toolkit.disk import flush
@@ -83,7 +82,7 @@ def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.d
     """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective."""
     if (checkpoint := origin.checkpoint) is not None:
         before = on_rank0(lambda: directory.read_run_state(checkpoint).config)
-        micro, possible = before["batch"]["micro_per_gpu"], micro_sizes(cfg, ranks.world_size)
+        micro, possible = before["batch"]["micro_per_gpu"], mesh.micro_sizes(cfg, ranks.world_size)
         if micro not in possible:  # on another number of ranks: the nearest below it, which takes no more memory
             micro = max((one for one in possible if one < micro), default=micro)
         return layouts.with_layout(
@@ -232,7 +231,7 @@ def check_writable(track: TrackConfig, folder: Path) -> None:
     if track.tensorboard.enabled and track.tensorboard.dir:
         places.append(("track.tensorboard.dir", Path(track.tensorboard.dir), write_into))
     uri = track.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    if track.mlflow.enabled and uri and (place := mlflow_folder(uri)):
+    if track.mlflow.enabled and uri and (place := preflight.mlflow_folder(uri)):
         places.append(("track.mlflow.uri", place, write_into))
     for key, path, write in places:
         if reason := _reason(write, path):
@@ -467,8 +466,8 @@ def explain_out_of_memory(
 def remedies(cfg: RunConfig, world_size: int) -> list[str]:
     """Return overrides that take less memory than a config, the cheapest first."""
     words = []
-    micro, zero = micro_rows(cfg), cfg.zero
-    smaller = [rows for rows in micro_sizes(cfg, world_size) if rows < micro]
+    micro, zero = mesh.micro_rows(cfg), cfg.zero
+    smaller = [rows for rows in mesh.micro_sizes(cfg, world_size) if rows < micro]
     if smaller:
         words.append(f"batch.micro_per_gpu={smaller[-1]}")
     if not cfg.train.activation_checkpointing.enabled:
@@ -495,7 +494,7 @@ def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: RunSource) -> int:
     if origin.checkpoint is None:
         return 0
     rows = int(directory.read_run_state(origin.checkpoint).config["batch"]["micro_per_gpu"])
-    return rows if rows in micro_sizes(cfg, ranks.world_size) else 0
+    return rows if rows in mesh.micro_sizes(cfg, ranks.world_size) else 0
 
 
 def search_micro_batch(
@@ -516,7 +515,11 @@ def search_micro_batch(
             )
         )
     engine, guard = build()
-    times, sizes, room = accumulation(cfg, ranks.world_size), micro_sizes(cfg, ranks.world_size), SHARE * limit
+    times, sizes, room = (
+        mesh.accumulation(cfg, ranks.world_size),
+        mesh.micro_sizes(cfg, ranks.world_size),
+        SHARE * limit,
+    )
     doing, found = tr("looking for batch.micro_per_gpu with one row"), 1
 
     def measure(rows: int, share: float = 1.0) -> Measured:
@@ -557,7 +560,7 @@ def _next(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], 
 
 def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
     """Set a config's micro-batches in an engine before its first step, and in its optimizer (deepspeed 0.19.8)."""
-    rows, times = micro_rows(cfg), accumulation(cfg, world_size())
+    rows, times = mesh.micro_rows(cfg), mesh.accumulation(cfg, world_size())
     engine.set_train_micro_batch_size(rows)
     # Not by set_train_batch_size, which takes every rank for one with rows of its own.
     engine._config.train_batch_size, engine._config.gradient_accumulation_steps = cfg.batch.global_size, times

@@ -13,21 +13,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
+from toolkit.config import schema
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import (
-    Init,
-    Packing,
-    PreferenceLoss,
-    RunConfig,
-    SourceConfig,
-    TaskKind,
-    has_pairs,
-    shares_prompts,
-)
-from toolkit.data import sampler, tokenize
+from toolkit.data import preview, sampler, tokenize
 from toolkit.data.loader import Branch, Layout, PlannedRows, build_loader, collate_planned, laid_out
 from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences, share_prompts
-from toolkit.data.preview import sharing_line
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, MismatchedCache, Sample, TokenizedCache
 from toolkit.data.targets import TokenTargets
@@ -35,8 +25,7 @@ from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say
-from toolkit.models import attention, chat, directory
-from toolkit.models.classifier import Head
+from toolkit.models import attention, chat, classifier, directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +40,7 @@ class LanguageData:
     encoder: chat.AnyChatEncoder
     train: TokenizedCache
     validation: TokenizedCache | None
-    packing: Packing
+    packing: schema.Packing
     """How sequences are made; not what the recipe says where the model cannot be trained on packed sequences."""
     layout: Layout
     """How sequences of the plans become rows of a micro-batch."""
@@ -93,12 +82,12 @@ class LanguageData:
         return int(end if pad is None else pad)
 
 
-def head_of(cfg: RunConfig, data: LanguageData) -> Head | None:
+def head_of(cfg: schema.RunConfig, data: LanguageData) -> classifier.Head | None:
     """Return what takes the place of the model's output layer; None where the model is to write."""
-    return None if cfg.task.is_language else Head(("reward",), data.pad_id)
+    return None if cfg.task.is_language else classifier.Head(("reward",), data.pad_id)
 
 
-def load_data(cfg: RunConfig) -> LanguageData:
+def load_data(cfg: schema.RunConfig) -> LanguageData:
     """Open the tokenized caches, building them first if they are not there; print what became of the rows. ModelError
     or DataError if the tokenizer, or the data, cannot be used.
     """
@@ -110,12 +99,12 @@ def load_data(cfg: RunConfig) -> LanguageData:
             "(data.packing=grouped).",
             reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
         )
-    if shares_prompts(cfg) and data.layout is Layout.alone:
+    if schema.shares_prompts(cfg) and data.layout is Layout.alone:
         say(
             "Both answers of a pair are computed with their prompt: {reason} (data.share_prefixes).",
             reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
         )
-    if line := sharing_line(cfg, data.train, data.train_plan):
+    if line := preview.sharing_line(cfg, data.train, data.train_plan):
         say(line)
     most, validation = cfg.evaluate.max_samples, data.validation
     if validation is not None and 0 < most < len(validation):
@@ -128,21 +117,21 @@ def load_data(cfg: RunConfig) -> LanguageData:
     return data
 
 
-def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
+def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
     """Do the same with an encoder that is there already, and tell nothing."""
     train, validation, report = tokenize.build_caches(cfg, encoder)
-    if cfg.preference.loss is PreferenceLoss.kto:
+    if cfg.preference.loss is schema.PreferenceLoss.kto:
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, most = cfg.data.packing, cfg.evaluate.max_samples
-    layout = Layout.packed if packing is Packing.packed or shares_prompts(cfg) else Layout.alone
+    layout = Layout.packed if packing is schema.Packing.packed or schema.shares_prompts(cfg) else Layout.alone
     if layout is Layout.packed and directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
         layout = Layout.alone
-        packing = Packing.grouped if packing is Packing.packed else packing
-    elif shares_prompts(cfg) and attention.computes_segments(cfg):
+        packing = schema.Packing.grouped if packing is schema.Packing.packed else packing
+    elif schema.shares_prompts(cfg) and attention.computes_segments(cfg):
         layout = Layout.joined
 
-    def plan(store: TokenizedCache, sources: list[SourceConfig]) -> PackingPlan:
+    def plan(store: TokenizedCache, sources: list[schema.SourceConfig]) -> PackingPlan:
         found = plan_sequences(
             store,
             packing,
@@ -153,11 +142,11 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
             seed=cfg.run.seed,
             sources=sources,
             most=0 if store is train else most,
-            pairs=has_pairs(cfg),
+            pairs=schema.has_pairs(cfg),
             share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
         )
-        is_tree = shares_prompts(cfg) and layout is not Layout.alone
+        is_tree = schema.shares_prompts(cfg) and layout is not Layout.alone
         return share_prompts(store, found, Path(cfg.prepare.dir)) if is_tree else found
 
     return LanguageData(
@@ -172,13 +161,13 @@ def load_data_with(cfg: RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData
     )
 
 
-def has_targets(cfg: RunConfig) -> bool:
+def has_targets(cfg: schema.RunConfig) -> bool:
     """Whether something is known of single tokens beside their labels: whether they have a teacher, or what it says."""
-    is_distilled = cfg.task.kind is TaskKind.distill
+    is_distilled = cfg.task.kind is schema.TaskKind.distill
     return is_distilled and (bool(cfg.distill.top_k) or not cfg.distill.teacher)
 
 
-def _shared_out(cfg: RunConfig, train: TokenizedCache) -> list[SourceConfig]:
+def _shared_out(cfg: schema.RunConfig, train: TokenizedCache) -> list[schema.SourceConfig]:
     """Return the training sources, those marked `general` with the weights that give them their share of an epoch."""
     sources, share = cfg.data.sources, cfg.distill.general_share
     if not share:
@@ -190,11 +179,11 @@ def _shared_out(cfg: RunConfig, train: TokenizedCache) -> list[SourceConfig]:
     return [replace(source, weight=source.weight * factor) if source.general else source for source in sources]
 
 
-def build_encoder(cfg: RunConfig) -> chat.AnyChatEncoder:
+def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
     """Return what turns the recipe's conversations into ids, with a tokenizer that is loaded or trained."""
     cache_dir, model = Path(cfg.prepare.dir), cfg.model
     check_no_symlinks(cache_dir, DataError, tokenize.FOLDERS)
-    if model.init is Init.pretrained:
+    if model.init is schema.Init.pretrained:
         if model.trust_remote_code:
             directory.trust_code(model.path)
         directory.read_config(model.path)
@@ -251,20 +240,20 @@ def _tell(report: tokenize.PrepareReport) -> None:
     report.tell_duplicates()
 
 
-def rows_per_step(cfg: RunConfig, packing: Packing) -> tuple[int, int]:
+def rows_per_step(cfg: schema.RunConfig, packing: schema.Packing) -> tuple[int, int]:
     """Return the plan's rows per step over all ranks and per micro-batch; a row of a grouped plan is a micro-batch."""
-    if packing is Packing.grouped:
+    if packing is schema.Packing.grouped:
         return cfg.batch.global_size // micro_rows(cfg), 1
     return cfg.batch.global_size, micro_rows(cfg)
 
 
-def epoch_rows(cfg: RunConfig, prepared: LanguageData) -> int:
+def epoch_rows(cfg: schema.RunConfig, prepared: LanguageData) -> int:
     """Return the rows of one pass over the training data: those of the plan, unless weights change."""
     order = changing_order(cfg, prepared) if any(source.weights for source in cfg.data.sources) else None
     return order.num_rows if order else len(prepared.train_plan)
 
 
-def epoch_steps(cfg: RunConfig, prepared: LanguageData) -> int:
+def epoch_steps(cfg: schema.RunConfig, prepared: LanguageData) -> int:
     """Return the optimizer steps of one pass over the training data; a ConfigError if a curriculum takes more."""
     steps = sampler.steps_per_epoch(epoch_rows(cfg, prepared), rows_per_step(cfg, prepared.packing)[0])
     if cfg.data.curriculum.steps > steps:
@@ -277,7 +266,7 @@ def epoch_steps(cfg: RunConfig, prepared: LanguageData) -> int:
     return steps
 
 
-def changing_order(cfg: RunConfig, prepared: LanguageData) -> sampler.Order | None:
+def changing_order(cfg: schema.RunConfig, prepared: LanguageData) -> sampler.Order | None:
     """Return the order of the rows where it is more than shuffling: a curriculum, or weights that change."""
     data, (global_size, _), key = cfg.data, rows_per_step(cfg, prepared.packing), _key(cfg, prepared)
     if any(source.weights for source in data.sources):
@@ -294,12 +283,16 @@ def changing_order(cfg: RunConfig, prepared: LanguageData) -> sampler.Order | No
     return sampler.CurriculumOrder(longest_samples, limits, global_size, data.max_length, key)
 
 
-def _key(cfg: RunConfig, prepared: LanguageData) -> str:
+def _key(cfg: schema.RunConfig, prepared: LanguageData) -> str:
     return f"{cfg.run.seed} {prepared.train.fingerprint}"
 
 
 def training_batches(
-    cfg: RunConfig, prepared: LanguageData, ranks: Ranks, total_steps: int, start: sampler.Position = sampler.BEGINNING
+    cfg: schema.RunConfig,
+    prepared: LanguageData,
+    ranks: Ranks,
+    total_steps: int,
+    start: sampler.Position = sampler.BEGINNING,
 ) -> Iterator[Batch]:
     """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares them ahead."""
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
@@ -343,7 +336,7 @@ def _with_columns(
 
 
 def answer_batches(
-    cfg: RunConfig, prepared: LanguageData, split: str, ranks: Ranks
+    cfg: schema.RunConfig, prepared: LanguageData, split: str, ranks: Ranks
 ) -> tuple[list[list[int]], Iterator[Batch]]:
     """Return this rank's share of a split's answers, row by row, each once over all ranks: the samples of each
     micro-batch, and these. As many on every rank; those at the end may be empty.
@@ -361,7 +354,7 @@ def answer_batches(
 
 
 def sample_batches(
-    cfg: RunConfig, prepared: LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
+    cfg: schema.RunConfig, prepared: LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
 ) -> tuple[list[list[int]], Iterator[Batch]]:
     """Return this rank's share of some samples of a split, each on a row of its own: the samples of each micro-batch,
     and these. As many on every rank; those at the end may be empty.
@@ -403,7 +396,7 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
 
 
 def step_samples(
-    cfg: RunConfig, prepared: LanguageData, world_size: int, start: sampler.Position
+    cfg: schema.RunConfig, prepared: LanguageData, world_size: int, start: sampler.Position
 ) -> list[list[list[int]]]:
     """Return the samples of the step at a position: of each rank, of each micro-batch, their numbers in the split."""
     plan, order = prepared.train_plan, changing_order(cfg, prepared)
@@ -413,7 +406,7 @@ def step_samples(
 
 
 def _sampler(
-    cfg: RunConfig,
+    cfg: schema.RunConfig,
     prepared: LanguageData,
     place: Mesh,
     start: sampler.Position,
@@ -439,19 +432,19 @@ def _sampler(
         key=_key(cfg, prepared),
         start=start,
         num_steps=num_steps,
-        lengths=lengths if prepared.packing is Packing.none else None,  # planned rows are alike already
+        lengths=lengths if prepared.packing is schema.Packing.none else None,  # planned rows are alike already
         order=order,
     )
 
 
-def evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
+def evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
     """Yield this rank's validation micro-batches, each sample once over all ranks, prepared ahead as in training;
     `sources`, int64 [T]: of each trained token the number of its source.
     """
     return ahead(_evaluation_batches(cfg, prepared, ranks), 2)
 
 
-def _evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
+def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
     assert prepared.validation is not None and prepared.validation_plan is not None
     store, plan = prepared.validation, prepared.validation_plan
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
@@ -469,7 +462,7 @@ def _evaluation_batches(cfg: RunConfig, prepared: LanguageData, ranks: Ranks) ->
         yield attention.local_part({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)
 
 
-def longest_batch(cfg: RunConfig, prepared: LanguageData, world_size: int) -> Batch:
+def longest_batch(cfg: schema.RunConfig, prepared: LanguageData, world_size: int) -> Batch:
     """Return the longest training rows as one micro-batch (never full in a small split), or this rank's part."""
     num_rows, (per_step, micro) = len(prepared.train_plan), rows_per_step(cfg, prepared.packing)
     ranks = mesh_of(cfg, world_size).data_ranks
@@ -478,7 +471,7 @@ def longest_batch(cfg: RunConfig, prepared: LanguageData, world_size: int) -> Ba
     return _batch(cfg, prepared, _longest(prepared, -(-per_rank // times)))
 
 
-def repeated_batch(cfg: RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
+def repeated_batch(cfg: schema.RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
     """Return the plan's longest row several times over, as a larger micro-batch; a share of each sample is kept."""
     [samples] = _longest(prepared, 1)
     if share < 1:
@@ -517,7 +510,7 @@ def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
     return ids[end - kept : end], trained
 
 
-def _batch(cfg: RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
+def _batch(cfg: schema.RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
     parts = cfg.parallel.sequence
     batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(parts))
     return attention.local_part(batch, rank() % parts, parts)
@@ -546,7 +539,7 @@ def split_card(store: TokenizedCache) -> dict[str, Any]:
     }
 
 
-def check_same_data(cfg: RunConfig, prepared: LanguageData) -> None:
+def check_same_data(cfg: schema.RunConfig, prepared: LanguageData) -> None:
     """Raise DataError on every rank where files of one name differ from node to node. A collective."""
     identity = prepared.identity
     found = {

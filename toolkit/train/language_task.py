@@ -17,19 +17,16 @@ import transformers
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
+from toolkit import disk, secrets, terminal
 from toolkit.checkpoint import state_files
 from toolkit.config.load import to_dict
 from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod, data_unit
-from toolkit.data import preview, sampler
-from toolkit.data.loader import Layout
+from toolkit.data import loader, preview, sampler
 from toolkit.data.store import TokenizedCache
-from toolkit.disk import unused_path
 from toolkit.distributed import process_group
+from toolkit.engine import ds_config, memory, parameters
 from toolkit.engine.build import initialize_untrained, use_tf32
-from toolkit.engine.ds_config import DsConfig, build_ds_config
-from toolkit.engine.memory import is_out_of_memory
-from toolkit.engine.parameters import count_parameters, is_partitioned
 from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export
 from toolkit.export import serving
@@ -49,11 +46,8 @@ from toolkit.messages import (
 from toolkit.models import adapters, attention, directory, layers, load, loss, pipeline, probe, save
 from toolkit.models.loss import token_loss_sum
 from toolkit.plan.outline import tuning_of
-from toolkit.secrets import hide
-from toolkit.terminal import phase, text_table
-from toolkit.train import checkpointer, language_data, run_dir, schedule, tracking
+from toolkit.train import checkpointer, language_data, run_dir, schedule, task, tracking
 from toolkit.train.step import Samples
-from toolkit.train.task import FitResult, RunContext, Task, start_engine
 
 
 def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> list[metrics.ValidationQuestion]:
@@ -133,7 +127,7 @@ class Evaluation:
         assert prepared.validation_plan is not None
         at_once = language_data.rows_per_step(cfg, prepared.packing)[1] * self._layout.data_ranks
         count = -(-len(prepared.validation_plan) // at_once)
-        with phase(tr("Evaluating"), count, tr("batches")) as advance:
+        with terminal.phase(tr("Evaluating"), count, tr("batches")) as advance:
 
             def batches() -> Iterator[language_data.Batch]:
                 for batch in language_data.evaluation_batches(cfg, prepared, self.ranks):
@@ -147,7 +141,7 @@ class Evaluation:
         if not self.questions:
             return figures
         at_once = cfg.evaluate.batch_size * self._layout.data_ranks
-        with phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
+        with terminal.phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
             answers = metrics.generate_all(
                 self._module,
                 prepared.encoder,
@@ -174,7 +168,7 @@ class Evaluation:
         try:
             generate.generate(self._module, self.prepared.encoder, longest, sampling, self.device, in_step=self.in_step)
         except Exception as error:
-            if is_out_of_memory(error):
+            if memory.is_out_of_memory(error):
                 raise
             raise ModelError(
                 "evaluate.metrics: the model cannot answer: {kind}: {reason}. Leave the metrics out, or mend that.",
@@ -249,10 +243,10 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
     use_tf32(cfg.precision)
-    packed = prepared.layout is not Layout.alone
+    packed = prepared.layout is not loader.Layout.alone
     # Steps are not taken: batch.global_size need not fit these ranks.
     batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)
-    ds = build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
+    ds = ds_config.build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
     model = load.create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
     if adapter:
         adapters.load_adapter(model, Path(adapter), adapters.base_of(model, Path(cfg.model.path)), ds_config=ds)
@@ -290,10 +284,10 @@ def _lines(figures: dict[str, float]) -> list[str]:
             cells = [figures.get(key, "") for key in (name, *(f"{name}/{source}" for source in sources))]
             shown = [f"{cell:,.4f}" if isinstance(cell, float) else f"{cell:,}" if cell != "" else "" for cell in cells]
             rows.append([name.removeprefix("eval_"), *shown])
-    return text_table(["", tr("all"), *sources], rows)
+    return terminal.text_table(["", tr("all"), *sources], rows)
 
 
-class LanguageTask(Task):
+class LanguageTask(task.Task):
     """Trains a causal language model on conversations and texts; its steps need no data and no run."""
 
     loss_unit = "nats/token"
@@ -397,7 +391,7 @@ class LanguageTask(Task):
 
     # Model
 
-    def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
+    def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
         """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective."""
         return build_engine(self.cfg, self.data, ds, self.total_steps, source)
 
@@ -412,7 +406,7 @@ class LanguageTask(Task):
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
         return checkpointer.ModelFiles(files, probe.ids_of(rows, model.config), export.export_in_background)
 
-    def prepare_evaluation(self, run: RunContext) -> None:
+    def prepare_evaluation(self, run: task.RunContext) -> None:
         """Skip questions whose answers would be too long for the model."""
         if self.has_validation:
             self.evaluation = Evaluation(
@@ -422,12 +416,12 @@ class LanguageTask(Task):
                 questions=self.questions,
                 model=run.engine,
                 device=run.engine.device,
-                in_step=is_partitioned(run.engine),
+                in_step=parameters.is_partitioned(run.engine),
             )
             self.evaluation.leave_out_too_long()
 
-    def start_lines(self, run: RunContext) -> str:
-        store, counts = self.data.train, count_parameters(pipeline.unwrap_model(run.engine.module))
+    def start_lines(self, run: task.RunContext) -> str:
+        store, counts = self.data.train, parameters.count_parameters(pipeline.unwrap_model(run.engine.module))
         trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
         parts = [
             f"{group} {one.trained:,} / {one.total:,}" if one.trained < one.total else f"{group} {one.total:,}"
@@ -465,7 +459,7 @@ class LanguageTask(Task):
     def larger_batch(self, rows: int, share: float) -> language_data.Batch:
         return language_data.repeated_batch(self.cfg, self.data, rows, share)
 
-    def check_evaluation(self, run: RunContext) -> None:
+    def check_evaluation(self, run: task.RunContext) -> None:
         """Evaluate one batch, and begin an answer."""
         cfg, engine, encoder = run.cfg.evaluate, run.engine, self.data.encoder
         if self.evaluation is not None:
@@ -474,7 +468,7 @@ class LanguageTask(Task):
             encoded = encoder.prompt([{"role": "user", "content": prompt}])
             generate.check_length(engine.module, len(encoded), cfg.max_new_tokens)
         if cfg.prompts:
-            new, in_step = min(2, cfg.max_new_tokens), is_partitioned(engine)
+            new, in_step = min(2, cfg.max_new_tokens), parameters.is_partitioned(engine)
             generate.answer(engine.module, encoder, cfg.prompts[0], new, engine.device, in_step=in_step)
 
     # Steps
@@ -502,7 +496,7 @@ class LanguageTask(Task):
     def router_loss(self, engine: DeepSpeedEngine) -> loss.RouterLoss | None:
         return getattr(engine.module, "router_loss", None)
 
-    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate loss, answers and their scores; the answers are kept in evaluations/ and handed to trackers."""
         assert self.evaluation is not None
         figures = self.evaluation.run(run.folder / "evaluations" / f"step-{step}.jsonl", alive)
@@ -512,21 +506,21 @@ class LanguageTask(Task):
 
     # End
 
-    def samples(self, run: RunContext) -> list[dict[str, str]]:
+    def samples(self, run: task.RunContext) -> list[dict[str, str]]:
         """Answer the recipe's questions, and write samples.jsonl."""
         cfg, engine, encoder = run.cfg.evaluate, run.engine, self.data.encoder
 
         def answered(prompt: str) -> str:
-            in_step = is_partitioned(engine)
+            in_step = parameters.is_partitioned(engine)
             return generate.answer(engine.module, encoder, prompt, cfg.max_new_tokens, engine.device, in_step=in_step)
 
-        samples = [{"prompt": hide(prompt), "answer": answered(prompt)} for prompt in cfg.prompts]
+        samples = [{"prompt": secrets.hide(prompt), "answer": answered(prompt)} for prompt in cfg.prompts]
         if samples and run.ranks.rank == 0:
             lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
             (run.folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         return samples
 
-    def export(self, run: RunContext, result: FitResult) -> None:
+    def export(self, run: task.RunContext, result: task.FitResult) -> None:
         """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
         is_adapter = adapters.has_adapter(run.engine.module)
         files = {
@@ -537,25 +531,25 @@ class LanguageTask(Task):
         files[export.CARD_FILE] = export.card(result.state, is_adapter)
         folder, probe_ids = run.folder / "export", run.checkpointer.described.probe_ids
         assert probe_ids is not None
-        with phase(tr("Exporting")):
+        with terminal.phase(tr("Exporting")):
             (export.export_adapter if is_adapter else export.export_model)(run.engine, files, probe_ids, folder)
         if run.cfg.checkpoint.verify_export:
-            with phase(tr("Comparing the export with the run")):
+            with terminal.phase(tr("Comparing the export with the run")):
                 if is_adapter:
                     export.prove_adapter(run.engine, folder)
                 else:
                     process_group.on_rank0(lambda: _verify_export(folder))
         if run.cfg.export.require_serving:
-            with phase(tr("Checking that the export is served as it was trained")):
+            with terminal.phase(tr("Checking that the export is served as it was trained")):
                 process_group.on_rank0(lambda: self._require_serving(run.cfg, folder))
 
     def _require_serving(self, cfg: RunConfig, folder: Path) -> None:
         held = serving.held_conversations(cfg.data, Path(cfg.prepare.dir))
         serving.require_serving(folder, self.data.encoder, held, cfg.data.train_on)
 
-    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
         """Return parameters, tokens, validation losses, and those of unigrams and bigrams."""
-        counts = count_parameters(pipeline.unwrap_model(run.engine.module)).values()
+        counts = parameters.count_parameters(pipeline.unwrap_model(run.engine.module)).values()
         summary: dict[str, Any] = {
             "parameters": sum(one.total for one in counts),
             "trained_parameters": sum(one.trained for one in counts),
@@ -594,7 +588,7 @@ class LanguageTask(Task):
             )
         return lines
 
-    def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
+    def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
         folder = run.display_folder
         if not run.cfg.checkpoint.export:
             return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
@@ -610,10 +604,14 @@ class LanguageTask(Task):
 
 
 def build_engine(
-    cfg: RunConfig, data: language_data.LanguageData, ds: DsConfig, total_steps: int, source: run_dir.RunSource
+    cfg: RunConfig,
+    data: language_data.LanguageData,
+    ds: ds_config.DsConfig,
+    total_steps: int,
+    source: run_dir.RunSource,
 ) -> DeepSpeedEngine:
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
-    packed, parts, stages = data.layout is not Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
+    packed, parts, stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
     if parts > 1 and (reason := directory.packing_unsupported(cfg.model, cfg.data.max_length)):
         raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     use_tf32(cfg.precision)
@@ -635,7 +633,7 @@ def build_engine(
     if cfg.train.random_ltd.steps:
         model.token_dropping = layers.TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, mesh.data_rank)
     module = pipeline.PipelineStage(model, stages, load.TORCH_DTYPES[dtype]) if stages > 1 else model
-    engine = start_engine(module, cfg, ds, total_steps, source.folder)
+    engine = task.start_engine(module, cfg, ds, total_steps, source.folder)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
@@ -712,7 +710,7 @@ def _verify_export(folder: Path) -> None:
             folder=folder,
         )
     except CheckpointError as error:
-        aside = folder.rename(unused_path(folder.with_name("export.wrong")))
+        aside = folder.rename(disk.unused_path(folder.with_name("export.wrong")))
         raise CheckpointError(
             "{reason}. The export is kept as {folder} for inspection, and the checkpoints are untouched: make "
             "another with toolkit export-model {run}.",

@@ -9,23 +9,19 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from toolkit import disk, terminal
 from toolkit.checkpoint import directory
-from toolkit.config.mesh import mesh_of
-from toolkit.config.schema import OnBadStep
+from toolkit.config import mesh, schema
 from toolkit.data.sampler import Position
-from toolkit.disk import unused_path
-from toolkit.distributed import failure
-from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
+from toolkit.distributed import failure, process_group
 from toolkit.evaluate.metrics import describe_evaluation
 from toolkit.messages import CheckpointError, Diverged, RunFolderError, Stopped, say, tr, warn
 from toolkit.models.layers import begin_step, dropping_metrics
-from toolkit.terminal import phase
 from toolkit.track.metrics import MetricsLog, Progress
-from toolkit.train import run_dir
+from toolkit.train import run_dir, tracking
 from toolkit.train.checkpointer import resume_from, trim_metrics
 from toolkit.train.step import Anomaly, StepResult, StragglerDetector, record_bad_step, train_step
 from toolkit.train.task import FitResult, RunContext, Task
-from toolkit.train.tracking import Baseline, Collectives, ThroughputMeter
 
 MOST_REWINDS = 3
 """Times that a run rewinds to one and the same checkpoint."""
@@ -37,16 +33,21 @@ class TrainLoop:
     """Does all steps; attributes are the state between two. Methods are collectives, `begin_report` for rank 0 only."""
 
     def __init__(
-        self, task: Task, run: RunContext, baseline: Baseline, progress: Progress, begin_report: Callable[[], object]
+        self,
+        task: Task,
+        run: RunContext,
+        baseline: tracking.Baseline,
+        progress: Progress,
+        begin_report: Callable[[], object],
     ) -> None:
         self.task, self.run, self.baseline = task, run, baseline
         self.progress, self.begin_report = progress, begin_report
         self.cfg, self.engine, self.guard, self.checkpointer = run.cfg, run.engine, run.guard, run.checkpointer
         self.watchdog = run.watchdog
-        self.copies = mesh_of(run.cfg, world_size()).copies
-        self.slow_ranks = StragglerDetector(gather(socket.gethostname()))
+        self.copies = mesh.mesh_of(run.cfg, process_group.world_size()).copies
+        self.slow_ranks = StragglerDetector(process_group.gather(socket.gethostname()))
         self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
-        self.collectives = Collectives()
+        self.collectives = tracking.Collectives()
         self.metrics = MetricsLog(run.folder / "metrics.jsonl", run.trackers.row)
         self.steps, self.steps_s = 0, 0.0
         self.rewound_to: Counter[Path] = Counter()
@@ -60,7 +61,7 @@ class TrainLoop:
         self.state = replace(state, evaluations=list(state.evaluations))
         self.step, self.place, self.began = state.step, place, place
         counted = state.trained_tokens, state.total_tokens
-        self.meter = ThroughputMeter(
+        self.meter = tracking.ThroughputMeter(
             self.engine, self.baseline, *counted, self.task.unit, self.collectives, self.task.counted
         )
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
@@ -80,9 +81,9 @@ class TrainLoop:
         failure.defer_signals()
         while self.step < self.run.total_steps:
             self._take_step()
-        if on_rank0(lambda: run_dir.is_lost(now=True)):
+        if process_group.on_rank0(lambda: run_dir.is_lost(now=True)):
             raise self._lost()
-        on_rank0(self.metrics.finish)
+        process_group.on_rank0(self.metrics.finish)
         evaluations = self.state.evaluations if self.task.has_validation else []
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
         self.watchdog.enter("", self.step)
@@ -110,17 +111,17 @@ class TrainLoop:
         self.watchdog.enter(failure.DATA, self.step)
         window = list(islice(self.batches, run.accumulation))
         self.meter.data_wait_s += time.perf_counter() - asked
-        if rank() == 0 and not self.is_stop_file_found and time.monotonic() >= self.next_look:
+        if process_group.rank() == 0 and not self.is_stop_file_found and time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + _LOOK_EVERY_S
             self.is_stop_file_found = self.stop_file.exists()
         stops = bool(failure.received_signal()) or self.is_stop_file_found
         # A save that failed is tried again after a tenth of the time.
         patience_s = 60 * self.cfg.checkpoint.minutes / (10 if self.checkpointer.failed else 1)
-        is_time = rank() == 0 and 0 < patience_s <= time.monotonic() - self.saved_at
+        is_time = process_group.rank() == 0 and 0 < patience_s <= time.monotonic() - self.saved_at
         votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost(), is_time)
         self.watchdog.enter(failure.STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
-        result = train_step(self.engine, task, window, world_size(), self.guard, votes, self.copies)
+        result = train_step(self.engine, task, window, process_group.world_size(), self.guard, votes, self.copies)
         self.began, self.place = self.place, task.next_position(self.place)
         self.meter.add(result)
         self.progress.advance()
@@ -130,7 +131,7 @@ class TrainLoop:
         result, lr = self._compute_step()
         if result.votes[2]:
             raise self._lost()
-        if result.votes[1] == world_size():
+        if result.votes[1] == process_group.world_size():
             self._publish_in_step()
         trouble = self.guard.check()
         if not trouble and not self.guard.skips_in_a_row:
@@ -181,12 +182,12 @@ class TrainLoop:
         """Save, if it is due, and publish what is written: at once where no step follows, else beside training."""
         self.watchdog.enter("checkpoint", self.step)
         if saves:
-            with phase(tr("Saving the checkpoint of step {step}", step=self.step)):
+            with terminal.phase(tr("Saving the checkpoint of step {step}", step=self.step)):
                 self.checkpointer.begin(self._state(), is_last=last)
             self.saved_at = time.monotonic()
         if not waits:
             return
-        with phase(tr("Proving the checkpoint of step {step}", step=self.step)):
+        with terminal.phase(tr("Proving the checkpoint of step {step}", step=self.step)):
             self._publish()
         if saves and self.checkpointer.failed:
             if not self.checkpointer.ruin:
@@ -202,7 +203,7 @@ class TrainLoop:
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
         """Warn of a step that went wrong, and do as the config says; return whether the run was rewound."""
         self.state.bad_steps += 1
-        file = unused_path(self.run.folder / "logs" / f"bad-step-{self.step}.jsonl")
+        file = disk.unused_path(self.run.folder / "logs" / f"bad-step-{self.step}.jsonl")
         what = record_bad_step(
             file,
             self.step,
@@ -217,10 +218,10 @@ class TrainLoop:
             file=file,
         )
         policy = self.cfg.train.on_bad_step
-        if policy is OnBadStep.skip:
+        if policy is schema.OnBadStep.skip:
             return False
         self._log(lr)
-        if policy is OnBadStep.stop:
+        if policy is schema.OnBadStep.stop:
             raise Diverged(
                 "{what}. train.on_bad_step=skip continues without such steps, rewind resumes the last checkpoint and "
                 "skips their data. The last checkpoint is {checkpoint}.",
@@ -237,7 +238,7 @@ class TrainLoop:
         if checkpoint is not None and good is not None and good != checkpoint and self.rewound_to[checkpoint]:
             # No good step has followed it, and going back to it did not help: its weights may be the trouble.
             checkpoint = good
-            on_rank0(lambda: directory.move_aside_after(good))
+            process_group.on_rank0(lambda: directory.move_aside_after(good))
         if checkpoint is None:
             raise Diverged(
                 "{what}; there is no checkpoint to go back to: set checkpoint.every or checkpoint.minutes.", what=what
@@ -255,7 +256,7 @@ class TrainLoop:
         run, saved = self.run, directory.read_run_state(checkpoint)
         state = replace(saved, config=run.start.config, bad_steps=bad_steps, rewinds=rewinds)
         is_own = checkpoint.parent.parent == run.folder  # or the one that the run began with
-        on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_own else 0))
+        process_group.on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_own else 0))
         resume_from(self.checkpointer, checkpoint, state, run.ranks, self.cfg.run.seed)
         self.progress.back_to(state.step)
         run.trackers.back_to(state.step)
@@ -273,7 +274,7 @@ class TrainLoop:
         row = self.meter.row(self.step, self.step / self.task.steps_per_epoch, lr, pace)
         row |= {"bad_steps": self.state.bad_steps, "rewinds": self.state.rewinds}
         row |= self.task.order_metrics(self.began) | dropping_metrics(self.engine.module)
-        if rank() == 0:
+        if process_group.rank() == 0:
             self.metrics.append(row)
             if self.collectives.is_on:
                 self.collectives.write(self.run.folder)
@@ -296,7 +297,7 @@ class TrainLoop:
         row: dict[str, float] = {"step": step, **figures}
         self.state.evaluations.append(row)
         self.progress.note(evaluation=row)
-        if rank() == 0:
+        if process_group.rank() == 0:
             self.metrics.append(row)
         for line in describe_evaluation(row):
             say(line)
@@ -331,7 +332,7 @@ class TrainLoop:
         """Save what the run has learned next to its directory, which is gone; return the error that ends the run."""
         checkpointer, folder = self.checkpointer, self.run.folder
         self.watchdog.enter("checkpoint", self.step)
-        place = on_rank0(lambda: run_dir.rescue(folder))
+        place = process_group.on_rank0(lambda: run_dir.rescue(folder))
         failure.watch_failures(place)
         checkpointer.folder = place / "checkpoints"
         checkpointer.begin(self._state())

@@ -22,23 +22,16 @@ import torch
 from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
 
-from toolkit.config.mesh import micro_rows
-from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, RunConfig, has_reference_in_step
+from toolkit import disk, terminal
+from toolkit.config import mesh, schema
 from toolkit.data import sampler
-from toolkit.disk import write_atomically
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
-from toolkit.models import classifier
-from toolkit.models.adapters import has_adapter, without_adapter
+from toolkit.models import adapters, classifier, preference, probe
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
-from toolkit.models.preference import Answers, PairLosses, answer_losses, pair_losses, reward_losses
-from toolkit.models.probe import evaluating
-from toolkit.terminal import phase
-from toolkit.train import language_data, run_dir
-from toolkit.train.language_task import LanguageTask
-from toolkit.train.task import FitResult, RunContext
+from toolkit.train import language_data, language_task, run_dir, task
 
 REFERENCE = "reference"
 """Directory of a run that keeps the reference's log-probabilities."""
@@ -54,7 +47,7 @@ OF_ANSWERS = (*(name for name in FIGURES if name != "rewards/margins"), "kl")
 """The figures of KTO."""
 
 
-class PreferenceTask(LanguageTask):
+class PreferenceTask(language_task.LanguageTask):
     """Trains a causal language model on pairs of answers."""
 
     loss_unit = ""
@@ -69,7 +62,7 @@ class PreferenceTask(LanguageTask):
 
     # Data
 
-    def settle(self, cfg: RunConfig) -> None:
+    def settle(self, cfg: schema.RunConfig) -> None:
         """Take the settled config; what is counted as a sample is a pair."""
         super().settle(cfg)
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
@@ -91,7 +84,7 @@ class PreferenceTask(LanguageTask):
 
     @property
     def _is_reference_ahead(self) -> bool:
-        return self.cfg.preference.needs_reference and not has_reference_in_step(self.cfg)
+        return self.cfg.preference.needs_reference and not schema.has_reference_in_step(self.cfg)
 
     def _reference_of_split(self, engine: DeepSpeedEngine, split: str, folder: Path) -> NDArray[np.float32]:
         """Return the reference's log-probability of each answer of a split, [samples]; read if the run knows it."""
@@ -104,8 +97,8 @@ class PreferenceTask(LanguageTask):
         numbers, batches = language_data.answer_batches(self.cfg, self.data, split, self.ranks)
         values = np.zeros(store.num_numbers, np.float32)
         with (
-            evaluating(engine),
-            phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
+            probe.evaluating(engine),
+            terminal.phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
         ):
             for samples, batch in zip(numbers, batches, strict=True):
                 found, _ = answer_log_probabilities(engine, batch)
@@ -115,12 +108,12 @@ class PreferenceTask(LanguageTask):
 
         def write() -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, values.tobytes())
+            disk.write_atomically(file, values.tobytes())
 
         process_group.on_rank0(write)
         return values
 
-    def prepare_evaluation(self, run: RunContext) -> None:
+    def prepare_evaluation(self, run: task.RunContext) -> None:
         """Nothing is asked of the model."""
 
     def _size_of_data(self) -> str:
@@ -139,7 +132,7 @@ class PreferenceTask(LanguageTask):
         columns = ["reference"] * bool(self.data.reference) + ["value"] * self.data.train.has_values
         return {**batch, **{name: torch.zeros(_answers(batch)) for name in columns}}
 
-    def check_evaluation(self, run: RunContext) -> None:
+    def check_evaluation(self, run: task.RunContext) -> None:
         """Evaluate one batch, and begin an answer."""
         if self.has_validation:
             self._evaluate(run.engine, islice(language_data.evaluation_batches(run.cfg, self.data, run.ranks), 1))
@@ -170,8 +163,10 @@ class PreferenceTask(LanguageTask):
         reference = self._reference(engine, batch)
         values, tokens = answer_log_probabilities(engine, batch)
         end = 2 * self.count(batch)
-        chosen, rejected = (Answers(*(one[place:end:2] for one in (values, tokens, reference))) for place in (0, 1))
-        found: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
+        chosen, rejected = (
+            preference.Answers(*(one[place:end:2] for one in (values, tokens, reference))) for place in (0, 1)
+        )
+        found: preference.PairLosses = preference.pair_losses(self.cfg.preference, chosen, rejected)
         margins = found.chosen_rewards - found.rejected_rewards
         answers = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
         figures = (found.chosen_rewards, found.rejected_rewards, margins, (margins > 0).float(), *answers)
@@ -185,13 +180,13 @@ class PreferenceTask(LanguageTask):
             return torch.zeros(_answers(batch), device=engine.device)
         if self._is_reference_ahead:
             return batch["reference"].to(engine.device, non_blocking=True)
-        with evaluating(engine), without_adapter(engine.module):
+        with probe.evaluating(engine), adapters.without_adapter(engine.module):
             return answer_log_probabilities(engine, batch)[0]
 
-    def evaluate(self, run: RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate the validation data: loss, rewards, and how many are in order."""
-        count = -(-len(self.data.validation_plan or ()) // (micro_rows(run.cfg) * run.ranks.world_size))
-        with phase(tr("Evaluating"), count, tr("batches")) as advance:
+        count = -(-len(self.data.validation_plan or ()) // (mesh.micro_rows(run.cfg) * run.ranks.world_size))
+        with terminal.phase(tr("Evaluating"), count, tr("batches")) as advance:
 
             def batches() -> Iterator[language_data.Batch]:
                 for batch in language_data.evaluation_batches(run.cfg, self.data, run.ranks):
@@ -204,14 +199,14 @@ class PreferenceTask(LanguageTask):
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return the means over the pairs of this rank's batches and the others'. A collective."""
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
-        with evaluating(engine):
+        with probe.evaluating(engine):
             for batch in batches:
                 loss, figures = self._pairs(engine, batch)
                 found = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
                 sums += found.cpu()
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
         means = [total / pairs for total in totals]
-        return {EVAL_LOSS: means[0], PAIRS: int(pairs)} | {
+        return {schema.EVAL_LOSS: means[0], PAIRS: int(pairs)} | {
             f"eval_{name}": mean for name, mean in zip(self.names, means[1:], strict=True)
         }
 
@@ -220,11 +215,11 @@ class PreferenceTask(LanguageTask):
     def _baselines(self) -> dict[str, float]:
         return {}
 
-    def summary(self, run: RunContext, result: FitResult) -> dict[str, Any]:
+    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
         """Return also how many validation pairs were in order, before and after."""
         known = result.state.evaluations
         ends = {"first": known[0], "last": known[-1]} if known else {}
-        order = {f"{name}_eval_accuracy": row[EVAL_PAIRS[0]] for name, row in ends.items()}
+        order = {f"{name}_eval_accuracy": row[schema.EVAL_PAIRS[0]] for name, row in ends.items()}
         return super().summary(run, result) | order
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
@@ -255,7 +250,7 @@ class KtoTask(PreferenceTask):
 
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Compute the divergence of model and reference on questions with others' answers. A collective."""
-        with evaluating(engine):
+        with probe.evaluating(engine):
             sums = [self._ratios(engine, _rows(batch, 1))[0].sum() for batch in batches]
         found = torch.stack((torch.stack(sums).sum(), sums[0].new_tensor(sum(map(self.count, batches)))))
         self._divergence = _mean_above_zero(process_group.sum_over_ranks(found, engine.device))
@@ -279,7 +274,10 @@ class KtoTask(PreferenceTask):
         self, ratios: torch.Tensor, values: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each answer, and of its figures sums with counts, [2] each."""
-        losses, beta = answer_losses(self.cfg.preference, ratios, is_good, divergence), self.cfg.preference.beta
+        losses, beta = (
+            preference.answer_losses(self.cfg.preference, ratios, is_good, divergence),
+            self.cfg.preference.beta,
+        )
         rewards, good, all_of_them = beta * ratios.detach(), is_good.float(), torch.ones_like(ratios)
         in_order = torch.where(is_good, ratios > divergence, ratios < divergence).float()
         logps = values.detach()
@@ -292,7 +290,7 @@ class KtoTask(PreferenceTask):
         """Return the means over all ranks' answers; the divergence is that of all of them. A collective."""
         found: list[tuple[torch.Tensor, ...]] = []
         sums = torch.zeros(2, dtype=torch.float64)
-        with evaluating(engine):
+        with probe.evaluating(engine):
             for batch in batches:
                 count, mine = self.count(batch), _rows(batch, 0)
                 ratios, values = (one[:count].cpu() for one in self._ratios(engine, mine))
@@ -306,7 +304,7 @@ class KtoTask(PreferenceTask):
         means = process_group.sum_over_ranks(totals, engine.device).view(-1, 2)
         loss, *rest = (means[:, 0] / means[:, 1]).tolist()
         row = {f"eval_{name}": mean for name, mean in zip(self.names, rest, strict=True) if not math.isnan(mean)}
-        return {EVAL_LOSS: loss, SAMPLES: int(means[0, 1]), **row}
+        return {schema.EVAL_LOSS: loss, SAMPLES: int(means[0, 1]), **row}
 
     def _size_of_data(self) -> str:
         return tr("{answers} answers marked good or bad", answers=f"{len(self.data.train):,}")
@@ -340,7 +338,7 @@ class RewardTask(PreferenceTask):
         end = 2 * self.count(batch)
         chosen, rejected = scores[0:end:2], scores[1:end:2]
         margins = batch["value"].to(scores)[0:end:2]
-        losses = reward_losses(chosen, rejected, margins, self.cfg.task.center)
+        losses = preference.reward_losses(chosen, rejected, margins, self.cfg.task.center)
         given = chosen.detach(), rejected.detach()
         gains = given[0] - given[1]
         figures = (*given, gains, (gains > 0).float())
@@ -348,11 +346,11 @@ class RewardTask(PreferenceTask):
         loss = losses.sum() if end else 0 * scores.sum()
         return loss, {name: value.sum() for name, value in zip(self.names, figures, strict=True)}
 
-    def next_steps(self, run: RunContext, samples: list[dict[str, str]]) -> list[str]:
+    def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
         if not run.cfg.checkpoint.export:
             return super().next_steps(run, samples)
         folder = f"{run.display_folder}/export"
-        if has_adapter(run.engine.module):
+        if adapters.has_adapter(run.engine.module):
             command = shlex.join(["toolkit", "export-model", folder, "merge=true", "output=merged"])
             return [tr("The adapter: {folder}", folder=folder), tr("Merge it:  {command}", command=command)]
         return [tr("The model, for AutoModelForSequenceClassification of transformers: {folder}", folder=folder)]

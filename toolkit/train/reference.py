@@ -15,21 +15,15 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from toolkit.config import mesh, schema
 from toolkit.config.load import load
-from toolkit.config.mesh import mesh_of
-from toolkit.config.schema import Attention, Dtype, OptimConfig, OptimizerName, RunConfig, TuningMethod
-from toolkit.data.loader import UNTRAINED, collate
-from toolkit.data.sampler import BEGINNING, next_position
-from toolkit.data.store import Sample
+from toolkit.data import loader, sampler, store
 from toolkit.engine.build import parameter_groups, use_tf32
 from toolkit.export.load import load_any
 from toolkit.export.model import write_folder
-from toolkit.models.adapters import apply_tuning
+from toolkit.models import adapters, save, shrink
 from toolkit.models.load import TORCH_DTYPES, create_model
-from toolkit.models.save import describe
-from toolkit.models.shrink import shrunk_model
 from toolkit.train import language_data
-from toolkit.train.language_data import LanguageData
 
 ROWS = 4
 """Samples that are computed at once, and that the logits of the end are compared on."""
@@ -44,9 +38,9 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     """
     cfg = load(spec["words"]).cfg
     if "folder" in spec:
-        model = shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])
+        model = shrink.shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])
         encoder = language_data.build_encoder(cfg)
-        write_folder(model, describe(model, encoder), Path(spec["folder"]), "hf", None)
+        write_folder(model, save.describe(model, encoder), Path(spec["folder"]), "hf", None)
         return {"parameters": sum(one.numel() for one in model.parameters())}
     data = language_data.load_data(cfg)
     first = next(_batches(cfg, data, spec["world_size"], 1))[:ROWS]
@@ -57,7 +51,12 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def follow(
-    cfg: RunConfig, data: LanguageData, world_size: int, dtype: str, device: torch.device, rows: list[Sample]
+    cfg: schema.RunConfig,
+    data: language_data.LanguageData,
+    world_size: int,
+    dtype: str,
+    device: torch.device,
+    rows: list[store.Sample],
 ) -> dict[str, Any]:
     """Train as the config says, in one process; return losses and gradient norms of all steps, and the last logits of
     a few rows.
@@ -67,11 +66,11 @@ def follow(
     """
     use_tf32(cfg.precision)
     own = TORCH_DTYPES[cfg.precision.dtype]
-    model_config = replace(cfg.model, attention=Attention.eager)
+    model_config = replace(cfg.model, attention=schema.Attention.eager)
     model = create_model(model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
-    if cfg.tuning.method is not TuningMethod.full:
-        apply_tuning(model, cfg.tuning, Path(cfg.model.path), data.tokenizer, cfg.run.seed)
-    wanted = torch.float64 if dtype == "float64" else TORCH_DTYPES[Dtype(dtype)]
+    if cfg.tuning.method is not schema.TuningMethod.full:
+        adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), data.tokenizer, cfg.run.seed)
+    wanted = torch.float64 if dtype == "float64" else TORCH_DTYPES[schema.Dtype(dtype)]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(own).to(wanted)
     model.train().to(device)
@@ -95,39 +94,41 @@ def follow(
     return {"losses": losses, "norms": norms, "logits": _logits(model.eval(), rows, data.pad_id)}
 
 
-def plain_optimizer(named: dict[str, torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+def plain_optimizer(named: dict[str, torch.nn.Parameter], optim: schema.OptimConfig) -> torch.optim.Optimizer:
     """Return PyTorch's own AdamW, Adam, SGD or Adagrad, whichever a recipe names."""
     groups, betas = parameter_groups(named.items(), optim), (optim.betas[0], optim.betas[1])
     shared: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
-    if optim.name is OptimizerName.sgd:
+    if optim.name is schema.OptimizerName.sgd:
         return torch.optim.SGD(groups, momentum=optim.momentum, **shared)
-    if optim.name is OptimizerName.adagrad:
+    if optim.name is schema.OptimizerName.adagrad:
         return torch.optim.Adagrad(groups, eps=optim.eps, **shared)
-    kind = torch.optim.AdamW if optim.name is OptimizerName.adamw else torch.optim.Adam
+    kind = torch.optim.AdamW if optim.name is schema.OptimizerName.adamw else torch.optim.Adam
     return kind(groups, betas=betas, eps=optim.eps, **shared)
 
 
-def _batches(cfg: RunConfig, data: LanguageData, world_size: int, num_steps: int) -> Iterator[list[Sample]]:
+def _batches(
+    cfg: schema.RunConfig, data: language_data.LanguageData, world_size: int, num_steps: int
+) -> Iterator[list[store.Sample]]:
     """Yield the samples of each step over all ranks."""
-    position, per_step = BEGINNING, language_data.rows_per_step(cfg, data.packing)[0]
+    position, per_step = sampler.BEGINNING, language_data.rows_per_step(cfg, data.packing)[0]
     for _ in range(num_steps):
         by_rank = language_data.step_samples(cfg, data, world_size, position)
         # Ranks of one copy of the model compute the same samples.
-        parts = {mesh_of(cfg, world_size, rank).data_rank: samples for rank, samples in enumerate(by_rank)}
+        parts = {mesh.mesh_of(cfg, world_size, rank).data_rank: samples for rank, samples in enumerate(by_rank)}
         numbers = [number for micro_batches in parts.values() for samples in micro_batches for number in samples]
         yield [data.train[number] for number in numbers]
-        position = next_position(position, language_data.epoch_rows(cfg, data), per_step)
+        position = sampler.next_position(position, language_data.epoch_rows(cfg, data), per_step)
 
 
-def _backward(model: PreTrainedModel, samples: list[Sample], pad_id: int) -> float:
+def _backward(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> float:
     """Add up the gradient of a step's mean loss; return the loss, nats per trained token."""
     total = sum(int(trained[1:].sum()) for _, trained in samples)
     loss = 0.0
     for begin in range(0, len(samples), ROWS):
-        batch = collate([[sample] for sample in samples[begin : begin + ROWS]], pad_id)
+        batch = loader.collate([[sample] for sample in samples[begin : begin + ROWS]], pad_id)
         logits, labels = _forward(model, batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten().to(model.device)
         logits = logits if logits.dtype is torch.float64 else logits.float()
-        part = functional.cross_entropy(logits, labels, ignore_index=UNTRAINED, reduction="sum") / total
+        part = functional.cross_entropy(logits, labels, ignore_index=loader.UNTRAINED, reduction="sum") / total
         part.backward()
         loss += float(part.detach())
     return loss
@@ -140,9 +141,9 @@ def _forward(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, samples: list[Sample], pad_id: int) -> list[float]:
+def _logits(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> list[float]:
     """Return the logits of some of the vocabulary at the last token of each of a few samples."""
-    batch = collate([[sample] for sample in samples], pad_id)
+    batch = loader.collate([[sample] for sample in samples], pad_id)
     logits = _forward(model, batch)
     ends = (batch["segment_ids"] > 0).sum(1) - 1
     found = logits[torch.arange(len(samples)), ends.to(logits.device), :1024]

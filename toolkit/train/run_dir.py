@@ -19,15 +19,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit import children
+from toolkit import children, disk, secrets
 from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
-from toolkit.disk import check_no_symlinks, lock_or_warn, try_lock, unused_path, write_atomically
 from toolkit.distributed import failure
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, joined, say, tr
 from toolkit.report.run import json_lines
-from toolkit.secrets import hide_all
 
 NEVER, AUTO, MUST = "never", "auto", "must"
 STOP = "stop"
@@ -120,7 +118,7 @@ def _checkpoint_at(path: Path) -> Path:
 
 def _claim(folder: Path) -> None:
     """Lock an existing run, unless it has finished; remove a `stop` that was meant for an earlier start of it."""
-    check_no_symlinks(folder, RunFolderError)
+    disk.check_no_symlinks(folder, RunFolderError)
     if (folder / "DONE").exists():
         raise RunFolderError(
             "the run {folder} has finished already (DONE). For another one choose another run.name.", folder=folder
@@ -139,15 +137,15 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
         record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0)
         for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
             if (folder / name).exists():
-                (folder / name).rename(unused_path(folder / "logs" / name))
+                (folder / name).rename(disk.unused_path(folder / "logs" / name))
         if (folder / "export").exists():  # of a run that died before it was DONE
-            (folder / "export").rename(unused_path(folder / "export.replaced"))
+            (folder / "export").rename(disk.unused_path(folder / "export.replaced"))
         for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
             shutil.rmtree(path)
         if checkpoint is not None:
             directory.move_aside_after(checkpoint)
         elif (folder / "base").exists():  # the random model of another config, maybe
-            (folder / "base").rename(unused_path(folder / "base.replaced"))
+            (folder / "base").rename(disk.unused_path(folder / "base.replaced"))
     except OSError as error:
         raise RunFolderError(
             "cannot resume in {folder}: {reason}.", folder=folder, reason=error.strerror or error
@@ -156,7 +154,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
 
 def create_run_dir(cfg: RunConfig) -> Path:
     """Make and return the run directory; RunFolderError if it holds something or cannot be made. For rank 0 only."""
-    check_no_symlinks(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
+    disk.check_no_symlinks(Path(cfg.run.dir).absolute(), RunFolderError, [cfg.run.name] if cfg.run.name else [])
     parent = make_parent(cfg)
     try:
         if cfg.run.name:
@@ -210,7 +208,7 @@ def _make_dated(parent: Path, recipe: str) -> Path:
 
 def rescue(folder: Path) -> Path:
     """Make a directory next to a run directory that was removed, for what can still be saved. For rank 0 only."""
-    place = unused_path(folder.with_name(f"{folder.name}.rescued"))
+    place = disk.unused_path(folder.with_name(f"{folder.name}.rescued"))
     try:
         (place / "logs").mkdir(parents=True)
     except OSError as error:
@@ -227,7 +225,7 @@ def write_settings(
     known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
     _write(folder / "config.yaml", config_yaml)
     for name, values in (("ds_config", ds_config), ("environment", known)):
-        _write(folder / f"{name}.json", json.dumps(hide_all(values), indent=2) + "\n")
+        _write(folder / f"{name}.json", json.dumps(secrets.hide_all(values), indent=2) + "\n")
 
 
 def describe_environment(world_size: int) -> dict[str, object]:
@@ -277,7 +275,7 @@ def mark_done(folder: Path, summary: dict[str, object]) -> None:
 
 def _write(file: Path, text: str) -> None:
     try:
-        write_atomically(file, text.encode())
+        disk.write_atomically(file, text.encode())
     except OSError as error:  # the system does not name the file when a disk is full
         raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
 
@@ -378,7 +376,7 @@ def lock_run_dir(folder: Path) -> None:
     # Without a signature no process has ever held the file, or the one that was held has been deleted. Ranks are then
     # watched before it is locked: its holder, who locks it again, would take a lock for the loss of its directory.
     is_held = not who and bool(who := _who_counts(folder))
-    is_free, descriptor = (False, None) if is_held or not lock_or_warn(file, folder) else _lock_directory(folder)
+    is_free, descriptor = (False, None) if is_held or not disk.lock_or_warn(file, folder) else _lock_directory(folder)
     if not is_free:
         file.close()
         raise RunFolderError(
@@ -441,7 +439,7 @@ def _look(lock: _Lock) -> bool:
         return True
     except OSError:  # a file server that does not answer is no removed directory
         return False
-    granted, _ = try_lock(file)
+    granted, _ = disk.try_lock(file)
     if not granted:
         file.close()
         return True

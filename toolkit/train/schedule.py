@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolkit.config.mesh import mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import Decay, Packing, RunConfig, ScheduleConfig, ScheduleName, WarmupType
+from toolkit.config import mesh, schema
 from toolkit.engine.ds_config import warmup_lowest, warmup_steps
 from toolkit.messages import ConfigError, say, tr, warn
 
-_OF_DEEPSPEED = (ScheduleName.constant, ScheduleName.linear, ScheduleName.cosine)
+_OF_DEEPSPEED = (schema.ScheduleName.constant, schema.ScheduleName.linear, schema.ScheduleName.cosine)
 _TIMESCALE = 10_000
 """Of inverse_sqrt without warm-up, as in transformers."""
 FEWEST_STEPS = 50
@@ -31,7 +30,9 @@ class HasGroups(Protocol):
     param_groups: list[dict[str, Any]]
 
 
-def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps: int, warmup_steps: int) -> float:
+def learning_rate(
+    schedule: schema.ScheduleConfig, peak: float, done: int, total_steps: int, warmup_steps: int
+) -> float:
     """Return the rate of the next optimizer step; steps skipped for overflow are not `done`. DeepSpeed counts from -1:
     two warm-up steps at the lowest rate, and at least 2 in all. Without warm-up, which DeepSpeed lacks, ours starts
     at the peak.
@@ -41,16 +42,16 @@ def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps:
     if warmup_steps == 0:
         return peak * _decay(schedule, done, max(1, total_steps))
     warmup, index = max(2, warmup_steps), done - 1
-    cosine = schedule.name is ScheduleName.cosine
+    cosine = schedule.name is schema.ScheduleName.cosine
     lowest = warmup_lowest(schedule, warmup_steps)
     if index < 0:
         return lowest * peak
     if index < warmup:
-        log = schedule.warmup_type is WarmupType.log
+        log = schedule.warmup_type is schema.WarmupType.log
         gamma = (1.0 / math.log(warmup)) * math.log(index + 1) if log else index / warmup
     elif cosine:
         return peak * _decay(schedule, index - warmup + 1, max(1, total_steps - warmup))
-    elif schedule.name is ScheduleName.linear:
+    elif schedule.name is schema.ScheduleName.linear:
         return peak * max(0.0, float(total_steps - index) / float(max(1.0, total_steps - warmup)))
     else:
         gamma = 1.0
@@ -59,27 +60,27 @@ def learning_rate(schedule: ScheduleConfig, peak: float, done: int, total_steps:
     return lowest * peak + (peak - lowest * peak) * gamma
 
 
-def _decay(schedule: ScheduleConfig, step: int, length: int) -> float:
+def _decay(schedule: schema.ScheduleConfig, step: int, length: int) -> float:
     """Return the share of the peak after `step` of `length` steps of decay."""
     progress = min(1.0, step / length)
-    if schedule.name is ScheduleName.linear:
+    if schedule.name is schema.ScheduleName.linear:
         return 1.0 - progress
-    if schedule.name is ScheduleName.cosine:
+    if schedule.name is schema.ScheduleName.cosine:
         half = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * half)
     return 1.0
 
 
-def _as_transformers(schedule: ScheduleConfig, step: int, total_steps: int, warmup_steps: int) -> float:
+def _as_transformers(schedule: schema.ScheduleConfig, step: int, total_steps: int, warmup_steps: int) -> float:
     """Return the share of the peak at a step, which counts from 0; the warm-up's first step is at its lowest rate."""
     floor = schedule.min_lr_ratio
     if step < warmup_steps:
         lowest = warmup_lowest(schedule, warmup_steps)
         return lowest + (1.0 - lowest) * step / warmup_steps
-    if schedule.name is ScheduleName.inverse_sqrt:
+    if schedule.name is schema.ScheduleName.inverse_sqrt:
         timescale = schedule.timescale or warmup_steps or _TIMESCALE
         return 1.0 / math.sqrt((step + timescale - warmup_steps) / timescale)
-    if schedule.name is ScheduleName.polynomial:
+    if schedule.name is schema.ScheduleName.polynomial:
         left = 1.0 - (step - warmup_steps) / max(1, total_steps - warmup_steps)
         return floor + (1.0 - floor) * max(0.0, left) ** schedule.power
     # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
@@ -91,9 +92,9 @@ def _as_transformers(schedule: ScheduleConfig, step: int, total_steps: int, warm
         return floor
     progress = (step - begin) / (total_steps - begin)
     falls = {
-        Decay.linear: 1.0 - progress,
-        Decay.cosine: (1.0 + math.cos(math.pi * progress)) / 2,
-        Decay.sqrt: 1.0 - math.sqrt(progress),
+        schema.Decay.linear: 1.0 - progress,
+        schema.Decay.cosine: (1.0 + math.cos(math.pi * progress)) / 2,
+        schema.Decay.sqrt: 1.0 - math.sqrt(progress),
     }
     return floor + (1.0 - floor) * falls[schedule.decay_type]
 
@@ -105,7 +106,7 @@ class Schedule:
     """
 
     def __init__(
-        self, optimizer: HasGroups, schedule: ScheduleConfig, lr: float, total_steps: int, warmup_steps: int
+        self, optimizer: HasGroups, schedule: schema.ScheduleConfig, lr: float, total_steps: int, warmup_steps: int
     ) -> None:
         """Set the first learning rate; groups whose "lr" is not the peak `lr` keep their ratio to it."""
         self.optimizer = optimizer
@@ -149,10 +150,10 @@ class Schedule:
             group["lr"] = rate
 
 
-def make_schedule(cfg: RunConfig, total_steps: int) -> Callable[[HasGroups], Schedule]:
+def make_schedule(cfg: schema.RunConfig, total_steps: int) -> Callable[[HasGroups], Schedule]:
     """Return what makes an optimizer's learning-rate schedule; ConfigError if the run is too short for it."""
     warmup, decay = warmup_steps(cfg, total_steps), cfg.schedule.decay_steps
-    if cfg.schedule.name is ScheduleName.wsd and warmup + decay > total_steps:
+    if cfg.schedule.name is schema.ScheduleName.wsd and warmup + decay > total_steps:
         raise ConfigError(
             "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than the "
             "{steps} steps of this run.",
@@ -178,7 +179,7 @@ class Epoch:
         return math.ceil(self.sequences / self.per_step)
 
 
-def tell_length(cfg: RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> None:
+def tell_length(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> None:
     """Warn of a run's length and learning rate; of an unknown length `epoch` is None, or steps are 0."""
     if epoch and 0 < total_steps < FEWEST_STEPS and not cfg.train.max_steps:
         samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"
@@ -211,14 +212,14 @@ def tell_length(cfg: RunConfig, epoch: Epoch | None, total_steps: int, world_siz
         )
 
 
-def _longer(cfg: RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
+def _longer(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
     epochs, size = cfg.train.epochs, cfg.batch.global_size
-    if cfg.data.packing is not Packing.none and epoch.samples > epoch.sequences:
+    if cfg.data.packing is not schema.Packing.none and epoch.samples > epoch.sequences:
         unpacked = math.ceil(epoch.samples / size)
         enough = max(epochs, math.ceil(FEWEST_STEPS / unpacked))
         more = f" train.epochs={enough}" if enough > epochs else ""
         yield f"data.packing=none{more}", unpacked * enough
-    unit = micro_rows(with_micro_batch(cfg)) * mesh_of(cfg, world_size).data_ranks
+    unit = mesh.micro_rows(mesh.with_micro_batch(cfg)) * mesh.mesh_of(cfg, world_size).data_ranks
     scale = epoch.per_step / size  # sequences of a grouped plan are micro-batches
     for smaller in range((size - 1) // unit * unit, 0, -unit):
         steps = math.ceil(epoch.sequences / max(1.0, smaller * scale)) * epochs

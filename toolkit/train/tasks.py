@@ -1,17 +1,15 @@
 """Which task a config asks for."""
 
 from toolkit.config.schema import PreferenceLoss, RunConfig, TaskKind
-from toolkit.train.distill_task import DistillTask
-from toolkit.train.language_task import LanguageTask
-from toolkit.train.preference_task import KtoTask, PreferenceTask, RewardTask
+from toolkit.train import distill_task, language_task, preference_task
 
 
-def task_of(cfg: RunConfig) -> LanguageTask:
+def task_of(cfg: RunConfig) -> language_task.LanguageTask:
     """Return the task of a config: `task.kind`, and of language models `preference.loss`."""
     if cfg.task.kind is TaskKind.distill:
-        return DistillTask()
+        return distill_task.DistillTask()
     if cfg.task.kind is TaskKind.reward:
-        return RewardTask()
+        return preference_task.RewardTask()
     if cfg.preference.loss is PreferenceLoss.kto:
-        return KtoTask()
-    return PreferenceTask() if cfg.preference.is_on else LanguageTask()
+        return preference_task.KtoTask()
+    return preference_task.PreferenceTask() if cfg.preference.is_on else language_task.LanguageTask()

@@ -18,20 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from toolkit import children
+from toolkit.config import mesh, schema
 from toolkit.config.load import load
-from toolkit.config.mesh import accumulation, with_micro_batch
-from toolkit.config.schema import Packing, RunConfig, TuningMethod
-from toolkit.engine import fake_gpu
-from toolkit.engine.build import initialize_engine
-from toolkit.engine.ds_config import build_ds_config
+from toolkit.engine import build, ds_config, fake_gpu
 from toolkit.messages import set_language
 from toolkit.models import adapters, attention, loss
-from toolkit.models.attention import Batch, choose_attention, with_label_positions
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.plan.outline import outline_of
-from toolkit.train import calibration
-from toolkit.train.language_task import LanguageTask
-from toolkit.train.schedule import make_schedule
+from toolkit.train import calibration, language_task, schedule
 from toolkit.train.step import StepGuard, train_step
 
 _STEPS = 2
@@ -42,35 +36,40 @@ _SAMPLES = 4
 _LARGEST = 8
 
 
-class _Task(LanguageTask):
+class _Task(language_task.LanguageTask):
     """Language modelling whose tokens are counted beforehand: all of a micro-batch."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: attention.Batch) -> int:
         return self.tokens
 
-    def sizes(self, batches: list[Batch]) -> list[int]:
+    def sizes(self, batches: list[attention.Batch]) -> list[int]:
         return [self.tokens * len(batches)] * 4
 
 
-def trace(cfg: RunConfig, rank: int, world_size: int) -> dict[str, Any]:
+def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     """Return what a rank holds, sends and waits for in a step on the longest rows."""
     fake_gpu.begin(rank, world_size)
     attention.trains_on_gpu = lambda: True
     if cfg.optim.torch is not True:  # as where there is an nvcc
         cfg = replace(cfg, optim=replace(cfg.optim, torch=False))
-    outline, ds = outline_of(cfg), build_ds_config(cfg, world_size, _TOTAL_STEPS)
+    outline, ds = outline_of(cfg), ds_config.build_ds_config(cfg, world_size, _TOTAL_STEPS)
     device, mode, watch = torch.device(fake_gpu.DEVICE), FakeTensorMode(allow_non_fake_inputs=True), fake_gpu.Watch()
     with mode, watch:
         with device:
             model: Any = calibration.build_model(cfg, outline.sizes["layers"], device)
             _prepare(model, cfg, ds.values)
-        engine = initialize_engine(
-            model, ds.values, cfg.train.activation_checkpointing, make_schedule(cfg, _TOTAL_STEPS), None, cfg.optim
+        engine = build.initialize_engine(
+            model,
+            ds.values,
+            cfg.train.activation_checkpointing,
+            schedule.make_schedule(cfg, _TOTAL_STEPS),
+            None,
+            cfg.optim,
         )
-    batch = with_label_positions(_longest_batch(cfg, outline, model))
+    batch = attention.with_label_positions(_longest_batch(cfg, outline, model))
     task, guard = _Task(len(batch["places"])), StepGuard(engine, cfg.train)
     with mode, watch:
         fake = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
@@ -78,7 +77,7 @@ def trace(cfg: RunConfig, rank: int, world_size: int) -> dict[str, Any]:
         for _ in range(_STEPS):
             watch.restart()
             at_rest = watch.now
-            train_step(engine, task, [dict(fake) for _ in range(accumulation(cfg, world_size))], world_size, guard)
+            train_step(engine, task, [dict(fake) for _ in range(mesh.accumulation(cfg, world_size))], world_size, guard)
             guard.check()
     return {
         "rank": rank,
@@ -91,20 +90,22 @@ def trace(cfg: RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def _prepare(model: PreTrainedModel, cfg: RunConfig, ds: dict[str, Any]) -> None:
+def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) -> None:
     """Do with an untrained model what language_task.build_engine does."""
-    choose_attention(model, cfg.model.attention, cfg.data.packing is Packing.packed, TORCH_DTYPES[cfg.precision.dtype])
+    attention.choose_attention(
+        model, cfg.model.attention, cfg.data.packing is schema.Packing.packed, TORCH_DTYPES[cfg.precision.dtype]
+    )
     model.config.use_cache = False
     model.get_input_embeddings().padding_idx = None
     model.loss_head, model.router_loss = loss.LossHead(cfg.kernels.loss), None
-    if cfg.tuning.method is not TuningMethod.full:
+    if cfg.tuning.method is not schema.TuningMethod.full:
         adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
 
 
-def _longest_batch(cfg: RunConfig, outline: Any, model: torch.nn.Module) -> Batch:
+def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) -> attention.Batch:
     """Return the largest micro-batch; a packed one of a few samples of the same length."""
     batch = calibration.longest_batch(cfg, outline, model)
-    if cfg.data.packing is not Packing.packed:
+    if cfg.data.packing is not schema.Packing.packed:
         return batch
     rows, length = batch["input_ids"].shape
     places = torch.arange(length)
@@ -117,12 +118,12 @@ def _longest_batch(cfg: RunConfig, outline: Any, model: torch.nn.Module) -> Batc
 def main(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Trace the recipe and overrides `words` on some `ranks` of `world_size`, each in a process of its own."""
     set_language(spec["language"])
-    cfg = with_micro_batch(load(spec["words"]).cfg)
+    cfg = mesh.with_micro_batch(load(spec["words"]).cfg)
     # A copy each: what is registered with PyTorch stays.
     return [children.copied(_traced, cfg, rank, spec["world_size"]) for rank in spec["ranks"]]
 
 
-def _traced(cfg: RunConfig, rank: int, world_size: int) -> dict[str, Any]:
+def _traced(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     try:
         return trace(cfg, rank, world_size)

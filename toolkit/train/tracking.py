@@ -24,16 +24,14 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger, timers
 
-from toolkit import children
+from toolkit import children, disk
 from toolkit.config.load import to_dict, to_plain
 from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod, data_unit, leaves
-from toolkit.disk import write_atomically
 from toolkit.distributed.process_group import full_shape, gather, rank, sum_over_ranks, world_size
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import Stopped, current_language, say, tr, warn
 from toolkit.models import load, pipeline
-from toolkit.plan.machine import Gpu, find_gpu
-from toolkit.plan.outline import Shapes
+from toolkit.plan import machine, outline
 from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.report.run import PAGE
 from toolkit.track import backends, metrics, queue
@@ -128,7 +126,7 @@ class Collectives:
             {"operation": name, "calls": calls, "bytes": self.bytes[name], "seconds": round(self.seconds[name], 6)}
             for name, calls in sorted(self.calls.items())
         ]
-        write_atomically(folder / "collectives.json", json.dumps({"operations": rows}, indent=1).encode() + b"\n")
+        disk.write_atomically(folder / "collectives.json", json.dumps({"operations": rows}, indent=1).encode() + b"\n")
 
     @property
     def is_on(self) -> bool:
@@ -148,7 +146,7 @@ class Baseline:
     """FLOP/s of a large matrix product, measured; 0 where there was no memory for it."""
     device: str
     """What the driver calls the card; "" is a processor."""
-    card: Gpu | None
+    card: machine.Gpu | None
     planned_bytes: int | None
 
     def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
@@ -187,7 +185,7 @@ def measure_baseline(
 ) -> Baseline:
     """Return what runs are compared with. A collective; `planned_bytes` per rank: of its GPU, on CPUs its process."""
     model, device = pipeline.unwrap_model(engine.module), engine.device
-    shapes: Shapes = {}  # of all parameters as they are before they are partitioned or quantised
+    shapes: outline.Shapes = {}  # of all parameters as they are before they are partitioned or quantised
     trained: set[str] = set()
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -214,7 +212,7 @@ def measure_baseline(
         dtype=next(known.value for known, torch_dtype in load.TORCH_DTYPES.items() if torch_dtype == dtype),
         matmul_flops=median_of_ranks(device, dtype),
         device=device_name,
-        card=find_gpu(device_name),
+        card=machine.find_gpu(device_name),
         planned_bytes=planned_bytes,
     )
 

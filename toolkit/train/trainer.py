@@ -14,23 +14,18 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
+from toolkit import secrets, terminal
 from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files
-from toolkit.config import load, mesh, preflight, rule_tables
-from toolkit.config.schema import AUTO, Device, RunConfig
+from toolkit.config import load, mesh, preflight, rule_tables, schema
 from toolkit.distributed import failure, process_group
-from toolkit.distributed.process_group import on_rank0, patiently_on_rank0
-from toolkit.engine import memory
+from toolkit.engine import ds_config, memory
 from toolkit.engine.build import load_ops
-from toolkit.engine.ds_config import DsConfig, build_ds_config, warmup_steps
 from toolkit.launch import environment
 from toolkit.messages import ConfigError, LaunchError, RunFolderError, say, tr, warn
-from toolkit.secrets import hide_all
-from toolkit.terminal import phase, set_display
 from toolkit.track.metrics import Progress
 from toolkit.train import dry_run, loop, replay, run_dir, schedule, startup
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
-from toolkit.train.run_dir import RunSource, choose_run_dir
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 from toolkit.train.tracking import (
@@ -52,7 +47,7 @@ class Trainer:
     plan: dry_run.RunPlan | None = None
     """What memory is expected to be; None if it is not known."""
 
-    def __init__(self, task: Task, cfg: RunConfig, ranks: environment.Ranks, started: float) -> None:
+    def __init__(self, task: Task, cfg: schema.RunConfig, ranks: environment.Ranks, started: float) -> None:
         self.task, self.cfg, self.ranks, self.started = task, cfg, ranks, started
 
     def train(self) -> Path:
@@ -67,7 +62,7 @@ class Trainer:
 
     def _with_group(self, work: Callable[[], Path]) -> Path:
         failure.install_signals()
-        set_display(self.cfg.run.display.value)
+        terminal.set_display(self.cfg.run.display.value)
         check_settings(self.cfg)
         self.task.load_data(self.cfg, self.ranks)
         device = process_group.start(self.cfg.distributed)
@@ -100,14 +95,14 @@ class Trainer:
         cfg, built = self._settle(_with_ops(_with_optimizer(self.cfg, source), self.cfg), source)
         self.cfg, total_steps = cfg, task.total_steps
         schedule.tell_length(cfg, task.epoch, total_steps, ranks.world_size)
-        ds = build_ds_config(cfg, ranks.world_size, total_steps)
-        start = on_rank0(lambda: self._record_start(cfg, ds, source, hosts))
+        ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
+        start = process_group.on_rank0(lambda: self._record_start(cfg, ds, source, hosts))
         if built is None:
             engine, guard = self._build(cfg, ds, source)
         else:
             engine, guard = built
             dry_run.set_micro_batch(engine, cfg)
-            engine.lr_scheduler.set_length(total_steps, warmup_steps(cfg, total_steps))
+            engine.lr_scheduler.set_length(total_steps, ds_config.warmup_steps(cfg, total_steps))
         status = partial(environment.report_status, first_step=start.step + 1)
         self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
         checkpointer = Checkpointer(
@@ -178,7 +173,7 @@ class Trainer:
         if self.task.unit == TOKENS and baseline.device:  # of a processor the figure says nothing that helps
             say(baseline.describe())
         if cfg.train.rehearse and run.start.step < run.total_steps:
-            with phase(tr("Dry run")):
+            with terminal.phase(tr("Dry run")):
                 line = dry_run.dry_run(self.task, run, self.plan)
             say(line)
         seconds = f"{time.monotonic() - self.started:.0f}"
@@ -205,7 +200,7 @@ class Trainer:
         }
         log_summary(run, result, samples)
         process_group.barrier()
-        on_rank0(lambda: run_dir.check_not_lost(run.folder))
+        process_group.on_rank0(lambda: run_dir.check_not_lost(run.folder))
         if self.ranks.rank:
             return
         say("\n" + "\n".join(self._end_lines(result, summary, samples)))
@@ -215,10 +210,12 @@ class Trainer:
         if line := recipe_files.notice(run.cfg.data):
             say(line)
 
-    def _open_run_dir(self) -> tuple[RunSource, list[str]]:
+    def _open_run_dir(self) -> tuple[run_dir.RunSource, list[str]]:
         """Choose the run directory, see that all ranks see it, and write logs into it; return the hosts too."""
         ranks = self.ranks
-        source = patiently_on_rank0(lambda: choose_run_dir(self.cfg))  # reads every byte of a checkpoint
+        source = process_group.patiently_on_rank0(
+            lambda: run_dir.choose_run_dir(self.cfg)
+        )  # reads every byte of a checkpoint
         folder = source.folder
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
             environment.report_status(folder=str(folder))
@@ -236,19 +233,21 @@ class Trainer:
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         return source, [peer.host for peer in peers]
 
-    def _settle(self, cfg: RunConfig, source: RunSource) -> tuple[RunConfig, tuple[DeepSpeedEngine, StepGuard] | None]:
+    def _settle(
+        self, cfg: schema.RunConfig, source: run_dir.RunSource
+    ) -> tuple[schema.RunConfig, tuple[DeepSpeedEngine, StepGuard] | None]:
         """Decide layout and micro-batch where they are `auto`; return the engine too if one was built for that."""
         task, built = self.task, None
         if cfg.plan.auto:
             assert task.vocab_size is not None
             device = torch.device(get_accelerator().current_device_name())
             cfg = dry_run.choose_layout(cfg, task.vocab_size, self.ranks, device, source)
-        elif cfg.batch.micro_per_gpu == AUTO:
-            rows = on_rank0(lambda: dry_run.micro_batch_before(cfg, self.ranks, source))
+        elif cfg.batch.micro_per_gpu == schema.AUTO:
+            rows = process_group.on_rank0(lambda: dry_run.micro_batch_before(cfg, self.ranks, source))
             if not rows:
                 smallest = mesh.with_micro_batch(cfg)
                 task.settle(smallest)
-                ds = build_ds_config(smallest, self.ranks.world_size, task.total_steps)
+                ds = ds_config.build_ds_config(smallest, self.ranks.world_size, task.total_steps)
                 rows, built = dry_run.search_micro_batch(
                     smallest, task, self.ranks, lambda: self._build(smallest, ds, source)
                 )
@@ -256,11 +255,15 @@ class Trainer:
         task.settle(cfg)
         return cfg, built
 
-    def _build(self, cfg: RunConfig, ds: DsConfig, source: RunSource) -> tuple[DeepSpeedEngine, StepGuard]:
+    def _build(
+        self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource
+    ) -> tuple[DeepSpeedEngine, StepGuard]:
         engine = self.task.build(ds, source)
         return engine, StepGuard(engine, cfg.train)
 
-    def _record_start(self, cfg: RunConfig, ds: DsConfig, source: RunSource, hosts: list[str]) -> directory.RunState:
+    def _record_start(
+        self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource, hosts: list[str]
+    ) -> directory.RunState:
         """Return the starting state, and write down what the run is. For rank 0 only."""
         task, folder = self.task, source.folder
         if source.checkpoint is not None:
@@ -269,7 +272,7 @@ class Trainer:
         device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
         run_dir.write_settings(folder, load.to_yaml(cfg), ds.values, hosts, device)
         card = {"total_steps": task.total_steps, "steps_per_epoch": task.steps_per_epoch, **task.data_card()}
-        text = json.dumps(hide_all(card), indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(secrets.hide_all(card), indent=2, ensure_ascii=False) + "\n"
         with suppress(OSError):  # a full disk is reported by what a run cannot do without
             (folder / "data.json").write_text(text, encoding="utf-8", errors="backslashreplace")
         return start
@@ -306,14 +309,16 @@ class Trainer:
         return [*lines, *self.task.end_lines(summary), *answers, everything, *next_steps]
 
 
-def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
+def _with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:
     """Return the config with `optim.torch` decided, the same on all ranks and in every start of a run. A collective."""
-    if cfg.optim.torch != AUTO:
+    if cfg.optim.torch != schema.AUTO:
         return cfg
     mine, reason = preflight.with_optimizer(cfg)
     found = process_group.gather((bool(mine.optim.torch), reason))
     checkpoint = source.checkpoint
-    before = on_rank0(lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {})
+    before = process_group.on_rank0(
+        lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {}
+    )
     known = before.get("torch")  # what the run decided when it began; None in a new one
     is_torch = any(torch for torch, _ in found) or known is True  # a node without a compiler decides for all
     if is_torch and known is True and not any(torch for torch, _ in found):
@@ -326,7 +331,7 @@ def _with_optimizer(cfg: RunConfig, source: RunSource) -> RunConfig:
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
 
 
-def _with_ops(cfg: RunConfig, given: RunConfig) -> RunConfig:
+def _with_ops(cfg: schema.RunConfig, given: schema.RunConfig) -> schema.RunConfig:
     """Build and load DeepSpeed's ops, before its engine would; return the config, with PyTorch's optimizer where
     DeepSpeed's cannot be built and `given`, the user's config, leaves the choice. A collective; LaunchError otherwise.
     """
@@ -337,7 +342,7 @@ def _with_ops(cfg: RunConfig, given: RunConfig) -> RunConfig:
     reason = next(filter(None, process_group.gather(load_ops(names))), "")
     if not reason:
         return cfg
-    if given.optim.torch == AUTO and cfg.zero.offload_optimizer.device is Device.none:
+    if given.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
         warn("DeepSpeed's optimizer cannot be built ({reason}): PyTorch's fused one is used.", reason=reason)
         return replace(cfg, optim=replace(cfg.optim, torch=True))
     name = reason.partition(":")[0]

@@ -10,17 +10,12 @@ from typing import Any
 
 import yaml
 
-from toolkit.config import files
+from toolkit.config import files, mesh, rules, schema
 from toolkit.config.load import LoadedConfig, escaped, load, replace, to_plain
-from toolkit.config.mesh import with_micro_batch
-from toolkit.config.rules import check_rules
-from toolkit.config.schema import Device, OptimizerName, RunConfig, ScheduleName, SourceConfig, TuningMethod
-from toolkit.engine.ds_config import build_ds_config
-from toolkit.engine.ds_import import import_json
+from toolkit.engine import ds_config, ds_import
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
 from toolkit.secrets import hide_all
-from toolkit.translate.programs import RecipeDraft, translate
-from toolkit.translate.read import ForeignConfig, sentence
+from toolkit.translate import programs, read
 
 _LIMITS = frozenset(
     (
@@ -57,9 +52,9 @@ class Converted:
     """What became of the DeepSpeed JSON, and what is missing."""
 
 
-def convert(given: ForeignConfig, deepspeed_json: str) -> Converted:
+def convert(given: read.ForeignConfig, deepspeed_json: str) -> Converted:
     """Translate a config to a recipe that composes and passes every check that needs no file, or raise ConfigError."""
-    draft = translate(given)
+    draft = programs.translate(given)
     with tempfile.TemporaryDirectory() as folder:
         try:
             return _finish(given, draft, deepspeed_json, Path(folder))
@@ -67,7 +62,7 @@ def convert(given: ForeignConfig, deepspeed_json: str) -> Converted:
             raise ConfigError(str(error).replace(f"{folder}/", "")) from error
 
 
-def _finish(given: ForeignConfig, draft: RecipeDraft, deepspeed_json: str, folder: Path) -> Converted:
+def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path) -> Converted:
     """Compose, import the JSON, write the recipe, read it again, check it."""
     assert given.world_size is not None  # the batch was computed with it
     base = _compose(folder, draft.groups)
@@ -80,11 +75,13 @@ def _finish(given: ForeignConfig, draft: RecipeDraft, deepspeed_json: str, folde
     loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
     notes: list[str] = list(draft.notes)
     if path := deepspeed_json or _named_json(given, folder, notes):
-        loaded, told = import_json(path, loaded, given.world_size, strict=True)
+        loaded, told = ds_import.import_json(path, loaded, given.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in told]
     elif not given.has("deepspeed"):
         notes.append(tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero=stage2."))
-    check_rules(loaded, given.world_size, files=False)  # its messages say where the other program's config says so
+    rules.check_rules(
+        loaded, given.world_size, files=False
+    )  # its messages say where the other program's config says so
     groups = chosen_groups(loaded.cfg) | draft.groups
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:
@@ -97,8 +94,8 @@ def _finish(given: ForeignConfig, draft: RecipeDraft, deepspeed_json: str, folde
     expected, found = to_plain(loaded.cfg), to_plain(final.cfg)
     if expected | {"recipe": ""} != found | {"recipe": ""}:
         raise RuntimeError("the recipe says something else than was translated")
-    check_rules(final, given.world_size, files=False)
-    build_ds_config(with_micro_batch(final.cfg), given.world_size, final.cfg.train.max_steps or None)
+    rules.check_rules(final, given.world_size, files=False)
+    ds_config.build_ds_config(mesh.with_micro_batch(final.cfg), given.world_size, final.cfg.train.max_steps or None)
     result = Converted(text=text, loaded=final, world_size=given.world_size, notes=notes)
     _report(given, draft, result)
     return result
@@ -110,7 +107,7 @@ def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
     return load([f"recipe={path}"])
 
 
-def _named_json(given: ForeignConfig, folder: Path, notes: list[str]) -> str:
+def _named_json(given: read.ForeignConfig, folder: Path, notes: list[str]) -> str:
     """Return the path of the JSON that the config names or holds; "" without one."""
     named = given.get("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
@@ -137,7 +134,7 @@ def _named_json(given: ForeignConfig, folder: Path, notes: list[str]) -> str:
     return ""
 
 
-def _report(given: ForeignConfig, draft: RecipeDraft, result: Converted) -> None:
+def _report(given: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
     """Sort every key that is given, and is not taken over as it is, under what there is to say about it."""
     shown = hide_all(given.values)
     differs: dict[str, list[str]] = {}
@@ -150,14 +147,14 @@ def _report(given: ForeignConfig, draft: RecipeDraft, result: Converted) -> None
         elif name in draft.lost or (_is_default(value, key.default) and key.says not in _ALWAYS):
             continue
         elif key.to and key.says and key.says not in _LIMITS:
-            differs.setdefault(sentence(key.says), []).append(name)
+            differs.setdefault(read.sentence(key.says), []).append(name)
         elif key.to and name not in used:
             reason = tr("has no effect there with the other settings")
             needless.setdefault(reason, []).append(f"{name} = {shown[name]}")
         elif not key.to and key.is_harmless:
-            needless.setdefault(sentence(key.says), []).append(f"{name} = {shown[name]}")
+            needless.setdefault(read.sentence(key.says), []).append(f"{name} = {shown[name]}")
         elif not key.to:
-            result.lost.append(f"{name} = {shown[name]}: {sentence(key.says)}")
+            result.lost.append(f"{name} = {shown[name]}: {read.sentence(key.says)}")
     for name, reason in draft.lost.items():
         result.lost.append(f"{name} = {shown[name]}: {reason}" if name in shown else f"{name}: {reason}")
     result.differs = [f"{', '.join(names)}: {text}" for text, names in differs.items()]
@@ -177,18 +174,18 @@ def _is_default(value: Any, default: Any) -> bool:
 _INDENT = "  "
 
 
-def chosen_groups(cfg: RunConfig) -> dict[str, str]:
+def chosen_groups(cfg: schema.RunConfig) -> dict[str, str]:
     """Return the groups, other than those that are taken anyway, whose files say what a config says."""
     stage, optimizer = cfg.zero.stage, cfg.zero.offload_optimizer.device
     kind = ""
-    if stage == 3 and optimizer is cfg.zero.offload_param.device and optimizer is not Device.none:
-        kind = "_nvme" if optimizer is Device.nvme else "_offload"
-    elif stage == 2 and optimizer is Device.cpu:
+    if stage == 3 and optimizer is cfg.zero.offload_param.device and optimizer is not schema.Device.none:
+        kind = "_nvme" if optimizer is schema.Device.nvme else "_offload"
+    elif stage == 2 and optimizer is schema.Device.cpu:
         kind = "_offload"
     groups = {
-        "tuning": (cfg.tuning.method.value, TuningMethod.full.value),
-        "optim": (cfg.optim.name.value, OptimizerName.adamw.value),
-        "schedule": (cfg.schedule.name.value, ScheduleName.cosine.value),
+        "tuning": (cfg.tuning.method.value, schema.TuningMethod.full.value),
+        "optim": (cfg.optim.name.value, schema.OptimizerName.adamw.value),
+        "schedule": (cfg.schedule.name.value, schema.ScheduleName.cosine.value),
         "precision": (cfg.precision.dtype.value, "bf16"),
         "zero": (f"stage{stage}{kind}", "stage2"),
     }
@@ -196,7 +193,7 @@ def chosen_groups(cfg: RunConfig) -> dict[str, str]:
 
 
 def recipe_text(
-    cfg: RunConfig | None, base: RunConfig | None, groups: Mapping[str, str], origins: Mapping[str, str]
+    cfg: schema.RunConfig | None, base: schema.RunConfig | None, groups: Mapping[str, str], origins: Mapping[str, str]
 ) -> str:
     """Return a recipe."""
     lines = ["# @package _global_", "defaults:"]
@@ -216,7 +213,7 @@ def _differing(cfg: Any, base: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(mine):
             if inner := _differing(mine, theirs):
                 found[item.name] = inner
-        elif mine != theirs and not (isinstance(cfg, RunConfig) and item.name == "recipe"):
+        elif mine != theirs and not (isinstance(cfg, schema.RunConfig) and item.name == "recipe"):
             found[item.name] = mine
     return found
 
@@ -228,10 +225,10 @@ def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str
         if isinstance(value, dict) and value:
             yield f"{indent}{name}:{comment}"
             yield from _lines(value, key, indent + _INDENT, origins)
-        elif isinstance(value, list) and value and isinstance(value[0], SourceConfig):
+        elif isinstance(value, list) and value and isinstance(value[0], schema.SourceConfig):
             yield f"{indent}{name}:{comment}"
             for source in value:
-                fields = {field: to_plain(of_it) for field, of_it in _differing(source, SourceConfig()).items()}
+                fields = {field: to_plain(of_it) for field, of_it in _differing(source, schema.SourceConfig()).items()}
                 yield f"{indent}{_INDENT}- {inline(fields)}"
         else:
             yield f"{indent}{name}: {inline(to_plain(value))}{comment}"

@@ -6,10 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.files import is_hub_name
-from toolkit.config.rule_tables import OPTIMIZERS
-from toolkit.config.schema import TRACKERS, OptimizerName
-from toolkit.config.validate import field_type
+from toolkit.config import files, rule_tables, schema, validate
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
 from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, ForeignConfig, names_of, typed
 
@@ -44,7 +41,7 @@ def translate(given: ForeignConfig) -> RecipeDraft:
     for name, key in given.keys.items():  # those with one counterpart of the same meaning
         value = given.get(name)
         if key.to and not key.made and value is not None:  # the program's default counts where it differs
-            draft.put(key.to, typed(value, field_type(key.to), f"{given.place(name)}: {name}"), name)
+            draft.put(key.to, typed(value, validate.field_type(key.to), f"{given.place(name)}: {name}"), name)
     _batch_and_length(given, draft)
     _schedule(given, draft)
     _optimizer(given, draft)
@@ -142,7 +139,7 @@ def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
     revision = given.get("model_revision") if given.has("model_revision") else "main"
     if not (group and owner in OWNERS and not Path(text).is_dir()) or revision != "main":
         draft.put("model.path", text, "model_name_or_path")
-    if revision != "main" and is_hub_name(text):
+    if revision != "main" and files.is_hub_name(text):
         draft.put("model.revision", str(revision), "model_revision")
     elif revision != "main":
         draft.lost["model_revision"] = tr("model.path is a directory")
@@ -251,29 +248,29 @@ def _batch_and_length(given: ForeignConfig, draft: RecipeDraft) -> None:
 def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
     name = str(given.get("optim")).lower()
     found = next((ours for ours, theirs in names_of("optimizers").items() if name in theirs), "")
-    kind = OptimizerName(found or "adamw")
+    kind = schema.OptimizerName(found or "adamw")
     if not found:
         draft.lost["optim"] = tr(
             "there are {names}; the recipe takes AdamW instead of {name}",
-            names=", ".join(one.value for one in OptimizerName),
+            names=", ".join(one.value for one in schema.OptimizerName),
             name=name,
         )
-    if kind is not OptimizerName.adamw:
+    if kind is not schema.OptimizerName.adamw:
         draft.put("optim.name", kind.value, "optim")
     if given.number("weight_decay"):
         draft.put("optim.decay", "matrices", "weight_decay")  # the Trainer leaves biases and norms out
-    if kind is OptimizerName.adagrad:
+    if kind is schema.OptimizerName.adagrad:
         draft.put("optim.eps", 1e-10)
-    elif "eps" not in OPTIMIZERS[kind].reads:
+    elif "eps" not in rule_tables.OPTIMIZERS[kind].reads:
         draft.values.pop("optim.eps", None)
-    if kind is OptimizerName.adafactor:
+    if kind is schema.OptimizerName.adafactor:
         draft.notes.append(
             tr(
                 "optim = adafactor: PyTorch's, whose step is a share of each parameter's own size, "
                 "which the Trainer's is not. Choose optim.lr again; 1e-3 to 1e-2 is usual."
             )
         )
-    if "betas" not in OPTIMIZERS[kind].reads:
+    if "betas" not in rule_tables.OPTIMIZERS[kind].reads:
         return
     draft.put("optim.betas", [given.number("adam_beta1"), given.number("adam_beta2")], "adam_beta1", "adam_beta2")
 
@@ -320,15 +317,15 @@ def _logging(given: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("checkpoint.keep", max(0, keep), *(["save_total_limit"] if limit is not None else []))
     asked = [name.lower() for name in given.names("report_to") if name.lower() not in ("", "none")]
     for name in asked:
-        if name in TRACKERS:
+        if name in schema.TRACKERS:
             draft.put(f"track.{name}.enabled", True, "report_to")
-    known = ", ".join(TRACKERS)
+    known = ", ".join(schema.TRACKERS)
     if "all" in asked:
         draft.lost["report_to"] = tr(
             "all is whatever is installed there, which the file does not say; name them: track=[…] of {known}",
             known=known,
         )
-    elif strangers := [name for name in asked if name not in TRACKERS]:
+    elif strangers := [name for name in asked if name not in schema.TRACKERS]:
         draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(strangers), known=known)
     if "trackio" in asked:
         draft.put("track.trackio.project", str(given.get("project")), "project")

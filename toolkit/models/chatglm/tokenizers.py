@@ -16,16 +16,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
 from toolkit.messages import ModelError
-from toolkit.models.chatglm.formats import (
-    EOP,
-    FORMATS,
-    SERVED_TURNS,
-    SOP,
-    TEMPLATES,
-    FamilyChatEncoder,
-    no_cycles,
-    with_tools,
-)
+from toolkit.models.chatglm import formats
 from toolkit.models.directory import TOKENIZER_CODE, architecture_of, named_family, read_text
 
 if TYPE_CHECKING:
@@ -33,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-_COMMANDS = ["[MASK]", "[gMASK]", "[sMASK]", SOP, EOP]
+_COMMANDS = ["[MASK]", "[gMASK]", "[sMASK]", formats.SOP, formats.EOP]
 _ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 _GLM4_SPECIALS = [
     *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"),
@@ -75,10 +66,10 @@ def sentencepiece_bpe(file: Path, roles: bool) -> "Tokenizer":
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    added = ["<unk>", "<s>", "</s>", *(token for token in specials if token != EOP)]
+    added = ["<unk>", "<s>", "</s>", *(token for token in specials if token != formats.EOP)]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in added])
     backend.post_processor = processors.TemplateProcessing(
-        single=f"[gMASK] {SOP} $A", special_tokens=[(token, vocab[token]) for token in ("[gMASK]", SOP)]
+        single=f"[gMASK] {formats.SOP} $A", special_tokens=[(token, vocab[token]) for token in ("[gMASK]", formats.SOP)]
     )
     return backend
 
@@ -209,7 +200,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-_OFFICIAL_NAMES = {"sop": SOP, "eop": EOP, "<bos>": "<s>", "<eos>": "</s>", "<pad>": "<unk>"}
+_OFFICIAL_NAMES = {"sop": formats.SOP, "eop": formats.EOP, "<bos>": "<s>", "<eos>": "</s>", "<pad>": "<unk>"}
 _SETTINGS: dict[str, Any] = {
     "padding_side": "left",
     "clean_up_tokenization_spaces": False,
@@ -234,9 +225,9 @@ class _Chats:
         raise NotImplementedError
 
     @property
-    def format(self) -> FamilyChatEncoder:
+    def format(self) -> formats.FamilyChatEncoder:
         """Return the family's chat format over this tokenizer."""
-        return FORMATS[self.family](self)
+        return formats.FORMATS[self.family](self)
 
     @property
     def has_own_template(self) -> bool:
@@ -266,7 +257,7 @@ class _Chats:
         form = self.format
         pieces = form.question if options.get("add_generation_prompt") else form.conversation
         chats = conversation if is_batch else [conversation]
-        encoded = form.encode_pieces(pieces(with_tools(chat, options.get("tools"))) for chat in chats)
+        encoded = form.encode_pieces(pieces(formats.with_tools(chat, options.get("tools"))) for chat in chats)
         ids = [one for one, _ in encoded]
         tensors = options.get("return_tensors")
         out = self.pad(  # type: ignore[attr-defined]
@@ -284,11 +275,13 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
     def __init__(self, family: Family, vocab_file: Path, has_chat_format: bool = True) -> None:
         self.family, self.vocabulary = family, vocab_file
         self.has_chat_format = has_chat_format
-        self.own_template = TEMPLATES[family] if has_chat_format else None
+        self.own_template = formats.TEMPLATES[family] if has_chat_format else None
         if family is Family.glm4:
             # The official one writes the same, and describes tools. ChatGLM3's would write `sop` as text.
             official = read_json(vocab_file.parent / "tokenizer_config.json").get("chat_template")
-            self.own_template = SERVED_TURNS[family] + official if isinstance(official, str) else self.own_template
+            self.own_template = (
+                formats.SERVED_TURNS[family] + official if isinstance(official, str) else self.own_template
+            )
             backend = tiktoken_bpe(vocab_file)
             named = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
         else:
@@ -312,7 +305,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        with no_cycles():
+        with formats.no_cycles():
             return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def describe_tools(self, tools: Sequence[Any]) -> str | None:
@@ -372,7 +365,7 @@ class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
             raise ModelError("{file} is not ChatGLM-6B's vocabulary: it has no <sop>.", file=vocab_file)
         size = self.pieces.get_piece_size()
         self.ids = {self.pieces.id_to_piece(index): index + offset for index in range(size)}
-        self.own_template = TEMPLATES[Family.chatglm]
+        self.own_template = formats.TEMPLATES[Family.chatglm]
         super().__init__(
             bos_token="<sop>",
             eos_token="<eop>",
@@ -403,7 +396,7 @@ class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text; see `_Chats`."""
-        with no_cycles():
+        with formats.no_cycles():
             ids: list[list[int]] = self.pieces.encode([spell(text) for text in texts], num_threads=-1)
             return [[index + self.offset for index in row] for row in ids] if self.offset else ids
 
