@@ -29,25 +29,12 @@ from urllib.parse import urlsplit
 import jinja2
 import psutil
 
-from toolkit import children, disk
+from toolkit import children, disk, messages
 from toolkit.config import files, mesh, validate
 from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
 from toolkit.config.schema import Init, leaves, set_leaf
 from toolkit.jobs.check import check_recipe, machine_for
-from toolkit.messages import (
-    ConfigError,
-    Problems,
-    RunFolderError,
-    ToolkitError,
-    chinese,
-    console,
-    current_language,
-    printable,
-    say,
-    set_language,
-    tr,
-    write_to_stdout,
-)
+from toolkit.messages import say, tr
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_lines
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of
@@ -144,7 +131,7 @@ class Board:
         stamp = (times, is_worked_on(path))
         if self._rows.get(path, (None,))[0] != stamp:
             run = read_run(path)
-            cells = [printable(hide(cell)) for cell in overview([run]).rows[0]]
+            cells = [messages.printable(hide(cell)) for cell in overview([run]).rows[0]]
             self._rows[path] = (stamp, cells, run.status)
         _, cells, state = self._rows[path]
         return times, cells, state
@@ -156,7 +143,7 @@ class Board:
 
         found = self.found()
         if unknown := [name for name in names if name not in found]:
-            raise RunFolderError("there is no run {name}.", name=unknown[0])
+            raise messages.RunFolderError("there is no run {name}.", name=unknown[0])
         runs = [read_run(found[name]) for name in dict.fromkeys(names)]
         distinct_names(runs)
         return render(runs, draw(runs), "report")
@@ -165,15 +152,15 @@ class Board:
         """Return the end of what a run that was started here has printed."""
         name = str(given.get("run"))
         if name not in self.launches.names():
-            raise RunFolderError("there is no run {name}.", name=name)
-        return {"text": printable(hide(end_of(self.launches.log(name))))}
+            raise messages.RunFolderError("there is no run {name}.", name=name)
+        return {"text": messages.printable(hide(end_of(self.launches.log(name))))}
 
     def samples(self, given: Given) -> Iterator[str]:
         """Return what `toolkit show` prints of the recipe that was typed, coloured."""
-        problems, file = Problems(), self.folder / "samples.yaml"
+        problems, file = messages.Problems(), self.folder / "samples.yaml"
         file.write_text(recipe_text(given, problems), encoding="utf-8")
         problems.raise_all()
-        words = [f"recipe={file}", f"language={current_language()}", "color=always"]
+        words = [f"recipe={file}", f"language={messages.current_language()}", "color=always"]
         words += [f"n={given.get('n', 5)}", f"split={given.get('split', 'train')}"]
         if self.show is not None:
             self.show.kill()
@@ -193,14 +180,14 @@ class Board:
         self.close(given)
         path = str(given.get("path", ""))
         if not Path(path).is_dir():
-            raise ConfigError("there is no directory {folder}", folder=path)
-        self.chat = _start("toolkit.jobs.chat", path, current_language())
+            raise messages.ConfigError("there is no directory {folder}", folder=path)
+        self.chat = _start("toolkit.jobs.chat", path, messages.current_language())
         return self._answer()
 
     def ask(self, given: Given) -> Iterator[str]:
         """Ask the model that is loaded."""
         if self.chat is None or self.chat.poll() is not None:
-            raise ConfigError(tr("no model is loaded."))
+            raise messages.ConfigError(tr("no model is loaded."))
         assert self.chat.stdin is not None
         self.chat.stdin.write(json.dumps(str(given.get("text", ""))) + "\n")
         self.chat.stdin.flush()
@@ -303,7 +290,7 @@ def application(board: Board, token: str, cookie: str) -> Guard:
     async def report(request: "Request") -> "Response":
         try:
             text = await work(board.report, request.query_params.getlist("run"))
-        except ToolkitError as error:
+        except messages.ToolkitError as error:
             return Response(str(error), status_code=400)
         return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
 
@@ -317,7 +304,7 @@ def application(board: Board, token: str, cookie: str) -> Guard:
                 return StreamingResponse(board.streams[name](given), media_type="text/plain; charset=utf-8")
             if name in board.actions:
                 return JSONResponse(await work(board.actions[name], given))
-        except ToolkitError as error:
+        except messages.ToolkitError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         except ValueError:
             return Response(status_code=400)
@@ -338,7 +325,7 @@ def serve(runs: Path, port: int) -> None:
         import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise ConfigError(
+        raise messages.ConfigError(
             tr("the board needs packages that are not installed:  pip install starlette uvicorn")
         ) from error
     listener = socket.socket()
@@ -347,7 +334,9 @@ def serve(runs: Path, port: int) -> None:
         listener.bind((HOSTS[0], port))
         listener.listen()  # a browser that is quicker than what follows waits
     except OSError as error:
-        raise ConfigError("port {port} cannot be used: {reason}.", port=port, reason=error.strerror or error) from error
+        raise messages.ConfigError(
+            "port {port} cannot be used: {reason}.", port=port, reason=error.strerror or error
+        ) from error
     token, port = secrets.token_urlsafe(32), listener.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="toolkit-board-") as folder:
         board = Board(runs, Path(folder))
@@ -361,7 +350,7 @@ def serve(runs: Path, port: int) -> None:
             timeout_graceful_shutdown=5,
         )
         say("Open this address; it lets in whoever knows it. Ctrl-C ends the board, runs continue.")
-        write_to_stdout(f"  http://{HOSTS[0]}:{port}/?token={token}")  # `say` would hide the token
+        messages.write_to_stdout(f"  http://{HOSTS[0]}:{port}/?token={token}")  # `say` would hide the token
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it once more after its end
         try:
             with suppress(KeyboardInterrupt):
@@ -382,7 +371,7 @@ def _file(name: str) -> str:
 
 
 def _page() -> str:
-    language = "zh-CN" if current_language() == "zh" else "en"
+    language = "zh-CN" if messages.current_language() == "zh" else "en"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(_file("board.html.j2")).render(language=language, words=_words())
 
@@ -454,14 +443,14 @@ class Launches:
         """Launch `recipe` as the run `name` on `ranks` GPUs (or CPU processes)."""
         name, recipe, ranks = (str(given.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
+            raise messages.ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
         if not re.fullmatch(r"[1-9]\d{0,3}", ranks):
-            raise ConfigError("{name} = {text} is not a positive whole number.", name="--num_gpus", text=ranks)
+            raise messages.ConfigError("{name} = {text} is not a positive whole number.", name="--num_gpus", text=ranks)
         path = files.known_recipes().get(recipe, Path(recipe))
         if path.suffix not in (".yaml", ".yml") or not path.is_file():
-            raise ConfigError("{file} is no recipe: save it first.", file=recipe)
+            raise messages.ConfigError("{file} is no recipe: save it first.", file=recipe)
         if self.is_alive(name) or is_worked_on(self.runs / name):
-            raise RunFolderError("{name} is running already.", name=name)
+            raise messages.RunFolderError("{name} is running already.", name=name)
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "toolkit", "launch", "--num_gpus", ranks, f"recipe={path.resolve()}"]
         command += [f"run.name={name}", f"run.dir={self.runs.resolve()}"]
@@ -480,7 +469,7 @@ class Launches:
         elif is_worked_on(self.runs / name):  # started elsewhere
             (self.runs / name / "stop").touch()
         else:
-            raise RunFolderError("{name} is not running.", name=name)
+            raise messages.RunFolderError("{name} is not running.", name=name)
         return {"said": tr("{name} saves a checkpoint and stops.", name=name)}
 
     def is_alive(self, name: str) -> bool:
@@ -523,7 +512,7 @@ def recipe_form() -> dict[str, Any]:
 
 
 def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, Any]]:
-    sentences = chinese()["sentences"] if current_language() == "zh" else {}
+    sentences = messages.chinese()["sentences"] if messages.current_language() == "zh" else {}
     for name, key in section["properties"].items():
         value = key.get("anyOf", [key])[0]
         if "properties" in value:
@@ -534,14 +523,14 @@ def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, An
             yield {"key": prefix + name, "text": sentences.get(text, text), "choices": choices}
 
 
-def recipe_text(given: Given, problems: Problems) -> str:
+def recipe_text(given: Given, problems: messages.Problems) -> str:
     """Return the recipe that was typed, as its file has it; a value that is no YAML is left out, and a problem."""
     tree: dict[str, Any] = {}
     for key, value in given.get("values", {}).items():
         text = " ".join(str(value).split("\n"))
         try:
             files.parse(f"x: {text}", key)
-        except ConfigError as error:
+        except messages.ConfigError as error:
             problems.add(validate.about(str(error), key))
         else:
             set_leaf(tree, key, text)
@@ -566,14 +555,14 @@ def examine_recipe(given: Given, folder: Path) -> dict[str, Any]:
     `folder` is for the text as a file. Nothing is downloaded: the size of a model that only Hugging Face knows is left
     out.
     """
-    problems, language, lines = Problems(), current_language(), list[str]()
+    problems, language, lines = messages.Problems(), messages.current_language(), list[str]()
     said: dict[str, Any] = {"notes": lines, "plan": [], "values": {}}
-    before, console.write = console.write, lines.append
+    before, messages.console.write = messages.console.write, lines.append
     file = folder / "recipe.yaml"
     try:
         said["text"] = recipe_text(given, problems)
         file.write_text(said["text"], encoding="utf-8")
-        loaded = problems.attempt(lambda: load([f"recipe={file}"], problems=Problems()))
+        loaded = problems.attempt(lambda: load([f"recipe={file}"], problems=messages.Problems()))
         if loaded is not None:
             said["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
             gpus = {"gpus": given["gpus"]} if given.get("gpus") else {}
@@ -584,8 +573,8 @@ def examine_recipe(given: Given, folder: Path) -> dict[str, Any]:
             if machine and not problems.errors:
                 said["plan"] = _plan(loaded, machine)
     finally:
-        console.write = before
-        set_language(language)
+        messages.console.write = before
+        messages.set_language(language)
     said["errors"] = [{"keys": one.keys, "text": str(one).replace(f"{folder}/", "")} for one in problems.errors]
     said["more"] = problems.more
     return said
@@ -611,11 +600,11 @@ def _is_known(loaded: LoadedConfig) -> bool:
 
 def save_recipe(given: Given) -> dict[str, Any]:
     """Write the recipe that was typed to `file`; over one that exists only where `overwrite` is asked for."""
-    problems, file = Problems(), Path(str(given.get("file", "")))
+    problems, file = messages.Problems(), Path(str(given.get("file", "")))
     text = recipe_text(given, problems)
     problems.raise_all()
     if file.suffix not in (".yaml", ".yml"):
-        raise ConfigError("{file} must end in .yaml.", file=file)
+        raise messages.ConfigError("{file} must end in .yaml.", file=file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if given.get("overwrite") is True:
@@ -626,5 +615,7 @@ def save_recipe(given: Given) -> dict[str, Any]:
     except FileExistsError:
         return {"exists": True, "said": tr("{file} exists already: nothing was written.", file=file)}
     except OSError as error:
-        raise ConfigError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
+        raise messages.ConfigError(
+            "cannot write {file}: {reason}.", file=file, reason=error.strerror or error
+        ) from error
     return {"said": tr("Wrote {file}.", file=file)}

@@ -15,21 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit import arguments, children, disk, secrets, terminal
+from toolkit import arguments, children, disk, messages, secrets, terminal
 from toolkit.config import load, schema
 from toolkit.launch import deepspeed, processes
-from toolkit.messages import (
-    ConfigError,
-    DataError,
-    Diverged,
-    LaunchError,
-    Problems,
-    Stopped,
-    did_you_mean,
-    joined,
-    say,
-    tr,
-)
+from toolkit.messages import say, tr
 from toolkit.report.run import json_lines, runs_of
 
 FILE = "sweep.json"
@@ -86,7 +75,9 @@ class SweepDir:
             temporary.replace(self.folder / FILE)
         except OSError as error:
             reason = error.strerror or error
-            raise LaunchError("cannot write {file}: {reason}.", file=self.folder / FILE, reason=reason) from error
+            raise messages.LaunchError(
+                "cannot write {file}: {reason}.", file=self.folder / FILE, reason=reason
+            ) from error
 
     def add(self, job: SweepJob) -> SweepJob:
         """Add a job, or return the one of this name that is there already; an error if that has other settings."""
@@ -95,7 +86,7 @@ class SweepDir:
             self.jobs.append(job)
             return job
         if known.config != job.config:
-            raise LaunchError(
+            raise messages.LaunchError(
                 "{folder}: the run {name} of this sweep began with other settings (the recipe or an override has "
                 "changed since). Choose another sweep=NAME.",
                 folder=self.folder,
@@ -122,25 +113,25 @@ class SweepPlan:
 
     def compose(self, job: Sequence[str]) -> schema.RunConfig:
         """Compose and check a job; the ConfigError names it."""
-        problems = Problems()
+        problems = messages.Problems()
         configs = self.compose_all([job], problems)
         problems.raise_all()
         return configs[0]
 
-    def compose_all(self, jobs: Sequence[Sequence[str]], problems: Problems) -> list[schema.RunConfig]:
+    def compose_all(self, jobs: Sequence[Sequence[str]], problems: messages.Problems) -> list[schema.RunConfig]:
         """Compose and check jobs; `problems` receives the errors, each of them once, with the first job's name."""
         configs, wrong = [], dict[str, list[str]]()
         for job in jobs:
-            found = Problems()
+            found = messages.Problems()
             configs.append(found.attempt(self._compose, job, found) or schema.RunConfig())
             for error in found.errors:
                 wrong.setdefault(str(error), []).append(secrets.hide(" ".join(job)))
         for sentence, names in wrong.items():
             of_all = len(names) == len(jobs) > 1 or not names[0]
-            problems.add(ConfigError(sentence if of_all else f"{names[0]}: {sentence}"))
+            problems.add(messages.ConfigError(sentence if of_all else f"{names[0]}: {sentence}"))
         return configs
 
-    def _compose(self, job: Sequence[str], problems: Problems) -> schema.RunConfig:
+    def _compose(self, job: Sequence[str], problems: messages.Problems) -> schema.RunConfig:
         given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
         world_size = problems.attempt(arguments.positive_int, given, "world_size")
         words, here = [*self.fixed, *job, "run.name=run"], deepspeed.hostfile_of(self.options) is None
@@ -149,7 +140,7 @@ class SweepPlan:
         return cfg
 
 
-def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
+def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
     """Sort the arguments into launcher options, the sweep's own and overrides; `problems` receives what is wrong."""
     launcher, options, rest = deepspeed.typed_options(words)
     own, overrides, others, config_dir = dict[str, str](), [], [], ""
@@ -166,26 +157,28 @@ def parse_sweep(words: Sequence[str], problems: Problems) -> SweepPlan:
     fixed, axes = load.split_axes(overrides, config_dir)
     for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
         if word.lstrip("+").startswith("run.name="):
-            problems.add(ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep.")))
+            problems.add(messages.ConfigError(tr("the sweep names its runs itself; sweep=NAME names the sweep.")))
     if any(axis.key.lstrip("+") == "run.dir" for axis in axes):
-        problems.add(ConfigError(tr("run.dir is one directory for the whole sweep.")))
+        problems.add(messages.ConfigError(tr("run.dir is one directory for the whole sweep.")))
     if not axes:
         text = tr(
             "nothing is swept: give a key several values, such as optim.lr=1e-5,2e-5, or run it once with "
             "`toolkit launch`."
         )
-        problems.add(ConfigError(text))
+        problems.add(messages.ConfigError(text))
     return SweepPlan(launcher=launcher, options=options, fixed=[*others, *fixed], axes=axes, own=own)
 
 
-def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
+def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems) -> int:
     """Run every combination that is not done; return the exit code: 0 if all are. `words` are as typed."""
     if "metric" in plan.own:
-        problems.add(ConfigError(tr("metric= has no effect without trials=N.")))
+        problems.add(messages.ConfigError(tr("metric= has no effect without trials=N.")))
     combinations = problems.attempt(load.grid, plan.axes) or []
     most = problems.attempt(arguments.positive_int, plan.own, "max_jobs") or MOST_JOBS
     if (number := len(combinations)) > most:
-        problems.add(ConfigError("these are {number} runs. Add max_jobs={number} if that is meant.", number=number))
+        problems.add(
+            messages.ConfigError("these are {number} runs. Add max_jobs={number} if that is meant.", number=number)
+        )
     configs = plan.compose_all(combinations[:most], problems)
     problems.raise_all()
     with open_sweep(sweep_dir(plan, configs[0]), typed_command(words)) as sweep:
@@ -208,13 +201,13 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: Problems) -> int:
         return 0 if all(job.state == DONE for job in jobs) else 1
 
 
-def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
+def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -> int:
     """Run trials until there are as many as asked for; return the exit code: 0 if one at least has finished."""
     most = problems.attempt(arguments.positive_int, plan.own, "trials") or 1
     try:
         import optuna
     except ImportError as error:
-        raise ConfigError(tr("trials=N needs Optuna: pip install 'optuna>=5'")) from error
+        raise messages.ConfigError(tr("trials=N needs Optuna: pip install 'optuna>=5'")) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     first = _check_ends(plan, problems)
     metric = _metric(plan, first)
@@ -227,10 +220,12 @@ def run_trials(plan: SweepPlan, words: list[str], problems: Problems) -> int:
             number, special = trial
             try:
                 job = sweep.add(new_job(special, plan.compose(special), number))
-            except ConfigError as error:  # a combination that the checks reject has failed, and nothing is started
+            except (
+                messages.ConfigError
+            ) as error:  # a combination that the checks reject has failed, and nothing is started
                 say(f"[{number + 1}/{most}] " + tr("skipped: {reason}", reason=error))
                 job = SweepJob(name=f"trial-{number:03}", words=[secrets.hide(word) for word in special], trial=number)
-                job.state, job.exit_code = FAILED, ConfigError.exit_code
+                job.state, job.exit_code = FAILED, messages.ConfigError.exit_code
                 sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
                 sweep.save()
             else:
@@ -278,7 +273,7 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.Run
     if then is None:
         study.set_user_attr("began with", now)
     elif (then["metric"], then["axes"]) != (metric, words):
-        raise ConfigError(
+        raise messages.ConfigError(
             "{folder}: this search began with {then}, and that cannot become {now}. Type the metric and the values "
             "that it began with, or choose another sweep=NAME.",
             folder=sweep.folder,
@@ -286,7 +281,7 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.Run
             now=" ".join([f"metric={metric}", *words]),
         )
     elif then != now:
-        raise ConfigError(
+        raise messages.ConfigError(
             "{folder}: this search began with other settings (the recipe or an override has changed since). Choose "
             "another sweep=NAME.",
             folder=sweep.folder,
@@ -294,7 +289,7 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.Run
     return study
 
 
-def _check_ends(plan: SweepPlan, problems: Problems) -> schema.RunConfig:
+def _check_ends(plan: SweepPlan, problems: messages.Problems) -> schema.RunConfig:
     """Compose and check the ends of every axis, the others at their first values; return the first config."""
     ends = {axis.key: axis.ends() for axis in plan.axes}
     first = {key: low for key, (low, _) in ends.items()}
@@ -313,7 +308,7 @@ def _metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
     metric = plan.own.get("metric", "")
     if metric not in known:
         text = tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known))
-        raise ConfigError(joined(text, did_you_mean(metric, known)))
+        raise messages.ConfigError(messages.joined(text, messages.did_you_mean(metric, known)))
     return metric
 
 
@@ -347,7 +342,7 @@ def sweep_dir(plan: SweepPlan, cfg: schema.RunConfig) -> Path:
     words = [*plan.fixed, *map(str, plan.axes), plan.own.get("metric", "")]
     name = plan.own.get("sweep") or f"sweep-{Path(cfg.recipe).stem}-{digest(sorted(words))}"
     if Path(name).name != name or name.startswith((".", "-")) or not name.isprintable():
-        raise ConfigError(
+        raise messages.ConfigError(
             "sweep = {name} must be a plain directory name; the directory around it is run.dir.", name=name
         )
     return Path(cfg.run.dir).absolute() / name
@@ -397,7 +392,7 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / FILE).exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
-                raise LaunchError(
+                raise messages.LaunchError(
                     "{folder} exists and is no sweep ({file} is missing). Choose another sweep=NAME.",
                     folder=folder,
                     file=FILE,
@@ -405,13 +400,13 @@ def open_sweep(folder: Path, command: str) -> Iterator[SweepDir]:
             lock = stack.enter_context(open(folder / ".lock", "w", encoding="utf-8"))
             is_granted = disk.lock_or_warn(lock, folder)
         except OSError as error:
-            raise LaunchError(
+            raise messages.LaunchError(
                 "cannot make the sweep's directory {folder}, or lock it: {reason}.",
                 folder=folder,
                 reason=error.strerror or error,
             ) from error
         if not is_granted:
-            raise LaunchError("another process is running the sweep in {folder}.", folder=folder)
+            raise messages.LaunchError("another process is running the sweep in {folder}.", folder=folder)
         yield SweepDir(folder=folder, command=command, jobs=_read_jobs(folder))
 
 
@@ -422,7 +417,7 @@ def _read_jobs(folder: Path) -> list[SweepJob]:
     try:
         jobs = [SweepJob(**job) for job in json.loads((folder / FILE).read_text(encoding="utf-8"))["jobs"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(
+        raise messages.DataError(
             "{file} cannot be read: {reason}. Choose another sweep=NAME.", file=folder / FILE, reason=error
         ) from error
     for job in jobs:
@@ -466,17 +461,17 @@ def launch(
     job.exit_code, job.ended = code, time.strftime(_TIME)
     if (sweep.run_dir(job) / "DONE").exists():
         job.state = DONE
-    elif code == Stopped.exit_code or requests.last:
+    elif code == messages.Stopped.exit_code or requests.last:
         job.state = STOPPED
     else:
-        job.state = DIVERGED if code == Diverged.exit_code else FAILED
+        job.state = DIVERGED if code == messages.Diverged.exit_code else FAILED
     sweep.save()
 
 
 def check_stopped(sweep: SweepDir, requests: processes.SignalRequests) -> None:
     """Raise Stopped if the sweep was asked to stop."""
     if requests.last:
-        raise Stopped(
+        raise messages.Stopped(
             "the sweep was stopped by {signal}. The same command resumes it:  {command}",
             signal=signal.Signals(requests.last).name,
             command=sweep.command,

@@ -22,20 +22,10 @@ import yaml
 from markupsafe import Markup
 
 import toolkit
-from toolkit import disk, secrets, terminal
+from toolkit import disk, messages, secrets, terminal
 from toolkit.config import files, schema
 from toolkit.config.load import load, to_dict, to_plain
-from toolkit.messages import (
-    ConfigError,
-    TrackError,
-    current_language,
-    joined,
-    printable,
-    read_table,
-    set_language,
-    tr,
-    translated,
-)
+from toolkit.messages import tr
 from toolkit.report.figures import GIB, NAMES, Drawing, config, draw, events_of, is_own
 from toolkit.report.run import DONE, FAILED, PAGE, RUNNING, Run, Sample, distinct_names, expand_sweeps, read_run
 
@@ -203,12 +193,14 @@ def settings(runs: Sequence[Run]) -> Table | None:
 
 def plan(run: Run) -> Table | None:
     """Return the memory of a rank that was planned for each phase of a run."""
-    phases, words = run.plan.get("device_bytes"), read_table("plan/kinds.yaml")
+    phases, words = run.plan.get("device_bytes"), messages.read_table("plan/kinds.yaml")
     rows = []
     for phase, parts in phases.items() if isinstance(phases, dict) else ():
         if isinstance(parts, dict) and all(isinstance(size, (int, float)) for size in parts.values()):
-            told = ", ".join(f"{translated(words.get(name, name))} {size / GIB:.3g}" for name, size in parts.items())
-            rows.append([translated(words.get(phase, phase)), f"{sum(parts.values()) / GIB:.3g}", told])
+            told = ", ".join(
+                f"{messages.translated(words.get(name, name))} {size / GIB:.3g}" for name, size in parts.items()
+            )
+            rows.append([messages.translated(words.get(phase, phase)), f"{sum(parts.values()) / GIB:.3g}", told])
     step_s, pace = run.plan.get("step_s"), run.plan.get("tokens_per_s")
     note = ""
     if isinstance(step_s, float) and isinstance(pace, float):
@@ -256,7 +248,7 @@ def data_card(run: Run) -> list[Table]:
                 )
             )
         rows = [[name, *(_count(split.get(key)) for key in counts)] for name, split in named]
-        found.append(Table(heads, rows, note=joined(*notes)))
+        found.append(Table(heads, rows, note=messages.joined(*notes)))
     if isinstance(sources, list) and sources:
         counts = ["rows", "samples", "tokens", "trained_tokens"]
         listed = [one for one in sources[:_MOST_ROWS] if isinstance(one, dict)]
@@ -304,7 +296,7 @@ def commands(run: Run) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for row in run.starts[-_MOST_ROWS:]:
         words = row.get("command")
-        text = printable(shlex.join(map(str, words))) if isinstance(words, list) else ""
+        text = messages.printable(shlex.join(map(str, words))) if isinstance(words, list) else ""
         if text and (not found or text != found[-1][1]):
             found.append((tr("{time}, from step {step}", time=row.get("time", "?"), step=row.get("from_step")), text))
     if run.config:
@@ -316,7 +308,7 @@ def commands(run: Run) -> list[tuple[str, str]]:
             start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
             start.append(str(run.data.get("program") or "run.py"))
         again = [*start, f"recipe={run.folder / 'config.yaml'}", "run.name=NAME"]
-        found.append((tr("The same settings, whatever the recipe says by now"), printable(shlex.join(again))))
+        found.append((tr("The same settings, whatever the recipe says by now"), messages.printable(shlex.join(again))))
     return found
 
 
@@ -339,7 +331,7 @@ def head(run: Run) -> list[str]:
         str(run.section("precision").get("dtype", "")),
         (tr("1 rank") if ranks == 1 else tr("{count} ranks", count=ranks)) if ranks else "",
     ]
-    return [printable(part) for part in parts if part]
+    return [messages.printable(part) for part in parts if part]
 
 
 _OWN = ("run.name", "run.dir", "recipe", "resume")
@@ -362,7 +354,7 @@ def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     ours, defaults = _settings(run.config), _settings(to_dict(schema.RunConfig()))
     name, recipe = str(run.config.get("recipe", "")), None
     if name in files.known_recipes():
-        with suppress(ConfigError):
+        with suppress(messages.ConfigError):
             recipe = _settings(to_dict(load([f"recipe={name}"]).cfg))
     found = []
     for key in ours | (recipe or {}):
@@ -484,7 +476,7 @@ def write_page(
         program, library = _file("report.js"), vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", _VEGA_LITE)
     pages = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     return pages.from_string(_file("report.html.j2")).render(
-        language="zh-CN" if current_language() == "zh" else "en",
+        language="zh-CN" if messages.current_language() == "zh" else "en",
         generator=GENERATOR,
         title=title,
         state=state,
@@ -525,7 +517,7 @@ def write_page(
 
 def _shown(value: Any) -> Any:
     """Return what is put into the page: texts without secrets, and without what turns the direction of writing."""
-    return printable(secrets.hide(value)) if type(value) is str else value
+    return messages.printable(secrets.hide(value)) if type(value) is str else value
 
 
 def _spec(drawing: Drawing) -> dict[str, Any]:
@@ -651,7 +643,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     folders = expand_sweeps(paths)
     real = [path.resolve() for path in folders]
     if twice := [str(path) for path, one in zip(folders, real, strict=True) if real.count(one) > 1]:
-        raise ConfigError("{runs}: these are the same run. Name each once.", runs=", ".join(twice))
+        raise messages.ConfigError("{runs}: these are the same run. Name each once.", runs=", ".join(twice))
     runs = [read_run(path) for path in real]
     distinct_names(runs)
     if output is None:
@@ -662,7 +654,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     try:
         _write(runs, output, images)
     except OSError as error:
-        raise TrackError(
+        raise messages.TrackError(
             "the report {file} cannot be written: {reason}. Choose another place with output=FILE.html.",
             file=error.filename or output,
             reason=error.strerror or error,
@@ -673,12 +665,12 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
 def check_output(output: Path) -> bool:
     """Reject a page that would overwrite what is no report; return whether a report is there."""
     if output.suffix != ".html":
-        raise ConfigError("output = {file} must end in .html.", file=output)
+        raise messages.ConfigError("output = {file} must end in .html.", file=output)
     is_ours = False
     with suppress(OSError), output.open("rb") as file:
         is_ours = GENERATOR.encode() in file.read(_HEAD_BYTES)
     if os.path.lexists(output) and not is_ours:
-        raise ConfigError(
+        raise messages.ConfigError(
             "{file} already exists and is not a report; it is not touched. Choose another output.", file=output
         )
     return is_ours
@@ -687,18 +679,18 @@ def check_output(output: Path) -> bool:
 def _check_target(output: Path, images: Path) -> None:
     is_ours = check_output(output)
     if os.path.lexists(images) and not is_ours and not (images.is_dir() and not any(images.iterdir())):
-        raise ConfigError(
+        raise messages.ConfigError(
             "{folder} already exists and is not of a report; it is not touched. Choose another output.", folder=images
         )
-    disk.check_no_symlinks(images, ConfigError)
+    disk.check_no_symlinks(images, messages.ConfigError)
 
 
 def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
     drawings = draw(runs)
     disk.write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
-    language = current_language()
+    language = messages.current_language()
     if language == "zh" and not has_chinese():  # the letters would be boxes
-        set_language("en")
+        messages.set_language("en")
         drawings = draw(runs)
     try:
         images.mkdir(exist_ok=True)
@@ -707,6 +699,6 @@ def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
             names.add(f"{drawing.name}.png")
             disk.write_atomically(images / f"{drawing.name}.png", png(drawing))
     finally:
-        set_language(language)
+        messages.set_language(language)
     for name in {f"{name}.png" for name in NAMES} - names:  # of a report with other charts
         (images / name).unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import transformers
 from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
-from toolkit import disk, secrets, terminal
+from toolkit import disk, messages, secrets, terminal
 from toolkit.checkpoint import state_files
 from toolkit.config.load import to_dict
 from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
@@ -31,18 +31,7 @@ from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export
 from toolkit.export import serving
 from toolkit.launch.environment import Ranks
-from toolkit.messages import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ModelError,
-    ProofDiffers,
-    joined,
-    listed,
-    say,
-    tr,
-    warn,
-)
+from toolkit.messages import say, tr, warn
 from toolkit.models import adapters, attention, directory, layers, load, loss, pipeline, probe, save
 from toolkit.models.loss import token_loss_sum
 from toolkit.plan.outline import tuning_of
@@ -55,7 +44,7 @@ def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> list
     evaluate = cfg.evaluate
     if prepared.validation is None:
         if evaluate.metrics or evaluate.keep_best:
-            raise DataError(
+            raise messages.DataError(
                 "the validation split is empty: there is no row left for it. Give data.validation, more rows, or "
                 "a larger data.validation_fraction (it is {fraction}).",
                 fraction=cfg.data.validation_fraction,
@@ -67,7 +56,7 @@ def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> list
     most = min((limit for limit in limits if limit), default=0)
     questions, others = metrics.choose_questions(prepared.validation, prepared.encoder, names, most)
     if not questions:
-        raise DataError(
+        raise messages.DataError(
             "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
             "out, or give conversations in data.validation.",
             count=others,
@@ -115,8 +104,8 @@ class Evaluation:
                 most=most,
             )
             if not fitting:
-                raise ModelError(joined(sentence, tr("Set it lower.")))
-            say(joined(sentence, tr("They are not answered.")))
+                raise messages.ModelError(messages.joined(sentence, tr("Set it lower.")))
+            say(messages.joined(sentence, tr("They are not answered.")))
         self.questions = fitting
 
     def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
@@ -170,7 +159,7 @@ class Evaluation:
         except Exception as error:
             if memory.is_out_of_memory(error):
                 raise
-            raise ModelError(
+            raise messages.ModelError(
                 "evaluate.metrics: the model cannot answer: {kind}: {reason}. Leave the metrics out, or mend that.",
                 kind=type(error).__name__,
                 reason=error,
@@ -237,7 +226,7 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     language_data.check_same_data(cfg, prepared)
     questions = choose_prompts(cfg, prepared)
     if prepared.validation is None:
-        raise DataError(tr("the validation split is empty: there are too few rows."))
+        raise messages.DataError(tr("the validation split is empty: there are too few rows."))
     device = process_group.start(cfg.distributed)
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -434,7 +423,7 @@ class LanguageTask(task.Task):
             "directory: {folder}",
             trained=f"{trained:,}",
             parameters=f"{total:,}",
-            parts=listed(*parts),
+            parts=messages.listed(*parts),
             samples=self._size_of_data(),
             tokens=f"{store.num_tokens:,}",
             trained_tokens=f"{store.num_trained_tokens:,}",
@@ -613,7 +602,7 @@ def build_engine(
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
     packed, parts, stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
     if parts > 1 and (reason := directory.packing_unsupported(cfg.model, cfg.data.max_length)):
-        raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
+        raise messages.ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
     own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage) if stages > 1 else None
@@ -702,16 +691,16 @@ def _verify_export(folder: Path) -> None:
     """
     try:
         export.verify_logits(folder)
-    except ProofDiffers as error:
+    except messages.ProofDiffers as error:
         warn(
             "the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "
             "its loss with the run's last validation loss before you use it: toolkit eval.",
             reason=error,
             folder=folder,
         )
-    except CheckpointError as error:
+    except messages.CheckpointError as error:
         aside = folder.rename(disk.unused_path(folder.with_name("export.wrong")))
-        raise CheckpointError(
+        raise messages.CheckpointError(
             "{reason}. The export is kept as {folder} for inspection, and the checkpoints are untouched: make "
             "another with toolkit export-model {run}.",
             reason=error,

@@ -24,19 +24,10 @@ from toolkit.engine.build import load_ops
 from toolkit.launch import environment
 from toolkit.messages import ConfigError, LaunchError, RunFolderError, say, tr, warn
 from toolkit.track.metrics import Progress
-from toolkit.train import dry_run, loop, replay, run_dir, schedule, startup
+from toolkit.train import dry_run, loop, replay, run_dir, schedule, startup, tracking
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
-from toolkit.train.tracking import (
-    PATIENCE_S,
-    AutomaticReport,
-    Baseline,
-    log_summary,
-    measure_baseline,
-    trackers_of,
-    tracking,
-)
 
 
 class Trainer:
@@ -76,7 +67,7 @@ class Trainer:
         """Train from the run directory to its DONE marker, in a process group that is there, on data that is loaded."""
         self.build()
         run = self.run
-        with tracking(run, self.task.data_summary()):
+        with tracking.tracking(run, self.task.data_summary()):
             try:
                 result = self.fit()
             finally:
@@ -125,7 +116,7 @@ class Trainer:
             guard=guard,
             checkpointer=checkpointer,
             start=start,
-            trackers=trackers_of(cfg),
+            trackers=tracking.trackers_of(cfg),
             watchdog=failure.Watchdog(source.folder, ranks.rank, ranks.world_size, *limits, cfg.compile.enabled),
             total_steps=total_steps,
             accumulation=mesh.accumulation(cfg, ranks.world_size),
@@ -134,10 +125,10 @@ class Trainer:
         if task.vocab_size is not None:
             self.plan = dry_run.plan_run(cfg, task.vocab_size, ranks, engine.device, source.folder / "plan.json")
         task.prepare_evaluation(self.run)
-        self.reporter: AutomaticReport | None = None
+        self.reporter: tracking.AutomaticReport | None = None
         if cfg.report.enabled and ranks.rank == 0:
-            patience_s = min(PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
-            self.reporter = AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
+            patience_s = min(tracking.PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
+            self.reporter = tracking.AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
 
     def _replay(self, step: int, recorded: Path) -> Path:
         self.build()
@@ -158,10 +149,10 @@ class Trainer:
         run_dir.release_run_dir()
         return run.folder
 
-    def _baseline(self) -> Baseline:
+    def _baseline(self) -> tracking.Baseline:
         cfg, planned_bytes = self.cfg, self.plan.process_bytes if self.plan else None
         recompute = cfg.train.activation_checkpointing.enabled
-        baseline = measure_baseline(self.run.engine, cfg.tuning, recompute, planned_bytes)
+        baseline = tracking.measure_baseline(self.run.engine, cfg.tuning, recompute, planned_bytes)
         # FLOPs are known of language models alone.
         return baseline if self.task.unit == TOKENS else replace(baseline, formula=None)
 
@@ -198,7 +189,7 @@ class Trainer:
             "steps_done": result.steps,
             "steps_seconds": round(result.steps_s, 1),
         }
-        log_summary(run, result, samples)
+        tracking.log_summary(run, result, samples)
         process_group.barrier()
         process_group.on_rank0(lambda: run_dir.check_not_lost(run.folder))
         if self.ranks.rank:
