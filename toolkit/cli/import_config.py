@@ -19,8 +19,7 @@ from toolkit.arguments import check_output, named_arguments, positive_int, write
 from toolkit.config.preflight import FILES, check_tuning_here
 from toolkit.messages import ConfigError, Problems, printable, tr
 from toolkit.secrets import hide
-from toolkit.translate.convert import Converted, convert
-from toolkit.translate.read import ForeignConfig, read_all
+from toolkit.translate import convert, read
 
 _WIDTH = 118
 _USAGE = "toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]"
@@ -34,8 +33,8 @@ def run(words: list[str]) -> None:
         raise ConfigError("give one file, and its DeepSpeed JSON if it has one: {usage}", usage=_USAGE)
     check_output(arguments)
     output = arguments.get("output", "")
-    given, deepspeed_json = read_all(paths, positive_int(arguments, "world_size"))
-    converted = convert(given, deepspeed_json)
+    given, deepspeed_json = read.read_all(paths, positive_int(arguments, "world_size"))
+    converted = convert.convert(given, deepspeed_json)
     head, _, body = converted.text.partition("\n")
     text = hide(f"{head}\n{_header(given, converted, output)}\n{body}")
     said = _report(converted)
@@ -47,7 +46,7 @@ def run(words: list[str]) -> None:
         sys.stderr.write(said)
 
 
-def _header(given: ForeignConfig, converted: Converted, output: str) -> str:
+def _header(given: read.ForeignConfig, converted: convert.Converted, output: str) -> str:
     """Return the comment on top: where the recipe comes from, how to start it, what is not the same."""
     name, ranks = output or "FILE.yaml", converted.world_size
     lines = [
@@ -69,14 +68,14 @@ def _header(given: ForeignConfig, converted: Converted, output: str) -> str:
     return "\n".join(f"# {line}" for line in wrapped)
 
 
-def _differences(converted: Converted) -> tuple[tuple[str, list[str]], ...]:
+def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], ...]:
     return (
         (tr("Not quite the same here:"), converted.differs),
         (tr("Without counterpart, and training may differ for it:"), converted.lost),
     )
 
 
-def _report(converted: Converted) -> str:
+def _report(converted: convert.Converted) -> str:
     problems = Problems()
     problems.apply((*FILES, check_tuning_here), converted.loaded)
     # Their places are in a file that was removed again, or in a group.

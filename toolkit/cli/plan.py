@@ -26,10 +26,10 @@ from toolkit.config.preflight import resolve_model_path, resolve_teacher
 from toolkit.jobs import check, sweep
 from toolkit.jobs import trace as tracing
 from toolkit.messages import Problems, say
+from toolkit.plan import speed
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of, published_teachers
-from toolkit.plan.speed import calibrate, rates_of
 
 OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
@@ -44,8 +44,8 @@ def run(words: list[str]) -> None:
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
     if given.get("calibrate") == "true":
-        calibrate(cfg, machine, outline)
-    rates = rates_of(cfg, machine, outline)
+        speed.calibrate(cfg, machine, outline)
+    rates = speed.rates_of(cfg, machine, outline)
     mine = evaluate_layout(outline, cfg, machine, rates)
     found = list(layouts(outline, cfg, machine, rates))
     for line in plan_lines(outline, machine, rates, mine, found):

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from toolkit.checkpoint import directory
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models import adapters, chat, save
-from toolkit.models.load import TORCH_DTYPES, create_model
+from toolkit.models import adapters, chat, load, save
 
 
 class LoadedModel(NamedTuple):
@@ -60,11 +59,11 @@ def load_any(
         encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family)
         model = load_checkpoint(folder)
         for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
-            parameter.data = parameter.data.to(TORCH_DTYPES[precision])
+            parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
         return LoadedModel(model.eval().to(target), encoder)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
     encoder = chat.load_chat_encoder(adapter if own_tokenizer else folder, family=family)
-    model = create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
+    model = load.create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
         adapters.load_adapter(model, Path(adapter), adapters.base_of(model, folder))
     return LoadedModel(model.eval().to(target), encoder)

@@ -35,10 +35,9 @@ from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
 from toolkit.config.schema import Init, leaves, set_leaf
 from toolkit.jobs.check import check_recipe, machine_for
 from toolkit.messages import say, tr
-from toolkit.plan.layouts import evaluate_layout, layouts, plan_lines
+from toolkit.plan import layouts, speed
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of
-from toolkit.plan.speed import rates_of
 from toolkit.report.run import distinct_names, is_run, is_worked_on, read_run
 from toolkit.secrets import hide
 from toolkit.translate.convert import inline
@@ -586,9 +585,9 @@ def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
         return [tr("No plan: the size of {model} is not known here. `toolkit plan` looks it up.", model=model)]
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
-    rates = rates_of(cfg, machine, outline)
-    mine = evaluate_layout(outline, cfg, machine, rates)
-    return plan_lines(outline, machine, rates, mine, list(layouts(outline, cfg, machine, rates)))
+    rates = speed.rates_of(cfg, machine, outline)
+    mine = layouts.evaluate_layout(outline, cfg, machine, rates)
+    return layouts.plan_lines(outline, machine, rates, mine, list(layouts.layouts(outline, cfg, machine, rates)))
 
 
 def _is_known(loaded: LoadedConfig) -> bool:

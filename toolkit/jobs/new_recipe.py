@@ -17,10 +17,10 @@ from toolkit.config import files, load, mesh, preflight
 from toolkit.config.schema import Device, Init, RowFormat, RunConfig, TuningMethod, set_leaf
 from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, tr
+from toolkit.plan import speed
 from toolkit.plan.layouts import Layout, fastest, gib, layouts, overrides
 from toolkit.plan.machine import Machine, parse_machine
 from toolkit.plan.outline import config_of, outline_of
-from toolkit.plan.speed import rates_of
 from toolkit.translate.convert import inline
 
 METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)
@@ -109,7 +109,7 @@ def plan_methods(
         own = {"method": method.value, "dtype": precision, "global_size": size}
         cfg = mesh.with_micro_batch(_planned(_compose({**facts, **own})).cfg)
         outline = outline_of(cfg)
-        found = list(layouts(outline, cfg, machine, rates_of(cfg, machine, outline)))
+        found = list(layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline)))
         on_gpus = [one for one in found if one.cfg.zero.offload_optimizer.device is Device.none]
         if not machine.host_bytes:  # offloading is planned where the host's memory is known
             found = on_gpus

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit import children, terminal
 from toolkit.config import mesh, schema
 from toolkit.messages import ConfigError, current_language, say, tr
-from toolkit.plan.layouts import Layout
+from toolkit.plan import layouts
 from toolkit.plan.machine import GIB, Machine
 
 _LIMIT_S = 3600.0
@@ -87,7 +87,7 @@ def shown(collective: Sequence[Any]) -> str:
     return f"{name}({numbers:,} {dtype}, {ranks})"
 
 
-def report(found: Sequence[dict[str, Any]], mine: Layout) -> dict[str, Any]:
+def report(found: Sequence[dict[str, Any]], mine: layouts.Layout) -> dict[str, Any]:
     """Print the trace beside the plan; return what `output=` gets of it."""
     planned, memory = mine.memory.peak("step"), mine.memory.device
     at_rest = sum(size for kind, size in memory["save"].items() if kind != "gathered")

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from toolkit.config import files, schema
 from toolkit.distributed.file_lock import build_once
 from toolkit.messages import ModelError, reading, tr
+from toolkit.models import directory
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.chatglm import formats, tokenizers
-from toolkit.models.directory import check_growth, is_lfs_pointer
 
 FIT_VERSION = 1
 """Part of a fitted tokenizer's fingerprint; raise it when fitting gives something else."""
@@ -133,7 +133,7 @@ def load_tokenizer(
 
 
 def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokenizerBase:
-    if is_lfs_pointer(vocabulary):
+    if directory.is_lfs_pointer(vocabulary):
         raise ModelError(
             "{file} is a git-lfs pointer, not the vocabulary: run `git lfs pull` in {folder}.",
             file=vocabulary,
@@ -174,7 +174,7 @@ def _load_other(path: Path) -> PreTrainedTokenizerBase:
             folder=path,
         )
     if (path / "tokenizer.json").is_file():
-        check_growth(path / "tokenizer.json")
+        directory.check_growth(path / "tokenizer.json")
     with reading(path, ModelError, tr("Point model.tokenizer to another directory, or fetch the files again.")):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True

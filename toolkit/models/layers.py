@@ -25,7 +25,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from toolkit.config.schema import KernelsConfig, LossKernel, RandomLtdConfig, When
 from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models.adapters import arguments_by_name, decoder_layers
+from toolkit.models import adapters
 from toolkit.models.attention import segment_arguments, trains_on_gpu
 
 
@@ -128,7 +128,7 @@ class TokenDropping:
     """
 
     def __init__(self, model: PreTrainedModel, config: RandomLtdConfig, seed: int, data_rank: int) -> None:
-        layers = list(decoder_layers(model))
+        layers = list(adapters.decoder_layers(model))
         self.config, self.key = config, f"{seed} {data_rank}"
         self.middle = layers[config.first_layers : len(layers) - config.last_layers]
         reason = ""
@@ -160,7 +160,7 @@ class TokenDropping:
         self.positions, share = [], self.share(self.step)
         if not model.training or share == 1:
             return
-        ids = arguments_by_name(model, args, kwargs)["input_ids"]
+        ids = adapters.arguments_by_name(model, args, kwargs)["input_ids"]
         rows, size = ids.shape
         count = min(size, -(-int(share * size) // _MULTIPLE) * _MULTIPLE)
         digest = hashlib.sha256(f"{self.key} {self.step} {self.micro_batch}".encode()).digest()

@@ -33,7 +33,7 @@ from toolkit.messages import set_language, tr
 from toolkit.models import attention, directory, loss
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
 from toolkit.models.load import TORCH_DTYPES, random_config
-from toolkit.plan.memory import WIDTHS, longest_rows
+from toolkit.plan import memory
 from toolkit.plan.outline import Outline, config_of, outline_of
 from toolkit.plan.speed import Rates, Work, causal_pairs, formula, gathered_bytes
 
@@ -51,7 +51,7 @@ def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: boo
     if not on_cpu:
         torch.cuda.set_device(device)
     whole = replace(cfg, tuning=type(cfg.tuning)())
-    width = WIDTHS[cfg.precision.dtype]
+    width = memory.WIDTHS[cfg.precision.dtype]
     outline = outline_of(whole)
     first_s, layer_s, first_flops, layer_flops = _layers(whole, outline, device)
     speed = layer_flops / layer_s
@@ -79,7 +79,7 @@ def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: boo
 
 def _layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tuple[float, float, float, float]:
     """Return the seconds of a micro-batch of a model with one layer, those of one layer more, and the FLOPs of both."""
-    rows = longest_rows(outline, cfg)
+    rows = memory.longest_rows(outline, cfg)
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
     calls, flops = [], []
     for layers in (1, 2):
@@ -131,13 +131,13 @@ def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: tor
         engine.destroy()
     functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
     layer = sizes[1] - sizes[0]
-    sent = gathered_bytes(layer, layer, WIDTHS[cfg.precision.dtype], world_size)
+    sent = gathered_bytes(layer, layer, memory.WIDTHS[cfg.precision.dtype], world_size)
     return sent / max(split_s - layer_s, 1e-6)
 
 
 def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> attention.Batch:
     """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token of it is trained."""
-    rows = longest_rows(outline, cfg)
+    rows = memory.longest_rows(outline, cfg)
     size = (rows.rows, rows.length)
     ids = torch.full(size, 5)
     if isinstance(model, ChatGLMForConditionalGeneration):

@@ -32,8 +32,7 @@ from toolkit.config import mesh, schema
 from toolkit.config.load import to_dict
 from toolkit.data import sampler, targets
 from toolkit.distributed import process_group
-from toolkit.engine import ds_config, parameters
-from toolkit.engine.build import initialize_untrained
+from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
 from toolkit.models import adapters, attention, chat, directory, load, loss, probe, weights
@@ -301,7 +300,7 @@ def load_teacher(cfg: schema.RunConfig, data: language_data.LanguageData, ds_val
         model = load.create_model(model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed, ds_values, packed)
         model.requires_grad_(False).eval()
         values = {name: value for name, value in ds_values.items() if name != "flops_profiler"}
-        teacher = initialize_untrained(model, values) if cfg.zero.stage == 3 else model.to(device)
+        teacher = build.initialize_untrained(model, values) if cfg.zero.stage == 3 else model.to(device)
     teacher.eval()
     if packed:
         attention.check_isolation(

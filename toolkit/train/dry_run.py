@@ -34,7 +34,7 @@ from toolkit.plan import layouts, speed
 from toolkit.plan.machine import Machine, find_gpu, own_memory
 from toolkit.plan.memory import process_bytes
 from toolkit.plan.outline import cached_outline, outline_of
-from toolkit.train.run_dir import RunSource
+from toolkit.train import run_dir
 from toolkit.train.step import StepGuard, train_step
 from toolkit.train.task import RunContext, Task
 
@@ -78,7 +78,9 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
     return on_rank0(plan)
 
 
-def choose_layout(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: RunSource) -> RunConfig:
+def choose_layout(
+    cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: run_dir.RunSource
+) -> RunConfig:
     """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective."""
     if (checkpoint := origin.checkpoint) is not None:
         before = on_rank0(lambda: directory.read_run_state(checkpoint).config)
@@ -489,7 +491,7 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
 # batch.micro_per_gpu = auto
 
 
-def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: RunSource) -> int:
+def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: run_dir.RunSource) -> int:
     """Return the micro-batch that the run began with; 0 if it begins now, or so many ranks cannot have that one."""
     if origin.checkpoint is None:
         return 0

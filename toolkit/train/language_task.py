@@ -25,8 +25,7 @@ from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod, data_u
 from toolkit.data import loader, preview, sampler
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
-from toolkit.engine import ds_config, memory, parameters
-from toolkit.engine.build import initialize_untrained, use_tf32
+from toolkit.engine import build, ds_config, memory, parameters
 from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export
 from toolkit.export import serving
@@ -231,7 +230,7 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
-    use_tf32(cfg.precision)
+    build.use_tf32(cfg.precision)
     packed = prepared.layout is not loader.Layout.alone
     # Steps are not taken: batch.global_size need not fit these ranks.
     batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)
@@ -240,7 +239,7 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     if adapter:
         adapters.load_adapter(model, Path(adapter), adapters.base_of(model, Path(cfg.model.path)), ds_config=ds)
     # Under ZeRO-3 partitioned over the ranks as in training, else whole on each of them.
-    loaded = initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
+    loaded = build.initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
     if packed:
         of_model = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
         attention.check_isolation(*of_model, shared=prepared.shares_prefixes)
@@ -603,7 +602,7 @@ def build_engine(
     packed, parts, stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
     if parts > 1 and (reason := directory.packing_unsupported(cfg.model, cfg.data.max_length)):
         raise messages.ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
-    use_tf32(cfg.precision)
+    build.use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
     own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage) if stages > 1 else None
     head = language_data.head_of(cfg, data)

@@ -19,8 +19,8 @@ from toolkit.messages import tr
 from toolkit.models.loss import RouterLoss
 from toolkit.terminal import phase
 from toolkit.track.queue import Trackers
+from toolkit.train import run_dir
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
-from toolkit.train.run_dir import RunSource
 from toolkit.train.schedule import Epoch, make_schedule
 from toolkit.train.step import Samples, StepGuard
 
@@ -149,7 +149,7 @@ class Task(ABC):
         """Reject a checkpoint of another model with a ConfigError. For rank 0 only."""
 
     @abstractmethod
-    def build(self, ds: ds_config.DsConfig, source: RunSource) -> DeepSpeedEngine:
+    def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
         """Build the model and hand it to DeepSpeed. A collective."""
 
     @abstractmethod

@@ -35,8 +35,8 @@ from toolkit.plan import machine, outline
 from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.report.run import PAGE
 from toolkit.track import backends, metrics, queue
+from toolkit.train import task
 from toolkit.train.step import RankTimes, StepResult
-from toolkit.train.task import SAMPLES, TOKENS, FitResult, RunContext
 
 _GPU_SIZES = (8192, 4096, 2048)
 """Of the matrices; the later ones where memory is too little for the first."""
@@ -230,7 +230,7 @@ class ThroughputMeter:
         baseline: Baseline,
         trained_tokens: int = 0,
         total_tokens: int = 0,
-        unit: str = TOKENS,
+        unit: str = task.TOKENS,
         collectives: Collectives | None = None,
         counted_in: str = "",
     ) -> None:
@@ -328,7 +328,7 @@ class ThroughputMeter:
         if self.engine.fp16_enabled():
             row["loss_scale"] = float(self.engine.optimizer.loss_scale)
         self._reset()
-        if self.unit == SAMPLES:
+        if self.unit == task.SAMPLES:
             return {_IN_SAMPLES.get(name, name): row[name] for name in row if name not in _OF_TOKENS}
         return row
 
@@ -429,7 +429,7 @@ def trackers_of(cfg: RunConfig) -> queue.Trackers:
 
 
 @contextmanager
-def tracking(run: RunContext, data: Mapping[str, Any]) -> Iterator[None]:
+def tracking(run: task.RunContext, data: Mapping[str, Any]) -> Iterator[None]:
     """Begin the trackers on rank 0, with config, `data`, commit and versions as hyperparameters; tell them the end."""
     trackers = run.trackers
     if run.ranks.rank == 0 and run.cfg.track.enabled:
@@ -450,7 +450,7 @@ def tracking(run: RunContext, data: Mapping[str, Any]) -> Iterator[None]:
     trackers.end(backends.FINISHED)
 
 
-def log_answers(run: RunContext, step: int) -> None:
+def log_answers(run: task.RunContext, step: int) -> None:
     """Hand on what the model answered at an evaluation: the lines of a file."""
     if not run.trackers.is_on:
         return
@@ -462,7 +462,7 @@ def log_answers(run: RunContext, step: int) -> None:
         run.trackers.answers(step, backends.ANSWERS, [json.loads(line) for line in lines])
 
 
-def log_summary(run: RunContext, result: FitResult, samples: list[dict[str, str]]) -> None:
+def log_summary(run: task.RunContext, result: task.FitResult, samples: list[dict[str, str]]) -> None:
     """Hand on the last answers (samples.jsonl), and figures of the whole run as transformers has them."""
     if not run.trackers.is_on:
         return
@@ -477,7 +477,7 @@ def log_summary(run: RunContext, result: FitResult, samples: list[dict[str, str]
     run.trackers.summary(run.total_steps, values)
 
 
-def _mean_loss(run: RunContext) -> float:
+def _mean_loss(run: task.RunContext) -> float:
     """Return the mean over the trained tokens (samples, pairs) of the run, from metrics.jsonl."""
     counted, _ = data_unit(run.cfg)
     total = tokens = before = 0.0

@@ -19,8 +19,7 @@ from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files
 from toolkit.config import load, mesh, preflight, rule_tables, schema
 from toolkit.distributed import failure, process_group
-from toolkit.engine import ds_config, memory
-from toolkit.engine.build import load_ops
+from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
 from toolkit.messages import ConfigError, LaunchError, RunFolderError, say, tr, warn
 from toolkit.track.metrics import Progress
@@ -330,7 +329,7 @@ def _with_ops(cfg: schema.RunConfig, given: schema.RunConfig) -> schema.RunConfi
     if missing := [name for name in names if name not in preflight.built_ops(names)]:
         folder = preflight.extensions_dir()
         say("Building DeepSpeed's {ops} in {folder}, once: 1 to 3 minutes.", ops=", ".join(missing), folder=folder)
-    reason = next(filter(None, process_group.gather(load_ops(names))), "")
+    reason = next(filter(None, process_group.gather(build.load_ops(names))), "")
     if not reason:
         return cfg
     if given.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
