@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils.data import default_collate
 
 from toolkit.config.rules import check_without_validation
@@ -31,7 +30,7 @@ _BASE = Path(__file__).with_name("custom.yaml")
 
 
 def train(
-    model: nn.Module | Callable[[], nn.Module],
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
     dataset: Any,
     loss: "Loss",
     *,

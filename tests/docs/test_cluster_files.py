@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from pages import PAIRED, ROOT, chinese
-from test_commands import folder as folder  # a fixture
-from test_commands import inner, understand
+from test_commands import (
+    folder as folder,  # a fixture
+    inner,
+    understand,
+)
 
 DOCKERFILES = [ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cpu"]
 CLUSTER = ROOT / "examples" / "cluster"

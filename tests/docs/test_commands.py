@@ -19,8 +19,7 @@ from pages import PAIRED, ROOT, blocks, chinese, commands
 from torch.distributed.run import get_args_parser
 
 from toolkit import arguments
-from toolkit.cli import _dispatch, module_of
-from toolkit.cli import main as toolkit_main
+from toolkit.cli import _dispatch, main as toolkit_main, module_of
 from toolkit.config import files
 from toolkit.config.load import load
 from toolkit.config.mesh import with_micro_batch

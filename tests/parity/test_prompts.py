@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from golden import GOLDEN, lines
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from toolkit.evaluate.generate import AnswerStream, decode_answer, has_system_role
 from toolkit.models import load_chat_encoder

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from golden import GOLDEN, lines, vocabulary
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from official import write
 
 from toolkit.config.schema import Family

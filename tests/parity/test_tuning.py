@@ -18,11 +18,9 @@ from toolkit.export import model as export_adapter
 from toolkit.export.load import load_any
 from toolkit.export.model import write_adapter
 from toolkit.messages import CheckpointError, ConfigError, ModelError
-from toolkit.models import load as load_module
-from toolkit.models import load_tokenizer, probe
+from toolkit.models import load as load_module, load_tokenizer, probe
 from toolkit.models.adapters import apply_tuning, base_of, base_of_adapter, load_adapter, stored_names, trained_names
-from toolkit.plan.outline import shapes_of_config
-from toolkit.plan.outline import tuned as plan
+from toolkit.plan.outline import shapes_of_config, tuned as plan
 
 LORA = TuningMethod.lora
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from official import GLM, official_shapes
-from official import write as write_official
+from official import GLM, official_shapes, write as write_official
 from ranks import REPOSITORY, kill_session, start
 from safetensors.torch import save_file
 from shared import rows_file as rows_file

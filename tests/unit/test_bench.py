@@ -13,10 +13,8 @@ import pytest
 
 from benchmarks import gpu, start
 from benchmarks.rows import rows_file
-from benchmarks.run import ARGUMENTS
-from benchmarks.run import run as bench
-from toolkit.cli import bench as door
-from toolkit.cli import main
+from benchmarks.run import ARGUMENTS, run as bench
+from toolkit.cli import bench as door, main
 from toolkit.config.schema import RunConfig
 from toolkit.messages import ConfigError, LaunchError
 

@@ -26,8 +26,13 @@ import pytest
 import torch
 
 from toolkit.checkpoint import directory, state_files
-from toolkit.checkpoint.directory import RunState, manifest_problems, record_file, write_manifest
-from toolkit.checkpoint.directory import read_run_state as read_state
+from toolkit.checkpoint.directory import (
+    RunState,
+    manifest_problems,
+    read_run_state as read_state,
+    record_file,
+    write_manifest,
+)
 from toolkit.checkpoint.state_files import EngineFiles, HostCopies, iter_weights
 from toolkit.cli import main
 from toolkit.config.load import to_dict

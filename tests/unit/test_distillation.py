@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import DistillConfig, DistillLoss, RunConfig
 from toolkit.messages import ModelError
-from toolkit.models import distillation
-from toolkit.models import loss as loss_module
+from toolkit.models import distillation, loss as loss_module
 from toolkit.models.distillation import StoredScores, distilled, store
 from toolkit.models.loss import Scores
 from toolkit.plan import memory

@@ -9,8 +9,7 @@ import pytest
 
 from toolkit.cli import main
 from toolkit.config.schema import Init, ModelConfig, RunConfig
-from toolkit.doctor import facts
-from toolkit.doctor import findings as findings_module
+from toolkit.doctor import facts, findings as findings_module
 from toolkit.doctor.findings import ERROR, NOTE, WARNING
 
 CARD = {"index": "0", "name": "H200", "mib": 141000, "free_mib": 140000, "used_by": 0}

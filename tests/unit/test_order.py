@@ -5,8 +5,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from toolkit.config.schema import CurriculumConfig, CurriculumShape, SourceConfig, WeightPoint
 from toolkit.data.sampler import (

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import Packing, SourceConfig

@@ -17,8 +17,7 @@ from toolkit.cli import main
 from toolkit.config.schema import Metric
 from toolkit.launch.deepspeed import typed_command
 from toolkit.launch.environment import STATUS_VARIABLE, without_ranks
-from toolkit.report import page as page_module
-from toolkit.report import run as run_module
+from toolkit.report import page as page_module, run as run_module
 from toolkit.report.figures import NAMES, draw, events_of
 from toolkit.report.run import FAILED, RUNNING, UNFINISHED, distinct_names, read_run
 from toolkit.train.tracking import AutomaticReport

@@ -4,8 +4,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from toolkit.data.sampler import BEGINNING, GlobalBatchSampler, Position, sequential, steps_per_epoch
 

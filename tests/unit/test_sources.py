@@ -13,8 +13,7 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
-from toolkit.data import readers as files_module
-from toolkit.data import sources
+from toolkit.data import readers as files_module, sources
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.messages import DataError
 

@@ -13,7 +13,7 @@ Training does not depend on the page: runs started here continue when it ends. N
 from pathlib import Path
 
 from toolkit.arguments import named_arguments, non_negative_int, one_of
-from toolkit.messages import set_language
+from toolkit.messages import ConfigError, set_language, tr
 
 USAGE = "toolkit board runs"
 
@@ -21,6 +21,12 @@ USAGE = "toolkit board runs"
 def run(words: list[str]) -> None:
     given = named_arguments(words, required=(), optional=("runs", "port", "language"), usage=USAGE, bare="runs")
     set_language(one_of(given, "language", ("", "en", "zh")))
-    from toolkit.jobs.board import serve
-
+    try:
+        from toolkit.jobs.board import serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise ConfigError(
+            tr("the board needs packages that are not installed:  pip install starlette uvicorn")
+        ) from error
     serve(Path(given.get("runs", "runs")), non_negative_int(given, "port", 8765))

@@ -23,8 +23,7 @@ from pathlib import Path
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config import load, mesh
 from toolkit.config.preflight import resolve_model_path, resolve_teacher
-from toolkit.jobs import check, sweep
-from toolkit.jobs import trace as tracing
+from toolkit.jobs import check, sweep, trace as tracing
 from toolkit.messages import Problems, say
 from toolkit.plan import speed
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from toolkit.config import mesh, preflight, rule_tables, schema
-from toolkit.config import rule_tables as tables
+from toolkit.config import mesh, preflight, rule_tables, rule_tables as tables, schema
 from toolkit.config.load import JSON, LoadedConfig, as_typed
 from toolkit.messages import ConfigError, Problems, did_you_mean, raise_all, tr
 from toolkit.secrets import is_under_secret_name

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.config.schema import OnBadRow, RunConfig
-from toolkit.data import readers, store
-from toolkit.data import tokenize_workers as workers
+from toolkit.data import readers, store, tokenize_workers as workers
 from toolkit.data.sources import DataFile, check_distinct, content_hash, locate_all, read_blocks, total_bytes
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error

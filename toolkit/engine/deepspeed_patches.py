@@ -9,7 +9,6 @@ from typing import Any
 import cpuinfo
 import deepspeed
 import torch
-from deepspeed import DeepSpeedEngine
 from deepspeed.ops.adam import ZenFlowSelectiveAdamW
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -144,7 +143,7 @@ class UpdateVeto:
     `engine.step` unless DeepSpeed has found an overflow already.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, may_update: Callable[[float], bool]) -> None:
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, may_update: Callable[[float], bool]) -> None:
         self.engine, self.optimizer, self.may_update = engine, engine.optimizer, may_update
         self.grad_norm = math.inf
         """Norm before clipping of the step in progress or just done; inf where gradients overflowed."""
@@ -286,6 +285,6 @@ def _update_model_bit16_weights(self: Any, group_index: int) -> None:
         parameter.data = reordered[self.round_robin_bit16_indices[group_index][index]].data
 
 
-def follow_schedule_in_zenflow(engine: DeepSpeedEngine) -> None:
+def follow_schedule_in_zenflow(engine: deepspeed.DeepSpeedEngine) -> None:
     """Give ZenFlow's optimizer the schedule's first rate; its first update would have the peak's (deepspeed 0.19.8)."""
     engine.optimizer._sync_selective_optimizer_lr()

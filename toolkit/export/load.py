@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from toolkit.checkpoint import directory
 from toolkit.config.schema import Dtype, ModelConfig
@@ -18,7 +17,7 @@ from toolkit.models import adapters, chat, load, save
 class LoadedModel(NamedTuple):
     """A model in evaluation mode, on its device, with its tokenizer and chat format."""
 
-    model: PreTrainedModel
+    model: transformers.PreTrainedModel
     encoder: chat.AnyChatEncoder
 
 

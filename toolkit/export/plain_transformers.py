@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
 def prompt_ids(tokenizer: Any, asked: dict[str, Any]) -> list[Any]:
@@ -53,10 +52,14 @@ def main() -> None:
     request_file, answer_file = map(Path, sys.argv[1:])
     request = json.loads(request_file.read_text(encoding="utf-8"))
     folder = request["folder"]
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     generation = folder + "/generation_config.json"
-    ends = GenerationConfig.from_pretrained(folder, local_files_only=True) if Path(generation).is_file() else config
+    ends = (
+        transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        if Path(generation).is_file()
+        else config
+    )
     answer: dict[str, Any] = {
         "version": transformers.__version__,
         "prompts": [prompt_ids(tokenizer, asked) for asked in request["prompts"]],
@@ -65,7 +68,7 @@ def main() -> None:
         "tokens": len(tokenizer),
         "config": config.get_text_config().to_dict(),
     }
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", local_files_only=True, output_loading_info=True
     )
     answer["architecture"] = type(model).__name__

@@ -21,13 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
-from subprocess import STDOUT
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import jinja2
 import psutil
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from toolkit import children, disk, messages
 from toolkit.config import files, mesh, validate
@@ -38,13 +42,10 @@ from toolkit.messages import say, tr
 from toolkit.plan import layouts, speed
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of
+from toolkit.report import figures, page
 from toolkit.report.run import distinct_names, is_run, is_worked_on, read_run
 from toolkit.secrets import hide
 from toolkit.translate.convert import inline
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 HOSTS = ("127.0.0.1", "localhost")
 """Names by which a browser may ask: a page elsewhere whose name was made to mean this machine has another."""
@@ -105,9 +106,7 @@ class Board:
 
     def list_runs(self, given: Given) -> dict[str, Any]:
         """Return a row of figures for each run, the newest first, and those that have no directory yet."""
-        from toolkit.report.page import NONE, overview
-
-        found, rows, heads = self.found(), [], overview([]).heads
+        found, rows, heads = self.found(), [], page.overview([]).heads
         for name, path in found.items():
             stamp, cells, state = self._row(path)
             is_alive = state == "running" or self.launches.is_alive(name)
@@ -116,7 +115,7 @@ class Board:
         for name in {*self.launches.names()} - {*found}:
             is_alive = self.launches.is_alive(name)
             word = tr("starting") if is_alive else tr("did not start")
-            cells = [name, word, *[NONE] * (len(heads) - 2)]
+            cells = [name, word, *[page.NONE] * (len(heads) - 2)]
             row = {"run": "", "name": name, "state": "running" if is_alive else "failed", "cells": cells}
             rows.append((self.launches.started(name), row | {"has_log": True, "is_alive": is_alive}))
         rows.sort(key=lambda pair: -pair[0])
@@ -124,28 +123,23 @@ class Board:
 
     def _row(self, path: Path) -> tuple[list[float], list[str], str]:
         """Return when a run's files changed, its figures and its state; what has not changed is not read again."""
-        from toolkit.report.page import overview
-
         times = [(path / name).stat().st_mtime for name in _STAMPED if (path / name).is_file()] or [0.0]
         stamp = (times, is_worked_on(path))
         if self._rows.get(path, (None,))[0] != stamp:
             run = read_run(path)
-            cells = [messages.printable(hide(cell)) for cell in overview([run]).rows[0]]
+            cells = [messages.printable(hide(cell)) for cell in page.overview([run]).rows[0]]
             self._rows[path] = (stamp, cells, run.status)
         _, cells, state = self._rows[path]
         return times, cells, state
 
     def report(self, names: list[str]) -> str:
         """Return the report of one run, or of several in comparison."""
-        from toolkit.report.figures import draw
-        from toolkit.report.page import render
-
         found = self.found()
         if unknown := [name for name in names if name not in found]:
             raise messages.RunFolderError("there is no run {name}.", name=unknown[0])
         runs = [read_run(found[name]) for name in dict.fromkeys(names)]
         distinct_names(runs)
-        return render(runs, draw(runs), "report")
+        return page.render(runs, figures.draw(runs), "report")
 
     def log(self, given: Given) -> dict[str, str]:
         """Return the end of what a run that was started here has printed."""
@@ -240,9 +234,6 @@ class Guard:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Answer a request, or reject it."""
-        from starlette.requests import Request
-        from starlette.responses import PlainTextResponse
-
         if scope["type"] != "http":  # there is no route for anything else
             await self.app(scope, receive, send)
             return
@@ -267,33 +258,29 @@ class Guard:
 
 def application(board: Board, token: str, cookie: str) -> Guard:
     """Return the ASGI application."""
-    from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
-
     # One thread, as checking a recipe chooses the language of messages for a moment.
     worker = ThreadPoolExecutor(1)
 
     async def work(function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(worker, function, *arguments)
 
-    def page(request: "Request") -> "Response":
+    def page(request: Request) -> Response:
         response = HTMLResponse(_page())
         response.set_cookie(cookie, token, httponly=True, samesite="strict")
         return response
 
-    def file(request: "Request") -> "Response":
+    def file(request: Request) -> Response:
         name = request.path_params["name"]
         return Response(_file(name), media_type=_FILES[name]) if name in _FILES else Response(status_code=404)
 
-    async def report(request: "Request") -> "Response":
+    async def report(request: Request) -> Response:
         try:
             text = await work(board.report, request.query_params.getlist("run"))
         except messages.ToolkitError as error:
             return Response(str(error), status_code=400)
         return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
 
-    async def act(request: "Request") -> "Response":
+    async def act(request: Request) -> Response:
         name = request.path_params["name"]
         try:
             given = await request.json()
@@ -319,14 +306,7 @@ def application(board: Board, token: str, cookie: str) -> Guard:
 
 
 def serve(runs: Path, port: int) -> None:
-    """Serve the page until Ctrl-C; a ConfigError if the port is taken or a package is missing."""
-    try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise messages.ConfigError(
-            tr("the board needs packages that are not installed:  pip install starlette uvicorn")
-        ) from error
+    """Serve the page until Ctrl-C; a ConfigError if the port is taken."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -454,7 +434,7 @@ class Launches:
         command = [sys.executable, "-m", "toolkit", "launch", "--num_gpus", ranks, f"recipe={path.resolve()}"]
         command += [f"run.name={name}", f"run.dir={self.runs.resolve()}"]
         with self.log(name).open("ab") as log:
-            child = children.start_detached(command, stdout=log, stderr=STDOUT)
+            child = children.start_detached(command, stdout=log, stderr=subprocess.STDOUT)
         self._children.append(child)
         record = {"pid": child.pid, "created": psutil.Process(child.pid).create_time(), "command": command}
         disk.write_atomically(self.folder / f"{name}.json", json.dumps(record).encode())

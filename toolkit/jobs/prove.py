@@ -12,8 +12,7 @@ from typing import Any
 from toolkit import children, terminal
 from toolkit.arguments import check_output, check_parsed, parse, positive_int, write_output
 from toolkit.config import load, mesh, schema
-from toolkit.jobs import autotune
-from toolkit.jobs import sweep as sweeping
+from toolkit.jobs import autotune, sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import ConfigError, LaunchError, Problems, say, tr

@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.models.chat import load_chat_encoder as load_chat_encoder
-    from toolkit.models.chat import load_tokenizer as load_tokenizer
+    from toolkit.models.chat import load_chat_encoder as load_chat_encoder, load_tokenizer as load_tokenizer
     from toolkit.models.load import load_model as load_model
     from toolkit.models.save import save_model as save_model
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
 
 from toolkit.messages import ModelError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
@@ -57,7 +56,7 @@ def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
     return small
 
 
-def shrunk_model(path: str, seed: int, heads: int = HEADS) -> PreTrainedModel:
+def shrunk_model(path: str, seed: int, heads: int = HEADS) -> transformers.PreTrainedModel:
     """Build a random fp32 model on the CPU after a directory's config.json, whose weights are not read.
 
     Raises:
@@ -68,7 +67,7 @@ def shrunk_model(path: str, seed: int, heads: int = HEADS) -> PreTrainedModel:
     architecture, generation_file = architecture_of(config), folder / "generation_config.json"
     generation = read_object(generation_file) if generation_file.is_file() else {}
     torch.manual_seed(seed)
-    model: PreTrainedModel
+    model: transformers.PreTrainedModel
     if architecture is Architecture.v1:
         model = ChatGLMForConditionalGeneration(ChatGLMConfig(**{name: config[name] for name in config.keys() - _HUB}))
     elif architecture is Architecture.glm:
@@ -96,9 +95,9 @@ def shrunk_model(path: str, seed: int, heads: int = HEADS) -> PreTrainedModel:
             count=f"{inner:,}",
         )
     if generation and architecture is None:
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     elif architecture is not None:
-        model.generation_config = GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=0)
+        model.generation_config = transformers.GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=0)
     model.get_input_embeddings().padding_idx = None
     return model.eval()
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedModel
-from transformers import core_model_loading as loading
+from transformers import PreTrainedModel, core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 

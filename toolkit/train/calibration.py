@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import distributed
 from torch.nn import functional
 from torch.optim.lr_scheduler import ConstantLR
 from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
@@ -58,9 +57,9 @@ def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: boo
     link, latency_s = 1e12, 0.0
     if world_size > 1:
         sent, one = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
-        seconds = _seconds(lambda: distributed.all_reduce(sent), device)
+        seconds = _seconds(lambda: torch.distributed.all_reduce(sent), device)
         link = 2 * (world_size - 1) / world_size * sent.nbytes / seconds
-        latency_s = _seconds(lambda: distributed.all_reduce(one), device)
+        latency_s = _seconds(lambda: torch.distributed.all_reduce(one), device)
     weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
@@ -191,8 +190,8 @@ def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.devic
 
 
 def _once(call: Callable[[], object], device: torch.device) -> float:
-    if distributed.is_initialized():
-        distributed.barrier()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()

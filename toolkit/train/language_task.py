@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import transformers
 from deepspeed import DeepSpeedEngine
-from transformers import PreTrainedModel
 
 from toolkit import disk, messages, secrets, terminal
 from toolkit.checkpoint import state_files
@@ -27,8 +26,7 @@ from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, memory, parameters
 from toolkit.evaluate import generate, metrics
-from toolkit.export import model as export
-from toolkit.export import serving
+from toolkit.export import model as export, serving
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr, warn
 from toolkit.models import adapters, attention, directory, layers, load, loss, pipeline, probe, save
@@ -79,7 +77,7 @@ class Evaluation:
     """The validation split is there."""
     ranks: Ranks
     questions: list[metrics.ValidationQuestion]
-    model: DeepSpeedEngine | PreTrainedModel
+    model: DeepSpeedEngine | transformers.PreTrainedModel
     """The engine, or where there is none the model."""
     device: torch.device
     in_step: bool
@@ -165,7 +163,7 @@ class Evaluation:
             ) from error
 
     @property
-    def _module(self) -> PreTrainedModel:
+    def _module(self) -> transformers.PreTrainedModel:
         return pipeline.unwrap_model(getattr(self.model, "module", self.model))
 
     @property
@@ -670,7 +668,9 @@ def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     )
 
 
-def _base_folder(cfg: RunConfig, data: language_data.LanguageData, model: PreTrainedModel, folder: Path) -> Path:
+def _base_folder(
+    cfg: RunConfig, data: language_data.LanguageData, model: transformers.PreTrainedModel, folder: Path
+) -> Path:
     """Return the folder of the model as it is before training; a random one is written into the run's."""
     if cfg.model.init is Init.pretrained:
         return Path(cfg.model.path)

@@ -9,8 +9,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, tr
 from toolkit.report.run import json_lines
 from toolkit.terminal import text_table
-from toolkit.train import run_dir
-from toolkit.train import step as steps
+from toolkit.train import run_dir, step as steps
 from toolkit.train.step import Samples, StepResult
 
 _SHOWN = 20

@@ -16,8 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from toolkit import secrets, terminal
 from toolkit.checkpoint import directory
-from toolkit.config import files as recipe_files
-from toolkit.config import load, mesh, preflight, rule_tables, schema
+from toolkit.config import files as recipe_files, load, mesh, preflight, rule_tables, schema
 from toolkit.distributed import failure, process_group
 from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
