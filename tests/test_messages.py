@@ -32,21 +32,25 @@ def is_text(line: ast.expr) -> bool:
     return isinstance(line, ast.Constant) and bool(line.value)
 
 
+def called(call: ast.Call) -> str:
+    """Return the name of what is called, of a module's attribute only where that is an error; "" of other calls."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return function.attr if function.attr in ERRORS else ""
+    return function.id if isinstance(function, ast.Name) else ""
+
+
 def calls() -> Iterator[tuple[str, ast.Call]]:
     """Yield each call of tr, and of say, warn or an error with values for a template, with where it stands."""
     for path in sorted([*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
+                and (name := called(node))
                 and (
-                    node.func.id == "tr"
-                    or (node.func.id in {"say", "warn", *ERRORS} and node.keywords)
-                    or (
-                        node.func.id in {"say", "warn"}
-                        and is_text(node.args[0])
-                        and path.is_relative_to(ROOT / "toolkit")
-                    )
+                    name == "tr"
+                    or (name in {"say", "warn", *ERRORS} and node.keywords)
+                    or (name in {"say", "warn"} and is_text(node.args[0]) and path.is_relative_to(ROOT / "toolkit"))
                 )
             ) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "omit"):
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node

@@ -110,9 +110,11 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("benchmarks.run" if command == "bench" else module_of(command))
     import_module(module_of("sweep"))  # what --multirun hands its words to
 
+    parse, named_arguments = arguments.parse, arguments.named_arguments
+
     def parsed(words: Sequence[str], **how: Any) -> NoReturn:
         how = {name: value for name, value in how.items() if name in ("names", "flags")}
-        found = arguments.parse(words, **how, world_size=ranks)
+        found = parse(words, **how, world_size=ranks)
         world = int(found.values.get("world_size") or found.values.get("ranks") or ranks)
         if "gpus" not in found.values and command != "eval":
             check_rules(found.loaded, world, files=False)
@@ -121,12 +123,12 @@ def understand(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Stop
 
     def named(words: Sequence[str], **how: Any) -> NoReturn:
-        arguments.named_arguments(words, **how)
+        named_arguments(words, **how)
         raise Stop
 
     stand_ins = {"parse": parsed, "parse_checked": parsed, "named_arguments": named}
     for place, one in list(sys.modules.items()):  # a command may hand its words to another one
-        if place.startswith(("toolkit.", "benchmarks.")) and one is not arguments:
+        if place.startswith(("toolkit.", "benchmarks.")):
             for name, value in list(vars(one).items()):
                 if isinstance(value, FunctionType) and value.__module__ == "toolkit.arguments":
                     monkeypatch.setattr(one, name, stand_ins.get(value.__name__, value))

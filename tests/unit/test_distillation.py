@@ -16,7 +16,7 @@ from toolkit.models import distillation, loss as loss_module
 from toolkit.models.distillation import StoredScores, distilled, store
 from toolkit.models.loss import Scores
 from toolkit.plan import memory
-from toolkit.train import teacher as teachers
+from toolkit.train import distill_task
 
 VOCAB, PADDED, TEACHERS, WIDTH, TOKENS, TAUGHT = 50, 56, 64, 8, 23, 17
 
@@ -204,16 +204,16 @@ def test_another_tokenizer_is_refused_by_its_first_other_token(monkeypatch: pyte
     cfg = RunConfig()
     cfg.distill.teacher = "large"
     found: list[Any] = []
-    monkeypatch.setattr(teachers, "directory", SimpleNamespace(read_config=found.append))
+    monkeypatch.setattr(distill_task, "directory", SimpleNamespace(read_config=found.append))
     for mine, theirs, place in (("ab", "ab", None), ("abc", "aBC", 1), ("ab", "abc", 2), ("abc", "ab", 2)):
         monkeypatch.setattr(
-            teachers, "chat", SimpleNamespace(load_tokenizer=lambda *_, theirs=theirs, **__: Words(*theirs))
+            distill_task, "chat", SimpleNamespace(load_tokenizer=lambda *_, theirs=theirs, **__: Words(*theirs))
         )
         if place is None:
-            teachers.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
+            distill_task.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
             continue
         with pytest.raises(ModelError, match=f"distill.teacher = large has another tokenizer.* token {place} is "):
-            teachers.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
+            distill_task.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
     assert found == ["large"] * 4
 
 
@@ -229,5 +229,5 @@ def test_what_is_stored_is_known_by_the_teachers_content(tmp_path: Path) -> None
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(content)
-        digests.add(teachers._digest(folder))
+        digests.add(distill_task._digest(folder))
     assert len(digests) == 3, "a and b are the same"
