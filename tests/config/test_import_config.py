@@ -412,6 +412,15 @@ def test_preferences_of_llama_factory(
         assert "the dataset marked is skipped: it holds no pairs" in told
 
 
+def test_reward_models_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    put("data/dataset_info.json", PREFERENCES)
+    given = {"stage": "rm", "do_train": True, "per_device_train_batch_size": 1, "model_name_or_path": "m"}
+    cfg, told = imported(capsys, put("a.json", {**given, "dataset": "pairs,marked"}), "world_size=2")
+    assert cfg.task.kind.value == "reward" and not cfg.preference.is_on
+    assert [(Path(one.path).name, one.format.value) for one in cfg.data.sources] == [("pairs.json", "reward")]
+    assert "the dataset marked is skipped: it holds no pairs" in told
+
+
 @pytest.mark.parametrize(
     ("given", "loss", "expected"),
     [
@@ -549,7 +558,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "other stage": (
         "a.json",
         OTHER_STAGE,
-        "stage = ppo has no counterpart: sft, pt, dpo, kto have",
+        "stage = ppo has no counterpart: sft, pt, dpo, kto, rm have",
     ),
     "both precisions": ("a.yaml", FACTORY_YAML + "fp16: true\n", "fp16 and bf16 are both true"),
 }

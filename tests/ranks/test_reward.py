@@ -162,7 +162,9 @@ def test_transformers_alone_gives_the_same_scores(name: str, runs: Path, tmp_pat
     import transformers
     from peft import PeftModel
 
+    from toolkit.export.load import load_any
     from toolkit.export.model import ExportOptions, export_any, verify_logits
+    from toolkit.messages import ModelError
     from toolkit.models import probe
 
     folder, kind = runs / name / "export", transformers.AutoModelForSequenceClassification
@@ -199,4 +201,6 @@ def test_transformers_alone_gives_the_same_scores(name: str, runs: Path, tmp_pat
         assert torch.allclose(both, torch.stack(alone), atol=1e-5), "padding has no score"
     for one in found.values():
         assert "forward" in verify_logits(one)
+        with pytest.raises(ModelError, match="it writes no text"):
+            load_any(str(one))
     assert "forward" in verify_logits(folder)

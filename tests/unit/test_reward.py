@@ -19,7 +19,7 @@ from toolkit.messages import ConfigError, ModelError, RowError
 from toolkit.models import classifier, probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.classifier import Head, with_head
-from toolkit.models.load import load_model
+from toolkit.models.load import check_writes, load_model
 from toolkit.models.preference import reward_losses
 from toolkit.models.save import save_model
 from toolkit.plan.outline import outline_of
@@ -81,6 +81,8 @@ def test_a_head_is_saved_and_loaded_with_equal_scores(kind: str, tmp_path: Path)
         row = model(input_ids=ids[:1, :5]).logits[0, 0]
     assert float(row) == pytest.approx(float(expected.logits[0, 4]), abs=1e-5)
     assert with_head(own, Head(("reward",), 5), seed=4) is own and own.config.pad_token_id == 5
+    with pytest.raises(ModelError, match=r"model that scores sequences \(a reward model\): it writes no text"):
+        check_writes(own, tmp_path / "model")
     with pytest.raises(ModelError, match="gives 1 scores for each sequence, and 2 are to be trained"):
         with_head(own, Head(("a", "b"), 0), seed=4)
 

@@ -57,6 +57,7 @@ def load_any(
 
         encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family)
         model = load_checkpoint(folder)
+        load.check_writes(model, folder)
         for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
             parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
         return LoadedModel(model.eval().to(target), encoder)

@@ -146,20 +146,26 @@ def create_model(
     else:
         model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own)
     _check_vocabulary(model, tokenizer)
-    if head is not None:
+    if head is None:
+        check_writes(model, config.path)
+    else:
         model = classifier.with_head(model, head, seed)
-    elif probe.is_classifier(model):
-        raise ModelError(
-            "{folder} holds a model that scores sequences (a reward model): it writes no text. Load it with "
-            "transformers' AutoModelForSequenceClassification, or train on with task=reward.",
-            folder=config.path,
-        )
     if parts > 1:
         attention.split_sequences(model, parts)
     else:
         attention.choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False
     return model
+
+
+def check_writes(model: PreTrainedModel, folder: str | Path) -> None:
+    """Reject a model that gives scores where one that writes is needed."""
+    if probe.is_classifier(model):
+        raise ModelError(
+            "{folder} holds a model that scores sequences (a reward model): it writes no text. Load it with "
+            "transformers' AutoModelForSequenceClassification, or train on with task=reward.",
+            folder=folder,
+        )
 
 
 def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None = None) -> GlmConfig:

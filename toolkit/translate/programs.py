@@ -378,8 +378,9 @@ def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: Rec
     """Return one source; {} where it cannot be one."""
     columns: dict[str, Any] = entry.get("columns") or {}
     reason = ""
-    if bool(entry.get("ranking")) != (stage == "dpo"):
-        reason = tr("it holds no pairs") if stage == "dpo" else tr("it holds preferences, which stage = dpo trains on")
+    has_pairs = stage in ("dpo", "rm")
+    if bool(entry.get("ranking")) != has_pairs:
+        reason = tr("it holds no pairs") if has_pairs else tr("it holds preferences, which stage = dpo trains on")
     elif media := [kind for kind in _MEDIA if columns.get(kind)]:
         reason = tr("it holds {media}, and there are texts only", media=", ".join(media))
     elif not entry.get("file_name") and not entry.get("hf_hub_url"):
@@ -404,8 +405,8 @@ def _format(
     """Return format and columns; LLaMA-Factory's prompt, query and response are our instruction, input and output."""
     if stage == "pt":
         return _named("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
-    row_format = {"dpo": "preference", "kto": "labeled"}.get(stage, "")
-    marks = ("chosen", "rejected") if stage == "dpo" else ("kto_tag",) if stage == "kto" else ()
+    row_format = {"dpo": "preference", "rm": "reward", "kto": "labeled"}.get(stage, "")
+    marks = ("chosen", "rejected") if stage in ("dpo", "rm") else ("kto_tag",) if stage == "kto" else ()
     shared = {name: columns.get(name) for name in ("system", "tools", *marks)}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
         tags: dict[str, Any] = entry.get("tags") or {}
@@ -494,13 +495,13 @@ def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
 def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Compute what LLaMA-Factory makes of its arguments."""
     stage = str(given.get("stage"))
-    if stage not in ("sft", "pt", "dpo", "kto"):
+    if stage not in ("sft", "pt", "dpo", "kto", "rm"):
         raise ConfigError(
             "{place}: {key} = {value} has no counterpart: {names} have.",
             place=given.place("stage"),
             key="stage",
             value=stage,
-            names="sft, pt, dpo, kto",
+            names="sft, pt, dpo, kto, rm",
         )
     if not given.flag("do_train"):
         raise ConfigError(
@@ -512,6 +513,9 @@ def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
     _method(given, draft)
     if stage in ("dpo", "kto"):
         _factory_preference(given, draft, stage)
+    elif stage == "rm":
+        draft.groups["task"] = "reward"
+        draft.put("task.kind", "reward", "stage")
     if given.flag("pure_bf16"):
         draft.put("precision.dtype", "bf16", "pure_bf16")
     recompute = not given.flag("disable_gradient_checkpointing")
@@ -647,7 +651,7 @@ def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
             draft.put("data.max_samples", given.number("max_samples", int), "max_samples")
         else:
             draft.lost["max_samples"] = tr("data.max_samples takes the first rows of all sources together")
-    if stage in ("dpo", "kto"):
+    if stage in ("dpo", "kto", "rm"):
         return
     packs = given.flag("packing") if given.has("packing") else stage == "pt"
     if packs or given.flag("neat_packing"):
