@@ -9,7 +9,7 @@ from pages import ROOT, blocks, chinese
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
-from toolkit.data.formats import LabelReader, MarginReader, PairReader, detect_format, parse_row
+from toolkit.data.formats import ClassReader, LabelReader, MarginReader, PairReader, detect_format, parse_row
 from toolkit.data.readers import parse_line
 from toolkit.data.sources import read_conversations
 from toolkit.data.tokenize import build_caches
@@ -17,6 +17,7 @@ from toolkit.data.tokenize import build_caches
 ENGLISH = ROOT / "docs" / "data.md"
 PREFERENCES = ROOT / "docs" / "preference.md"
 REWARDS = ROOT / "docs" / "reward.md"
+CLASSES = ROOT / "docs" / "classify.md"
 PAGES = [ENGLISH, chinese(ENGLISH), ROOT / "README.md", ROOT / "README_zh.md"]
 SAMPLES = [(block, line) for page in PAGES for block in blocks(page, "json") for line in block.body.splitlines()]
 
@@ -39,7 +40,7 @@ def test_each_format_has_a_sample(page: Path) -> None:
             row = parse_row(parse_line(line.encode()))
             assert isinstance(row, dict)
             assert detect_format(row, {}).value == name
-    of_files = {one.value for one in RowFormat} - {"auto", "docstrings", "preference", "labeled", "reward"}
+    of_files = {one.value for one in RowFormat} - {"auto", "docstrings", "preference", "labeled", "reward", "classify"}
     assert {name for name, _ in shown} == of_files
 
 
@@ -59,6 +60,13 @@ def test_each_sample_of_rewards_is_read(page: Path) -> None:
     (samples,) = blocks(page, "json")
     found = [MarginReader({}).read_all(parse_row(line.encode())) for line in samples.body.splitlines()]
     assert [chosen.value for chosen, _ in found] == [1.5, 0.0]
+
+
+@pytest.mark.parametrize("page", [CLASSES, chinese(CLASSES)], ids=lambda page: page.name)
+def test_each_sample_of_classes_is_read(page: Path) -> None:
+    (samples,) = blocks(page, "json")
+    found = [ClassReader({}).read_all(parse_row(line.encode())) for line in samples.body.splitlines()]
+    assert [one.label for (one,) in found] == ["complaint", "question", "1"]
 
 
 def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:

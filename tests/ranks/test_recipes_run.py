@@ -14,6 +14,8 @@ from toolkit.config.preflight import _has_fp16
 NEEDS_GPU = {"fp16", "chatglm3_qlora"}
 # They learn from pairs of answers.
 PAIRS = {"chatglm3_dpo_lora", "qwen3_dpo", "qwen3_reward_lora"}
+# It learns labels.
+LABELLED = {"qwen3_classify_lora"}
 # It has no teacher of the tiny tokenizer: the model before training is its own, on rows that are marked as general.
 TAUGHT = {"qwen3_distill"}
 # Their samples are longer than the positions of glm_tiny.
@@ -64,6 +66,12 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
         general.write_text(rows_file.read_text(encoding="utf-8").replace("red", "general"), encoding="utf-8")
         sources = f"data.sources=[{{path: {rows_file}}}, {{path: {general}, general: true}}]"
         words += [sources, "distill.teacher=''", "distill.top_k=4"]
+    if recipe in LABELLED:
+        labelled = [json.loads(line) for line in rows_file.read_text(encoding="utf-8").splitlines()]
+        labels = [{**row, "label": ("odd", "even")[number % 2]} for number, row in enumerate(labelled)]
+        file = folder / "labels.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in labels), encoding="utf-8")
+        words.append(f"data.sources=[{{path: {file}}}]")
     if recipe in LONG:
         words.append("data.max_length=2048")
     if recipe == "zero3_nvme":

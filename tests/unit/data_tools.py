@@ -42,6 +42,10 @@ class ByteEncoder:
             mask += [bool(message.get("loss", answers))] * len(part)
         return ids, mask
 
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Return the ids of messages, and a colon, after which an answer would begin."""
+        return [*self.encode(messages, tools)[0], ord(":") + 2]
+
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
         """Return the conversation."""
         return [messages]

@@ -81,7 +81,9 @@ def test_a_head_is_saved_and_loaded_with_equal_scores(kind: str, tmp_path: Path)
         row = model(input_ids=ids[:1, :5]).logits[0, 0]
     assert float(row) == pytest.approx(float(expected.logits[0, 4]), abs=1e-5)
     assert with_head(own, Head(("reward",), 5), seed=4) is own and own.config.pad_token_id == 5
-    with pytest.raises(ModelError, match=r"model that scores sequences \(a reward model\): it writes no text"):
+    with pytest.raises(
+        ModelError, match=r"model that scores sequences \(a reward model or a classifier\): it writes no text"
+    ):
         check_writes(own, tmp_path / "model")
     with pytest.raises(ModelError, match="gives 1 scores for each sequence, and 2 are to be trained"):
         with_head(own, Head(("a", "b"), 0), seed=4)

@@ -31,6 +31,8 @@ def test_evaluations_are_in_it() -> None:
         "eval_tokens_per_s",
         "eval_pairs",
         "eval_rewards",
+        "eval_accuracy",
+        "eval_macro_f1",
         "eval_kl",
         "eval_logps",
         "eval_general_loss",

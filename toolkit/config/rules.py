@@ -206,10 +206,11 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
 def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Rows of preferences need a loss of such rows, and the other way round."""
     data, preference, wanted = loaded.cfg.data, loaded.cfg.preference, schema.wanted_format(loaded.cfg)
-    of_pairs = (schema.RowFormat.preference, schema.RowFormat.labeled, schema.RowFormat.reward)
+    of_pairs = (schema.RowFormat.preference, schema.RowFormat.labeled)
+    of_scores = (schema.RowFormat.reward, schema.RowFormat.classify)
     for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for number, source in enumerate(sources):
-            if source.format is wanted if wanted else source.format not in of_pairs:
+            if source.format is wanted if wanted else source.format not in of_pairs + of_scores:
                 continue
             place = f"{key}[{number}].format"
             if wanted and not preference.is_on:
@@ -229,7 +230,7 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
                     loss=preference.loss.value,
                     wanted=preference.row_format.value,
                 )
-            elif source.format is schema.RowFormat.reward:
+            elif source.format in of_scores:
                 sentence = tr("{place} = {format} needs task={format}.", place=place, format=source.format.value)
             else:
                 sentence = tr(
@@ -334,6 +335,7 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     known = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
+    known += schema.EVAL_LABELS if loaded.cfg.task.kind is schema.TaskKind.classify else ()
     known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + schema.has_pairs(loaded.cfg)]
     if evaluate.keep_best and evaluate.keep_best not in known:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}

@@ -73,6 +73,7 @@ class TaskKind(str, Enum):
     language = "language"
     distill = "distill"
     reward = "reward"
+    classify = "classify"
 
 
 class RowFormat(str, Enum):
@@ -90,6 +91,7 @@ class RowFormat(str, Enum):
     preference = "preference"
     labeled = "labeled"
     reward = "reward"
+    classify = "classify"
 
 
 _ASKED = ("prompt", "response", "instruction", "input", "output", "query", "history", "system", "tools")
@@ -111,6 +113,7 @@ ROW_FIELDS = {
         *("chosen_messages", "rejected_messages", "rejected_response", "margin"),
     ),
     RowFormat.labeled: (*_ASKED, *_LISTED, "completion", "label", "kto_tag"),
+    RowFormat.classify: (*_ASKED, *_LISTED, "text", "label"),
 }
 """What each format reads of a row, and of the messages in it; the names that `columns` may give other ones."""
 
@@ -302,6 +305,8 @@ EVAL_LOSS = "eval_loss"
 """Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
 EVAL_PAIRS = ("eval_rewards/accuracies", "eval_rewards/margins")
 """Names of what is better if it is more in an evaluation of pairs."""
+EVAL_LABELS = ("eval_accuracy", "eval_macro_f1")
+"""The same in an evaluation of a classifier."""
 
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -478,7 +483,7 @@ class SourceConfig:
     split: str = "train"
     """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin (docs/reward.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin (docs/reward.md); classify: a text or a conversation with a label (docs/classify.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     general: bool = False
@@ -654,14 +659,22 @@ class TaskConfig:
     """`task`: what the model learns."""
 
     kind: TaskKind = TaskKind.language
-    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md); reward: a reward model, which gives the chosen answer of a pair a higher score than the rejected one (docs/reward.md). The data are pairs then, and `batch` counts pairs."""
+    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md); reward: a reward model, which gives the chosen answer of a pair a higher score than the rejected one: the data are pairs then, and `batch` counts pairs (docs/reward.md); classify: a classifier, which gives texts and conversations one of several labels (docs/classify.md)."""
     center: NonNegativeFloat = 0.0
     """reward: weight of (score of the chosen answer + score of the rejected one)^2, which keeps the scores around 0; 0 leaves them free."""
 
     @property
     def is_language(self) -> bool:
         """Whether the model learns to write."""
-        return self.kind is not TaskKind.reward
+        return self.kind not in (TaskKind.reward, TaskKind.classify)
+
+
+@dataclass(kw_only=True, slots=True)
+class ClassifyConfig:
+    """`classify`: `task=classify`: a label of each text or conversation (docs/classify.md)."""
+
+    labels: list[str] = field(default_factory=list)
+    """The labels, in the order of the model's scores; a row with another one is an error. []: those that the rows have, sorted."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1301,6 +1314,8 @@ class RunConfig:
     """What the model learns."""
     distill: DistillConfig = field(default_factory=DistillConfig)
     """Distillation."""
+    classify: ClassifyConfig = field(default_factory=ClassifyConfig)
+    """Classification."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig, metadata=FREE)
     """The tokenized cache."""
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -1348,10 +1363,17 @@ def has_pairs(cfg: RunConfig) -> bool:
     return cfg.preference.is_paired or cfg.task.kind is TaskKind.reward
 
 
+def score_labels(cfg: RunConfig) -> list[str]:
+    """Return what the scores of a head are of, as far as the config says; [] where the model is to write."""
+    if cfg.task.is_language:
+        return []
+    return ["reward"] if cfg.task.kind is TaskKind.reward else cfg.classify.labels
+
+
 def wanted_format(cfg: RunConfig) -> RowFormat | None:
     """Return the format of rows that the task needs; None where rows are conversations and texts."""
-    if cfg.task.kind is TaskKind.reward:
-        return RowFormat.reward
+    if not cfg.task.is_language:
+        return RowFormat(cfg.task.kind.value)
     return cfg.preference.row_format if cfg.preference.is_on else None
 
 
@@ -1359,6 +1381,8 @@ def data_unit(cfg: RunConfig) -> tuple[str, int]:
     """Return what the data are counted in, and of how many tokenized samples one is."""
     if has_pairs(cfg):
         return "pairs", 2
+    if cfg.task.kind is TaskKind.classify:
+        return "labels", 1
     return "answers" if cfg.preference.is_on else "samples", 1
 
 

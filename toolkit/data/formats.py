@@ -31,6 +31,8 @@ class Conversation:
     tools: list[Any] | None = None
     value: float | None = None
     """What the row says of its answer: 1 good, 0 bad; of a pair the margin."""
+    label: str | None = None
+    """What a classifier is to find: the whole is read then, and nothing of it is trained."""
 
     @property
     def is_text(self) -> bool:
@@ -461,6 +463,32 @@ class LabelReader(PairReader):
         return [replace(whole, messages=_unmarked(whole), value=_LABELS[str(value).lower()])]
 
 
+class ClassReader(PairReader):
+    """Turns rows of `RowFormat.classify` into a text or a conversation with its `label`; an answer need not end it."""
+
+    row_format, gives_pairs = RowFormat.classify, False
+
+    def read_all(self, row: object) -> list[Conversation]:
+        """Return the conversation; a RowError as `RowReader`."""
+        mapping, key = as_object(row), self.names["label"]
+        value = mapping[key] if key in mapping else _missing(mapping, key)
+        if not isinstance(value, str | bool | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+            raise RowError("'{key}' is {kind}, not a label", key=key, kind=_kind(value))
+        label = str(value).lower() if isinstance(value, bool) else str(value).strip()
+        if not label:
+            raise RowError("'{key}' is empty: the row has no label", key=key)
+        is_text = self.names["text"] in mapping
+        whole = self._read(mapping, RowFormat.text) if is_text else self._before(mapping)
+        return [replace(whole, messages=_unmarked(whole), label=label)]
+
+    def _read(
+        self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
+    ) -> Conversation:
+        reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
+        reader.skipped = self.skipped
+        return reader.read({key: value for key, value in row.items() if key != self.names["label"]})
+
+
 def _unmarked(conversation: Conversation) -> list[Message]:
     """Return messages that do not say whether they are trained."""
     return [{key: value for key, value in message.items() if key != "loss"} for message in conversation.messages]
@@ -468,7 +496,12 @@ def _unmarked(conversation: Conversation) -> list[Message]:
 
 def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader | PairReader:
     """Return the reader of a format's rows."""
-    readers = {RowFormat.preference: PairReader, RowFormat.labeled: LabelReader, RowFormat.reward: MarginReader}
+    readers = {
+        RowFormat.preference: PairReader,
+        RowFormat.labeled: LabelReader,
+        RowFormat.reward: MarginReader,
+        RowFormat.classify: ClassReader,
+    }
     return readers[row_format](columns) if row_format in readers else RowReader(row_format, columns)
 
 

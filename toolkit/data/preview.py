@@ -162,7 +162,7 @@ def sharing_line(cfg: schema.RunConfig, cache: store.TokenizedCache, plan: Packi
 
 def unit_name(cfg: schema.RunConfig) -> str:
     """Return what the data are counted in, for a reader."""
-    return {"pairs": tr("pairs"), "answers": tr("answers"), "samples": tr("samples")}[schema.data_unit(cfg)[0]]
+    return {"pairs": tr("pairs"), "answers": tr("answers")}.get(schema.data_unit(cfg)[0], tr("samples"))
 
 
 def count_lines(
@@ -186,8 +186,10 @@ def count_lines(
     ]
     lengths = cache.lengths()
     filled = padding_line(cfg, packing, cache, plan)
+    labels = ", ".join(f"{label} {count:,}" for label, count in report.labels.items())
     return [
         *terminal.text_table(heads, rows),
+        *([tr("Training samples of each label: {labels}.", labels=labels)] if labels else []),
         tr(
             "Skipped: {dropped} rows. Truncated: {truncated} samples. Split for their length: {split} rows.",
             dropped=f"{sum(report.dropped.values()):,}",
@@ -255,6 +257,9 @@ def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> s
     """Return what the row says of an answer, "" where rows say nothing."""
     if (values := cache.values([sample])) is None:
         return ""
+    if cfg.task.kind is schema.TaskKind.classify:
+        labels = list(store.read_manifest(cache.folder)["report"]["labels"])
+        return ", " + tr("label {label}", label=labels[int(values[0])])
     if cfg.task.kind is schema.TaskKind.reward:
         answer = tr("the rejected answer") if sample % 2 else tr("the chosen answer")
         return ", " + answer + (", " + tr("margin {margin}", margin=f"{values[0]:g}") if values[0] else "")

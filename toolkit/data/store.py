@@ -233,6 +233,10 @@ class CacheWriter:
             self._columns[name].append(values.astype(_COLUMNS[name], copy=False))
         self._num_rows += part.counts.rows
 
+    def number_labels(self, numbers: NDArray[np.float32]) -> None:
+        """Give the labels other numbers: of those that samples have now, [labels]."""
+        self._columns["values"] = [numbers[values.astype(np.int64)] for values in self._columns["values"]]
+
     def index(self) -> "CacheIndex":
         """Return what is known of each sample so far."""
         return CacheIndex(**{name: np.concatenate(parts) for name, parts in self._columns.items()})

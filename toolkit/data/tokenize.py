@@ -86,6 +86,8 @@ class PrepareReport:
     leaked: int = 0
     """Validation rows that give the same samples as a training row."""
     leaked_examples: list[str] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    """Of a classifier, in the order of its scores: how many training samples have each."""
     tokens: int = 0
     trained_tokens: int = 0
     sources: list[dict[str, Any]] = field(default_factory=list)
@@ -207,6 +209,7 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
         "too_long": data.too_long.name,
         "on_bad_row": data.on_bad_row.name,
         "max_samples": data.max_samples,
+        **({"labels": cfg.classify.labels} if cfg.classify.labels else {}),
     }
 
 
@@ -248,7 +251,8 @@ class _Builder:
         if self.bytes < LEAST_BYTES_FOR_PROCESSES:
             self.num_workers = 1
         self.parts = Path(cfg.prepare.dir) / "parts"
-        self.maker = PartBuilder(encoder, cfg.data, self.parts)
+        self.maker = PartBuilder(encoder, cfg.data, self.parts, cfg.classify.labels)
+        self.labels = list(cfg.classify.labels)
         self.pace = BuildProgress(self.bytes)
         self.report = PrepareReport()
         self.used: list[Path] = []
@@ -267,6 +271,8 @@ class _Builder:
                 part = self.read(made)
                 self.check(made, part)
                 self._count_part(made, part, bad_rows_file)
+                if part.counts.labels:
+                    part.values = self._numbers(part.counts.labels)[part.values.astype(np.int64)]
                 writer.append(part, made.file_number, made.block.first)
                 self.used.append(made.path)
                 new_bytes += made.is_new * (made.block.position - position)
@@ -276,6 +282,10 @@ class _Builder:
                 self.pace.update(before + position, report.rows_read, new_bytes, new_tokens)
                 self._check_limit(before + position, bad_rows_file)
             self._check_limit(self.bytes, bad_rows_file)
+            if self.labels and not self.maker.labels:
+                ordered = sorted(self.labels, key=_label_order)
+                writer.number_labels(np.array([ordered.index(label) for label in self.labels], np.float32))
+                self.labels = ordered
             index = writer.index()
             first = first_equal(index.hashes)
             splits = self._splits(index, first)
@@ -284,6 +294,11 @@ class _Builder:
             report.seconds = time.monotonic() - started
             files = [{"path": str(file.path), "source": file.source} for file in self.files]
             writer.finish(splits, {**manifest, "files": files, "report": asdict(report)})
+
+    def _numbers(self, labels: list[str]) -> NDArray[np.float32]:
+        """Return the numbers of a part's labels among all, [labels]."""
+        self.labels += [label for label in labels if label not in self.labels]
+        return np.array([self.labels.index(label) for label in labels], np.float32)
 
     def remove_parts(self) -> None:
         """Remove the parts that are in the cache now, and forgotten ones."""
@@ -410,6 +425,14 @@ class _Builder:
         report, train = self.report, splits["train"]
         report.train_samples, report.validation_samples = len(train), len(splits["validation"])
         report.tokens, report.trained_tokens = int(index.lengths[train].sum()), int(index.trained[train].sum())
+        if self.labels:
+            if len(self.labels) == 1:
+                raise DataError(
+                    "all rows have the label '{label}': there is nothing to tell apart. Add rows with other labels.",
+                    label=self.labels[0],
+                )
+            found = np.bincount(index.values[train].astype(np.int64), minlength=len(self.labels))
+            report.labels = dict(zip(self.labels, found.tolist(), strict=True))
         sources = [*self.data.sources, *self.data.validation]
         of_sample = np.array([file.source for file in self.files])[index.files]
         for number, source in enumerate(sources):
@@ -449,6 +472,11 @@ def _place(made: BuiltPart, row: RowPosition) -> str:
     if made.block.first_item:
         place += " " + tr("(item {number})", number=f"{made.block.first_item + row.ordinal:,}")
     return place
+
+
+def _label_order(label: str) -> tuple[bool, int, str]:
+    """Return what labels are sorted by: numbers first, by their size."""
+    return not label.isdecimal(), len(label) if label.isdecimal() else 0, label
 
 
 def first_equal(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:

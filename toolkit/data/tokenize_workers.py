@@ -70,6 +70,10 @@ class ChatEncoder(Protocol):
         """Return `encode` of each; faster where the tokenizer works on batches."""
         ...
 
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> list[int]:
+        """Return the ids that an answer would begin after."""
+        ...
+
 
 CODE_VERSION = 6
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
@@ -118,6 +122,8 @@ class PartCounts:
     """Columns that are not read."""
     message_keys: dict[str, int] = field(default_factory=dict)
     """Keys of messages that are not read, and in how many messages."""
+    labels: list[str] = field(default_factory=list)
+    """Labels of the samples, in the order in which they came; a sample's value is a number of these."""
 
     _last: dict[str, RowPosition] = field(default_factory=dict)
 
@@ -155,7 +161,7 @@ class Part:
     hashes: NDArray[np.uint64]
     """Of each row that gave a sample, see `row_hashes`, [rows with a sample]."""
     values: NDArray[np.float32]
-    """What rows say of their answers, [samples], or nothing, [0]."""
+    """What rows say of their answers, or the numbers of their labels, [samples], or nothing, [0]."""
     counts: PartCounts
 
 
@@ -168,10 +174,12 @@ _ReadRow = tuple[RowPosition, object, Conversation]
 class PartBuilder:
     """Makes parts and keeps them in a folder."""
 
-    def __init__(self, encoder: ChatEncoder, data: DataConfig, folder: Path) -> None:
-        self.encoder, self.folder = encoder, folder
+    def __init__(self, encoder: ChatEncoder, data: DataConfig, folder: Path, labels: Sequence[str] = ()) -> None:
+        """`labels`: those that rows may have; () any."""
+        self.encoder, self.folder, self.labels = encoder, folder, labels
         self.limit, self.too_long, self.train_on = data.max_length, data.too_long, data.train_on
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
+        rules += [list(labels)] if labels else []
         self._key = repr(rules).encode()
 
     def path(self, block: readers.Block, row_format: RowFormat, columns: dict[str, str]) -> Path:
@@ -222,7 +230,7 @@ class PartBuilder:
             try:
                 parsed = parse_row(value)
                 wholes = reader.read_all(parsed)
-                found = list(chain.from_iterable(self._marked(whole, counts) for whole in wholes))
+                found = list(chain.from_iterable(self._learned(whole, counts) for whole in wholes))
             except RowError as error:
                 counts.refuse(row, error, value)
                 continue
@@ -249,7 +257,20 @@ class PartBuilder:
                 except RowError as error:
                     counts.refuse(row, error, value)
                     continue
-                yield from ((row, sample, conversation.value) for sample in samples)
+                value = conversation.value if conversation.label is None else _number(conversation.label, counts.labels)
+                yield from ((row, sample, value) for sample in samples)
+
+    def _learned(self, whole: Conversation, counts: PartCounts) -> list[Conversation]:
+        """Return what is learned from a row: what is trained of it, or that it has a label."""
+        if whole.label is None:
+            return self._marked(whole, counts)
+        if self.labels and whole.label not in self.labels:
+            raise RowError(
+                "the label '{label}' is none of classify.labels ({labels})",
+                label=whole.label[:40],
+                labels=", ".join(self.labels),
+            )
+        return [whole]
 
     def _marked(self, whole: Conversation, counts: PartCounts) -> list[Conversation]:
         """Return what is learned from a row; see `formats.mark_trained`."""
@@ -278,20 +299,41 @@ class PartBuilder:
         """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
         conversations = [conversation for _, _, conversation in read]
         try:
-            encoded = self.encoder.encode_many([c.messages for c in conversations], [c.tools for c in conversations])
+            encoded = self._encode_all(conversations)
             yield from zip(read, encoded, strict=True)
             return
         except RowError:
             pass
         for row, value, conversation in read:
             try:
-                yield (row, value, conversation), self.encoder.encode(conversation.messages, conversation.tools)
+                yield (row, value, conversation), self._encode_all([conversation])[0]
             except RowError as error:
                 counts.refuse(row, error, value)
+
+    def _encode_all(self, read: Sequence[Conversation]) -> list[Encoded]:
+        """Encode conversations. Of those with a label all is read: a text without an end token, and what no answer ends
+        up to where one would begin; marked is the last token, at which their score is.
+        """
+        whole = [one for one in read if one.label is None or one.is_text or one.messages[-1]["role"] == "assistant"]
+        found = iter(self.encoder.encode_many([one.messages for one in whole], [one.tools for one in whole]))
+        if len(whole) == len(read) and all(one.label is None for one in read):
+            return list(found)
+        encoded = []
+        for one in read:
+            is_whole = one.is_text or one.messages[-1]["role"] == "assistant"
+            ids = next(found)[0] if is_whole else self.encoder.prompt(one.messages, one.tools)
+            ids = ids[: -1 if one.is_text else None]
+            encoded.append((ids, [index == len(ids) - 1 for index in range(len(ids))]))
+        return encoded
 
     def _fit(self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts) -> list[Encoded]:
         """Return a conversation's samples by `data.too_long`, and count what cannot be used; or raise a RowError."""
         ids, trained = encoded
+        if conversation.label is not None and self.too_long is TooLong.truncate and len(ids) > self.limit:
+            counts.truncated += 1
+            ids, trained = ids[: self.limit], trained[-self.limit :]
+        if conversation.label is not None and 0 < len(ids) <= self.limit:
+            return [(ids, trained)]
         if len(ids) > self.limit:
             if self.too_long is TooLong.split:
                 return self._split(conversation, encoded, row, counts)
@@ -378,6 +420,13 @@ def _pairs(samples: Iterable[_Sample]) -> Iterator[_Sample]:
         pair = list(of_row)
         if len(pair) == 2:
             yield from pair
+
+
+def _number(label: str, known: list[str]) -> int:
+    """Return the number of a label among those that came before, to which it is added."""
+    if label not in known:
+        known.append(label)
+    return known.index(label)
 
 
 def _usable(encoded: Encoded) -> Encoded | None:

@@ -94,8 +94,8 @@ def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
     lines = []
     if not math.isnan(state.first_loss):
         kind = config.get("task", {}).get("kind", "language")
-        has_pairs = kind == "reward" or config.get("preference", {}).get("loss", "none") != "none"
-        ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if has_pairs else " nats/token")
+        is_of_samples = kind in ("reward", "classify") or config.get("preference", {}).get("loss", "none") != "none"
+        ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
         lines += [tr("training: {losses}", losses=ends), ""]
     if state.evaluations:
         names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # not each source's

@@ -16,7 +16,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedMo
 from transformers.initialization import no_init_weights
 
 from toolkit.messages import ModelError, json_object, reading
-from toolkit.models import loss, probe
+from toolkit.models import attention, loss, probe
 
 FILE = "score.json"
 """Beside an adapter: what the config.json of a whole model says of its head."""
@@ -70,11 +70,17 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
                 found=config.num_labels,
                 wanted=len(head.labels),
             )
+        named = tuple(config.id2label[index] for index in range(config.num_labels))
+        if named != head.labels and set(named) == set(head.labels):
+            raise ModelError(
+                "the scores of the model are of {found}, in this order. Name the labels so: classify.labels=[{found}].",
+                found=",".join(named),
+            )
+        _set_labels(config, head)
         config.pad_token_id = head.pad_token_id
         return model
     kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
-    config.id2label = dict(enumerate(head.labels))
-    config.label2id = {label: index for index, label in enumerate(head.labels)}
+    _set_labels(config, head)
     if kind is not None:
         with no_init_weights(), torch.device("meta"):
             scorer = kind(config)
@@ -95,8 +101,61 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
     return scorer.eval()
 
 
-def scores(engine: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Run forward and return the scores of each row, float32 `[B, labels]`."""
-    names = ("input_ids", "position_ids", "segment_ids")
-    given = {name: batch[name].to(engine.device, non_blocking=True) for name in names}
-    return loss.logits_of(engine, given).float()
+def _set_labels(config: Any, head: Head) -> None:
+    config.id2label = dict(enumerate(head.labels))
+    config.label2id = {label: index for index, label in enumerate(head.labels)}
+
+
+_COLUMNS = ("input_ids", "position_ids", "segment_ids", "cu_seq_lens")
+
+
+def scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
+    """Run forward and return the scores of each sample, row by row, float32 `[samples, labels]`."""
+    given = {name: batch[name].to(engine.device, non_blocking=True) for name in _COLUMNS if name in batch}
+    if "cu_seq_lens" not in batch:
+        return loss.logits_of(engine, given).float()
+    model: Any = getattr(engine, "module", engine)
+    places = _last_places(batch, model.config.pad_token_id).to(engine.device)
+    layer, size = _score_layer(model), batch["input_ids"].shape
+    own_forward = layer.forward
+
+    def answer(states: torch.Tensor) -> torch.Tensor:
+        """Return the scores of all samples in place of each token's, of which the model takes one."""
+        found: torch.Tensor = own_forward(states.flatten(0, 1).index_select(0, places))
+        return found.view(1, 1, -1).expand(*size, -1)
+
+    layer.forward = answer
+    try:
+        found = loss.logits_of(engine, given)[0]
+    finally:
+        del layer.forward
+    return found.view(len(places), -1).float()
+
+
+def token_scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
+    """Return the scores at every token of rows, float32 `[B, S, labels]`; without gradients."""
+    seen: list[torch.Tensor] = []
+    layer = _score_layer(getattr(engine, "module", engine))
+    hook = layer.register_forward_hook(lambda _, __, output: seen.append(output.detach().clone()))
+    given = {name: batch[name].to(engine.device) for name in _COLUMNS if name in batch}
+    try:
+        with probe.evaluating(engine):
+            loss.logits_of(engine, given)
+    finally:
+        hook.remove()
+    return seen[0].float()
+
+
+def _score_layer(model: Any) -> Any:
+    """Return the head of a classifier, with peft's wrapper around it where there is one."""
+    return model.get_submodule("score")
+
+
+def _last_places(batch: attention.Batch, pad_token_id: int) -> torch.Tensor:
+    """Return where each sample's last token that is no padding is in the B x S tokens, int64 `[samples]`."""
+    ids, segments = batch["input_ids"].cpu(), batch["segment_ids"].cpu()
+    in_row = loss.samples_in_rows(batch)
+    before = (in_row.cumsum(0) - in_row)[:, None]
+    is_read = (ids != pad_token_id) & (segments > 0)
+    samples, places = (before + segments - 1)[is_read], torch.arange(ids.numel()).view(ids.shape)[is_read]
+    return torch.zeros(int(in_row.sum()), dtype=torch.int64).scatter_reduce(0, samples, places, "amax")

@@ -162,8 +162,8 @@ def check_writes(model: PreTrainedModel, folder: str | Path) -> None:
     """Reject a model that gives scores where one that writes is needed."""
     if probe.is_classifier(model):
         raise ModelError(
-            "{folder} holds a model that scores sequences (a reward model): it writes no text. Load it with "
-            "transformers' AutoModelForSequenceClassification, or train on with task=reward.",
+            "{folder} holds a model that scores sequences (a reward model or a classifier): it writes no text. Load it "
+            "with transformers' AutoModelForSequenceClassification, or train on with task=reward or task=classify.",
             folder=folder,
         )
 

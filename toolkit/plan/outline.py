@@ -425,7 +425,9 @@ def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
     """Return a language model with the head that the task gives it, and what is trained of it."""
     if not cfg.task.is_language:
         rest = {name: shape for name, shape in shapes.items() if name != _HEAD}
-        shapes, sizes = rest | {SCORE: (1, sizes["hidden"])}, sizes | {"logits_change": 0}
+        # Labels that only the data know are taken for two: the head is next to nothing.
+        head = len(schema.score_labels(cfg)) or 2, sizes["hidden"]
+        shapes, sizes = rest | {SCORE: head}, sizes | {"logits_change": 0}
     return tuned(shapes, sizes, tuning_of(cfg))
 
 

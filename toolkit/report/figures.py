@@ -350,7 +350,7 @@ def _colors(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _loss(runs: Sequence[Run]) -> list[Drawing]:
-    of_units = {"pairs": tr("loss per pair"), "answers": tr("loss per answer")}
+    of_units = {"pairs": tr("loss per pair"), "answers": tr("loss per answer"), "labels": tr("loss per sample")}
     y = tr("loss per sample") if is_own(runs[0]) else of_units.get(str(runs[0].data.get("unit")), tr("nats per token"))
     axes = Axes(x=tr("step"), y=y, series=tr("loss"))
     if len(runs) == 1:

@@ -24,7 +24,7 @@ from toolkit.data.targets import TokenTargets
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
-from toolkit.messages import ConfigError, DataError, say
+from toolkit.messages import ConfigError, DataError, say, warn
 from toolkit.models import attention, chat, classifier, directory
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ class LanguageData:
 
 def head_of(cfg: schema.RunConfig, data: LanguageData) -> classifier.Head | None:
     """Return what takes the place of the model's output layer; None where the model is to write."""
-    return None if cfg.task.is_language else classifier.Head(("reward",), data.pad_id)
+    if cfg.task.is_language:
+        return None
+    return classifier.Head(tuple(schema.score_labels(cfg) or data.report.labels), data.pad_id)
 
 
 def load_data(cfg: schema.RunConfig) -> LanguageData:
@@ -237,6 +239,8 @@ def _tell(report: tokenize.PrepareReport) -> None:
         say("Keys of messages that are not read: {names}.", names=names)
     if report.bad_rows:
         say("The rows that cannot be used are listed in {file}.", file=Path(report.folder) / BAD_ROWS)
+    if missing := [label for label, count in report.labels.items() if not count]:
+        warn("No training sample has the label {labels}: it cannot be learned.", labels=", ".join(missing))
     report.tell_duplicates()
 
 

@@ -29,7 +29,7 @@ from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export, serving
 from toolkit.launch.environment import Ranks
 from toolkit.messages import say, tr, warn
-from toolkit.models import adapters, attention, directory, layers, load, loss, pipeline, probe, save
+from toolkit.models import adapters, attention, classifier, directory, layers, load, loss, pipeline, probe, save
 from toolkit.models.loss import token_loss_sum
 from toolkit.plan.outline import tuning_of
 from toolkit.train import checkpointer, language_data, run_dir, schedule, task, tracking
@@ -626,7 +626,7 @@ def build_engine(
     if packed:
         # The logits of some of the vocabulary tell as much.
         few = partial(pipeline.forward_logits, engine, pick=lambda logits: logits[..., :1024])
-        forward = few if pipeline.is_pipeline(engine) else None
+        forward = few if pipeline.is_pipeline(engine) else partial(classifier.token_scores, engine) if head else None
         remedy = "data.share_prefixes=false" if cfg.preference.is_paired else "data.packing=grouped"
         attention.check_isolation(*of_model, forward, data.shares_prefixes, remedy)
     if parts > 1:

@@ -10,10 +10,8 @@ Reward models learn of the same pairs a score of conversations that is higher fo
 """
 
 import math
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,14 @@ from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
 
 from toolkit import disk, terminal
-from toolkit.config import mesh, schema
-from toolkit.data import sampler
+from toolkit.config import schema
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
 from toolkit.models import adapters, classifier, preference, probe
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
-from toolkit.train import language_data, language_task, run_dir, task
+from toolkit.train import language_data, run_dir, sample_task, task
 
 REFERENCE = "reference"
 """Directory of a run that keeps the reference's log-probabilities."""
@@ -47,18 +44,11 @@ OF_ANSWERS = (*(name for name in FIGURES if name != "rewards/margins"), "kl")
 """The figures of KTO."""
 
 
-class PreferenceTask(language_task.LanguageTask):
+class PreferenceTask(sample_task.SampleTask):
     """Trains a causal language model on pairs of answers."""
 
-    loss_unit = ""
     counted = "pairs"
     names: tuple[str, ...] = FIGURES
-
-    def __init__(self) -> None:
-        self._figures = self._zeros()
-
-    def _zeros(self) -> dict[str, torch.Tensor]:
-        return dict.fromkeys(self.names, torch.zeros(2))
 
     # Data
 
@@ -66,10 +56,6 @@ class PreferenceTask(language_task.LanguageTask):
         """Take the settled config; what is counted as a sample is a pair."""
         super().settle(cfg)
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
-
-    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
-        self._figures = self._zeros()  # without those of a dry run that failed
-        return super().batches(position, num_steps)
 
     # Model
 
@@ -113,30 +99,8 @@ class PreferenceTask(language_task.LanguageTask):
         process_group.on_rank0(write)
         return values
 
-    def prepare_evaluation(self, run: task.RunContext) -> None:
-        """Nothing is asked of the model."""
-
     def _size_of_data(self) -> str:
         return tr("{pairs} preference pairs", pairs=f"{len(self.data.train) // 2:,}")
-
-    # Dry run
-
-    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
-        batch, name = super().longest_batch(position)
-        return self._with_any_reference(batch), name
-
-    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
-        return self._with_any_reference(super().larger_batch(rows, share))
-
-    def _with_any_reference(self, batch: language_data.Batch) -> language_data.Batch:
-        columns = ["reference"] * bool(self.data.reference) + ["value"] * self.data.train.has_values
-        return {**batch, **{name: torch.zeros(_answers(batch)) for name in columns}}
-
-    def check_evaluation(self, run: task.RunContext) -> None:
-        """Evaluate one batch, and begin an answer."""
-        if self.has_validation:
-            self._evaluate(run.engine, islice(language_data.evaluation_batches(run.cfg, self.data, run.ranks), 1))
-        super().check_evaluation(run)
 
     # Steps
 
@@ -150,13 +114,6 @@ class PreferenceTask(language_task.LanguageTask):
         count = losses.new_tensor(self.count(batch))
         self._add({name: torch.stack((value, count)) for name, value in figures.items()})
         return losses
-
-    def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
-        self._figures = {name: self._figures[name].to(pair) + pair for name, pair in figures.items()}
-
-    def take_figures(self) -> dict[str, torch.Tensor]:
-        taken, self._figures = self._figures, self._zeros()
-        return taken
 
     def _pairs(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the sum of the losses of a micro-batch's pairs, and the sums of their figures."""
@@ -183,19 +140,6 @@ class PreferenceTask(language_task.LanguageTask):
         with probe.evaluating(engine), adapters.without_adapter(engine.module):
             return answer_log_probabilities(engine, batch)[0]
 
-    def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
-        """Evaluate the validation data: loss, rewards, and how many are in order."""
-        count = -(-len(self.data.validation_plan or ()) // (mesh.micro_rows(run.cfg) * run.ranks.world_size))
-        with terminal.phase(tr("Evaluating"), count, tr("batches")) as advance:
-
-            def batches() -> Iterator[language_data.Batch]:
-                for batch in language_data.evaluation_batches(run.cfg, self.data, run.ranks):
-                    yield batch
-                    alive()
-                    advance(1)
-
-            return self._evaluate(run.engine, batches())
-
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return the means over the pairs of this rank's batches and the others'. A collective."""
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
@@ -211,9 +155,6 @@ class PreferenceTask(language_task.LanguageTask):
         }
 
     # End
-
-    def _baselines(self) -> dict[str, float]:
-        return {}
 
     def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
         """Return also how many validation pairs were in order, before and after."""
@@ -327,7 +268,7 @@ def _mean_above_zero(sums: torch.Tensor) -> torch.Tensor:
     return (sums[0] / sums[1]).clamp(min=0).float()
 
 
-class RewardTask(PreferenceTask):
+class RewardTask(PreferenceTask, sample_task.ScoreTask):
     """Trains a model to score conversations, on pairs of answers."""
 
     names = FIGURES[:4]
@@ -345,12 +286,3 @@ class RewardTask(PreferenceTask):
         # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
         loss = losses.sum() if end else 0 * scores.sum()
         return loss, {name: value.sum() for name, value in zip(self.names, figures, strict=True)}
-
-    def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
-        if not run.cfg.checkpoint.export:
-            return super().next_steps(run, samples)
-        folder = f"{run.display_folder}/export"
-        if adapters.has_adapter(run.engine.module):
-            command = shlex.join(["toolkit", "export-model", folder, "merge=true", "output=merged"])
-            return [tr("The adapter: {folder}", folder=folder), tr("Merge it:  {command}", command=command)]
-        return [tr("The model, for AutoModelForSequenceClassification of transformers: {folder}", folder=folder)]

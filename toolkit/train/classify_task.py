@@ -1,0 +1,90 @@
+"""Classification: the cross entropy of a sample's label, by the scores at its last token (models/classifier.py)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch.nn import functional
+
+from toolkit.config import schema
+from toolkit.distributed import process_group
+from toolkit.evaluate.metrics import SAMPLES
+from toolkit.messages import tr
+from toolkit.models import classifier, probe
+from toolkit.train import language_data, sample_task, task
+
+
+class ClassifyTask(sample_task.ScoreTask):
+    """Trains a model to give texts and conversations labels."""
+
+    counted = "labels"
+    names = ("accuracy",)
+
+    def count(self, batch: language_data.Batch) -> int:
+        """Return the samples; the row that stands in for an empty micro-batch is none."""
+        return len(batch["value"])
+
+    def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
+        """Return the sum of the cross entropies of samples' labels, nats."""
+        scores, labels = self._scores(engine, batch)
+        right = (scores.detach().argmax(dim=1)[: len(labels)] == labels).sum()
+        self._add({"accuracy": torch.stack((right, right.new_tensor(len(labels)))).float()})
+        # Of no samples it is 0 and has gradients all the same, which the other ranks wait for.
+        return functional.cross_entropy(scores, labels, reduction="sum") if len(labels) else 0 * scores.sum()
+
+    def _scores(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of a micro-batch's samples, float32 [N, labels], and the numbers of their labels, [N]; of
+        an empty one those of the row that stands in for it, and none.
+        """
+        labels = batch["value"].to(engine.device, non_blocking=True).long()
+        scores = classifier.scores(engine, batch)
+        return scores[: len(labels)] if len(labels) else scores, labels
+
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+        """Return loss, accuracy and macro F1 over the samples of this rank's batches and the others'. A collective."""
+        size = len(self.data.report.labels)
+        losses, pairs = torch.zeros(1, dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
+        with probe.evaluating(engine):
+            for batch in batches:
+                scores, labels = self._scores(engine, batch)
+                if len(labels):
+                    losses += functional.cross_entropy(scores, labels, reduction="sum").cpu()
+                    taken = labels * size + scores.argmax(dim=1)
+                    pairs += torch.bincount(taken.cpu(), minlength=size * size).view(size, size)
+        total, *cells = process_group.sum_over_ranks(torch.cat((losses, pairs.flatten())), engine.device).tolist()
+        return {schema.EVAL_LOSS: total / sum(cells)} | figures_of(torch.tensor(cells).view(size, size))
+
+    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
+        """Return also how many validation samples had the right label, before and after."""
+        known = result.state.evaluations
+        ends = {"first": known[0], "last": known[-1]} if known else {}
+        accuracy, _ = schema.EVAL_LABELS
+        return super().summary(run, result) | {f"{name}_{accuracy}": row[accuracy] for name, row in ends.items()}
+
+    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        if "last_eval_loss" not in summary:
+            return []
+        return [
+            tr(
+                "Validation loss {first} -> {last}, accuracy {before} -> {after}.",
+                first=f"{summary['first_eval_loss']:.4f}",
+                last=f"{summary['last_eval_loss']:.4f}",
+                before=f"{summary['first_eval_accuracy']:.1%}",
+                after=f"{summary['last_eval_accuracy']:.1%}",
+            )
+        ]
+
+
+def figures_of(pairs: torch.Tensor) -> dict[str, float]:
+    """Return the figures of how often each label [rows] was taken for which [columns]. F1 is the mean over the labels
+    that samples have or were given.
+    """
+    right, wanted, given = pairs.diagonal(), pairs.sum(dim=1), pairs.sum(dim=0)
+    there = (wanted + given) > 0
+    accuracy, f1 = schema.EVAL_LABELS
+    return {
+        SAMPLES: int(pairs.sum()),
+        accuracy: float(right.sum() / pairs.sum()),
+        f1: float((2 * right[there] / (wanted + given)[there]).mean()),
+    }

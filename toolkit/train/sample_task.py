@@ -1,0 +1,102 @@
+"""What tasks share whose loss is of whole samples and not of their tokens: figures, columns of a batch, evaluation."""
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from toolkit import terminal
+from toolkit.config import mesh
+from toolkit.data import sampler
+from toolkit.messages import tr
+from toolkit.models import adapters
+from toolkit.models.loss import samples_in_rows
+from toolkit.train import language_data, language_task, task
+
+
+class SampleTask(language_task.LanguageTask):
+    """Trains a model on what is known of each sample."""
+
+    loss_unit = ""
+    names: tuple[str, ...]
+    """Of the figures of a step."""
+
+    def __init__(self) -> None:
+        self._figures = self._zeros()
+
+    def _zeros(self) -> dict[str, torch.Tensor]:
+        return dict.fromkeys(self.names, torch.zeros(2))
+
+    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
+        self._figures = self._zeros()  # without those of a dry run that failed
+        return super().batches(position, num_steps)
+
+    def prepare_evaluation(self, run: task.RunContext) -> None:
+        """Nothing is asked of the model."""
+
+    # Dry run
+
+    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
+        batch, name = super().longest_batch(position)
+        return self._with_any_columns(batch), name
+
+    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
+        return self._with_any_columns(super().larger_batch(rows, share))
+
+    def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
+        columns = ["reference"] * bool(self.data.reference) + ["value"] * self.data.train.has_values
+        return {**batch, **{name: torch.zeros(int(samples_in_rows(batch).sum())) for name in columns}}
+
+    def check_evaluation(self, run: task.RunContext) -> None:
+        """Evaluate one batch, and begin an answer."""
+        if self.has_validation:
+            self._evaluate(run.engine, islice(language_data.evaluation_batches(run.cfg, self.data, run.ranks), 1))
+        super().check_evaluation(run)
+
+    # Steps
+
+    def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
+        """Add up figures of a micro-batch: sums, and over how many, [2] each."""
+        self._figures = {name: self._figures[name].to(pair) + pair for name, pair in figures.items()}
+
+    def take_figures(self) -> dict[str, torch.Tensor]:
+        taken, self._figures = self._figures, self._zeros()
+        return taken
+
+    def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
+        """Evaluate the validation data."""
+        data, ranks = self.data, mesh.mesh_of(run.cfg, run.ranks.world_size).data_ranks
+        at_once = language_data.rows_per_step(run.cfg, data.packing)[1] * ranks
+        with terminal.phase(tr("Evaluating"), -(-len(data.validation_plan or ()) // at_once), tr("batches")) as advance:
+
+            def batches() -> Iterator[language_data.Batch]:
+                for batch in language_data.evaluation_batches(run.cfg, data, run.ranks):
+                    yield batch
+                    alive()
+                    advance(1)
+
+            return self._evaluate(run.engine, batches())
+
+    def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
+        """Return the figures of this rank's batches and the others'. A collective."""
+        raise NotImplementedError
+
+    # End
+
+    def _baselines(self) -> dict[str, float]:
+        return {}
+
+
+class ScoreTask(SampleTask):
+    """Trains a model whose output layer is a head that scores sequences."""
+
+    def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
+        if not run.cfg.checkpoint.export:
+            return super().next_steps(run, samples)
+        folder = f"{run.display_folder}/export"
+        if adapters.has_adapter(run.engine.module):
+            command = shlex.join(["toolkit", "export-model", folder, "merge=true", "output=merged"])
+            return [tr("The adapter: {folder}", folder=folder), tr("Merge it:  {command}", command=command)]
+        return [tr("The model, for AutoModelForSequenceClassification of transformers: {folder}", folder=folder)]
