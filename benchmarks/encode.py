@@ -1,24 +1,33 @@
 """Our encoding of conversations against the bare library's batch call on the same texts, in turns on one machine."""
 
+import copy
+import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from toolkit.config.schema import RunConfig, TrainOn
+from toolkit.data.formats import Conversation, mark_trained, turns
+from toolkit.data.sources import read_conversations
+from toolkit.messages import RowError
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.chatglm.formats import FamilyChatEncoder
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer
+from toolkit.train.language_data import build_encoder
 
 Calls = tuple[Callable[[list[str]], Any], Callable[[list[str]], Any]]
-CHUNK = 1000
-"""Conversations per call, as `data.prepare` makes them."""
+CHUNK = 512
+"""Conversations per call, as `prepare` makes them."""
 
 
-def library_calls(encoder: AnyChatEncoder) -> Calls:
+def library_calls(encoder: AnyChatEncoder, num_threads: int = -1) -> Calls:
     """Return tokenizers' `encode_batch` and `encode_batch_fast`, or twice sentencepiece's `encode`, which is alone."""
     if isinstance(encoder.tokenizer, ChatGLMTokenizer):
-        encode = partial(encoder.tokenizer.pieces.encode, num_threads=-1)
+        encode = partial(encoder.tokenizer.pieces.encode, num_threads=num_threads)
         return encode, encode
     backend = encoder.tokenizer.backend_tokenizer
     backend.encode_special_tokens = isinstance(encoder, FamilyChatEncoder)
@@ -40,75 +49,120 @@ def fresh(text: str) -> str:
     return text.encode().decode()
 
 
-def compare(
-    encoder: FamilyChatEncoder, conversations: Sequence[Sequence[dict[str, Any]]], repeats: int
+def compare(cfg: RunConfig, num_turns: Sequence[int], repeats: int) -> dict[str, Any]:
+    """Time both on a recipe's data, as it is and joined to conversations of so many turns; one thread each."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    encoder = build_encoder(cfg)
+    known = list(read_conversations(cfg.data, Path(cfg.prepare.dir)))
+    sets = {"as they are": known} | {str(count): joined(known, count) for count in num_turns}
+    return {
+        "vocab_size": encoder.vocab_size,
+        "repeats": repeats,
+        "by_turns": {name: _compare(encoder, found, cfg.data.train_on, repeats) for name, found in sets.items()},
+    }
+
+
+def joined(conversations: Iterable[Conversation], num_turns: int) -> list[Conversation]:
+    """Return conversations of so many turns, made of those that follow each other; system and tools are the first's."""
+    found: list[Conversation] = []
+    system, tools, parts = list[Any](), None, list[list[Any]]()
+    for one in conversations:
+        first, of_one = turns(one.messages)
+        if not parts:
+            system, tools = first, one.tools
+        parts += of_one
+        if len(parts) >= num_turns:
+            messages = [message for part in parts[:num_turns] for message in part]
+            found.append(Conversation([*system, *messages], tools))
+            parts = []
+    return found
+
+
+def _compare(
+    encoder: AnyChatEncoder, conversations: Sequence[Conversation], train_on: TrainOn, repeats: int
 ) -> dict[str, Any]:
-    """Time both.
-
-    The floor tokenises the same texts (those that the format tokenises one by one) with the library's own batch call:
-    tokenizers' `encode_batch_fast`, or sentencepiece's `encode` for ChatGLM-6B. Ours splits conversations into texts,
-    tokenises them, and joins ids and mask.
-
-    Args:
-        encoder: a ChatGLM's.
-        conversations: messages of each.
-        repeats: interleaved rounds; one more warms up.
-
-    Returns:
-        Seconds and tokens per second, and medians of the ratio to the floor, taken round by round: of our tokenizer on
-        the texts, and of whole conversations.
+    """Time conversations. Every second one is encoded beforehand: a template's answers are found faster once others
+    like them were, and most rows of a file come after many.
     """
-    chunks = [conversations[start : start + CHUNK] for start in range(0, len(conversations), CHUNK)]
-    texts = [[text for messages in chunk for text in texts_of(encoder, messages)] for chunk in chunks]
-    library = _library(encoder)
-    assert [encoder.tokenizer.encode_texts(part) for part in texts[:1]] == [library(part) for part in texts[:1]] or (
-        isinstance(encoder.tokenizer, ChatGLMTokenizer)  # sentencepiece alone does not know ChatGLM-6B's white space
+    seen, timed = (
+        [one for one in part if _usable(encoder, one, train_on)] for part in (conversations[::2], conversations[1::2])
     )
-    seconds: dict[str, list[float]] = {"floor": [], "texts": [], "ours": []}
-    sides: list[tuple[str, Callable[[Any], Any], list[Any]]] = [
-        ("floor", library, texts),
-        ("texts", encoder.tokenizer.encode_texts, texts),
-        ("ours", encoder.encode_many, list(chunks)),
-    ]
-    for turn in range(repeats + 1):
-        for name, call, parts in sides if turn % 2 else sides[::-1]:
-            copies = [_fresh(part) for part in parts]
-            started = time.perf_counter()
-            for part in copies:
-                call(part)
-            if turn:
-                seconds[name].append(time.perf_counter() - started)
-    num_tokens = sum(len(ids) for chunk in chunks for ids, _ in encoder.encode_many(chunk))
+    _encode(encoder, seen, train_on)
+    openings = getattr(encoder, "openings", None)
+    trusted = set() if openings is None else openings.trusted.copy()
+    samples = [(part, one.tools) for one in timed for part in _parts(encoder, one, train_on)]
+    texts = [text for messages, tools in samples for text in texts_of(encoder, messages, tools)]
+    batch, fast = library_calls(encoder, 1)
+    sides: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "encode_batch": (partial(_in_chunks, batch), texts),
+        "encode_batch_fast": (partial(_in_chunks, fast), texts),
+        "ours": (partial(_encode, encoder, train_on=train_on), timed),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    gc.collect()
+    gc.freeze()  # as in a tokenizing process
+    for repeat in range(repeats + 1):
+        for name in sides if repeat % 2 else reversed(sides):
+            if openings is not None:
+                openings.trusted = trusted.copy()
+            call, given = sides[name]
+            copied = _fresh(given)
+            started = time.process_time()
+            call(copied)
+            if repeat:
+                seconds[name].append(time.process_time() - started)
+    num_tokens = sum(len(ids) for ids, _ in _encode(encoder, timed, train_on))
     ratios = {
-        side: [took / floor for took, floor in zip(seconds[side], seconds["floor"], strict=True)]
-        for side in ("texts", "ours")
+        name: [floor / ours for floor, ours in zip(seconds[name], seconds["ours"], strict=True)]
+        for name in ("encode_batch", "encode_batch_fast")
     }
     return {
-        "family": encoder.tokenizer.family.value,
-        "conversations": len(conversations),
+        "conversations": len(timed),
+        "samples": len(samples),
         "tokens": num_tokens,
-        "floor_s": statistics.median(seconds["floor"]),
-        "ours_s": statistics.median(seconds["ours"]),
-        "ours_tokens_per_s": num_tokens / statistics.median(seconds["ours"]),
-        "texts_ratio_median": statistics.median(ratios["texts"]),
-        "ratio_median": statistics.median(ratios["ours"]),
-        "ratio_min": min(ratios["ours"]),
-        "ratio_max": max(ratios["ours"]),
-        "repeats": repeats,
+        "ours_tokens_per_cpu_s": num_tokens / statistics.median(seconds["ours"]),
+        **{f"speed_to_{name}": round(statistics.median(found), 3) for name, found in ratios.items()},
+        **{f"speed_to_{name}_by_repeat": [round(one, 3) for one in found] for name, found in ratios.items()},
+        "load_average": os.getloadavg()[0],
     }
+
+
+def _parts(encoder: AnyChatEncoder, one: Conversation, train_on: TrainOn) -> list[Any]:
+    return [
+        part
+        for marked in mark_trained(one, train_on, encoder.only_last)
+        for part in encoder.divide(marked.messages, marked.tools)
+    ]
+
+
+def _usable(encoder: AnyChatEncoder, one: Conversation, train_on: TrainOn) -> bool:
+    try:
+        return bool([encoder.encode(part, one.tools) for part in _parts(encoder, one, train_on)])
+    except RowError:
+        return False
+
+
+def _encode(encoder: AnyChatEncoder, conversations: Sequence[Conversation], train_on: TrainOn) -> list[Any]:
+    """Encode as a tokenizing process does."""
+    found: list[Any] = []
+    for start in range(0, len(conversations), CHUNK):
+        chunk = conversations[start : start + CHUNK]
+        parts = [(part, one.tools) for one in chunk for part in _parts(encoder, one, train_on)]
+        found += encoder.encode_many([messages for messages, _ in parts], [tools for _, tools in parts])
+    return found
+
+
+def _in_chunks(call: Callable[[list[str]], Any], texts: list[str]) -> None:
+    for start in range(0, len(texts), CHUNK):
+        call(texts[start : start + CHUNK])
 
 
 def _fresh(value: Any) -> Any:
     """Copy all texts in a value."""
     if isinstance(value, str):
         return fresh(value)
+    if isinstance(value, Conversation):
+        return Conversation(_fresh(value.messages), copy.deepcopy(value.tools))
     if isinstance(value, dict):
         return {key: _fresh(item) for key, item in value.items()}
-    return [_fresh(item) for item in value]
-
-
-def _library(encoder: FamilyChatEncoder) -> Callable[[list[str]], list[list[int]]]:
-    _, encode = library_calls(encoder)
-    if isinstance(encoder.tokenizer, ChatGLMTokenizer):
-        return encode
-    return lambda texts: [found.ids for found in encode(texts)]
+    return [_fresh(item) for item in value] if isinstance(value, list) else value

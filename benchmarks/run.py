@@ -81,6 +81,16 @@ def _data(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> d
     return compare(arguments.loaded.cfg, positive_int(arguments.values, "rows") or 1_000_000, folder, say)
 
 
+def _encode(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    from benchmarks.encode import compare
+
+    given = arguments.values.get("turns") or "1,2,6,12"
+    if not all(count.isdecimal() and int(count) for count in given.split(",")):
+        raise ConfigError(tr("turns = {value} is not a list of numbers. Write it like this: turns=1,6", value=given))
+    num_turns = [int(count) for count in given.split(",")]
+    return compare(arguments.loaded.cfg, num_turns, positive_int(arguments.values, "repeats") or 5)
+
+
 def _memory(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from benchmarks.memory import compare
 
@@ -127,6 +137,7 @@ def _own(folder: Path, words: list[str]) -> Path:
 ARGUMENTS = {
     "step": ("ranks", "pairs", "steps"),
     "data": ("rows",),
+    "encode": ("turns", "repeats"),
     "memory": ("ranks", "steps"),
     "checkpoint": ("ranks", "repeats"),
     "start": ("ranks", "pairs"),
@@ -136,7 +147,14 @@ ARGUMENTS = {
     "trees": ("ranks", "pairs"),
 }
 """What is measured, and the words of its own that it takes beside `output`."""
-_MEASURES: dict[str, Measure] = {"data": _data, "memory": _memory, "start": _start, "resume": _resume, "nvme": _nvme}
+_MEASURES: dict[str, Measure] = {
+    "data": _data,
+    "encode": _encode,
+    "memory": _memory,
+    "start": _start,
+    "resume": _resume,
+    "nvme": _nvme,
+}
 
 
 def _faults(words: list[str]) -> int:

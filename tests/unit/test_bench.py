@@ -74,12 +74,27 @@ def test_results_are_never_overwritten(tmp_path: Path) -> None:
     assert output.read_text(encoding="utf-8") == "{}"
 
 
+def test_bench_encode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")  # measuring sets it
+    monkeypatch.setattr("benchmarks.encode.gc.freeze", lambda: None)
+    words = ["recipe=zero1", "model=glm_tiny", "data=examples", "data.max_samples=30", f"prepare.dir={tmp_path}"]
+    assert bench(["encode", "turns=3", "repeats=1", *words]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["by_turns"]
+    assert list(found) == ["as they are", "3"]
+    assert found["3"]["conversations"] > 1 and min(one["speed_to_encode_batch"] for one in found.values()) > 0
+    with pytest.raises(ConfigError, match="turns = many is not a list of numbers"):
+        bench(["encode", "turns=many", *words])
+
+
 def test_the_command_runs_the_program_of_its_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "everything"]) == 2
-    assert "Known: step, data, memory, checkpoint, start, plan, resume, nvme, trees, faults." in capfd.readouterr().err
+    assert (
+        "Known: step, data, encode, memory, checkpoint, start, plan, resume, nvme, trees, faults."
+        in capfd.readouterr().err
+    )
     monkeypatch.setattr(door, "PACKAGE", tmp_path / "site-packages" / "toolkit")
     assert main(["bench", "data", "recipe=zero1"]) == 2
     assert capfd.readouterr().err.startswith("ConfigError: toolkit bench needs a checkout of this toolkit: there is no")

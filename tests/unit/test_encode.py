@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.unit.data_tools import trained_stretches
 from toolkit.messages import ModelError, RowError
+from toolkit.models.answer_spans import SpanTokenizer
 from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
-from toolkit.models.chat_template import SpanTokenizer, TemplateChatEncoder
+from toolkit.models.chat_template import TemplateChatEncoder
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20
 CHATML = (

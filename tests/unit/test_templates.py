@@ -7,7 +7,7 @@ is at hand (TOOLKIT_TEMPLATES), those are tried too.
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,7 +129,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "?
 Chat = tuple[list[dict[str, Any]], list[Any] | None, set[str]]
 
 
-def chats(seed: int, count: int) -> Iterator[Chat]:
+def chats(seed: int, count: int, said: Sequence[str] = SAID) -> Iterator[Chat]:
     """Yield conversations, their tools, and what they have: turns x tools x reasoning x system x empty contents."""
     chance = random.Random(seed)
     for _ in range(count):
@@ -137,20 +137,20 @@ def chats(seed: int, count: int) -> Iterator[Chat]:
         messages: list[dict[str, Any]] = []
         if chance.random() < 0.4:
             has.add("system")
-            messages.append({"role": "system", "content": chance.choice(SAID)})
+            messages.append({"role": "system", "content": chance.choice(said)})
         thinks, calls = chance.choice(["no", "no", "field", "text", "some"]), chance.random() < 0.4
         for _ in range(chance.choice([1, 1, 2, 3, 4])):
-            messages.append({"role": "user", "content": chance.choice(SAID)})
+            messages.append({"role": "user", "content": chance.choice(said)})
             for _ in range(chance.choice([0, 1, 1, 2]) if calls else 0):
                 num_calls = chance.choice([1, 1, 1, 2])
                 has |= {"tools", *(["parallel"] if num_calls > 1 else [])}
-                arguments: dict[str, Any] = {"city": chance.choice(SAID), "days": chance.choice([1, 2.5, None, [1]])}
+                arguments: dict[str, Any] = {"city": chance.choice(said), "days": chance.choice([1, 2.5, None, [1]])}
                 named = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}] * num_calls
                 content = chance.choice(["", "", "Let me see."])
                 messages.append(answer(chance, thinks, content) | {"tool_calls": named})
                 has |= BESIDE if messages[-1]["content"] else set()
-                messages += [{"role": "tool", "content": chance.choice(SAID)} for _ in named]
-            messages.append(answer(chance, thinks, chance.choice(SAID)))
+                messages += [{"role": "tool", "content": chance.choice(said)} for _ in named]
+            messages.append(answer(chance, thinks, chance.choice(said)))
             if chance.random() < 0.1:
                 messages[-1]["loss"] = False
         has |= THINKS if any("reasoning_content" in m and m.get("loss", True) for m in messages) else set()

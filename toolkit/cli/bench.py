@@ -5,6 +5,9 @@ toolkit bench faults [only="K1 K2"] [output=FILE]
 
   step [pairs=20] [steps=5]    steps per second of our loop and of a bare DeepSpeed loop, in turns
   data [rows=1000000]          tokenizing, the cache's size, opening it, packing; with made-up Chinese and English rows
+  encode [turns=1,2,6,12] [repeats=5]
+                               encoding the recipe's conversations, as they are and joined to so many turns, next to
+                               the tokenizer library's own batch call on the same texts, one thread each
   memory [steps=20]            each rank's memory during training, next to a bare DeepSpeed script's
   checkpoint [repeats=5]       how long training waits for a save, next to a bare engine.save_checkpoint
   start [pairs=5]              seconds from the command to the first step, next to a bare DeepSpeed script's
@@ -15,7 +18,7 @@ toolkit bench faults [only="K1 K2"] [output=FILE]
   trees [pairs=5]              tokens and time per epoch with and without data.share_prefixes, in turns
   faults                       inject kills, full disks, signals … and check the recovery; takes an hour
 
-  ranks=2         ranks of each launch, on this machine; not of data and nvme
+  ranks=2         ranks of each launch, on this machine; not of data, encode and nvme
   output=FILE     append the result to this JSON list; without it the result is only shown
 
 The last line is the result, one JSON object. All but `faults` work in prepare.dir/bench, which they delete. Linux only.

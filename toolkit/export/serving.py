@@ -40,6 +40,7 @@ from toolkit.messages import CheckpointError, DataError, ModelError, RowError, T
 from toolkit.models import chat_template, load, probe, save, weights
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.directory import resolve_servable
+from toolkit.models.shield import Shield
 
 MOST = 100
 """Conversations of a run that are tried."""
@@ -133,7 +134,7 @@ def trained_answers(
     encoder: AnyChatEncoder, conversations: Iterable[tuple[str, Conversation]], train_on: TrainOn
 ) -> tuple[list[Case], Counter[str]]:
     """Return each trained answer of conversations, and how many conversations were left out by reason."""
-    shield = getattr(encoder, "shield", None) or chat_template.Shield(encoder.tokenizer, ())
+    shield = getattr(encoder, "shield", None) or Shield(encoder.tokenizer, ())
     cases: list[Case] = []
     left_out: Counter[str] = Counter()
     for where, whole in conversations:

@@ -9,253 +9,19 @@ template begins or ends turns; others, such as `<think>`, are content of answers
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from toolkit.messages import ModelError, RowError, is_failure, reason_of, tr
-from toolkit.models.sandbox import TooSlow, bound_templates, time_limit
+from toolkit.models.answer_spans import Encoded, Openings, Span, SpanTokenizer
+from toolkit.models.sandbox import TooSlow, bound_templates, compiled, time_limit
+from toolkit.models.shield import Shield, any_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# A token that is looked for in the raw text is found no more once the normalizer may drop what breaks it up; one that
-# is looked for in the normalized text, once the pre-tokenizer may.
-_BEFORE_NORMALIZER, _AFTER_NORMALIZER = "\ufdd0", "\ufdd1"
-_BREAKS = re.compile(f"[{_BEFORE_NORMALIZER}{_AFTER_NORMALIZER}]")
-
-_Value = TypeVar("_Value")
-
-
-class Shield:
-    """What keeps control strings in messages text. `turn_marks`: added tokens that begin and end turns."""
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", turn_marks: Iterable[str]) -> None:
-        self._tokenizer = tokenizer
-        added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-        control = {*tokenizer.all_special_tokens, *turn_marks} | {text for text, one in added.items() if one.special}
-        # A token of a single character cannot be broken up; no known tokenizer has one that is special.
-        self._breaks = {
-            text: _AFTER_NORMALIZER if text in added and added[text].normalized else _BEFORE_NORMALIZER
-            for text in control
-            if len(text) > 1
-        }
-        self._control = re.compile(any_of(self._breaks))
-        # Most texts hold none: two characters tell so much faster than some hundred tokens.
-        self._hint = re.compile(any_of({text[:2] for text in self._breaks}))
-        self._added = re.compile(f"({any_of(added)})")
-
-    def cover(self, value: _Value) -> _Value:
-        """Return messages or tools with every control string in them broken up; the same object if there is none."""
-        return self._cover(value) if self._holds_one(value) else value
-
-    def _holds_one(self, value: Any) -> bool:
-        if isinstance(value, str):
-            return self._hint.search(value) is not None and self._control.search(value) is not None
-        if isinstance(value, dict):
-            return any(self._holds_one(one) for pair in value.items() for one in pair)
-        return isinstance(value, (list, tuple)) and any(self._holds_one(one) for one in value)
-
-    def _cover(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._control.sub(lambda found: "".join(c + self._breaks[found[0]] for c in found[0]), value)
-        if isinstance(value, dict):
-            return {self._cover(key): self._cover(one) for key, one in value.items()}
-        return [self._cover(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-    @cached_property
-    def backend(self) -> Any:
-        """A copy of a fast tokenizer's backend that drops what breaks control strings up."""
-        from tokenizers import Tokenizer, normalizers, pre_tokenizers
-
-        copy = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
-        drop = normalizers.Replace(_BEFORE_NORMALIZER, "")
-        copy.normalizer = drop if copy.normalizer is None else normalizers.Sequence([drop, copy.normalizer])
-        split = pre_tokenizers.Split(_AFTER_NORMALIZER, "removed")
-        known = copy.pre_tokenizer
-        copy.pre_tokenizer = split if known is None else pre_tokenizers.Sequence([split, known])
-        copy.no_padding()
-        copy.no_truncation()
-        copy.encode_special_tokens = False
-        return copy
-
-    def slow_ids(self, text: str) -> list[int]:
-        """Return the ids of a rendered text by a tokenizer that has no such backend: between the added tokens."""
-        ids: list[int] = []
-        for part in filter(None, self._added.split(text)):
-            if self._added.fullmatch(part):
-                ids.append(int(self._tokenizer.convert_tokens_to_ids(part)))
-                continue
-            plain = _BREAKS.sub("", part)
-            ids += self._tokenizer(plain, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-                "input_ids"
-            ]
-        return ids
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "backend"}
-
-
-def any_of(texts: Iterable[str]) -> str:
-    """Return a pattern that finds any of some texts, the longest first; nothing if there are none."""
-    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
-
-
-Encoded = tuple[list[int], list[bool]]
-Span = tuple[int, int]
-"""First character of an answer, with its end, in the text of a conversation; and the one after its last."""
-
-
-class SpanTokenizer:
-    """Tokenizes texts covered by `shield`; returns which tokens belong to spans. Where `frame`, around every answer,
-    begins with a special token, answers are found among the ids: several times as fast as by positions.
-    """
-
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", frame: tuple[str, str] | None, shield: Shield | None = None
-    ) -> None:
-        self.tokenizer, self.shield = tokenizer, shield or Shield(tokenizer, ())
-        # Looked up once: each property of a tokenizer takes microseconds.
-        self.end, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
-        self.asks, self.ending = frame or ("", "")
-        self.ask_ids: list[int] = []
-        self.mark = ""
-        """Text of the special token that `ask_ids` begin with."""
-        if tokenizer.is_fast and self.asks and self.ending.startswith(self.end):
-            backend = self._backend()
-            ids = backend.encode(self.asks, add_special_tokens=False).ids
-            mark = backend.get_added_tokens_decoder().get(ids[0]) if ids else None
-            if mark is not None and self.asks.startswith(mark.content):
-                self.ask_ids, self.mark = ids, mark.content
-
-    def encode_many(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
-        """Return ids of each text and whether each belongs to a span; the last span ends with the end token, and so the
-        text. What follows (a newline, mostly) is dropped: generation has stopped by then.
-        """
-        if not self.tokenizer.is_fast:
-            return [self._slow(text, marks) for text, marks in zip(texts, spans, strict=True)]
-        found: dict[int, Encoded] = {}
-        is_covered = [_BREAKS.search(text) is not None for text in texts]
-        for side in (False, True):
-            chosen = [index for index, covered in enumerate(is_covered) if covered is side]
-            if not chosen:
-                continue
-            backend = self.shield.backend if side else self._backend()
-            framed = [index for index in chosen if self._is_framed(texts[index], spans[index])]
-            batch = backend.encode_batch_fast([texts[index] for index in framed], add_special_tokens=False)
-            for index, encoding in zip(framed, batch, strict=True):
-                if encoded := self._between(encoding.ids, texts[index], spans[index]):
-                    found[index] = encoded
-            others = [index for index in chosen if index not in found]
-            batch = backend.encode_batch([texts[index] for index in others], add_special_tokens=False)
-            for index, encoding in zip(others, batch, strict=True):
-                found[index] = self._by_offsets(encoding, texts[index], spans[index])
-        return [found[index] for index in range(len(texts))]
-
-    def _backend(self) -> Any:
-        backend = self.tokenizer.backend_tokenizer
-        backend.no_padding()
-        backend.no_truncation()
-        backend.encode_special_tokens = False  # a template writes them as text
-        return backend
-
-    def _is_framed(self, text: str, spans: Sequence[Span]) -> bool:
-        """Return whether each span is in the frame, or is the whole text."""
-        if spans == [(0, len(text))]:
-            return text.endswith(self.end)
-        if not self.ask_ids:
-            return False
-        for begin, stop in spans:
-            end = text.find(self.end, begin)
-            after = stop - end  # a span may leave out the end token that follows it
-            if end < 0 or after not in (0, len(self.end), len(self.ending)) or not text.endswith(self.asks, 0, begin):
-                return False
-        return True
-
-    def _between(self, ids: list[int], text: str, spans: Sequence[Span]) -> Encoded | None:
-        """Return ids and mask of a framed text; None if it has not as many mark tokens as mark texts."""
-        if spans == [(0, len(text))]:
-            return ids, [True] * len(ids)
-        if not spans:
-            return ids, [False] * len(ids)
-        first, length = self.ask_ids[0], len(self.ask_ids)
-        if ids.count(first) != text.count(self.mark):
-            return None
-        mask: list[bool] = []
-        index, seen = -1, 0
-        for begin, _ in spans:
-            for _ in range(text.count(self.mark, seen, begin)):
-                index = ids.index(first, index + 1)
-            seen = begin
-            start = index + length
-            if ids[index:start] != self.ask_ids:
-                return None
-            stop = ids.index(self.end_id, start) + 1
-            mask += [False] * (start - len(mask))
-            mask += [True] * (stop - start)
-        if spans[-1][1] == len(text):
-            return ids[: len(mask)], mask
-        return ids, mask + [False] * (len(ids) - len(mask))
-
-    def _by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by the characters that the tokenizer returns for each token."""
-        num_tokens = len(encoding)
-        tokens = [
-            (_token_at(encoding, begin), num_tokens if stop == len(text) else _token_at(encoding, stop))
-            for begin, stop in spans
-        ]
-        return self._ended(encoding.ids, tokens)
-
-    def _slow(self, text: str, spans: Sequence[Span]) -> Encoded:
-        """The same for a tokenizer without offsets: by the ids that the text's beginnings share with it."""
-
-        def tokens(part: str) -> list[int]:
-            if _BREAKS.search(text):
-                return self.shield.slow_ids(part)
-            ids: list[int] = self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
-            return ids
-
-        ids = tokens(text)
-
-        def shared(position: int) -> int:
-            beginning = tokens(text[:position])
-            pairs = enumerate(zip(beginning, ids, strict=False))
-            return next((index for index, (a, b) in pairs if a != b), min(len(beginning), len(ids)))
-
-        return self._ended(ids, [(shared(begin), shared(stop)) for begin, stop in spans])
-
-    def _ended(self, ids: list[int], spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask: what is trained of an answer goes up to its end token."""
-        end = self.end_id
-        mask: list[bool] = []
-        for begin, stop in spans:
-            # A span may leave out the end token that follows it.
-            last = stop + 1 if ids[stop : stop + 1] == [end] else stop
-            if last == begin or ids[last - 1] != end:
-                last = ids.index(end, begin, last) + 1 if end in ids[begin:last] else last
-            mask += [False] * (begin - len(mask))
-            mask += [True] * (last - begin)
-        if spans and spans[-1][1] >= len(ids):
-            ids = ids[: len(mask)]
-            if ids[-1] != end:
-                ids, mask = [*ids, end], [*mask, True]
-        return ids, mask + [False] * (len(ids) - len(mask))
-
-
-def _token_at(encoding: Any, position: int) -> int:
-    """Return the first token that begins at or after a character; one that straddles it belongs to what precedes."""
-    length = len(encoding)
-    for index in range(position, position + 8):  # characters that the tokenizer drops belong to no token
-        token = encoding.char_to_token(index)
-        if token is not None:
-            while token < length and encoding.token_to_chars(token)[0] < position:
-                token += 1
-            return int(token)
-    return length
-
 
 CODE_VERSION = 5
 """Part of the fingerprint; raise it when ids or masks change."""
@@ -350,6 +116,7 @@ class TemplateChatEncoder:
         self.ends: set[str] = set()
         """Tokens beside the end token that follow an answer: GLM-4's `<|user|>` and `<|observation|>`."""
         self.turn_marks: set[str] = set()
+        self.shield = Shield(tokenizer, ())
         self.reasoning_key: str | None = _REASONING[0]
         """Where it reads an answer's reasoning, None if nowhere."""
         self.missing: set[str] = set()
@@ -366,7 +133,10 @@ class TemplateChatEncoder:
         others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends))
         self.stop_ids = [int(tokenizer.eos_token_id), *others]
         self.shield = Shield(tokenizer, self.turn_marks)
-        self.span_tokenizer = SpanTokenizer(tokenizer, self.frame, self.shield)
+        self.openings: Openings | None = None
+        with suppress(RowError):
+            self.openings = self._openings()
+        self.span_tokenizer = SpanTokenizer(tokenizer, self.openings, self.shield)
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation; see `toolkit.data.tokenize_workers.ChatEncoder`."""
@@ -382,22 +152,28 @@ class TemplateChatEncoder:
             return []
         texts: list[str] = []
         spans: list[list[Span]] = []
-        for messages, given in zip(conversations, tools or [None] * len(conversations), strict=True):
-            messages, given = self._given(messages), self.shield.cover(given)
-            if messages[0]["role"] == "text":
-                begin = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else ""
-                text = f"{begin or ''}{messages[0]['content']}{self.tokenizer.eos_token}"
-                trained = [(0, len(text))]
-            else:
-                text, trained = self._spans(messages, given)
-            texts.append(text)
-            spans.append(trained)
+        with time_limit(_RENDERING_S):  # of all, so that that of each costs less
+            for messages, given in zip(conversations, tools or [None] * len(conversations), strict=True):
+                text, trained = self._located_in(messages, self.shield.cover(given))
+                texts.append(text)
+                spans.append(trained)
         try:
             return self.span_tokenizer.encode_many(texts, spans)
         except BaseException as error:
             if not is_failure(error):
                 raise
             raise RowError(tr("the tokenizer fails on the text: {reason}", reason=reason_of(error))) from error
+
+    def _located_in(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, or of plain text, and the spans that are trained."""
+        if isinstance(messages, _Part):
+            return self._spans(messages.given, tools, messages.text)
+        messages = self._given(messages)
+        if messages[0]["role"] != "text":
+            return self._spans(messages, tools)
+        begin = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else ""
+        text = f"{begin or ''}{messages[0]['content']}{self.tokenizer.eos_token}"
+        return text, [(0, len(text))]
 
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
         """Return what a conversation's answers are trained in: itself, or beginnings of it where the template writes
@@ -409,14 +185,18 @@ class TemplateChatEncoder:
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         if wanted in ([], [len(messages) - 1]):
             return [messages]
-        given = self._named(messages)
+        given, tools = self._given(messages), self.shield.cover(tools)
         texts = {index: self.render(given[: index + 1], tools, add_generation_prompt=False) for index in wanted}
         found: list[Sequence[Message]] = []
         while wanted:
             last = wanted[-1]
             kept = [index for index in wanted if self._stop(texts[last], texts[index]) is not None]
             wanted = [index for index in wanted if index not in kept]
-            found.insert(0, [{**message, "loss": i in kept} for i, message in enumerate(messages[: last + 1])])
+            marked, covered = (
+                [{**message, "loss": i in kept} for i, message in enumerate(form[: last + 1])]
+                for form in (messages, given)
+            )
+            found.insert(0, _Part(marked, covered, texts[last]))
         return found
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
@@ -507,14 +287,57 @@ class TemplateChatEncoder:
             marks.update([] if same is None else [result[same]])
         return marks
 
-    def _spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and the spans of its trained messages."""
+    def _openings(self) -> Openings | None:
+        """Return what finds answers by the control tokens around them, None if the template writes none there."""
+        openings, leads, answer = list[str](), set[str](), _PROBE[1]["content"]
+        for mode in MODES:
+            asked, prompt = (self.render(_PROBE[:1], None, asks, **mode) for asks in (False, True))
+            openings.append(prompt.removeprefix(asked))
+            leads.add(self.shield.control_at(openings[-1]))
+        is_same = len(leads) == 1
+        ending = self.render(_PROBE[:2], None, add_generation_prompt=False).partition(answer)[2]
+        for role in ("user", "tool"):
+            with suppress(RowError):
+                after = self.render([*_PROBE[:2], {**_RESULT, "role": role}], None, False).partition(answer)[2]
+                stop = self._stop(after, ending)
+                leads.add(self.shield.control_at(after, stop or 0))
+        if not is_same or "" in leads:
+            return None
+        given = self.tokenizer.chat_template
+        templates = {self.template, *(given.values() if isinstance(given, dict) else ())}
+        trees = [compiled(template).environment.parse(template) for template in templates]
+        return Openings(openings, leads, {self.end, *self.ends}, trees)
+
+    def _located(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int], known: str
+    ) -> tuple[str, list[Span]] | None:
+        """Return what `_compared` does, in one rendering where it is known to find the same."""
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.openings is None or not set(wanted) <= set(answers):
+            return self._compared(messages, tools, wanted)
+        text = known or self.render(messages, tools, add_generation_prompt=False)
+        spans = self.openings.find(messages, text)
+        if spans is None:
+            return self._compared(messages, tools, wanted)
+        found = text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]
+        forms = self.openings.forms(messages, tools, self.reasoning_key)
+        if forms <= self.openings.trusted:
+            return found
+        compared = self._compared(messages, tools, wanted)
+        if compared == found:
+            self.openings.trust(forms)
+        return compared
+
+    def _spans(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, known: str = ""
+    ) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, which may be `known`, and the spans of its trained messages."""
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         is_plain = all(len(message) == 2 and message["role"] != "tool" for message in messages)
         if not is_plain:
             self._check_places(messages)
         found = self._marked_spans(messages, tools, wanted) if self.has_marks else None
-        found = found or self._compared(messages, tools, wanted)
+        found = found or self._located(messages, tools, wanted, known)
         if found is None:
             raise self._rewritten(messages, wanted)
         text, spans = found
@@ -659,6 +482,7 @@ class TemplateChatEncoder:
         """Return a conversation's text and what the template marks in it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        bound_templates()
         listed = list(tools) if tools else None
         texts, marks = _rendered(
             lambda given: render_jinja_template(
@@ -678,12 +502,10 @@ class TemplateChatEncoder:
         """Return the template's text, through transformers' own sandbox. Its public function copies every message
         first, which plain JSON does not need and costs more than the rendering (transformers 5.23).
         """
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         listed = list(tools) if tools else None
         template = self.template if listed is None else self.tokenizer.get_chat_template(tools=listed)
         text: str = _rendered(
-            lambda given: _compile_jinja_template(template).render(
+            lambda given: compiled(template).render(
                 messages=given,
                 tools=listed,
                 documents=None,
@@ -694,6 +516,14 @@ class TemplateChatEncoder:
             messages,
         )
         return text
+
+
+class _Part(list[Message]):
+    """What `divide` makes of a conversation: messages, the same as the template gets them, and their text."""
+
+    def __init__(self, messages: Sequence[Message], given: Sequence[Message], text: str) -> None:
+        super().__init__(messages)
+        self.given, self.text = given, text
 
 
 def _reasons(message: Message) -> bool:
@@ -709,7 +539,6 @@ _FAILURES = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
 
 def _rendered(render: Callable[[Sequence[Message]], Any], messages: Sequence[Message]) -> Any:
     """Return a template's rendering, calls in another form if it wants that; RowError if it fails."""
-    bound_templates()
     try:
         with time_limit(_RENDERING_S):
             try:

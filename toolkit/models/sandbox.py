@@ -9,14 +9,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from functools import wraps
-from types import FrameType
+from functools import lru_cache, wraps
+from types import BuiltinMethodType, FrameType
 from typing import Any
 
-from jinja2 import Environment, nodes, utils
+from jinja2 import Environment, Template, nodes, utils
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from toolkit.messages import tr
@@ -26,23 +26,34 @@ class TooSlow(Exception):
     """A body took longer than it may."""
 
 
+_limited = False
+"""Whether the alarm rings for us."""
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in Python code that takes too long; only in the main thread, where signals are handled."""
+    """Raise TooSlow in Python code that takes too long; only in the main thread, where signals are handled. A limit in
+    another's body takes its place there, and costs less than the first.
+    """
+    global _limited
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TooSlow
-
-    before = signal.signal(signal.SIGALRM, stop)
+    is_first, before = not _limited, None
+    if is_first:
+        before, _limited = signal.signal(signal.SIGALRM, _stop), True
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        if is_first:
+            signal.signal(signal.SIGALRM, before)
+            _limited = False
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise TooSlow
 
 
 _LARGEST = 1 << 24
@@ -52,6 +63,14 @@ _MOST_BITS = 1 << 16
 _WIDTH = re.compile(r"\d+")
 """Of a field in a format, such as `%1000000000d`; other numbers there are few and small."""
 _SEQUENCES = (str, list, tuple, bytes)
+_DICT = frozenset(dir(dict))
+_OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
+"""Methods that Jinja's sandbox hands out as they are."""
+_SMALLER = frozenset(("split", "rsplit", "strip", "lstrip", "rstrip", "startswith", "endswith", "removeprefix"))
+"""Those whose result is never larger than the text."""
+_PLAIN = frozenset((str, int, bool, dict, list))
+_OF_LOOPS = ("_loop_vars", "_block_vars")
+"""What compiled templates add to a call."""
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -79,9 +98,29 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _check_call("%", (left, right), {})
         return self.binop_table[operator](left, right)
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Look up an attribute as Jinja does, without its checks of dozens of types for what chat templates mostly ask
+        for: keys of messages, methods of texts, values of loops and namespaces.
+        """
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is str and attribute in _OF_TEXTS:
+            return getattr(obj, attribute)
+        if attribute[:1] != "_" and (kind is LoopContext or issubclass(kind, utils.Namespace)):
+            value = getattr(obj, attribute, None)
+            if type(value) in _PLAIN:
+                return value
+        return super().getattr(obj, attribute)
+
     def call(self, context: Context, function: Any, *args: Any, **options: Any) -> Any:
         """Call a function or a method, if its result is not too large."""
-        owner = getattr(function, "__self__", None)
+        kind, owner = type(function), getattr(function, "__self__", None)
+        is_method = kind is BuiltinMethodType and type(owner) is str and function.__name__ in _SMALLER
+        if is_method or kind is Macro:
+            for name in _OF_LOOPS:
+                options.pop(name, None)
+            return function(*args, **options) if is_method else function(context.eval_ctx, *args, **options)
         given = (owner, *args) if isinstance(owner, str) else args
         _check_call(getattr(function, "__name__", ""), given, options)
         return super().call(context, function, *args, **options)
@@ -91,7 +130,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         texts, length = [], 0
         for text in parts:
             length += len(text)
-            _check(length)
+            if length > _LARGEST:
+                _check(length)
             texts.append(text)
         return "".join(texts)
 
@@ -125,6 +165,16 @@ def bound_templates() -> None:
     chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
 
 
+@lru_cache
+def compiled(template: str) -> Template:
+    """Return a chat template as transformers compiles it, within the bounds."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    bound_templates()
+    found: Template = _compile_jinja_template(template)
+    return found
+
+
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     kind = "%" if name == "format" else name  # the filter of that name, unlike the method
 
@@ -138,10 +188,12 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Raise if a filter, or a method with what it is called on as first argument, would make something too large."""
-    values = [value for value in (*args, *options.values()) if not isinstance(value, (Context, Environment))]
-    _check(max((abs(value) for value in values if isinstance(value, int)), default=0))
-    if values and name in _SIZES:
-        _check(_SIZES[name](values))
+    for value in (*args, *options.values()):
+        if isinstance(value, int):
+            _check(abs(value))
+    if name in _SIZES:
+        values = [value for value in (*args, *options.values()) if not isinstance(value, (Context, Environment))]
+        _check(_SIZES[name](values) if values else 0)
 
 
 def _padded(values: list[Any]) -> int:

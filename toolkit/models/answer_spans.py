@@ -1,0 +1,273 @@
+"""Where the answers of a conversation are, in its text and in its token ids, by the control tokens around them.
+
+A template opens each answer with a control token, and the next turn with another; what people write holds none, as
+`Shield` breaks it up. That spares the renderings that `TemplateChatEncoder` compares, and the tokenizer's offsets.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import nodes
+
+from toolkit.models.shield import BREAKS, Shield, any_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Encoded = tuple[list[int], list[bool]]
+Span = tuple[int, int]
+"""First character of an answer, with its end, in the text of a conversation; and the one after its last."""
+_MOST_FORMS = 1 << 16
+
+
+class Openings:
+    """Finds the answers in a rendered conversation.
+
+    Whether a template writes a message otherwise once others follow may depend on the message and on those. `forms` say
+    of each message what that could be: its role, calls and texts, those of its neighbours and of what follows; of texts
+    whether they are empty, begin or end with white space, and which of the strings that the template compares texts
+    with they contain. A conversation's forms are trusted once comparing renderings found its answers where they are
+    found here.
+    """
+
+    def __init__(
+        self, openings: Iterable[str], leads: Iterable[str], ends: Iterable[str], templates: Iterable[nodes.Template]
+    ) -> None:
+        """`openings`: what the prompt for an answer ends with, beginning with a control token; of several that fit the
+        first is taken. `leads`: control tokens that begin turns. `ends`: those that end answers.
+        """
+        self.texts = list(dict.fromkeys(openings))
+        self._openings = re.compile("|".join(map(re.escape, self.texts)))
+        self._leads = re.compile(any_of(leads))
+        self.closings = {*leads, *ends}
+        """What an answer ends with, or before."""
+        self._constants = sorted(set().union(*map(_compared_with, templates)))
+        self.trusted: set[Any] = set()
+
+    def find(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
+        """Return the spans of all answers in a conversation's text, None if there are more or fewer."""
+        begins = [found.end() for found in self._openings.finditer(text)]
+        if len(begins) != sum(message["role"] == "assistant" for message in messages):
+            return None
+        ends = (self._leads.search(text, begin) for begin in begins)
+        return [(begin, end.start() if end else len(text)) for begin, end in zip(begins, ends, strict=True)]
+
+    def forms(self, messages: Sequence[Mapping[str, Any]], tools: Any, reasoning_key: str | None) -> set[Any]:
+        """Return the forms of a conversation's messages."""
+        looks = [self._look(message, reasoning_key) for message in messages]
+        found: set[Any] = set()
+        before = None
+        later = frozenset[Any]()
+        for index in range(len(looks) - 1, -1, -1):
+            previous = looks[index - 1] if index else None
+            found.add((previous, looks[index], before, later, bool(tools)))
+            later, before = later.union(*looks[index]), looks[index]
+        return found
+
+    def trust(self, forms: set[Any]) -> None:
+        """Note that answers of these forms are where they are found."""
+        if len(self.trusted) < _MOST_FORMS:
+            self.trusted |= forms
+
+    def _look(self, message: Mapping[str, Any], reasoning_key: str | None) -> tuple[Any, ...]:
+        calls, reasoning = message.get("tool_calls"), message.get(reasoning_key or "")
+        about = message["role"], message.get("loss"), len(calls) > 1 if calls else None
+        return about, self._marks(message["content"]), self._marks(str(reasoning)) if reasoning else ()
+
+    def _marks(self, text: str) -> tuple[Any, ...]:
+        found = [(one, text.startswith(one), text.endswith(one)) for one in self._constants if one in text]
+        return text.strip() == "", text[:1].isspace(), text[-1:].isspace(), *found
+
+
+def _compared_with(tree: nodes.Template) -> set[str]:
+    """Return the strings that a template compares texts with, splits them by or looks for."""
+    users = [*tree.find_all((nodes.Call, nodes.Filter, nodes.Test))]
+    users += [one for one in tree.find_all(nodes.Compare) if not _asks_for_role(one.expr)]
+    constants = (constant.value for user in users for constant in user.find_all(nodes.Const))
+    return {constant for constant in constants if constant and isinstance(constant, str)}
+
+
+def _asks_for_role(node: nodes.Expr) -> bool:
+    name = node.arg if isinstance(node, nodes.Getitem) else None
+    asked = name.value if isinstance(name, nodes.Const) else getattr(node, "attr", "")
+    return asked in ("role", "type")
+
+
+class SpanTokenizer:
+    """Tokenizes texts covered by `shield`; returns which tokens belong to spans.
+
+    A fast tokenizer tokenizes what stands between added tokens by itself. So texts are split before the control token
+    that opens answers, pieces that several texts have in common are tokenized once, and a span that an opening precedes
+    is found among the ids of its piece: faster than by the characters of each token.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", openings: Openings | None, shield: Shield | None = None
+    ) -> None:
+        self.tokenizer, self.shield = tokenizer, shield or Shield(tokenizer, ())
+        # Looked up once: each property of a tokenizer takes microseconds.
+        self.end, self.end_id = str(tokenizer.eos_token), int(tokenizer.eos_token_id)
+        self.mark = ""
+        """The control token that texts are split before, "" if they are not."""
+        self.opening_ids: dict[str, list[int]] = {}
+        self.closing_ids: dict[str, int] = {}
+        if tokenizer.is_fast and openings:
+            self._look_up(openings)
+
+    def _look_up(self, openings: Openings) -> None:
+        backend = self._backend()
+        added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+        self.opening_ids = {one: backend.encode(one, add_special_tokens=False).ids for one in openings.texts}
+        self.closing_ids = {one: backend.token_to_id(one) for one in openings.closings if one in added}
+        self._closings = re.compile(any_of(self.closing_ids))
+        mark = added.get(backend.id_to_token(self.opening_ids[openings.texts[0]][0]))
+        if mark is None or mark.normalized or mark.lstrip or mark.rstrip or mark.single_word:
+            return
+        is_alone = not any(mark.content in one and one != mark.content for one in added)
+        if is_alone and all(one.startswith(mark.content) for one in openings.texts):
+            self.mark = mark.content
+
+    def encode_many(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
+        """Return ids of each text and whether each belongs to a span; the last span ends with the end token, and so the
+        text. What follows (a newline, mostly) is dropped: generation has stopped by then.
+        """
+        if not self.tokenizer.is_fast:
+            return [self._slow(text, marks) for text, marks in zip(texts, spans, strict=True)]
+        found: dict[int, Encoded] = {}
+        is_covered = [BREAKS.search(text) is not None for text in texts]
+        for side in (False, True):
+            chosen = [index for index, covered in enumerate(is_covered) if covered is side]
+            if not chosen:
+                continue
+            backend = self.shield.backend if side else self._backend()
+            in_pieces = self._in_pieces(backend, [texts[index] for index in chosen], [spans[index] for index in chosen])
+            found.update((index, one) for index, one in zip(chosen, in_pieces, strict=True) if one)
+            others = [index for index in chosen if index not in found]
+            batch = backend.encode_batch([texts[index] for index in others], add_special_tokens=False)
+            for index, encoding in zip(others, batch, strict=True):
+                found[index] = self._by_offsets(encoding, texts[index], spans[index])
+        return [found[index] for index in range(len(texts))]
+
+    def _backend(self) -> Any:
+        backend = self.tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = False  # a template writes them as text
+        return backend
+
+    def _in_pieces(
+        self, backend: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    ) -> Iterator[Encoded | None]:
+        """Yield ids and mask of each text; None where a span is not what an opening precedes."""
+        if not self.mark:
+            yield from [None] * len(texts)
+            return
+        numbers: dict[str, int] = {}
+        rows = []
+        for text in texts:
+            pieces = text.split(self.mark)
+            pieces[1:] = [self.mark + piece for piece in pieces[1:]]
+            rows.append([(piece, numbers.setdefault(piece, len(numbers))) for piece in pieces])
+        ids = [encoding.ids for encoding in backend.encode_batch_fast([*numbers], add_special_tokens=False)]
+        for text, marks, row in zip(texts, spans, rows, strict=True):
+            yield self._joined(text, marks, [(piece, ids[number]) for piece, number in row])
+
+    def _joined(self, text: str, spans: Sequence[Span], pieces: Sequence[tuple[str, list[int]]]) -> Encoded | None:
+        is_whole = spans == [(0, len(text))]
+        joined: list[int] = []
+        mask: list[bool] = []
+        position, left = 0, list(reversed(() if is_whole else spans))
+        for piece, ids in pieces:
+            joined += ids
+            mask += [is_whole] * len(ids)
+            after = position + len(piece)
+            if left and left[-1][0] < after:
+                begin, stop = left.pop()
+                trained = self._trained(piece, ids, begin - position, stop - position)
+                if trained is None:
+                    return None
+                start, end = (len(joined) - len(ids) + index for index in trained)
+                mask[start:end] = [True] * (end - start)
+            position = after
+        if left or (is_whole and not text.endswith(self.end)):
+            return None
+        if spans and spans[-1][1] == len(text) and not is_whole:
+            del joined[end:], mask[end:]
+            if joined[-1] != self.end_id:
+                joined, mask = [*joined, self.end_id], [*mask, True]
+        return joined, mask
+
+    def _trained(self, piece: str, ids: list[int], begin: int, stop: int) -> tuple[int, int] | None:
+        """Return which ids of a piece belong to a span of its characters, None if they cannot be told."""
+        opening = next((one for one in self.opening_ids if len(one) == begin and piece.startswith(one)), "")
+        start = len(self.opening_ids.get(opening, ()))
+        control = self._closings.search(piece, begin)
+        if not start or ids[:start] != self.opening_ids[opening]:
+            return None
+        if control is None:
+            return (start, len(ids)) if stop == len(piece) else None
+        is_end, after = control[0] == self.end, control.end()
+        if stop not in control.span() and not (
+            is_end and after < stop <= len(piece) and self.end not in piece[after:stop]
+        ):
+            return None
+        # A span may leave out the end token that follows it.
+        closing = ids.index(self.closing_ids[control[0]], start)
+        return start, closing + (is_end or after <= stop)
+
+    def _by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
+        """Return ids and mask by the characters that the tokenizer returns for each token."""
+        num_tokens = len(encoding)
+        tokens = [
+            (_token_at(encoding, begin), num_tokens if stop == len(text) else _token_at(encoding, stop))
+            for begin, stop in spans
+        ]
+        return self._ended(encoding.ids, tokens)
+
+    def _slow(self, text: str, spans: Sequence[Span]) -> Encoded:
+        """The same for a tokenizer without offsets: by the ids that the text's beginnings share with it."""
+
+        def tokens(part: str) -> list[int]:
+            if BREAKS.search(text):
+                return self.shield.slow_ids(part)
+            ids: list[int] = self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+            return ids
+
+        ids = tokens(text)
+
+        def shared(position: int) -> int:
+            beginning = tokens(text[:position])
+            pairs = enumerate(zip(beginning, ids, strict=False))
+            return next((index for index, (a, b) in pairs if a != b), min(len(beginning), len(ids)))
+
+        return self._ended(ids, [(shared(begin), shared(stop)) for begin, stop in spans])
+
+    def _ended(self, ids: list[int], spans: Sequence[Span]) -> Encoded:
+        """Return ids and mask: what is trained of an answer goes up to its end token."""
+        end = self.end_id
+        mask: list[bool] = []
+        for begin, stop in spans:
+            # A span may leave out the end token that follows it.
+            last = stop + 1 if ids[stop : stop + 1] == [end] else stop
+            if last == begin or ids[last - 1] != end:
+                last = ids.index(end, begin, last) + 1 if end in ids[begin:last] else last
+            mask += [False] * (begin - len(mask))
+            mask += [True] * (last - begin)
+        if spans and spans[-1][1] >= len(ids):
+            ids = ids[: len(mask)]
+            if ids[-1] != end:
+                ids, mask = [*ids, end], [*mask, True]
+        return ids, mask + [False] * (len(ids) - len(mask))
+
+
+def _token_at(encoding: Any, position: int) -> int:
+    """Return the first token that begins at or after a character; one that straddles it belongs to what precedes."""
+    length = len(encoding)
+    for index in range(position, position + 8):  # characters that the tokenizer drops belong to no token
+        token = encoding.char_to_token(index)
+        if token is not None:
+            while token < length and encoding.token_to_chars(token)[0] < position:
+                token += 1
+            return int(token)
+    return length
