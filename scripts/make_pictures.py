@@ -7,13 +7,14 @@ import base64
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from websockets.sync.client import connect
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 _WAIT_S = 90.0
+
+
+class NavigatedError(Exception):
+    """The page was left while an expression was evaluated in it."""
 
 
 class Browser:
@@ -65,6 +70,8 @@ class Browser:
         while True:
             answer = json.loads(self.socket.recv(timeout=_WAIT_S))
             if answer.get("id") == number:
+                if re.search("navigated|context was destroyed", answer.get("error", {}).get("message", "")):
+                    raise NavigatedError(method)
                 assert "error" not in answer, answer
                 return dict(answer["result"])
             if answer.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
@@ -87,7 +94,10 @@ class Browser:
     def wait(self, condition: str) -> None:
         """Wait until an expression is true."""
         until = time.monotonic() + _WAIT_S
-        while not self.run(f"Boolean({condition})"):
+        while True:
+            with suppress(NavigatedError):
+                if self.run(f"Boolean({condition})"):
+                    return
             assert time.monotonic() < until, f"not within {_WAIT_S} s: {condition}"
             time.sleep(0.1)
 

@@ -7,7 +7,7 @@ from pages import ROOT, chinese
 
 PAGE = ROOT / "docs" / "questions.md"
 ANSWERS = {
-    "LoRA on one GPU of 24 GB": ("tuning.md#lora", ["--num_gpus 1 recipe=chatglm3_lora", "data=chat.jsonl"]),
+    "LoRA on one GPU of 24 GB": ("tuning.md#on-a-single-gpu", ["--num_gpus 1 recipe=chatglm3_lora", "data=chat.jsonl"]),
     "Only 8 to 16 GB": ("recipes.md#which-one", ["chatglm3_qlora"]),
     "Full fine-tuning on 8 A100": ("recipes.md#what-a-recipe-needs", ["| `chatglm` | `8xA100-80GB` |"]),
     "Which ZeRO stage": ("planning.md#the-command", ["toolkit plan"]),
@@ -32,7 +32,7 @@ ANSWERS = {
     "Out of memory": ("debugging.md#cuda-out-of-memory-at-step-1", ["batch.micro_per_gpu", "plan.auto=true"]),
     "loss does not fall": ("debugging.md#the-loss-does-not-decrease", ["optim.lr", "toolkit show"]),
     "loss is NaN": ("debugging.md#the-loss-is-nan", ["bad-step"]),
-    "Resume": ("reliability.md#resuming-training", ["run.name", "checkpoint."]),
+    "Resume": ("reliability.md#resume-a-run", ["run.name", "checkpoint."]),
     "hangs": ("debugging.md#hangs-at-step-1", ["logs/"]),
     "Merge a LoRA adapter": ("tuning.md#checkpoints-export-and-merging-lora", ["merge=true"]),
     "Deploy": ("using.md#deploying-a-model", ["/v1/chat/completions", "vLLM", "convert_hf_to_gguf.py"]),

@@ -1,15 +1,42 @@
-"""The site is built without a warning in both languages, and its links lead to pages that are there."""
+"""The site is built without a warning in both languages, its links lead to pages, and its search finds them first."""
 
+import functools
+import http.server
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from make_pictures import PROGRAM, Browser
 from pages import DOCS, ROOT
+
+SEARCHES = {
+    "断点续训": "reliability_zh",
+    "多机多卡": "multinode_zh",
+    "单卡": "tuning_zh",
+    "爆显存": "debugging_zh",
+    "显存不足": "debugging_zh",
+    "loss 不下降": "debugging_zh",
+    "损失不下降": "debugging_zh",
+    "梯度检查点": "deepspeed_zh",
+    "工具调用": "data_zh",
+    "合并 LoRA": "tuning_zh",
+    "量化": "tuning_zh",
+    "部署": "using_zh",
+    "loss does not decrease": "debugging",
+    "out of memory": "debugging",
+    "merge LoRA": "tuning",
+    "resume": "reliability",
+    "gradient checkpointing": "deepspeed",
+    "multi-node": "multinode",
+    "single GPU": "tuning",
+}
+"""What newcomers type into the search field, and the page that must come first."""
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +85,36 @@ def test_both_languages_can_be_searched(site: Path) -> None:
         (stemmer,) = re.findall(r"window\.Stemmer = (\w+);", script)
         assert f"{stemmer}=function" in script
         assert json.dumps(word) in (site / language / "searchindex.js").read_text(encoding="utf-8")
+
+
+def search(browser: Browser, query: str) -> str:
+    """Return the address of the first result: words are typed and Enter is pressed, as Sphinx searches by a script."""
+    browser.run("document.querySelector('.sidebar-search').select()")
+    browser.call("Input.insertText", text=query)
+    browser.call("Input.dispatchKeyEvent", type="char", text="\r")
+    browser.wait(f"new URLSearchParams(location.search).get('q') == {json.dumps(query)}")
+    browser.wait("document.querySelector('#search-results li a, #search-results .search-summary:not(:empty)')")
+    return str(browser.run("document.querySelector('#search-results li a')?.pathname"))
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves the site without a line per request."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed (Debian: apt-get install chromium)")
+def test_what_newcomers_search_for_is_found_first(site: Path, tmp_path: Path) -> None:
+    found = {}
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site))) as server,
+        Browser(tmp_path / "profile") as browser,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for language, index in (("en", "en/docs/index.html"), ("zh", "zh/docs/index_zh.html")):
+            browser.open(f"http://127.0.0.1:{server.server_port}/{index}")
+            for query in (query for query, page in SEARCHES.items() if page.endswith("_zh") == (language == "zh")):
+                found[query] = search(browser, query)
+        server.shutdown()
+    assert {query: Path(path).stem for query, path in found.items()} == SEARCHES
