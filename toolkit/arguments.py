@@ -118,17 +118,27 @@ def check_parsed(
         problems.attempt(build_ds_config, cfg, world_size or mesh.model_ranks(cfg), cfg.train.max_steps or None)
 
 
+def choose_language(words: Sequence[str]) -> list[str]:
+    """Use the language of `language=en|zh`, which every command takes; return the other words."""
+    typed = [word.partition("=")[2] for word in words if word.startswith("language=")]
+    if typed:
+        if typed[-1] not in ("", "en", "zh"):
+            raise ConfigError("language = {value} must be en, zh or empty.", value=typed[-1])
+        set_language(typed[-1])
+    return [word for word in words if not word.startswith("language=")]
+
+
 def named_arguments(
     words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str, bare: str = ""
 ) -> dict[str, str]:
-    """Return the `name=value` arguments of a command that takes no recipe.
+    """Return the `name=value` arguments of a command that takes no recipe, without `language=`, which is obeyed.
 
     `usage` is an example, shown if a required one is missing; the value of `bare`, such as a path, may stand alone: a
     directory above its name may hold a =, as that of a sweep's run does.
     """
     given: dict[str, str] = {}
     known = [*required, *optional]
-    for word in words:
+    for word in choose_language(words):
         name, equals, value = word.partition("=")
         if bare and bare not in given and (not equals or "/" in name) and not word.startswith("-"):
             given[bare] = word

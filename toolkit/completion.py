@@ -36,7 +36,7 @@ def _arguments(typed: str, doc: str) -> Iterator[str]:
     takes_keys = own.pop("key", "") == "value"
     name, equals, value = typed.partition("=")
     if equals:
-        yield from (f"{name}={choice}" for choice in _values(name, value, own.get(name, "")))
+        yield from (f"{name}={choice}" for choice in _values(name, value, {**own, "language": "en|zh"}.get(name, "")))
         return
     yield from re.findall(r"--[a-z][\w-]*", doc) if typed.startswith("-") else ()
     yield from (f"{one}=" for one in (*own, *(_groups() if takes_keys else ())))
@@ -48,6 +48,7 @@ def _arguments(typed: str, doc: str) -> Iterator[str]:
         more, dot, _ = key[len(typed) :].partition(".")
         is_section = dot or any(other.startswith(f"{key}.") for other in schema.all_keys())
         yield key[: len(typed)] + more + ("." if is_section else "=")
+    yield "language="
 
 
 def _values(name: str, value: str, placeholder: str) -> Iterator[str]:

@@ -80,6 +80,11 @@ def listed(*texts: str) -> str:
     return ("、" if current_language() == "zh" else ", ").join(filter(None, texts))
 
 
+def clauses(texts: Iterable[str]) -> str:
+    """Return parts of a sentence that may hold commas, with semicolons in between."""
+    return ("；" if current_language() == "zh" else "; ").join(texts)
+
+
 def translated(english: str) -> str:
     """Return a text in the user's language as it is: one of a data file, or a template that is not filled in."""
     return chinese()["messages"].get(english, english) if current_language() == "zh" else english

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.disk import flush, sha256, unused_path
-from toolkit.messages import CheckpointError, say, tr, warn
+from toolkit.messages import CheckpointError, clauses, say, tr, warn
 
 LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""
@@ -75,7 +75,7 @@ def newest_complete(checkpoints: Path) -> Path | None:
         warn(
             "the checkpoint {folder} is damaged and skipped ({reason}). It is kept as {aside}.",
             folder=folder,
-            reason="; ".join(wrong[:3]),
+            reason=clauses(wrong[:3]),
             aside=aside.name,
         )
     return None

@@ -32,7 +32,8 @@ def help_of(command: str) -> str:
     """Return a command's help in the user's language."""
     summary, _, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n\n")
     rest = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else rest
-    return f"{translated(summary)}\n\n{rest}"
+    language = tr("language of what is printed; default: the locale's")
+    return f"{translated(summary)}\n\n{rest}\n\n  language=en|zh   {language}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +85,9 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(joined(unknown, did_you_mean(command, COMMANDS), known))
     module = import_module(module_of(command))
     if any(word in ("-h", "--help") for word in rest):
+        from toolkit.arguments import choose_language  # only now: it brings Hydra
+
+        choose_language(rest)
         _show(help_of(command))
         return 0
     run: Callable[[list[str]], int | None] = module.run

@@ -9,6 +9,7 @@ toolkit completion bash|zsh|fish
 The script asks `toolkit --complete LINE`, which loads no torch.
 """
 
+from toolkit.arguments import choose_language
 from toolkit.messages import ConfigError, tr
 
 # A candidate is a whole word, as the toolkit takes it. One that ends with = . or / is not the end of the word.
@@ -45,7 +46,7 @@ complete -c toolkit -f -a '(__toolkit_complete)'
 
 def run(words: list[str]) -> None:
     """Print the script."""
-    shell = " ".join(words)
+    shell = " ".join(choose_language(words))
     if shell not in SCRIPTS:
         raise ConfigError(tr("name one shell: toolkit completion bash|zsh|fish"))
     print(SCRIPTS[shell], end="")

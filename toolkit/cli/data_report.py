@@ -1,6 +1,6 @@
 """Write an HTML report of a dataset: duplicates, leftovers of templates, declined answers, lengths, turns, scripts.
 
-toolkit data-report DATA [output=FILE.html] [format=auto] [workers=N] [language=en|zh]
+toolkit data-report DATA [output=FILE.html] [format=auto] [workers=N]
 toolkit data-report recipe=NAME [output=FILE.html] [key=value …]
 
   DATA           a file, a directory or a glob, as data.sources takes them
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from toolkit.arguments import named_arguments, parse_checked, positive_int
 from toolkit.config import preflight, schema
-from toolkit.messages import ConfigError, say, set_language
+from toolkit.messages import ConfigError, say
 
 OUTPUT = "data-report.html"
 
@@ -24,10 +24,9 @@ def run(words: list[str]) -> None:
     special: list[str] = []
     prepared = None
     if is_data:
-        optional = ("output", "format", "workers", "language")
+        optional = ("output", "format", "workers")
         usage = "toolkit data-report DATA"
         values = named_arguments(words, required=("path",), optional=optional, usage=usage, bare="path")
-        set_language(values.get("language", ""))
         given, known = values.get("format", "auto"), [one.value for one in schema.RowFormat]
         if given not in known:
             raise ConfigError("format = {value}. Known: {known}.", value=given, known=", ".join(known))

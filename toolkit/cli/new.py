@@ -22,7 +22,7 @@ import sys
 from toolkit.arguments import check_output, named_arguments, one_of, write_output
 from toolkit.config.schema import TuningMethod
 from toolkit.jobs.new_recipe import METHODS, choose, data_facts, machine_of, plan_methods, recipe_text, remedies
-from toolkit.messages import ConfigError, say, tr
+from toolkit.messages import ConfigError, clauses, say, tr
 from toolkit.plan.layouts import layout_table
 from toolkit.plan.machine import GIB, Machine, this_machine
 
@@ -62,7 +62,7 @@ def run(words: list[str]) -> None:
     plan = choose(plans)
     if plan is None:
         say("Nothing fits. Looking for what would …")
-        ways = "; ".join(remedies(given, facts, methods)) or tr("a smaller model, or GPUs with more memory")
+        ways = clauses(remedies(given, facts, methods)) or tr("a smaller model, or GPUs with more memory")
         raise ConfigError("nothing fits, so nothing was written. What would fit: {ways}.", ways=ways)
     commands = _commands(shlex.quote(given["output"]), machine)
     write_output(given, recipe_text(facts, plan, commands))

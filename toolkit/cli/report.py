@@ -1,13 +1,12 @@
 """Write an HTML report of one or several runs: curves, speed, memory, answers, settings; charts as PNG too.
 
-toolkit report RUN [RUN2 …] [output=FILE.html] [language=en|zh]
+toolkit report RUN [RUN2 …] [output=FILE.html]
 toolkit report runs/SWEEP
 
   RUN            a run directory, finished or not, wherever it has been copied to; or that of a sweep:
                  all runs that have metrics are compared
   output=FILE    the page; default: report.html in the run directory, for several runs comparison.html here.
                  Charts are saved as PNG files in the directory of the same name next to it
-  language=      en or zh; default: the locale's
 
 Training writes it at the end (report.enabled), and every report.every steps. The page is one file that needs no
 network. An existing report is replaced; other files are never overwritten.
@@ -15,29 +14,23 @@ network. An existing report is replaced; other files are never overwritten.
 
 from pathlib import Path
 
-from toolkit.messages import ConfigError, say, set_language, tr
-
-_ARGUMENTS = ("output", "language")
+from toolkit.arguments import choose_language
+from toolkit.messages import ConfigError, say, tr
 
 
 def run(words: list[str]) -> None:
-    given, paths = {}, []
-    for word in words:
-        name, equals, value = word.partition("=")
+    output, paths = "", []
+    for word in choose_language(words):
         if word.startswith("-"):
             raise ConfigError("unknown option {word}. Known here: {known}.", word=word, known="output=, language=")
-        if equals and name in _ARGUMENTS:
-            given[name] = value
+        if word.startswith("output="):
+            output = word.partition("=")[2]
         else:  # a run's name may hold a =, as in lr=1e-4
             paths.append(Path(word))
     if not paths:
         raise ConfigError(tr("which run? toolkit report runs/NAME"))
-    language = given.get("language", "")
-    if language not in ("", "en", "zh"):
-        raise ConfigError("language = {value} must be en, zh or empty.", value=language)
-    set_language(language)
     from toolkit.report.page import make_report  # only now: what draws takes a second to import
 
-    output, images = make_report(paths, Path(given["output"]) if given.get("output") else None)
-    say("The report: {file}", file=output)
+    page, images = make_report(paths, Path(output) if output else None)
+    say("The report: {file}", file=page)
     say("Its charts as pictures: {folder}", folder=images)

@@ -22,7 +22,7 @@ from toolkit.data.sources import DataFile, check_distinct, content_hash, locate_
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.deepspeed import age_s
-from toolkit.messages import DataError, say, tr, warn
+from toolkit.messages import DataError, clauses, say, tr, warn
 from toolkit.secrets import hide
 
 
@@ -47,7 +47,7 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
     return tr(
         "Tokenizing again: since the cache {name} was built, this changed: {changes}.",
         name=nearest[2][:8],
-        changes="; ".join(words),
+        changes=clauses(words),
     )
 
 
@@ -118,14 +118,14 @@ class PrepareReport:
                 "Duplicates: {count} training rows are equal to an earlier one and are trained again. First: "
                 "{examples}",
                 count=f"{self.repeated:,}",
-                examples="; ".join(self.repeated_examples),
+                examples=clauses(self.repeated_examples),
             )
         if self.leaked:
             warn(
                 "{count} validation rows are also training rows: the validation loss will be too low. "
                 "Remove them from one of the two. First: {examples}",
                 count=f"{self.leaked:,}",
-                examples="; ".join(self.leaked_examples),
+                examples=clauses(self.leaked_examples),
             )
 
 

@@ -31,7 +31,7 @@ from toolkit.config.schema import Dtype, TuningMethod
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.launch.processes import run_module
-from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofDiffers, ToolkitError, tr
+from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofDiffers, ToolkitError, clauses, tr
 from toolkit.models import adapters, chat, classifier, probe, weights
 from toolkit.models.chatglm.tokenizers import official_vocabulary
 from toolkit.models.directory import read_object
@@ -494,7 +494,7 @@ def collect_files(
         del value
         weights.return_memory()
     if wrong := weights.differences(model, state):
-        raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason="; ".join(wrong[:5]))
+        raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason=clauses(wrong[:5]))
     return model, state
 
 
@@ -764,7 +764,7 @@ def main() -> None:
     """Export in a process of its own."""
     source, target = map(Path, sys.argv[1:])
     if wrong := directory.manifest_problems(source):
-        sys.exit("; ".join(wrong[:3]))
+        sys.exit(clauses(wrong[:3]))
     try:
         export_checkpoint(source, target)
     except (ToolkitError, OSError) as error:

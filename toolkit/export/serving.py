@@ -36,7 +36,7 @@ from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, Message, mark_trained, parse_row, reader_of
 from toolkit.export.model import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
-from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
+from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, clauses, say, tr, warn
 from toolkit.models import chat_template, load, probe, save, weights
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.directory import resolve_servable
@@ -210,7 +210,7 @@ def verify_serving(
     version = answer["version"]
     prompts = [[found for found in one if isinstance(found, list)] for one in answer["prompts"]]
     wrong = [one[0] for one in answer["prompts"] if isinstance(one[0], str)]
-    note = "; ".join(f"{count} x {reason}" for reason, count in left_out.items())
+    note = clauses(f"{count} x {reason}" for reason, count in left_out.items())
     findings += [
         _compare_prompts(served, f"transformers {version}", prompts, wrong, note),
         _parsers(served, answer),

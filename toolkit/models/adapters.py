@@ -39,7 +39,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from toolkit import children, secrets
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.process_group import is_tensor_part
-from toolkit.messages import BaseMissing, ConfigError, ModelError, json_object, reading, tr
+from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr
 from toolkit.models import classifier, directory, probe, weights
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
 
@@ -592,7 +592,7 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
             parameter.data.copy_(value)
     if wrong:
         raise ModelError(
-            "the adapter in {folder} does not fit the model: {names}.", folder=folder, names="; ".join(wrong[:5])
+            "the adapter in {folder} does not fit the model: {names}.", folder=folder, names=clauses(wrong[:5])
         )
 
 

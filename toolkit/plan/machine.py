@@ -77,8 +77,9 @@ class Machine:
     @property
     def name(self) -> str:
         """For people."""
-        gpu = "CPU " if self.on_cpu else f"{self.card.name} " if self.card else ""
-        return f"{self.nodes} x {self.ranks} x {gpu}{self.memory_bytes / GIB:.0f} GiB"
+        gpu = "CPU" if self.on_cpu else self.card.name if self.card else ""
+        memory = "" if gpu.endswith("GB") or "GB " in gpu else f"{self.memory_bytes / GIB:.0f} GiB"
+        return " ".join(filter(None, [f"{self.nodes} x {self.ranks} x", gpu, memory]))
 
 
 def parse_bytes(text: str, key: str) -> int:

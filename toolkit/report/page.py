@@ -237,7 +237,7 @@ def data_card(run: Run) -> list[Table]:
         named = [(name, split) for name, split in splits.items() if isinstance(split, dict)]
         heads = [tr("split"), unit, tr("tokens"), tr("trained"), tr("shortest"), tr("median"), tr("longest")]
         reasons = dropped.items() if isinstance(dropped, dict) else ()
-        note = "; ".join(f"{reason}: {_count(count)}" for reason, count in reasons)
+        note = messages.clauses(f"{reason}: {_count(count)}" for reason, count in reasons)
         notes = [tr("Rows skipped: {reasons}.", reasons=note or tr("none"))]
         if isinstance(duplicates, dict):
             notes.append(

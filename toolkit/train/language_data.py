@@ -24,7 +24,7 @@ from toolkit.data.targets import TokenTargets
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
-from toolkit.messages import ConfigError, DataError, say, warn
+from toolkit.messages import ConfigError, DataError, clauses, say, warn
 from toolkit.models import attention, chat, classifier, directory
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _tell(report: tokenize.PrepareReport) -> None:
             "Skipped {count} rows: {reason}. First: {examples}",
             count=f"{count:,}",
             reason=reason,
-            examples="; ".join(report.examples.get(reason, [])),
+            examples=clauses(report.examples.get(reason, [])),
         )
     if report.truncated:
         say(

@@ -28,7 +28,7 @@ from toolkit.engine import build, ds_config, memory, parameters
 from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export, serving
 from toolkit.launch.environment import Ranks
-from toolkit.messages import say, tr, warn
+from toolkit.messages import clauses, say, tr, warn
 from toolkit.models import adapters, attention, classifier, directory, layers, load, loss, pipeline, probe, save
 from toolkit.models.loss import token_loss_sum
 from toolkit.plan.outline import tuning_of
@@ -188,7 +188,7 @@ class Evaluation:
                 "{count} of {all} validation samples could not be answered: {reason}.",
                 count=missing,
                 all=len(self.questions),
-                reason="; ".join(answers.failures),
+                reason=clauses(answers.failures),
             )
         if not answers.ids:
             return {}

@@ -24,7 +24,7 @@ from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import failure
 from toolkit.launch import deepspeed, environment
-from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, joined, say, tr
+from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, joined, say, tr
 from toolkit.report.run import json_lines
 
 NEVER, AUTO, MUST = "never", "auto", "must"
@@ -105,7 +105,7 @@ def _checkpoint_at(path: Path) -> Path:
     if (path / directory.MANIFEST).is_file():
         if wrong := directory.manifest_problems(path):
             raise CheckpointError(
-                "the checkpoint {folder} is damaged: {reason}.", folder=path, reason="; ".join(wrong[:3])
+                "the checkpoint {folder} is damaged: {reason}.", folder=path, reason=clauses(wrong[:3])
             )
         return path
     found = directory.newest_complete(path / "checkpoints") if path.is_dir() else None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from toolkit.config import mesh, schema
 from toolkit.engine.ds_config import warmup_lowest, warmup_steps
-from toolkit.messages import ConfigError, say, tr, warn
+from toolkit.messages import ConfigError, clauses, say, tr, warn
 
 _OF_DEEPSPEED = (schema.ScheduleName.constant, schema.ScheduleName.linear, schema.ScheduleName.cosine)
 _TIMESCALE = 10_000
@@ -197,7 +197,7 @@ def tell_length(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, wo
             per_step=epoch.per_step,
             epochs=cfg.train.epochs,
             fewest=FEWEST_STEPS,
-            ways="; ".join(ways),
+            ways=clauses(ways),
         )
     elif 0 < total_steps < FEWEST_STEPS:
         say("train.max_steps = {steps}: enough to try the recipe out, too few to learn.", steps=total_steps)
