@@ -126,6 +126,17 @@ def test_help_is_in_the_language_of_the_user_with_the_same_arguments(command: st
     assert max(widths) <= 130
 
 
+@pytest.mark.parametrize("command", ["new", "chat", "generate", "export-model", "verify-serving", "report", "models"])
+def test_commands_without_a_recipe_take_the_language_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help", "language=zh"]) == 0
+    assert "  language=en|zh   输出所用的语言" in capsys.readouterr().out
+    set_language("en")
+    assert main([command, "--more", "language=zh"]) == 2
+    assert re.search("未知(参数|选项)", capsys.readouterr().err)
+    assert main([command, "language=fr"]) == 2
+    assert "language = fr" in capsys.readouterr().err
+
+
 def test_help_in_chinese_is_complete() -> None:
     assert set(read_table("locale/help_zh.yaml")) == set(COMMANDS)
 

@@ -45,8 +45,9 @@ def parse(
     are raised as a ConfigError.
     """
     errors = Problems() if problems is None else problems
-    typed = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en")]
-    set_language("".join(typed[-1:]))  # errors of the config itself are in the chosen language too
+    typed = [word.partition("=")[2] for word in words if word in ("language=zh", "language=en", "language=")]
+    if typed:
+        set_language(typed[-1])  # errors of the config itself are in the chosen language too
     values, given_flags = dict[str, str](), set[str]()
     config_dir, overrides = "", list[str]()
     rest = iter(words)
@@ -66,11 +67,12 @@ def parse(
         else:
             overrides.append(word)
     recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
-    if recipes and not typed:
-        set_language(language_of(recipes[-1]))
+    if recipes and not typed and (language := language_of(recipes[-1])):
+        set_language(language)
     world_size = positive_int(values, "world_size") or world_size
     loaded = load(overrides, config_dir=config_dir, problems=errors)
-    set_language(loaded.cfg.language)
+    if loaded.cfg.language:
+        set_language(loaded.cfg.language)
     arguments = Arguments(loaded=loaded, values=values, flags=given_flags, world_size=world_size)
     if loaded.cfg.deepspeed_json:
         from toolkit.engine.ds_import import import_json

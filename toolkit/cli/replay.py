@@ -19,7 +19,6 @@ from pathlib import Path
 from toolkit.arguments import named_arguments, positive_int
 from toolkit.config.preflight import check_positions, resolve_model_path
 from toolkit.launch import deepspeed, environment
-from toolkit.messages import current_language
 from toolkit.train.startup import make_ready
 
 
@@ -33,7 +32,7 @@ def run(words: list[str]) -> None:
     from toolkit.train.replay import replay_words
 
     again = replay_words(folder, step, environment.detect(os.environ))
-    ready = make_ready([*again, f"language={current_language()}"], resolved=True)
+    ready = make_ready([*again, *(word for word in words if word.startswith("language="))], resolved=True)
     assert ready is not None
     loaded = resolve_model_path(ready[0].loaded)
     check_positions(loaded)

@@ -19,7 +19,7 @@ from pathlib import Path
 from toolkit.arguments import named_arguments, one_of, parse
 from toolkit.cli.show import COLORS
 from toolkit.config.preflight import resolve_model_path
-from toolkit.messages import CheckpointError, ConfigError, current_language, say
+from toolkit.messages import CheckpointError, ConfigError, say
 
 USAGE = "toolkit verify-serving PATH"
 
@@ -33,7 +33,9 @@ def run(words: list[str]) -> None:
         (one for one in (path / "config.yaml", path.absolute().parent / "config.yaml") if one.is_file()), None
     )
     if recipe is not None:
-        cfg = resolve_model_path(parse([str(recipe), f"language={current_language()}"]).loaded).cfg
+        cfg = resolve_model_path(
+            parse([str(recipe), *(word for word in words if word.startswith("language="))]).loaded
+        ).cfg
     import transformers
 
     from toolkit.config.schema import TrainOn
