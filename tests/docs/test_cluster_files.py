@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from pages import PAIRED, ROOT, chinese
@@ -33,6 +34,37 @@ KEYS = {
     "container": {"command", "env", "image", "name", "resources", "volumeMounts"},
 }
 """Keys that an object of Kubernetes may have here, out of the CRD of the Training Operator and of core v1."""
+
+NAMED = "^[a-zA-Z0-9._-]+$"
+TEXT, TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+CLOSED = {"type": "object", "additionalProperties": False}
+COMPOSE = CLOSED | {
+    "required": ["services"],
+    "properties": {
+        "name": TEXT,
+        "services": CLOSED
+        | {
+            "patternProperties": {
+                NAMED: CLOSED
+                | {
+                    "required": ["image"],
+                    "properties": {
+                        "image": TEXT,
+                        "build": CLOSED | {"properties": {"context": TEXT, "dockerfile": TEXT}},
+                        "command": {"oneOf": [{"type": "null"}, TEXT, TEXTS]},
+                        "depends_on": TEXTS,
+                        "hostname": TEXT,
+                        "shm_size": {"oneOf": [{"type": "integer"}, TEXT | {"pattern": r"^\d+(b|[kmg]b?)$"}]},
+                        "volumes": TEXTS | {"items": TEXT | {"pattern": "^[^:]+:/[^:]+(:r[ow])?$"}},
+                    },
+                }
+            }
+        },
+        "volumes": CLOSED | {"patternProperties": {NAMED: {"type": ["object", "null"]}}},
+    },
+    "patternProperties": {"^x-": {}},
+}
+"""The part of the Compose Specification that the file uses (compose-spec/compose-spec, schema/compose-spec.json)."""
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
@@ -115,13 +147,35 @@ def test_both_images_differ_in_nothing_but_what_they_run_on() -> None:
     assert len(installs) == 1 and "https://download.pytorch.org/whl/cpu" in installs[0]
 
 
+def compose_problems(text: str) -> list[str]:
+    """Return what the Compose Specification says against a file: keys, types, and names that are declared nowhere."""
+    found = yaml.safe_load(text)
+    problems = [error.message for error in jsonschema.Draft7Validator(COMPOSE).iter_errors(found)]
+    for service in () if problems else found["services"].values():
+        names = {place.split(":")[0] for place in service["volumes"]} - set(found["volumes"])
+        problems += sorted(names | set(service.get("depends_on", ())) - set(found["services"]))
+    return problems
+
+
+def test_the_compose_file_is_one_by_the_specification() -> None:
+    text = (ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8")
+    assert compose_problems(text) == []
+    for right, wrong in {
+        "hostname: node2": "host_name: node2",
+        "shm_size: 1gb": "shm_size: 1 gigabyte",
+        "- work:/work": "- work",
+        "      - node1": "      - node7",
+        "\nvolumes:\n  work:": "\nvolumes:\n  other:",
+        "services:": "service:",
+    }.items():
+        assert compose_problems(text.replace(right, wrong)), wrong
+
+
 def test_the_services_are_two_nodes_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "docker" / "compose.yaml"
     found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    keys = {"image", "build", "shm_size", "volumes", "hostname", "command", "depends_on"}
     lines = []
     for number, (name, service) in enumerate(found["services"].items()):
-        assert set(service) <= keys
         assert service["hostname"] == name
         build = service["build"]
         assert (file.parent / build["context"] / build["dockerfile"]).resolve() == DOCKERFILES[1]
