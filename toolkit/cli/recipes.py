@@ -3,11 +3,12 @@
 toolkit recipes
 """
 
+import re
 from pathlib import Path
 
 from toolkit import arguments, terminal
 from toolkit.config.files import known_recipes
-from toolkit.messages import say, tr
+from toolkit.messages import current_language, say, tr
 
 _FOR_PROGRAMS = ("# @package", "# yaml-language-server")
 """Comments that Hydra and editors read."""
@@ -20,8 +21,12 @@ def run(words: list[str]) -> None:
 
 
 def about(path: Path) -> str:
-    """Return the first sentence of a YAML file's comment."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# ") and not line.startswith(_FOR_PROGRAMS):
-            return line[2:].split(". ")[0].rstrip(".:")
-    return ""
+    """Return the first sentence of a YAML file's comment, of its Chinese lines for Chinese readers if it has some."""
+    lines = [
+        line[2:]
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("# ") and not line.startswith(_FOR_PROGRAMS)
+    ]
+    if current_language() == "zh":
+        lines.sort(key=lambda line: not re.match(r"[^。]*[\u4e00-\u9fff]", line))
+    return re.split(r"\. |。", lines[0])[0].rstrip(".:") if lines else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.config import mesh, rule_tables
 from toolkit.config.schema import Device, Init, RunConfig, get_value
-from toolkit.messages import read_table, tr, translated
+from toolkit.messages import listed, read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import (
     Parts,
@@ -80,7 +80,7 @@ class Layout:
             words.append(tr("weights on {device}", device=zero.offload_param.device.value))
         if self.cfg.train.activation_checkpointing.enabled:
             words.append(tr("activation checkpointing"))
-        return ", ".join(words)
+        return listed(*words)
 
 
 def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Layout:
