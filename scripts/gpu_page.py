@@ -10,19 +10,19 @@ GIB = 2**30
 
 # part of benchmarks/gpu.py -> what is trained, in English and Chinese
 PARTS = {
-    "6b-full-zero1": ("ChatGLM3-6B, full, ZeRO-1, packed", "ChatGLM3-6B，全参数，ZeRO-1，打包"),
+    "6b-full-zero1": ("ChatGLM3-6B, full, ZeRO-1, packed", "ChatGLM3-6B，全参数，ZeRO-1，packing"),
     "6b-full-zero3": ("the same, ZeRO-3", "同上，ZeRO-3"),
     "6b-full-compiled": ("the same, ZeRO-1, compile=inductor", "同上，ZeRO-1，compile=inductor"),
     "6b-full-padded": ("the same, ZeRO-1, padded, 4 samples", "同上，ZeRO-1，填充，4 个样本"),
     "6b-trainer": ("the same, transformers' Trainer, ZeRO-1", "同上，transformers 的 Trainer，ZeRO-1"),
-    "6b-lora": ("ChatGLM3-6B, LoRA, packed", "ChatGLM3-6B，LoRA，打包"),
-    "9b-full-zero1": ("GLM-4-9B, full, ZeRO-1, packed", "GLM-4-9B，全参数，ZeRO-1，打包"),
-    "9b-lora": ("GLM-4-9B, LoRA, packed", "GLM-4-9B，LoRA，打包"),
+    "6b-lora": ("ChatGLM3-6B, LoRA, packed", "ChatGLM3-6B，LoRA，packing"),
+    "9b-full-zero1": ("GLM-4-9B, full, ZeRO-1, packed", "GLM-4-9B，全参数，ZeRO-1，packing"),
+    "9b-lora": ("GLM-4-9B, LoRA, packed", "GLM-4-9B，LoRA，packing"),
 }
 MARKS = {
     "mfu": ("MFU", "MFU"),
     "to_full": ("of full's tokens/s", "相对全参数的 tokens/s"),
-    "ours_to_it": ("ours, packed, to it", "我们（打包）相对它"),
+    "ours_to_it": ("ours, packed, to it", "本工具（packing）相对它"),
 }
 TEXTS = {
     "page": (
@@ -48,7 +48,7 @@ and float64.
         "`python scripts/gpu_page.py` 根据 `benchmarks/*.json` 写出本页；"
         "没有这样的文件就是未测。放不下的模型会减少层数，表中会写明。\n\n{table}\n\n"
         "MFU 是模型 FLOPs 占 GPU 标称峰值的比例（[FLOPs](bench_zh.md#flops)）；峰值未知时以实测矩阵乘法为准。"
-        "目标：MFU 45 %（以后 60 %），LoRA 至少是全参数的 1.3 倍，打包不慢于其他方式。"
+        "目标：MFU 45 %（以后 60 %），LoRA 至少是全参数的 1.3 倍，packing 不慢于其他方式。"
         "`scripts/test gpu` 是另一半：GPU 上的计算结果与 CPU 及 float64 对照。\n",
     ),
     "head": (

@@ -435,7 +435,11 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     """Return findings as lines for a terminal."""
     words = {PASSED: tr("passed"), FAILED: tr("FAILED"), SKIPPED: tr("not checked")}
     lines = (
-        [f"{words[one.state]}: {one.check}: {one.text}", *(f"    {line}" for line in one.details)] for one in findings
+        [
+            tr("{state}: {check}: {text}", state=words[one.state], check=one.check, text=one.text),
+            *(f"    {line}" for line in one.details),
+        ]
+        for one in findings
     )
     return list(chain.from_iterable(lines))
 

@@ -15,7 +15,7 @@ from toolkit.config import load, mesh, schema
 from toolkit.jobs import autotune, sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, processes
-from toolkit.messages import ConfigError, LaunchError, Problems, say, tr
+from toolkit.messages import ConfigError, LaunchError, Problems, listed, say, tr
 from toolkit.report.run import json_lines
 
 _OWN = ("steps", "sweep", "output", "max_length")
@@ -335,7 +335,7 @@ def _suspects(proof: Proof) -> list[str]:
         say(f"  {word}  " + (tr("right") if is_right else tr("deviates too") if job.state == DONE else tr("failed")))
         suspects += [word] if is_right else []
     if suspects:
-        say("Right with {words}: what that changes deviates.", words=", ".join(suspects))
+        say("Right with {words}: what that changes deviates.", words=listed(*suspects))
     else:
         say("None of them alone makes it right.")
     return suspects
