@@ -46,16 +46,19 @@ class RoundsPlan:
     generate: dict[str, str]
     """Arguments of `toolkit generate`: samples, temperature, max_new_tokens, batch_size and others."""
 
+    def _settings(self) -> list[str]:
+        return [word for word in self.words if not word.startswith("language=")]  # what is printed changes no result
+
     @property
     def folder(self) -> Path:
         """Where everything is."""
-        name = self.cfg.run.name or f"rounds-{Path(self.cfg.recipe).stem}-{digest(sorted(self.words))}"
+        name = self.cfg.run.name or f"rounds-{Path(self.cfg.recipe).stem}-{digest(sorted(self._settings()))}"
         return Path(self.cfg.run.dir).absolute() / name
 
     def settings(self) -> dict[str, Any]:
         """Return what must be the same when the command is typed again; the number of rounds may grow."""
         return {
-            "words": [secrets.hide(word) for word in self.words],
+            "words": [secrets.hide(word) for word in self._settings()],
             "prompts": disk.sha256(self.prompts),
             "reward": asdict(self.reward),
             "generate": self.generate,
