@@ -18,7 +18,14 @@ from pages import ROOT, Block, blocks, commands
 from ranks import BIN, environment, free_port, kill_session, run
 
 SMALL = ["model=glm_tiny", "data.max_samples=40", "train.max_steps=2", "evaluate.prompts=[]"]
-README = ROOT / "README.md"
+LANG = {"": "C.UTF-8", "_zh": "zh_CN.UTF-8"}
+"""By the ending of a page's name: its reader's locale."""
+SAID = {
+    "": ("Starts:  ", "the logits are those of the save", "Ask it:  ", "glm-tiny, ZeRO-3, bf16, 4 ranks (deepspeed)"),
+    "_zh": ("启动：  ", "logits 与保存时一致", "向模型提问：", "glm-tiny，ZeRO-3，bf16，4 个 rank（deepspeed）"),
+}
+NODE2 = {"": "node2  GPUs 0-1  ranks 2-3", "_zh": "node2  GPU 0-1  rank 编号 2-3"}
+both_languages = pytest.mark.parametrize("tail", ["", "_zh"], ids=["en", "zh"])
 
 
 def lines_of(block: Block) -> list[str]:
@@ -33,12 +40,12 @@ def typed(line: str, *more: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serving(command: list[str], folder: Path) -> Iterator[str]:
+def serving(command: list[str], folder: Path, env: dict[str, str]) -> Iterator[str]:
     """Start a server, wait until it accepts requests, and yield what it printed up to there."""
     log = folder / "serve.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=output, stderr=output, text=True, start_new_session=True
+            command, cwd=folder, env=env, stdout=output, stderr=output, text=True, start_new_session=True
         )
     try:
         while "Uvicorn running on" not in log.read_text(encoding="utf-8"):
@@ -50,58 +57,63 @@ def serving(command: list[str], folder: Path) -> Iterator[str]:
         process.wait()
 
 
-@pytest.mark.parametrize("page", ["README.md", "README_zh.md"])
-def test_lora_on_one_gpu_ends_in_a_server_that_answers(page: str, tmp_path: Path) -> None:
+@both_languages
+def test_lora_on_one_gpu_ends_in_a_server_that_answers(tail: str, tmp_path: Path) -> None:
     """The last request is the one that `toolkit serve` prints, sent by curl as the reader would."""
     for package in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(package, reason="the extra `serve` is not installed")
-    (block,) = [one for one in blocks(ROOT / page, "bash") if "toolkit serve" in one.body]
+    starts, same, ask, _ = SAID[tail]
+    (block,) = [one for one in blocks(ROOT / f"README{tail}.md", "bash") if "toolkit serve" in one.body]
     lines = [line for line in lines_of(block) if line.startswith("toolkit ")]
     assert [line.split()[1] for line in lines] == ["launch", "chat", "export-model", "serve"]
     launch, chat, export, serve = lines
-    trained = run(typed(launch, *SMALL), cwd=tmp_path)
+    trained = run(typed(launch, *SMALL), cwd=tmp_path, LANG=LANG[tail])
     assert trained.code == 0, trained.output[-3000:]
-    assert re.search(r"Starts:  deepspeed .*--master_port \d+ .*recipe=chatglm3_lora", trained.output)
+    assert re.search(starts + r"deepspeed .*--master_port \d+ .*recipe=chatglm3_lora", trained.output)
     (name,) = re.findall(r"run\.name=(\S+)", launch)
     assert (tmp_path / "runs" / name / "DONE").is_file()
     talked = subprocess.run(
         typed(chat, "max_new_tokens=4"),
         cwd=tmp_path,
-        env=environment(),
+        env=environment(LANG=LANG[tail]),
         input="你好\n",
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert talked.returncode == 0 and talked.stdout.strip(), talked.stderr
-    merged = run(typed(export), cwd=tmp_path)
-    assert merged.code == 0 and "the logits are those of the save" in merged.output, merged.output
-    with serving(typed(serve, f"port={free_port()}"), tmp_path) as printed:
-        (asked,) = re.findall(r"Ask it:  (curl .*)", printed)
+    merged = run(typed(export), cwd=tmp_path, LANG=LANG[tail])
+    assert merged.code == 0 and same in merged.output, merged.output
+    with serving(typed(serve, f"port={free_port()}"), tmp_path, environment(LANG=LANG[tail])) as printed:
+        (asked,) = re.findall(f"{ask}(curl .*)", printed)
         answered = subprocess.run(shlex.split(asked), capture_output=True, text=True, timeout=240, check=True)
     answer = json.loads(answered.stdout)
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert answer["usage"]["completion_tokens"] > 0
 
 
-def test_full_fine_tuning_on_all_gpus(tmp_path: Path) -> None:
+@both_languages
+def test_full_fine_tuning_on_all_gpus(tail: str, tmp_path: Path) -> None:
     """Four CPU ranks stand for eight GPUs: full parameters, ZeRO-3, bf16."""
-    (line,) = re.findall(r"`(toolkit launch recipe=chatglm [^`]*)`", (ROOT / "docs/questions.md").read_text())
+    (line,) = re.findall(r"`(toolkit launch recipe=chatglm [^`]*)`", (ROOT / f"docs/questions{tail}.md").read_text())
     (tmp_path / "chat.jsonl").write_text(blocks(ROOT / "docs/first_run.md", "json")[0].body * 40, encoding="utf-8")
-    trained = run(typed(line, "--num_gpus", "4", *SMALL, "run.name=full"), cwd=tmp_path)
+    trained = run(typed(line, "--num_gpus", "4", *SMALL, "run.name=full"), cwd=tmp_path, LANG=LANG[tail])
     assert trained.code == 0, trained.output[-3000:]
-    assert "glm-tiny, ZeRO-3, bf16, 4 ranks (deepspeed)" in trained.output
+    assert SAID[tail][3] in trained.output
     assert (tmp_path / "runs" / "full" / "export" / "model.safetensors").is_file()
 
 
-def test_several_nodes_from_a_hostfile(cluster: Cluster, tmp_path: Path) -> None:
+@both_languages
+def test_several_nodes_from_a_hostfile(tail: str, cluster: Cluster, tmp_path: Path) -> None:
     """Two nodes of two ranks; the hostfile is written by hand, as the page says."""
-    (line,) = [line for _, line in commands(README) if line.startswith("toolkit launch hostfile=hostfile ")]
+    (line,) = [
+        line for _, line in commands(ROOT / f"README{tail}.md") if line.startswith("toolkit launch hostfile=hostfile ")
+    ]
     (tmp_path / "hostfile").write_text("node1 slots=2\nnode2 slots=2\n")
     words = [*shlex.split(line)[1:], *SMALL, "run.name=nodes"]
-    trained = cluster.toolkit(*words, cwd=tmp_path, timeout_s=300)
+    trained = cluster.toolkit(*words, cwd=tmp_path, timeout_s=300, LANG=LANG[tail])
     assert trained.code == 0, trained.output[-3000:]
-    assert "ZeRO-3, bf16, 4 ranks" in trained.output and "node2  GPUs 0-1  ranks 2-3" in trained.output
+    assert SAID[tail][3].partition("4")[0] in trained.output and NODE2[tail] in trained.output
     assert (tmp_path / "runs" / "nodes" / "DONE").is_file()
 
 

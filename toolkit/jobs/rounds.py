@@ -24,7 +24,7 @@ from toolkit.config.schema import Init, RunConfig
 from toolkit.evaluate import rewards
 from toolkit.jobs.sweep import LAUNCH, digest, quoted
 from toolkit.launch.processes import SignalRequests
-from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, say, tr
+from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, current_language, say, tr
 from toolkit.report.run import json_lines
 
 FILE = "rounds.json"
@@ -121,6 +121,7 @@ def _sample(
     if not samples.exists():
         given = {"model.path": model, "adapter": adapter, "input": str(plan.prompts), "output": str(samples)}
         given |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
+        given["language"] = current_language()
         words = [f"{name}={value}" for name, value in given.items() if value]
         _call([*LAUNCH[:-1], "generate", *words], requests)
     if not scored.exists():
