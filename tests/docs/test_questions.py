@@ -17,7 +17,7 @@ ANSWERS = {
     "Ascend": ("installation.md#requirements", ["torch_npu"]),
     "Which ChatGLM directories": ("chatglm.md#supported-directories", ["chatglm3-6b", "codegeex2-6b", "glm-4-9b"]),
     "ModelScope": ("installation.md#mirrors-in-mainland-china", ["modelscope download", "HF_ENDPOINT"]),
-    "without a network": ("installation.md#machines-without-a-network", ["--no-index", "HF_HUB_OFFLINE=1"]),
+    "without a network": ("installation.md#installing-offline", ["--no-index", "HF_HUB_OFFLINE=1"]),
     "Qwen or Llama": ("models.md#tested-architectures", ["Qwen", "Llama"]),
     "Mixtures of experts": ("models.md#mixture-of-experts-moe", ["model.router_loss"]),
     "LLaMA-Factory": ("coming_from.md#what-to-check", ["data.max_length", "toolkit show"]),
