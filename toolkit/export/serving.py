@@ -29,14 +29,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors.torch import load_file
 
-from toolkit import children, disk
+from toolkit import children, disk, messages
 from toolkit.checkpoint import directory
 from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, readers, sources
 from toolkit.data.formats import Conversation, Message, mark_trained, parse_row, reader_of
 from toolkit.export.model import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
-from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, clauses, say, tr, warn
+from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
 from toolkit.models import chat_template, load, probe, save, weights
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.directory import resolve_servable
@@ -210,7 +210,7 @@ def verify_serving(
     version = answer["version"]
     prompts = [[found for found in one if isinstance(found, list)] for one in answer["prompts"]]
     wrong = [one[0] for one in answer["prompts"] if isinstance(one[0], str)]
-    note = clauses(f"{count} x {reason}" for reason, count in left_out.items())
+    note = messages.clauses(f"{count} x {reason}" for reason, count in left_out.items())
     findings += [
         _compare_prompts(served, f"transformers {version}", prompts, wrong, note),
         _parsers(served, answer),
@@ -434,11 +434,9 @@ def _logits(folder: Path, saved: probe.Probe, found: torch.Tensor, is_own: bool)
 def lines_of(findings: Sequence[Finding]) -> list[str]:
     """Return findings as lines for a terminal."""
     words = {PASSED: tr("passed"), FAILED: tr("FAILED"), SKIPPED: tr("not checked")}
+    colon = "：" if messages.current_language() == "zh" else ": "
     lines = (
-        [
-            tr("{state}: {check}: {text}", state=words[one.state], check=one.check, text=one.text),
-            *(f"    {line}" for line in one.details),
-        ]
+        [colon.join((words[one.state], one.check, one.text)), *(f"    {line}" for line in one.details)]
         for one in findings
     )
     return list(chain.from_iterable(lines))
