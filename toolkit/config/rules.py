@@ -4,6 +4,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
 from typing import Any
 
 from toolkit.config import mesh, preflight, rule_tables, rule_tables as tables, schema
@@ -35,7 +36,8 @@ def check_rules(
         found.apply((_check_table,), loaded, tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
     found.apply((_check_both_given,), loaded)
     found.apply((_check_table,), loaded, tables.INCOMPATIBLE)
-    found.apply((_check_world_sizes, _check_weights, _check_requirements, _check_untested, _check_variables), loaded)
+    found.apply((_check_world_sizes, _check_weights, _check_requirements, _check_untested), loaded)
+    found.apply((_check_variables, _check_deadline), loaded)
     if not custom:
         found.apply((_check_keep_best, _check_shape, _check_pairs, _check_general), loaded)
         found.apply((_check_table,), loaded, tables.INCOMPATIBLE_OF_MODELS)
@@ -301,6 +303,33 @@ _OWNED = re.compile(
 )
 """What says which rank a process is, and on which GPU: launchers set it for each one, and we."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+_UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
+
+
+def parse_deadline(text: str, now: datetime) -> datetime | None:
+    """Return the time that `run.deadline` means at a time, in the machine's time zone; None if it means none."""
+    text = text.strip()
+    try:
+        if re.fullmatch(r"(\d+(\.\d+)?[dhms] ?)+", text):
+            parts = re.findall(r"([\d.]+)([dhms])", text)
+            return now + sum((timedelta(**{_UNITS[unit]: float(count)}) for count, unit in parts), timedelta())
+        if re.fullmatch(r"\d{1,2}:\d{2}", text):
+            at = datetime.combine(now, datetime.strptime(text, "%H:%M").time())
+            return at if at > now else at + timedelta(days=1)
+        return datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _check_deadline(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    if loaded.cfg.run.deadline and parse_deadline(loaded.cfg.run.deadline, datetime.now()) is None:
+        yield loaded.error(
+            "run.deadline",
+            '{key} = {value} is no time: give a time of day ("18:00"), a date and time ("2026-11-26 08:00") or a '
+            'duration ("2h30m"), in quotes, as YAML takes 18:00 for a number.',
+        )
 
 
 def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:

@@ -34,6 +34,7 @@ _BRIEF = (
     "report.enabled=false",
     "track=jsonl",
     "run.max_restarts=0",
+    "run.deadline=",
 )
 """An experiment trains, and is evaluated once at its end, as all runs with validation data are."""
 

@@ -44,6 +44,7 @@ _BRIEF = (
     "report.enabled=false",
     "track=jsonl",
     "run.max_restarts=0",
+    "run.deadline=",
 )
 
 Applies = Callable[[schema.RunConfig], bool]

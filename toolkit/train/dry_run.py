@@ -205,15 +205,20 @@ def check_disk(run: RunContext, saves: int) -> None:
     cfg, folder, checkpoints, export = run.cfg, run.folder, run.checkpointer.folder, run.folder / "export"
     on_rank0(lambda: check_writable(cfg.track, folder))
     try_checkpoint(checkpoints)
-    export_bytes = 0
     if cfg.checkpoint.export:
-        module = pipeline.unwrap_model(run.engine.module)
-        is_adapter = adapters.has_adapter(module)
-        exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
-        export_bytes = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
         on_rank0(lambda: try_export(export))
-    least_bytes = run.checkpointer.least_bytes
-    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, least_bytes(), export_bytes))
+    least_bytes, num_bytes = run.checkpointer.least_bytes, export_bytes(run.engine, cfg.checkpoint)
+    on_rank0(lambda: check_room(checkpoints, cfg.checkpoint, saves, least_bytes(), num_bytes))
+
+
+def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:
+    """Return the bytes of a run's export, on any rank; 0 without one."""
+    if not config.export:
+        return 0
+    module = pipeline.unwrap_model(engine.module)
+    is_adapter = adapters.has_adapter(module)
+    exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
+    return sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
 
 
 def check_writable(track: TrackConfig, folder: Path) -> None:

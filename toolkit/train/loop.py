@@ -4,7 +4,7 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -43,7 +43,9 @@ class TrainLoop:
         self.task, self.run, self.baseline = task, run, baseline
         self.progress, self.begin_report = progress, begin_report
         self.cfg, self.engine, self.guard, self.checkpointer = run.cfg, run.engine, run.guard, run.checkpointer
-        self.watchdog = run.watchdog
+        self.watchdog, self.deadline = run.watchdog, run.deadline
+        self.total_steps = run.total_steps
+        """The step that ends the run: earlier than planned where `run.deadline` leaves no time for more."""
         self.copies = mesh.mesh_of(run.cfg, process_group.world_size()).copies
         self.slow_ranks = StragglerDetector(process_group.gather(socket.gethostname()))
         self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
@@ -55,6 +57,8 @@ class TrainLoop:
         """Whether a checkpoint is due as soon as a step is good again."""
         self.saved_at = time.monotonic()
         self.begin_at(run.start, Position(run.start.epoch, run.start.row))
+        if self.cfg.run.deadline:
+            self._end_at(process_group.on_rank0(lambda: self.deadline and self.deadline.last) or self.total_steps)
 
     def begin_at(self, state: directory.RunState, place: Position) -> None:
         """Continue after the step of a state, with the data from a place on."""
@@ -65,7 +69,7 @@ class TrainLoop:
             self.engine, self.baseline, *counted, self.task.unit, self.collectives, self.task.counted
         )
         self.guard.restart(state.losses, state.grad_norms, state.skips_in_a_row)
-        self.batches = self.task.batches(place, self.run.total_steps - state.step)
+        self.batches = self.task.batches(place, self.run.total_steps - state.step)  # or fewer of them
 
     def train(self) -> FitResult:
         """Do all steps; return the same on every rank. Raises Stopped (all ranks saved the same step), Diverged,
@@ -79,7 +83,7 @@ class TrainLoop:
             self.meter.resume()
         self.progress.start()
         failure.defer_signals()
-        while self.step < self.run.total_steps:
+        while self.step < self.total_steps:
             self._take_step()
         if process_group.on_rank0(lambda: run_dir.is_lost(now=True)):
             raise self._lost()
@@ -91,13 +95,18 @@ class TrainLoop:
         skipped_steps = self.engine.skipped_steps
         return FitResult(state=self._state(), skipped_steps=skipped_steps, steps=self.steps, steps_s=self.steps_s)
 
-    def replay(self, step: int) -> list[StepResult]:
-        """Do the steps up to one, without logging, evaluating and saving; return what each did."""
+    def replay(self, step: int, ends: Mapping[int, int]) -> list[StepResult]:
+        """Do the steps up to one, without logging, evaluating and saving; return what each did. `ends`: of a run with a
+        deadline, the step to end with, by the step in which that was decided.
+        """
+        end = max((one for one in ends.items() if one[0] <= self.step), default=(0, self.total_steps))[1]
+        self._end_at(end)
         self.engine.train()
         self.progress.start()
         results = []
         while self.step < step:
             results.append(self._compute_step()[0])
+            self._end_at(end := ends.get(self.step, end))
             self.guard.check()
         self.watchdog.enter("", self.step)
         return results
@@ -118,14 +127,24 @@ class TrainLoop:
         # A save that failed is tried again after a tenth of the time.
         patience_s = 60 * self.cfg.checkpoint.minutes / (10 if self.checkpointer.failed else 1)
         is_time = process_group.rank() == 0 and 0 < patience_s <= time.monotonic() - self.saved_at
-        votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost(), is_time)
+        end = self.deadline.decide(self.step) if self.deadline else 0
+        votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost(), is_time, end)
         self.watchdog.enter(failure.STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
         result = train_step(self.engine, task, window, process_group.world_size(), self.guard, votes, self.copies)
         self.began, self.place = self.place, task.next_position(self.place)
         self.meter.add(result)
         self.progress.advance()
+        if end := result.votes[4]:
+            self._end_at(end)
+        if self.deadline:
+            self.deadline.add_step(time.perf_counter() - asked)
         return result, lr
+
+    def _end_at(self, step: int) -> None:
+        """Let the run and its schedule end with a step; the next one is the first that takes it into account."""
+        self.total_steps = self.progress.total_steps = step
+        self.engine.lr_scheduler.fit(None if step == self.run.total_steps else step - self.step)
 
     def _take_step(self) -> None:
         result, lr = self._compute_step()
@@ -143,7 +162,7 @@ class TrainLoop:
 
     def _step_done(self, stops: bool, is_time: bool, lr: float, log: bool) -> None:
         """Do what is due after a step: log, evaluate, save, report, stop."""
-        step, last = self.step, self.step == self.run.total_steps
+        step, last = self.step, self.step == self.total_steps
         saves, evaluates = self._saves(stops, is_time, last), self._evaluates() and not stops
         if log or saves or evaluates or last or step == 1 or step % self.cfg.train.log_every == 0:
             self._log(lr)
@@ -165,7 +184,7 @@ class TrainLoop:
                 "no DONE marker: the run is unfinished. With a run.name the same command resumes it.",
                 signal=by_file or failure.received_signal() or tr("a signal to another rank"),
                 step=step,
-                total=self.run.total_steps,
+                total=self.total_steps,
                 checkpoint=self.checkpointer.newest,
             )
 
@@ -182,9 +201,12 @@ class TrainLoop:
         """Save, if it is due, and publish what is written: at once where no step follows, else beside training."""
         self.watchdog.enter("checkpoint", self.step)
         if saves:
+            began = time.monotonic()
             with terminal.phase(tr("Saving the checkpoint of step {step}", step=self.step)):
                 self.checkpointer.begin(self._state(), is_last=last)
             self.saved_at = time.monotonic()
+            if self.deadline:
+                self.deadline.costs.pause = self.saved_at - began
         if not waits:
             return
         with terminal.phase(tr("Proving the checkpoint of step {step}", step=self.step)):
@@ -288,12 +310,14 @@ class TrainLoop:
     def _evaluates(self) -> bool:
         if not self.task.has_validation or not self.step:
             return self.task.has_validation and self.cfg.evaluate.at_start
-        return _due(self.step, self.cfg.evaluate.every) or self.step == self.run.total_steps
+        return _due(self.step, self.cfg.evaluate.every) or self.step == self.total_steps
 
     def _evaluate(self) -> None:
-        step, watchdog = self.step, self.watchdog
+        step, watchdog, began = self.step, self.watchdog, time.monotonic()
         watchdog.enter("evaluation", step)
         figures = self.task.evaluate(self.run, step, lambda: watchdog.enter("evaluation", step))
+        if self.deadline:
+            self.deadline.costs.evaluation = time.monotonic() - began
         row: dict[str, float] = {"step": step, **figures}
         self.state.evaluations.append(row)
         self.progress.note(evaluation=row)
@@ -326,6 +350,8 @@ class TrainLoop:
 
     def _publish(self) -> None:
         self.checkpointer.finish()
+        if self.deadline:
+            self.deadline.costs.save = time.monotonic() - self.saved_at + self.deadline.costs.pause
         self.progress.note(checkpoint=self.checkpointer.newest)
 
     def _lost(self) -> RunFolderError:

@@ -38,7 +38,7 @@ def replay_words(run: Path, step: int, ranks: Ranks) -> list[str]:
             )
     quiet = ("checkpoint.every=0", "checkpoint.minutes=0", "checkpoint.at_end=false", "checkpoint.export=false")
     once = ("train.rehearse=false", "train.on_bad_step=skip", "report.enabled=false", "track=jsonl", "plan.auto=false")
-    settled = ("run.max_restarts=0", "deepspeed_json=")  # what a JSON said is in the config
+    settled = ("run.max_restarts=0", "run.deadline=", "deepspeed_json=")  # what a JSON said is in the config
     return [
         f"recipe={run / 'config.yaml'}",
         f"run.dir={run / 'replays' / f'step-{step}'}",

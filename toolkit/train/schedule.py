@@ -16,6 +16,8 @@ from toolkit.engine.ds_config import warmup_lowest, warmup_steps
 from toolkit.messages import ConfigError, clauses, say, tr, warn
 
 _OF_DEEPSPEED = (schema.ScheduleName.constant, schema.ScheduleName.linear, schema.ScheduleName.cosine)
+_ENDLESS = (schema.ScheduleName.constant, schema.ScheduleName.inverse_sqrt)
+"""Schedules that are the same whatever the number of steps."""
 _TIMESCALE = 10_000
 """Of inverse_sqrt without warm-up, as in transformers."""
 FEWEST_STEPS = 50
@@ -31,7 +33,7 @@ class HasGroups(Protocol):
 
 
 def learning_rate(
-    schedule: schema.ScheduleConfig, peak: float, done: int, total_steps: int, warmup_steps: int
+    schedule: schema.ScheduleConfig, peak: float, done: float, total_steps: int, warmup_steps: int
 ) -> float:
     """Return the rate of the next optimizer step; steps skipped for overflow are not `done`. DeepSpeed counts from -1:
     two warm-up steps at the lowest rate, and at least 2 in all. Without warm-up, which DeepSpeed lacks, ours starts
@@ -60,7 +62,7 @@ def learning_rate(
     return lowest * peak + (peak - lowest * peak) * gamma
 
 
-def _decay(schedule: schema.ScheduleConfig, step: int, length: int) -> float:
+def _decay(schedule: schema.ScheduleConfig, step: float, length: int) -> float:
     """Return the share of the peak after `step` of `length` steps of decay."""
     progress = min(1.0, step / length)
     if schedule.name is schema.ScheduleName.linear:
@@ -71,7 +73,7 @@ def _decay(schedule: schema.ScheduleConfig, step: int, length: int) -> float:
     return 1.0
 
 
-def _as_transformers(schedule: schema.ScheduleConfig, step: int, total_steps: int, warmup_steps: int) -> float:
+def _as_transformers(schedule: schema.ScheduleConfig, step: float, total_steps: int, warmup_steps: int) -> float:
     """Return the share of the peak at a step, which counts from 0; the warm-up's first step is at its lowest rate."""
     floor = schedule.min_lr_ratio
     if step < warmup_steps:
@@ -83,9 +85,7 @@ def _as_transformers(schedule: schema.ScheduleConfig, step: int, total_steps: in
     if schedule.name is schema.ScheduleName.polynomial:
         left = 1.0 - (step - warmup_steps) / max(1, total_steps - warmup_steps)
         return floor + (1.0 - floor) * max(0.0, left) ** schedule.power
-    # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
-    decay_steps = schedule.decay_steps or math.ceil(round(schedule.decay_ratio * total_steps, 6))
-    begin = max(warmup_steps, total_steps - decay_steps)
+    begin = _decay_begin(schedule, total_steps, warmup_steps)
     if step < begin:
         return 1.0
     if step >= total_steps:
@@ -97,6 +97,15 @@ def _as_transformers(schedule: schema.ScheduleConfig, step: int, total_steps: in
         schema.Decay.sqrt: 1.0 - math.sqrt(progress),
     }
     return floor + (1.0 - floor) * falls[schedule.decay_type]
+
+
+def _decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps: int) -> int:
+    """Return the step at which the rate of wsd begins to fall; of other schedules, which fall all the time, 0."""
+    if schedule.name is not schema.ScheduleName.wsd:
+        return 0
+    # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
+    decay_steps = schedule.decay_steps or math.ceil(round(schedule.decay_ratio * total_steps, 6))
+    return max(warmup_steps, total_steps - decay_steps)
 
 
 class Schedule:
@@ -111,6 +120,9 @@ class Schedule:
         """Set the first learning rate; groups whose "lr" is not the peak `lr` keep their ratio to it."""
         self.optimizer = optimizer
         self.done = 0
+        self.position: float = 0
+        """Steps of the whole schedule that are behind: those done, unless there is time for fewer (`fit`)."""
+        self._steps_left: int | None = None
         self._shares = [group["lr"] / lr for group in optimizer.param_groups]
         self._shape = (schedule, lr, total_steps, warmup_steps)
         self.write()
@@ -120,10 +132,17 @@ class Schedule:
         self._shape = (*self._shape[:2], total_steps, warmup_steps)
         self.write()
 
+    def fit(self, steps_left: int | None) -> None:
+        """Reach the end of the schedule in so many further steps; None: in those that it has left.
+
+        What is flat is cut short first, then what falls; a warm-up keeps its steps. The rate stays continuous.
+        """
+        self._steps_left = steps_left
+
     def get_lr(self) -> list[float]:
         """Return the learning rate of the next step, once per parameter group."""
         schedule, lr, total_steps, warmup_steps = self._shape
-        rate = learning_rate(schedule, lr, self.done, total_steps, warmup_steps)
+        rate = learning_rate(schedule, lr, self.position, total_steps, warmup_steps)
         return [rate * share for share in self._shares]
 
     def get_last_lr(self) -> list[float]:
@@ -133,15 +152,31 @@ class Schedule:
     def step(self) -> None:
         """Advance by one optimizer step."""
         self.done += 1
+        self.position += self._stride()
         self.write()
 
-    def state_dict(self) -> dict[str, int]:
-        """Return how far the schedule is."""
-        return {"last_batch_iteration": self.done - 1}
+    def _stride(self) -> float:
+        schedule, _, total_steps, warmup_steps = self._shape
+        if self._steps_left is None or schedule.name in _ENDLESS:
+            return 1
+        left, self._steps_left = max(1, self._steps_left), self._steps_left - 1
+        if self.position < warmup_steps and left > warmup_steps - self.position:
+            return 1
+        begin = _decay_begin(schedule, total_steps, warmup_steps)
+        if self.position < begin:
+            spare = left - (total_steps - begin)
+            return (begin - self.position) / max(1, spare)
+        return max(0.0, total_steps - self.position) / left
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, float]:
+        """Return how far the schedule is."""
+        fitted = {} if self.position == self.done else {"position": self.position}
+        return {"last_batch_iteration": self.done - 1, **fitted}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue where `state_dict` was taken."""
-        self.done = state["last_batch_iteration"] + 1
+        self.done = int(state["last_batch_iteration"]) + 1
+        self.position = state.get("position", self.done)
         self.write()
 
     def write(self) -> None:

@@ -398,7 +398,7 @@ def train_step(
     micro_batches: list[Any],
     world_size: int,
     guard: StepGuard,
-    votes: Sequence[bool] = (),
+    votes: Sequence[float] = (),
     copies: int = 1,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(losses) / N over the global batch, N (of tokens: those trained)

@@ -21,6 +21,7 @@ from toolkit.terminal import phase
 from toolkit.track.queue import Trackers
 from toolkit.train import run_dir
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
+from toolkit.train.deadline import Deadline
 from toolkit.train.schedule import Epoch, make_schedule
 from toolkit.train.step import Samples, StepGuard
 
@@ -58,6 +59,9 @@ class RunContext:
     trackers: Trackers
     watchdog: Watchdog
     total_steps: int
+    """At most: with `run.deadline` it may end earlier."""
+    deadline: Deadline | None
+    """On rank 0 of a run with `run.deadline`."""
     accumulation: int
     started: float
     """time.monotonic() when the command was started, with its launcher."""

@@ -473,8 +473,8 @@ def log_summary(run: task.RunContext, result: task.FitResult, samples: list[dict
         "train_samples_per_second": result.steps * run.cfg.batch.global_size / seconds,
         "train_loss": _mean_loss(run),
     }
-    run.trackers.answers(run.total_steps, backends.SAMPLES, samples)
-    run.trackers.summary(run.total_steps, values)
+    run.trackers.answers(result.state.step, backends.SAMPLES, samples)
+    run.trackers.summary(result.state.step, values)
 
 
 def _mean_loss(run: task.RunContext) -> float:

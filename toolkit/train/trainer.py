@@ -22,7 +22,7 @@ from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
 from toolkit.messages import ConfigError, LaunchError, RunFolderError, say, tr, warn
 from toolkit.track.metrics import Progress
-from toolkit.train import dry_run, loop, replay, run_dir, schedule, startup, tracking
+from toolkit.train import deadline, dry_run, loop, replay, run_dir, schedule, startup, tracking
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
@@ -81,6 +81,7 @@ class Trainer:
         task, ranks = self.task, self.ranks
         task.begin(self.cfg, ranks)
         source, hosts = self._open_run_dir()
+        at = process_group.on_rank0(lambda: deadline.deadline_of(self.cfg, source.folder))
         cfg, built = self._settle(_with_ops(_with_optimizer(self.cfg, source), self.cfg), source)
         self.cfg, total_steps = cfg, task.total_steps
         schedule.tell_length(cfg, task.epoch, total_steps, ranks.world_size)
@@ -117,6 +118,7 @@ class Trainer:
             trackers=tracking.trackers_of(cfg),
             watchdog=failure.Watchdog(source.folder, ranks.rank, ranks.world_size, *limits, cfg.compile.enabled),
             total_steps=total_steps,
+            deadline=self._deadline(at, source.folder, start.step, engine, checkpointer),
             accumulation=mesh.accumulation(cfg, ranks.world_size),
             started=self.started,
         )
@@ -128,6 +130,21 @@ class Trainer:
             patience_s = min(tracking.PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
             self.reporter = tracking.AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
 
+    def _deadline(
+        self, at: float | None, folder: Path, start: int, engine: DeepSpeedEngine, checkpointer: Checkpointer
+    ) -> deadline.Deadline | None:
+        if at is None or self.ranks.rank:
+            return None
+        return deadline.Deadline(
+            self.cfg,
+            folder,
+            at,
+            total_steps=self.task.total_steps,
+            start=start,
+            accumulation=mesh.accumulation(self.cfg, self.ranks.world_size),
+            sizes=(checkpointer.least_bytes(), dry_run.export_bytes(engine, self.cfg.checkpoint)),
+        )
+
     def _replay(self, step: int, recorded: Path) -> Path:
         self.build()
         run = self.run
@@ -135,7 +152,7 @@ class Trainer:
             if step > run.total_steps:
                 raise ConfigError("step = {step}: the run has {total} steps.", step=step, total=run.total_steps)
             steps = loop.TrainLoop(self.task, run, self._baseline(), self.progress, lambda: None)
-            results = steps.replay(step)
+            results = steps.replay(step, deadline.recorded(recorded.parent))
         finally:
             self.progress.close()
             run.watchdog.stop()
@@ -177,7 +194,7 @@ class Trainer:
         if run.cfg.checkpoint.export:
             task.export(run, result)
         summary = task.summary(run, result) | {
-            "steps": run.total_steps,
+            "steps": result.state.step,
             "skipped_steps": result.skipped_steps,
             "bad_steps": result.state.bad_steps,
             "rewinds": result.state.rewinds,
@@ -193,6 +210,8 @@ class Trainer:
         if self.ranks.rank:
             return
         say("\n" + "\n".join(self._end_lines(result, summary, samples)))
+        if run.deadline:
+            summary["deadline_spare_s"] = run.deadline.tell_end()
         run_dir.mark_done(run.folder, summary)
         if self.reporter:
             self.reporter.finish()

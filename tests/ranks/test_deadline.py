@@ -1,0 +1,50 @@
+"""A run with far more steps than it has time for: it is killed, goes on, ends by itself, and is done again."""
+
+import json
+from pathlib import Path
+
+from ranks import REPOSITORY, forked, run
+from shared import FAULTY, tiny
+
+from tests import series
+
+SAVED, KILLED_IN = 8, 11
+PLANNED = 100_000
+
+
+def test_a_run_ends_by_itself_with_its_schedule_before_the_deadline(tmp_path: Path, rows_file: Path) -> None:
+    words = tiny(
+        rows_file,
+        tmp_path,
+        "run",
+        f"train.max_steps={PLANNED}",
+        "schedule=cosine",
+        f"checkpoint.every={SAVED}",
+        "zero=stage2",
+        "run.deadline=3h",
+    )
+    fault = {"at": "step", "step": KILLED_IN, "rank": 0, "do": "kill", "note": str(tmp_path / "note")}
+    died = run(forked(2, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps(fault))
+    assert (tmp_path / "note").exists() and died.code != 0
+    folder = tmp_path / "runs" / "run"
+    killed = series.metrics_jsonl(folder / "metrics.jsonl")["lr"]
+    finished = run(forked(2, str(REPOSITORY / "run.py"), *words, "run.deadline=30s"), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    assert f"Resuming after step {SAVED}" in finished.output
+    assert f"of {PLANNED:,} steps fit" in finished.output
+
+    done = json.loads((folder / "DONE").read_text())
+    rates = series.metrics_jsonl(folder / "metrics.jsonl")["lr"]
+    assert "deadline_spare_s" in done
+    assert [step for step, _ in rates] == list(range(1, done["steps"] + 1))
+    assert done["steps"] < PLANNED
+    assert rates[:SAVED] == killed[:SAVED]
+    values = [rate for _, rate in rates]
+    assert values[-1] < 0.2 * max(values), "the schedule ends with the run"
+    assert (folder / "export" / "config.json").exists()
+    assert (folder / "checkpoints" / f"step-{done['steps']}").exists()
+
+    step = done["steps"] - 1
+    again = run(forked(2, "--module", "toolkit", "replay", str(folder), f"step={step}"), cwd=tmp_path)
+    assert again.code == 0, again.output[-4000:]
+    assert f"The loss of steps {step} to {step} equals that in metrics.jsonl." in again.output

@@ -1,0 +1,205 @@
+"""A run that ends before a time, `run.deadline`: how many steps fit, as rank 0 measures steps, evaluations and saves.
+
+What it decides is a step to end with. All ranks hear it with the sums of a step, and the schedule reaches its end with
+it (schedule.py, `Schedule.fit`). The decisions are kept in deadline.jsonl, so that `toolkit replay` takes them again.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import rules, schema
+from toolkit.messages import ConfigError, say, warn
+from toolkit.report.run import json_lines
+from toolkit.terminal import clock
+
+FILE = "deadline.jsonl"
+_ENOUGH = 5
+"""Steps by which a pace is known; the first of a session, which compiles and allocates, is none of them."""
+_WINDOW = 50
+"""Steps whose mean is the pace: a rank that is slowed down shows soon, and a hiccup weighs little."""
+_BYTES_PER_S = 100e6
+"""Of a save and of an export, each read again, until one was measured: a slow disk's."""
+_UNKNOWN_EVALUATION = 10
+"""Steps that an evaluation is taken for until one was measured."""
+_END_S = 20.0
+"""What is not measured before: the exported model built again and read. The report may come after the deadline."""
+_MARGIN = 1.25
+"""Of what is kept for the end: it was measured once, or not at all."""
+_TOLD = 0.1
+"""Change of the last step, as a share of it, from which it is said again."""
+
+
+@dataclass(slots=True)
+class Costs:
+    """Seconds, as far as they are known."""
+
+    step: float = 0.0
+    """Mean of the last steps, without evaluations and saves."""
+    evaluation: float = 0.0
+    pause: float = 0.0
+    """For which a save holds training up."""
+    save: float = 0.0
+    """From the beginning of a save to its checkpoint."""
+
+
+class Deadline:
+    """Rank 0's view of the time that is left. `at`: seconds of time.time(); `sizes`: bytes of a checkpoint and of the
+    export (0: none).
+    """
+
+    def __init__(
+        self,
+        cfg: schema.RunConfig,
+        folder: Path,
+        at: float,
+        *,
+        total_steps: int,
+        start: int,
+        accumulation: int,
+        sizes: tuple[int, int],
+    ) -> None:
+        self.cfg, self.file, self.at = cfg, folder / FILE, at
+        self.total_steps, self.accumulation = total_steps, accumulation
+        self.costs = Costs()
+        self.costs.save, self._export_s = (size / _BYTES_PER_S for size in sizes)
+        rows = [row for row in _rows(folder) if row["step"] <= start]
+        self.file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        self.last = total_steps
+        if rows:
+            self.costs = Costs(**rows[-1]["seconds"])
+            if rows[-1]["at"] == at:
+                self.last = min(total_steps, rows[-1]["last"])
+        self._told: int | None = None
+        self._steps: deque[float] = deque(maxlen=_WINDOW)
+        self._is_first = True
+
+    def add_step(self, seconds: float) -> None:
+        """Take note of what a step took, without what follows it."""
+        if not self._is_first:
+            self._steps.append(seconds)
+        self._is_first = False
+        if len(self._steps) >= _ENOUGH:
+            self.costs.step = statistics.fmean(self._steps)
+
+    def end_s(self) -> float:
+        """Return the seconds that are kept for what follows the last step."""
+        config, costs = self.cfg.evaluate, self.costs
+        evaluation_s = costs.evaluation or _UNKNOWN_EVALUATION * costs.step
+        # A token of an answer takes a forward pass at most, a third of what a micro-batch takes.
+        answers_s = len(config.prompts) * config.max_new_tokens * costs.step / 3 / self.accumulation
+        return _END_S + _MARGIN * (evaluation_s + costs.save + self._export_s + answers_s)
+
+    def decide(self, step: int) -> int:
+        """Return the step to end with, before this one is done; 0 where nothing is known yet."""
+        if not self.costs.step:
+            return 0
+        left = self._steps_left(self.at - time.time() - self.end_s())
+        last = min(self.total_steps, max(step, step - 1 + left))
+        # A change of less than a hundredth of what is left is no other plan.
+        if self._told is not None and abs(last - self.last) * 100 < self.last - step:
+            return self.last
+        if last != self.last or self._told is None:
+            self.last = last
+            row = {"step": step, "last": last, "at": self.at, "seconds": asdict(self.costs)}
+            with self.file.open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(row) + "\n")
+            self._tell(step)
+        return self.last
+
+    def tell_end(self) -> float:
+        """Say how long before the deadline the run has ended; return the seconds, below 0 if it was missed."""
+        spare_s = self.at - time.time()
+        if spare_s >= 0:
+            say("{spare} before run.deadline.", spare=clock(spare_s))
+        else:
+            warn("run.deadline was missed by {late}.", late=clock(math.ceil(-spare_s)))
+        return round(spare_s, 1)
+
+    def _steps_left(self, seconds: float) -> int:
+        """Return how many steps fit into so many seconds, with the evaluations and saves between them."""
+        config, costs = self.cfg.checkpoint, self.costs
+        each_s = costs.step
+        if self.cfg.evaluate.every:
+            each_s += costs.evaluation / self.cfg.evaluate.every
+        if config.every:
+            each_s += costs.pause / config.every
+        if config.minutes:
+            seconds -= costs.pause * (seconds // (60 * config.minutes))
+        return max(0, int(seconds / each_s))
+
+    def _tell(self, step: int) -> None:
+        before, left = self._told, self.last - step
+        if before is not None and abs(self.last - before) < _TOLD * before:
+            return
+        self._told = self.last
+        at, each_s = f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M}", f"{self.costs.step:.3g}"
+        spare_s = self.at - time.time() - self.end_s() - left * self.costs.step
+        if self.last == self.total_steps:
+            say(
+                "run.deadline {at}: all {total} steps fit, at {seconds} s each; {spare} to spare.",
+                at=at,
+                total=f"{self.total_steps:,}",
+                seconds=each_s,
+                spare=clock(max(0.0, spare_s)),
+            )
+            return
+        all_s = self.end_s() + (self.total_steps - step) * self.costs.step
+        warn(
+            "run.deadline {at}: {last} of {total} steps fit, at {seconds} s each; {end} are kept for the last "
+            "checkpoint, its evaluation and the export. The schedule ends with step {last}. All steps would take until "
+            "{until}: give it more ranks, fewer evaluations (evaluate.every) or a later run.deadline.",
+            at=at,
+            last=f"{self.last:,}",
+            total=f"{self.total_steps:,}",
+            seconds=each_s,
+            end=clock(self.end_s()),
+            until=f"{datetime.fromtimestamp(time.time() + all_s):%Y-%m-%d %H:%M}",
+        )
+
+
+def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
+    """Return the time of `run.deadline` in seconds since the epoch; None without one. For rank 0 only.
+
+    What a duration or a time of day means is decided when a run first begins with it, and kept in its directory.
+    ConfigError if it is past.
+    """
+    if not cfg.run.deadline:
+        return None
+    file, now = folder / "deadline.json", datetime.now()
+    known: Mapping[str, Any] = {}
+    if file.is_file():
+        known = json.loads(file.read_text(encoding="utf-8"))
+    if known.get("given") == cfg.run.deadline:
+        at = float(known["at"])
+    else:
+        found = rules.parse_deadline(cfg.run.deadline, now)
+        assert found is not None  # the check of the config has seen to that
+        at = found.timestamp()
+        file.write_text(json.dumps({"given": cfg.run.deadline, "at": at}) + "\n", encoding="utf-8")
+    if at <= time.time():
+        raise ConfigError(
+            "run.deadline = {given} is past: it was {at}. Name a later one, or run.deadline= for none; what is learned "
+            "so far:  toolkit export-model {folder}",
+            given=cfg.run.deadline,
+            at=f"{datetime.fromtimestamp(at):%Y-%m-%d %H:%M}",
+            folder=folder,
+        )
+    return at
+
+
+def recorded(folder: Path) -> dict[int, int]:
+    """Return the decisions of a run: the step to end with, by the step before which it was decided."""
+    return {row["step"]: row["last"] for row in _rows(folder)}
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    file = folder / FILE
+    return [row for row in json_lines(file) if row is not None] if file.exists() else []
