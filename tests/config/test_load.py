@@ -20,8 +20,8 @@ KNOWN = (
     "Known: chatglm, chatglm2_6b, chatglm3_dpo_lora, chatglm3_lora, chatglm3_qlora, chatglm_6b, chatglm_full_adgen, "
     "chatglm_lora_adgen, chatglm_ptuning_adgen, deepseek_r1_distill_qwen_7b_lora, fp16, glm45_air_lora, "
     "glm4_0414_32b, glm4_0414_9b, glm4_9b, glm4_9b_lora, llama31_8b, llama31_8b_lora, long_context, pretrain_continue, "
-    "quickstart, qwen3_8b, qwen3_8b_lora, qwen3_classify_lora, qwen3_distill, qwen3_dpo, qwen3_reward_lora, zero1, "
-    "zero2_offload, zero3_nvme, zero3_offload."
+    "quickstart, qwen3_8b, qwen3_8b_lora, qwen3_classify_lora, qwen3_distill, qwen3_dpo, qwen3_embed_lora, "
+    "qwen3_reward_lora, zero1, zero2_offload, zero3_nvme, zero3_offload."
 )
 
 # Words on the command line (after recipe=quickstart) -> the whole message.
@@ -76,7 +76,7 @@ COMMAND_LINE = {
     ),
     "task=preference": (
         "command line: unknown choice 'task=preference'. Preferences are a group of their own: preference=dpo. Known: "
-        "classify, distill, language, reward."
+        "classify, distill, embed, language, reward."
     ),
     "recipe=chatgml": f"command line: unknown recipe 'chatgml'. Did you mean 'chatglm'? {KNOWN}",
     "recipe=nosuch.yaml": f"command line: there is no recipe file nosuch.yaml. {KNOWN}",

@@ -128,6 +128,7 @@ def test_every_recipe_keeps_its_own_zero_group() -> None:
         "qwen3_distill": 3,
         "qwen3_reward_lora": 2,
         "qwen3_classify_lora": 2,
+        "qwen3_embed_lora": 2,
         "llama31_8b": 3,
         "llama31_8b_lora": 2,
         "deepseek_r1_distill_qwen_7b_lora": 2,

@@ -9,7 +9,15 @@ from pages import ROOT, blocks, chinese
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import DataConfig, RowFormat, SourceConfig
-from toolkit.data.formats import ClassReader, LabelReader, MarginReader, PairReader, detect_format, parse_row
+from toolkit.data.formats import (
+    ClassReader,
+    LabelReader,
+    MarginReader,
+    PairReader,
+    TextPairReader,
+    detect_format,
+    parse_row,
+)
 from toolkit.data.readers import parse_line
 from toolkit.data.sources import read_conversations
 from toolkit.data.tokenize import build_caches
@@ -18,6 +26,7 @@ ENGLISH = ROOT / "docs" / "data.md"
 PREFERENCES = ROOT / "docs" / "preference.md"
 REWARDS = ROOT / "docs" / "reward.md"
 CLASSES = ROOT / "docs" / "classify.md"
+EMBEDDINGS = ROOT / "docs" / "embed.md"
 PAGES = [ENGLISH, chinese(ENGLISH), ROOT / "README.md", ROOT / "README_zh.md"]
 SAMPLES = [(block, line) for page in PAGES for block in blocks(page, "json") for line in block.body.splitlines()]
 
@@ -40,7 +49,8 @@ def test_each_format_has_a_sample(page: Path) -> None:
             row = parse_row(parse_line(line.encode()))
             assert isinstance(row, dict)
             assert detect_format(row, {}).value == name
-    of_files = {one.value for one in RowFormat} - {"auto", "docstrings", "preference", "labeled", "reward", "classify"}
+    of_tasks = {"preference", "labeled", "reward", "classify", "embed"}
+    of_files = {one.value for one in RowFormat} - {"auto", "docstrings"} - of_tasks
     assert {name for name, _ in shown} == of_files
 
 
@@ -67,6 +77,13 @@ def test_each_sample_of_classes_is_read(page: Path) -> None:
     (samples,) = blocks(page, "json")
     found = [ClassReader({}).read_all(parse_row(line.encode())) for line in samples.body.splitlines()]
     assert [one.label for (one,) in found] == ["complaint", "question", "1"]
+
+
+@pytest.mark.parametrize("page", [EMBEDDINGS, chinese(EMBEDDINGS)], ids=lambda page: page.name)
+def test_each_sample_of_embeddings_is_read(page: Path) -> None:
+    (sample,) = blocks(page, "json")
+    query, positive = TextPairReader({}).read_all(parse_row(sample.body.strip().encode()))
+    assert query.is_text and positive.is_text and query.messages != positive.messages
 
 
 def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:

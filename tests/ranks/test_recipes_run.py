@@ -16,6 +16,8 @@ NEEDS_GPU = {"fp16", "chatglm3_qlora"}
 PAIRS = {"chatglm3_dpo_lora", "qwen3_dpo", "qwen3_reward_lora"}
 # It learns labels.
 LABELLED = {"qwen3_classify_lora"}
+# It learns from pairs of texts.
+TEXTS = {"qwen3_embed_lora"}
 # It has no teacher of the tiny tokenizer: the model before training is its own, on rows that are marked as general.
 TAUGHT = {"qwen3_distill"}
 # Their samples are longer than the positions of glm_tiny.
@@ -66,6 +68,8 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
         general.write_text(rows_file.read_text(encoding="utf-8").replace("red", "general"), encoding="utf-8")
         sources = f"data.sources=[{{path: {rows_file}}}, {{path: {general}, general: true}}]"
         words += [sources, "distill.teacher=''", "distill.top_k=4"]
+    if recipe in TEXTS:
+        words.append(f"data.sources=[{{path: {rows_file}, columns: {{query: prompt, positive: chosen}}}}]")
     if recipe in LABELLED:
         labelled = [json.loads(line) for line in rows_file.read_text(encoding="utf-8").splitlines()]
         labels = [{**row, "label": ("odd", "even")[number % 2]} for number, row in enumerate(labelled)]
@@ -87,7 +91,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: 
     folder = tmp_path_factory.mktemp("recipes")
     names = [name for name in recipes() if name != "zero3_nvme" or can_do_async_io()]
     listing = folder / "cases.json"
-    data = {name: pairs_file if name in PAIRS else rows_file for name in names}
+    data = {name: pairs_file if name in PAIRS | TEXTS else rows_file for name in names}
     listing.write_text(json.dumps([{"overrides": overrides(name, data[name], folder)} for name in names]))
     finished = run(forked(2, WORKER, str(listing)), cwd=folder, timeout_s=500)
     assert finished.code == 0, finished.output[-6000:]

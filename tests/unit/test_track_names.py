@@ -33,6 +33,8 @@ def test_evaluations_are_in_it() -> None:
         "eval_rewards",
         "eval_accuracy",
         "eval_macro_f1",
+        "eval_recall_at_1",
+        "eval_mrr",
         "eval_kl",
         "eval_logps",
         "eval_general_loss",

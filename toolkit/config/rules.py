@@ -209,7 +209,7 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Rows of preferences need a loss of such rows, and the other way round."""
     data, preference, wanted = loaded.cfg.data, loaded.cfg.preference, schema.wanted_format(loaded.cfg)
     of_pairs = (schema.RowFormat.preference, schema.RowFormat.labeled)
-    of_scores = (schema.RowFormat.reward, schema.RowFormat.classify)
+    of_scores = (schema.RowFormat.reward, schema.RowFormat.classify, schema.RowFormat.embed)
     for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for number, source in enumerate(sources):
             if source.format is wanted if wanted else source.format not in of_pairs + of_scores:
@@ -365,7 +365,9 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     known = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
     known += schema.EVAL_LABELS if loaded.cfg.task.kind is schema.TaskKind.classify else ()
-    known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + schema.has_pairs(loaded.cfg)]
+    kind, is_paired = loaded.cfg.task.kind, loaded.cfg.preference.is_paired
+    known += schema.EVAL_EMBED if kind is schema.TaskKind.embed else ()
+    known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + (is_paired or kind is schema.TaskKind.reward)]
     if evaluate.keep_best and evaluate.keep_best not in known:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
         yield loaded.error(

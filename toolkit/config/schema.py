@@ -74,6 +74,7 @@ class TaskKind(str, Enum):
     distill = "distill"
     reward = "reward"
     classify = "classify"
+    embed = "embed"
 
 
 class RowFormat(str, Enum):
@@ -92,6 +93,7 @@ class RowFormat(str, Enum):
     labeled = "labeled"
     reward = "reward"
     classify = "classify"
+    embed = "embed"
 
 
 _ASKED = ("prompt", "response", "instruction", "input", "output", "query", "history", "system", "tools")
@@ -114,6 +116,7 @@ ROW_FIELDS = {
     ),
     RowFormat.labeled: (*_ASKED, *_LISTED, "completion", "label", "kto_tag"),
     RowFormat.classify: (*_ASKED, *_LISTED, "text", "label"),
+    RowFormat.embed: ("query", "positive"),
 }
 """What each format reads of a row, and of the messages in it; the names that `columns` may give other ones."""
 
@@ -307,6 +310,8 @@ EVAL_PAIRS = ("eval_rewards/accuracies", "eval_rewards/margins")
 """Names of what is better if it is more in an evaluation of pairs."""
 EVAL_LABELS = ("eval_accuracy", "eval_macro_f1")
 """The same in an evaluation of a classifier."""
+EVAL_EMBED = ("eval_recall_at_1", "eval_mrr")
+"""The same in an evaluation of embeddings."""
 
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -485,7 +490,7 @@ class SourceConfig:
     split: str = "train"
     """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin (docs/reward.md); classify: a text or a conversation with a label (docs/classify.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin (docs/reward.md); classify: a text or a conversation with a label (docs/classify.md); embed: query and positive, two texts that belong together (docs/embed.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     general: bool = False
@@ -661,14 +666,19 @@ class TaskConfig:
     """`task`: what the model learns."""
 
     kind: TaskKind = TaskKind.language
-    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md); reward: a reward model, which gives the chosen answer of a pair a higher score than the rejected one: the data are pairs then, and `batch` counts pairs (docs/reward.md); classify: a classifier, which gives texts and conversations one of several labels (docs/classify.md)."""
+    """language: to continue conversations and texts, or with `preference.loss` to prefer answers; distill: to do so as a teacher does (docs/distillation.md); reward: a reward model, which gives the chosen answer of a pair a higher score than the rejected one: the data are pairs then, and `batch` counts pairs (docs/reward.md); classify: a classifier, which gives texts and conversations one of several labels (docs/classify.md); embed: embeddings of texts, learned from pairs, which `batch` counts (docs/embed.md)."""
     center: NonNegativeFloat = 0.0
     """reward: weight of (score of the chosen answer + score of the rejected one)^2, which keeps the scores around 0; 0 leaves them free."""
 
     @property
     def is_language(self) -> bool:
         """Whether the model learns to write."""
-        return self.kind not in (TaskKind.reward, TaskKind.classify)
+        return self.kind in (TaskKind.language, TaskKind.distill)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a head of scores takes the place of the output layer."""
+        return self.kind in (TaskKind.reward, TaskKind.classify)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -677,6 +687,23 @@ class ClassifyConfig:
 
     labels: list[str] = field(default_factory=list)
     """The labels, in the order of the model's scores; a row with another one is an error. []: those that the rows have, sorted."""
+
+
+class Pooling(str, Enum):
+    """What of a text's states becomes its embedding."""
+
+    last = "last"
+    mean = "mean"
+
+
+@dataclass(kw_only=True, slots=True)
+class EmbedConfig:
+    """`embed`: `task=embed`: embeddings of texts, learned from pairs (docs/embed.md)."""
+
+    pooling: Pooling = Pooling.last
+    """last: the state of the last token; mean: the mean over all tokens."""
+    temperature: PositiveFloat = 0.05
+    """Divides the cosine similarities that are compared: the smaller, the more the most similar ones count."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1318,6 +1345,8 @@ class RunConfig:
     """Distillation."""
     classify: ClassifyConfig = field(default_factory=ClassifyConfig)
     """Classification."""
+    embed: EmbedConfig = field(default_factory=EmbedConfig)
+    """Embeddings."""
     prepare: PrepareConfig = field(default_factory=PrepareConfig, metadata=FREE)
     """The tokenized cache."""
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -1361,13 +1390,13 @@ class RunConfig:
 
 
 def has_pairs(cfg: RunConfig) -> bool:
-    """Whether samples come in pairs: a chosen and a rejected answer."""
-    return cfg.preference.is_paired or cfg.task.kind is TaskKind.reward
+    """Whether samples come in pairs: a chosen and a rejected answer, or a query and what is to be found."""
+    return cfg.preference.is_paired or cfg.task.kind in (TaskKind.reward, TaskKind.embed)
 
 
 def score_labels(cfg: RunConfig) -> list[str]:
     """Return what the scores of a head are of, as far as the config says; [] where the model is to write."""
-    if cfg.task.is_language:
+    if not cfg.task.has_head:
         return []
     return ["reward"] if cfg.task.kind is TaskKind.reward else cfg.classify.labels
 

@@ -32,7 +32,9 @@ class Conversation:
     value: float | None = None
     """What the row says of its answer: 1 good, 0 bad; of a pair the margin."""
     label: str | None = None
-    """What a classifier is to find: the whole is read then, and nothing of it is trained."""
+    """What a classifier is to find."""
+    is_read: bool = False
+    """Whether the whole is read, and nothing of it is trained to be written."""
 
     @property
     def is_text(self) -> bool:
@@ -479,7 +481,7 @@ class ClassReader(PairReader):
             raise RowError("'{key}' is empty: the row has no label", key=key)
         is_text = self.names["text"] in mapping
         whole = self._read(mapping, RowFormat.text) if is_text else self._before(mapping)
-        return [replace(whole, messages=_unmarked(whole), label=label)]
+        return [replace(whole, messages=_unmarked(whole), label=label, is_read=True)]
 
     def _read(
         self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
@@ -487,6 +489,20 @@ class ClassReader(PairReader):
         reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
         reader.skipped = self.skipped
         return reader.read({key: value for key, value in row.items() if key != self.names["label"]})
+
+
+class TextPairReader(PairReader):
+    """Turns rows of `RowFormat.embed` into two texts, `query` and `positive`."""
+
+    row_format = RowFormat.embed
+
+    def read_all(self, row: object) -> list[Conversation]:
+        """Return both texts; a RowError as `RowReader`."""
+        mapping = as_object(row)
+        texts = [_text(mapping, self.names[field]) for field in ("query", "positive")]
+        if not all(text.strip() for text in texts):
+            raise RowError(tr("one of the two texts is empty. Correct or remove the row"))
+        return [Conversation([_message(TEXT, text)], is_read=True) for text in texts]
 
 
 def _unmarked(conversation: Conversation) -> list[Message]:
@@ -501,6 +517,7 @@ def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader | 
         RowFormat.labeled: LabelReader,
         RowFormat.reward: MarginReader,
         RowFormat.classify: ClassReader,
+        RowFormat.embed: TextPairReader,
     }
     return readers[row_format](columns) if row_format in readers else RowReader(row_format, columns)
 

@@ -242,7 +242,8 @@ class PartBuilder:
             ):
                 counts.systems += 1
             if len(wholes) > 1 and wholes[0] == wholes[1]:
-                counts.drop(tr("both answers are the same"), row)
+                same = tr("both texts are the same") if wholes[0].is_read else tr("both answers are the same")
+                counts.drop(same, row)
                 continue
             if not found:
                 counts.drop(tr("no token the loss covers"), row)
@@ -263,9 +264,9 @@ class PartBuilder:
 
     def _learned(self, whole: Conversation, counts: PartCounts) -> list[Conversation]:
         """Return what is learned from a row: what is trained of it, or that it has a label."""
-        if whole.label is None:
+        if not whole.is_read:
             return self._marked(whole, counts)
-        if self.labels and whole.label not in self.labels:
+        if self.labels and whole.label is not None and whole.label not in self.labels:
             raise RowError(
                 "the label '{label}' is none of classify.labels ({labels})",
                 label=whole.label[:40],
@@ -312,12 +313,12 @@ class PartBuilder:
                 counts.refuse(row, error, value)
 
     def _encode_all(self, read: Sequence[Conversation]) -> list[Encoded]:
-        """Encode conversations. Of those with a label all is read: a text without an end token, and what no answer ends
-        up to where one would begin; marked is the last token, at which their score is.
+        """Encode conversations. Those that are read: a text without an end token, and what no answer ends up to where
+        one would begin; marked is the last token, at which their score is.
         """
-        whole = [one for one in read if one.label is None or one.is_text or one.messages[-1]["role"] == "assistant"]
+        whole = [one for one in read if not one.is_read or one.is_text or one.messages[-1]["role"] == "assistant"]
         found = iter(self.encoder.encode_many([one.messages for one in whole], [one.tools for one in whole]))
-        if len(whole) == len(read) and all(one.label is None for one in read):
+        if len(whole) == len(read) and not any(one.is_read for one in read):
             return list(found)
         encoded = []
         for one in read:
@@ -330,10 +331,10 @@ class PartBuilder:
     def _fit(self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts) -> list[Encoded]:
         """Return a conversation's samples by `data.too_long`, and count what cannot be used; or raise a RowError."""
         ids, trained = encoded
-        if conversation.label is not None and self.too_long is TooLong.truncate and len(ids) > self.limit:
+        if conversation.is_read and self.too_long is TooLong.truncate and len(ids) > self.limit:
             counts.truncated += 1
             ids, trained = ids[: self.limit], trained[-self.limit :]
-        if conversation.label is not None and 0 < len(ids) <= self.limit:
+        if conversation.is_read and 0 < len(ids) <= self.limit:
             return [(ids, trained)]
         if len(ids) > self.limit:
             if self.too_long is TooLong.split:

@@ -32,7 +32,7 @@ from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.launch.processes import run_module
 from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofDiffers, ToolkitError, clauses, tr
-from toolkit.models import adapters, chat, classifier, probe, weights
+from toolkit.models import adapters, chat, classifier, embedding, probe, weights
 from toolkit.models.chatglm.tokenizers import official_vocabulary
 from toolkit.models.directory import read_object
 from toolkit.models.load import TORCH_DTYPES, empty, load_model, stream, streamed_model
@@ -94,7 +94,9 @@ def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
     lines = []
     if not math.isnan(state.first_loss):
         kind = config.get("task", {}).get("kind", "language")
-        is_of_samples = kind in ("reward", "classify") or config.get("preference", {}).get("loss", "none") != "none"
+        preference = config.get("preference", {}).get("loss", "none")
+        preference = config.get("preference", {}).get("loss", "none")
+        is_of_samples = kind in ("reward", "classify", "embed") or preference != "none"
         ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
         lines += [tr("training: {losses}", losses=ends), ""]
     if state.evaluations:
@@ -544,7 +546,7 @@ def export_any(
         model = load_model(path, dtype=wanted.precision)
         before = probe.read(path)
         probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
-        files = describe(model, _encoder(path, family))
+        files = describe(model, _encoder(path, family)) | embedding.read_files(path)
         write_folder(model, files, folder, wanted.format, probed, max_shard_size=wanted.max_shard_size)
 
 
@@ -632,7 +634,7 @@ def export_adapter_folder(
     model = part.shaped(empty(part.base))
     model.to(precision)
     own_tokenizer = (path / "tokenizer_config.json").is_file()
-    files = describe(model, _encoder(path if own_tokenizer else part.base, family))
+    files = describe(model, _encoder(path if own_tokenizer else part.base, family)) | embedding.read_files(path)
     if (path / CARD_FILE).is_file():
         files[CARD_FILE] = (path / CARD_FILE).read_bytes()
         if wanted.merge:

@@ -174,6 +174,16 @@ class LossHead:
             found = logits_of(engine, batch).flatten(0, 1)
         return Scores(found, layer.weight, layer.bias) if as_they_are else Scores(found)
 
+    def states(self, engine: Any, batch: attention.Batch, places: torch.Tensor) -> torch.Tensor:
+        """Run forward on a batch on its device; return the output layer's inputs at some places of B x S, [places, H].
+        Its weight gets gradients of 0, which ZeRO waits for.
+        """
+        layer: Any = getattr(engine, "module", engine).get_output_embeddings()
+        with self._answering(
+            layer, batch, places + 1, lambda states: (states + 0 * layer.weight.flatten()[0])[:, None]
+        ):
+            return logits_of(engine, batch).flatten(0, 1)
+
     def total(
         self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
     ) -> torch.Tensor:

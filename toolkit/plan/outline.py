@@ -423,7 +423,7 @@ def published_teachers() -> dict[str, dict[str, Any]]:
 
 def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
     """Return a language model with the head that the task gives it, and what is trained of it."""
-    if not cfg.task.is_language:
+    if cfg.task.has_head:
         rest = {name: shape for name, shape in shapes.items() if name != _HEAD}
         # Labels that only the data know are taken for two: the head is next to nothing.
         head = len(schema.score_labels(cfg)) or 2, sizes["hidden"]
@@ -433,7 +433,7 @@ def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
 
 def tuning_of(cfg: schema.RunConfig) -> schema.TuningConfig:
     """Return `tuning`; with the head of a task that adds one, which is always trained."""
-    if cfg.task.is_language:
+    if not cfg.task.has_head:
         return cfg.tuning
     given, module = cfg.tuning, SCORE.partition(".")[0]
     return replace(given, patterns=[*given.patterns, SCORE], save_modules=[*given.save_modules, module])

@@ -84,7 +84,7 @@ class LanguageData:
 
 def head_of(cfg: schema.RunConfig, data: LanguageData) -> classifier.Head | None:
     """Return what takes the place of the model's output layer; None where the model is to write."""
-    if cfg.task.is_language:
+    if not cfg.task.has_head:
         return None
     return classifier.Head(tuple(schema.score_labels(cfg) or data.report.labels), data.pad_id)
 

@@ -90,7 +90,7 @@ class SampleTask(language_task.LanguageTask):
 
 
 class ScoreTask(SampleTask):
-    """Trains a model whose output layer is a head that scores sequences."""
+    """Trains a model that writes no text."""
 
     def next_steps(self, run: task.RunContext, samples: list[dict[str, str]]) -> list[str]:
         if not run.cfg.checkpoint.export:
@@ -99,4 +99,8 @@ class ScoreTask(SampleTask):
         if adapters.has_adapter(run.engine.module):
             command = shlex.join(["toolkit", "export-model", folder, "merge=true", "output=merged"])
             return [tr("The adapter: {folder}", folder=folder), tr("Merge it:  {command}", command=command)]
-        return [tr("The model, for AutoModelForSequenceClassification of transformers: {folder}", folder=folder)]
+        return [self._use(folder)]
+
+    def _use(self, folder: str) -> str:
+        """Return what can be done with a whole model."""
+        return tr("The model, for AutoModelForSequenceClassification of transformers: {folder}", folder=folder)

@@ -1,7 +1,7 @@
 """Which task a config asks for."""
 
 from toolkit.config.schema import PreferenceLoss, RunConfig, TaskKind
-from toolkit.train import classify_task, distill_task, language_task, preference_task
+from toolkit.train import classify_task, distill_task, embed_task, language_task, preference_task
 
 
 def task_of(cfg: RunConfig) -> language_task.LanguageTask:
@@ -10,6 +10,8 @@ def task_of(cfg: RunConfig) -> language_task.LanguageTask:
         return distill_task.DistillTask()
     if cfg.task.kind is TaskKind.classify:
         return classify_task.ClassifyTask()
+    if cfg.task.kind is TaskKind.embed:
+        return embed_task.EmbedTask()
     if cfg.task.kind is TaskKind.reward:
         return preference_task.RewardTask()
     if cfg.preference.loss is PreferenceLoss.kto:

@@ -1,0 +1,85 @@
+"""Embeddings of texts: one vector for each, and the loss by which those of a pair are found among those of others.
+
+InfoNCE, equation 4 of Oord, Li, Vinyals 2018, https://arxiv.org/abs/1807.03748, with the other positives of a batch in
+place of drawn ones: of a pair i, -log softmax_j(cos(query i, positive j) / temperature) at j = i.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from toolkit.config.schema import Pooling
+from toolkit.models import attention, loss
+
+FILES = ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+"""What sentence-transformers reads beside a model: its parts, how tokens become one vector, lengths, the comparison."""
+_ROWS = 1024
+"""So many queries are compared at once."""
+
+
+def embeddings(engine: Any, batch: attention.Batch, pooling: Pooling) -> torch.Tensor:
+    """Run forward and return the embedding of each row's sample, float32 `[B, H]`, of length 1."""
+    lengths = (batch["segment_ids"] > 0).sum(dim=1).cpu()
+    begins = torch.arange(len(lengths)) * batch["segment_ids"].size(1)
+    if pooling is Pooling.last:
+        places = begins + lengths - 1
+    else:
+        spans = zip(begins.tolist(), lengths.tolist(), strict=True)
+        places = torch.cat([torch.arange(begin, begin + length) for begin, length in spans])
+    head, given = loss.loss_head(engine), loss.on_device(engine, batch)
+    states = head.states(engine, given, places.to(engine.device)).float()
+    if pooling is Pooling.mean:
+        # Not index_add, whose order of additions is another one each time on a GPU.
+        states = torch.stack([one.mean(dim=0) for one in states.split(lengths.tolist())])
+    return functional.normalize(states, dim=1)
+
+
+def pair_losses(pairs: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the loss of each of N pairs, [N], of embeddings [2N, H] of queries and positives in turns."""
+    queries, positives = pairs[0::2], pairs[1::2]
+    targets = torch.arange(len(queries), device=pairs.device)
+    parts = [
+        functional.cross_entropy(queries[part] @ positives.t() / temperature, part, reduction="none")
+        for part in targets.split(_ROWS)
+    ]
+    return torch.cat(parts)
+
+
+def ranks_of(pairs: torch.Tensor) -> torch.Tensor:
+    """Return the place of each query's own positive among all, by similarity, from 1: [N]."""
+    queries, positives = pairs[0::2], pairs[1::2]
+    found = []
+    for part in torch.arange(len(queries), device=pairs.device).split(_ROWS):
+        similar = queries[part] @ positives.t()
+        found.append((similar > similar.gather(1, part[:, None])).sum(dim=1) + 1)
+    return torch.cat(found)
+
+
+def describe(pooling: Pooling, width: int, max_length: int) -> dict[str, bytes]:
+    """Return the content of `FILES`."""
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    pooled = {
+        "word_embedding_dimension": width,
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": pooling is Pooling.mean,
+        "pooling_mode_max_tokens": False,
+        "pooling_mode_lasttoken": pooling is Pooling.last,
+        "include_prompt": True,
+    }
+    lengths = {"max_seq_length": max_length, "do_lower_case": False}
+    contents = modules, pooled, lengths, {"prompts": {}, "similarity_fn_name": "cosine"}
+    return {
+        name: (json.dumps(content, indent=2) + "\n").encode() for name, content in zip(FILES, contents, strict=True)
+    }
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return those of `FILES` that are in a directory."""
+    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
