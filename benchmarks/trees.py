@@ -3,7 +3,10 @@
 Both sides train the same engine on the same samples, rows of `data.max_length` each; the ratio is taken pair by pair.
 """
 
+import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,14 +16,25 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.encode import joined
+from benchmarks.results import append_result, earlier
+from toolkit.arguments import parse
 from toolkit.config.mesh import accumulation
-from toolkit.config.schema import RunConfig
+from toolkit.config.schema import RunConfig, SourceConfig
 from toolkit.data.packing import shared_prefixes
+from toolkit.data.sources import read_conversations
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import barrier, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.train.language_data import Batch, LanguageData, epoch_steps, load_data_with, training_batches
+from toolkit.train.language_data import (
+    Batch,
+    LanguageData,
+    build_encoder,
+    epoch_steps,
+    load_data_with,
+    training_batches,
+)
 from toolkit.train.language_task import LanguageTask, build_engine
 from toolkit.train.run_dir import RunSource
 from toolkit.train.step import StepGuard, train_step
@@ -96,3 +110,27 @@ def _by_samples(cache: TokenizedCache, capacity: int) -> dict[str, dict[str, flo
         conversations, ratio = int((counts == count).sum()), round(copies / trees, 3)
         found[str(count)] = {"conversations": conversations, "copies": copies, "trees": trees, "ratio": ratio}
     return found
+
+
+def count(words: list[str]) -> None:
+    """Count tokens, without training, of conversations of 2 to 12 turns that are joined from the data's."""
+    arguments = parse(words, world_size=1, names=("output",))
+    cfg, output = arguments.loaded.cfg, arguments.values.get("output", "")
+    before, encoder = earlier(output), build_encoder(cfg)
+    known = list(read_conversations(cfg.data, Path(cfg.prepare.dir)))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "joined.jsonl"
+        chats = (one for turns in range(2, 13) for one in joined(known, turns)[:4])
+        rows = ({"messages": one.messages, **({"tools": one.tools} if one.tools else {})} for one in chats)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        cfg.data.sources, cfg.data.validation, cfg.data.validation_fraction = [SourceConfig(path=str(file))], [], 0.0
+        cfg.prepare.dir, cfg.data.max_length = folder, 1 << 20
+        found = _by_samples(load_data_with(cfg, encoder).train, cfg.data.max_length)
+    command = ["python", "-m", "benchmarks.trees", *words]
+    append_result(output, before, command, {"counted": "trees", "by_samples_of_a_conversation": found}, 1)
+    for name, figures in found.items():
+        print(name, figures)  # noqa: T201
+
+
+if __name__ == "__main__":
+    count(sys.argv[1:])
