@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from make_pictures import PROGRAM, Browser
+from browser import PROGRAM, Browser
 from pages import DOCS, ROOT
 
 SEARCHES = {

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from make_pictures import PROGRAM, Browser
+from browser import PROGRAM, Browser
 
 from tests.unit.fake_runs import HOSTILE, fake_run, row
 
