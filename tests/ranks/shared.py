@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,10 @@ Cell = TypeVar("Cell")
 WORKER = str(REPOSITORY / "tests" / "ranks" / "sessions_worker.py")
 ALL = "zero.stage3_param_persistence_threshold=0"  # every parameter in pieces, as a real model's are
 RECOMPUTE = "train.activation_checkpointing.enabled=true"
+STEADY = "optim.eps=1e-6"
+"""Adam divides a gradient by its own size: at 1e-8 it makes whole steps of gradients that are rounding alone, as those
+of a key's bias are, and losses are 3e-5 apart after 12 steps; at 1e-6 4e-6 (a reward model, ZeRO-3).
+"""
 LORA = ["tuning=lora", "tuning.target_modules=[all-linear]", "optim.lr=0.01"]
 WORDS = [
     "red",
@@ -96,6 +100,41 @@ def of_tier(request: pytest.FixtureRequest, cells: dict[str, Cell], short: Colle
 def default_first(names: Collection[str], short: Collection[str]) -> list[Any]:
     """Return the parameters of a test, those in `short` marked as tests of the default tier."""
     return [pytest.param(name, marks=pytest.mark.default) if name in short else name for name in names]
+
+
+def train_cells(
+    request: pytest.FixtureRequest,
+    folder: Path,
+    cells: tuple[dict[str, list[str]], dict[str, list[str]]],
+    short: Collection[str],
+    words: Callable[[str, list[str]], list[str]],
+    resumed: Mapping[str, int],
+    room_mib: Mapping[str, list[float]] | None = None,
+) -> Path:
+    """Train cells, then resume some from the middle, as `NAME-resumed`; return the directory of their runs.
+
+    Args:
+        cells: overrides by name, of runs on two ranks and of runs on one.
+        short: the cells that the default tier trains too.
+        words: takes name and overrides; returns all overrides of a run below `folder`.
+        resumed: the step from which a cell is resumed.
+        room_mib: of a cell: the memory that each rank is said to have.
+    """
+    for all_cells, command in zip(cells, (forked(2, WORKER), forked(0, WORKER)), strict=True):
+        chosen = of_tier(request, all_cells, short)
+        cases: list[dict[str, Any]] = [{"overrides": words(name, given)} for name, given in chosen.items()]
+        for name, case in zip(chosen, cases, strict=True):
+            if name in (room_mib or {}):
+                case["room_mib"] = room_mib[name]
+        for name in [one for one in chosen if one in resumed]:
+            checkpoint = folder / "runs" / name / "checkpoints" / f"step-{resumed[name]}"
+            cases.append({"overrides": words(f"{name}-resumed", [*chosen[name], f"resume={checkpoint}"])})
+        if cases:
+            listing = folder / f"cases-{len(chosen)}.json"
+            listing.write_text(json.dumps(cases))
+            finished = run([*command, str(listing)], cwd=folder, timeout_s=400)
+            assert finished.code == 0, finished.output[-6000:]
+    return folder / "runs"
 
 
 def conversations(folder: Path) -> list[str]:
@@ -204,6 +243,46 @@ def eval_losses(run_folder: Path) -> list[float]:
     return [row["eval_loss"] for row in rows_of(run_folder) if "eval_loss" in row]
 
 
+class PlainOptimizer:
+    """torch's AdamW on the parameters that are trained, with the clipping and the schedule of a `tiny` run."""
+
+    def __init__(self, model: Any, cfg: Any, steps: int) -> None:
+        import torch
+
+        self.cfg, self.steps, self.updates = cfg, steps, 0
+        self.parameters = [one for one in model.parameters() if one.requires_grad]
+        self.adam = torch.optim.AdamW(
+            self.parameters, betas=tuple(cfg.optim.betas), eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay
+        )
+
+    def step(self, loss: Any) -> float:
+        """Update by a loss; return the norm of its gradients."""
+        import torch
+
+        self.adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.train.gradient_clipping)
+        # DeepSpeed's warm-up from half the peak (1 / its steps): two steps there (before and at its iteration 0), up
+        # over 2 steps, then down to 0.
+        iteration = max(self.updates - 1, 0)
+        factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (self.steps - iteration) / (self.steps - 2)
+        for group in self.adam.param_groups:
+            group["lr"] = self.cfg.optim.lr * factor
+        self.adam.step()
+        self.updates += 1
+        return float(norm)
+
+
+def global_batches(cfg: Any, data: Any, steps: int) -> Iterator[list[Any]]:
+    """Yield the rows of each step: the places of their samples in `data.train`, those of a pair in order."""
+    from toolkit.data.sampler import GlobalBatchSampler
+    from toolkit.train.language_data import rows_per_step
+
+    plan, size = data.train_plan, rows_per_step(cfg, data.packing)[0]
+    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
+    return ([plan[row] for row in rows] for rows in islice(sampler, steps))
+
+
 def plain_loop(
     overrides: list[str], steps: int, data: Sequence[int] = (), without: Collection[int] = (), dtype: Any = None
 ) -> tuple[list[float], list[float]]:
@@ -223,9 +302,8 @@ def plain_loop(
 
     from toolkit.config.load import load
     from toolkit.data.loader import collate
-    from toolkit.data.sampler import GlobalBatchSampler
     from toolkit.models.load import create_model
-    from toolkit.train.language_data import load_data, rows_per_step
+    from toolkit.train.language_data import load_data
 
     cfg = load(overrides).cfg
     prepared = load_data(cfg)
@@ -242,34 +320,15 @@ def plain_loop(
         with torch.no_grad():
             return float(mean_loss([prepared.validation[i] for i in range(len(prepared.validation))]))
 
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=cfg.optim.lr,
-        betas=tuple(cfg.optim.betas),
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-    )
-    plan, size = prepared.train_plan, rows_per_step(cfg, prepared.packing)[0]
-    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {prepared.train.fingerprint}")
+    optimizer = PlainOptimizer(model, cfg, steps)
     data = data or range(1, steps + 1)
-    batches = list(islice(sampler, max(data)))
-    found, before, updates = [], validation_loss(), 0
+    batches = list(global_batches(cfg, prepared, max(data)))
+    found, before = [], validation_loss()
     for step, rows in enumerate((batches[number - 1] for number in data), start=1):
-        # DeepSpeed's warm-up from half the peak (1 / its steps): two steps there (before and at its iteration 0), up
-        # over 2 steps, then down to 0.
-        iteration = max(updates - 1, 0)
-        factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (steps - iteration) / (steps - 2)
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.optim.lr * factor
-        loss = mean_loss([prepared.train[sample] for row in rows for sample in plan[row]])
+        loss = mean_loss([prepared.train[sample] for row in rows for sample in row])
         found.append(float(loss.detach()))
-        if step in without:
-            continue
-        updates += 1
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
-        optimizer.step()
+        if step not in without:
+            optimizer.step(loss)
     return found, [before, validation_loss()]
 
 

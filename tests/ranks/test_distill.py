@@ -3,14 +3,26 @@
 import copy
 import json
 import random
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import forked, run
-from shared import ALL, LORA, RECOMPUTE, WORDS, WORKER, default_first, losses, of_tier, rows_of, tiny, trained
+from shared import (
+    ALL,
+    LORA,
+    RECOMPUTE,
+    WORDS,
+    PlainOptimizer,
+    default_first,
+    global_batches,
+    losses,
+    rows_of,
+    tiny,
+    train_cells,
+    trained,
+)
 
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
@@ -106,22 +118,11 @@ def files(rows_file: Path, general_file: Path, teacher: Path) -> tuple[Path, Pat
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: tuple[Path, Path, Path]
 ) -> Path:
-    """Train all cells, then resume some from the middle in directories of their own."""
+    """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("distill")
-    for all_cells, command in ((CELLS, forked(2, WORKER)), ({**ONE_RANK, **LEARNED}, forked(0, WORKER))):
-        cells = of_tier(request, all_cells, SHORT)
-        if not cells:
-            continue
-        cases = [{"overrides": words(files, folder, name, given)} for name, given in cells.items()]
-        for name in [one for one in cells if one in RESUMED]:
-            checkpoint = folder / "runs" / name / "checkpoints" / "step-3"
-            given = [*cells[name], f"resume={checkpoint}"]
-            cases.append({"overrides": words(files, folder, f"{name}-resumed", given)})
-        listing = folder / f"cases-{len(cells)}.json"
-        listing.write_text(json.dumps(cases))
-        finished = run([*command, str(listing)], cwd=folder, timeout_s=400)
-        assert finished.code == 0, finished.output[-6000:]
-    return folder / "runs"
+    words_of = partial(words, files, folder)
+    resumed = dict.fromkeys(RESUMED, 3)
+    return train_cells(request, folder, (CELLS, {**ONE_RANK, **LEARNED}), SHORT, words_of, resumed)
 
 
 def apart(cfg: Any, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -144,10 +145,9 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.config.load import load
     from toolkit.config.schema import Dtype
     from toolkit.data.loader import collate
-    from toolkit.data.sampler import GlobalBatchSampler
     from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model, load_model
-    from toolkit.train.language_data import load_data, rows_per_step
+    from toolkit.train.language_data import load_data
 
     cfg = load(overrides).cfg
     data = load_data(cfg)
@@ -156,22 +156,11 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     other.eval()
     if cfg.tuning.method.value != "full":
         apply_tuning(model, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
-    optimizer = torch.optim.AdamW(
-        [one for one in model.parameters() if one.requires_grad],
-        lr=cfg.optim.lr,
-        betas=tuple(cfg.optim.betas),
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-    )
-    plan, size, share = data.train_plan, rows_per_step(cfg, data.packing)[0], cfg.distill.weight
-    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
+    optimizer = PlainOptimizer(model, cfg, STEPS)
+    share = cfg.distill.weight
     found: dict[str, list[float]] = {"loss": [], "kl": []}
-    for step, rows in enumerate(islice(sampler, STEPS)):
-        iteration = max(step - 1, 0)  # as in shared.plain_loop
-        factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (STEPS - iteration) / (STEPS - 2)
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.optim.lr * factor
-        samples = [sample for row in rows for sample in plan[row]]
+    for rows in global_batches(cfg, data, STEPS):
+        samples = [sample for row in rows for sample in row]
         batch = collate([[data.train[sample]] for sample in samples], data.pad_id)
         given = {"input_ids": batch["input_ids"], "attention_mask": (batch["segment_ids"] > 0).long()}
         logits, labels = model(**given).logits[:, :-1], batch["labels"][:, 1:]
@@ -188,10 +177,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
         mean = (distance.detach() * of_taught).sum() / of_taught.sum()
         found["loss"].append(float(loss.detach()))
         found["kl"].append(float(mean))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
-        optimizer.step()
+        optimizer.step(loss)
     return found
 
 

@@ -2,15 +2,26 @@
 
 import copy
 import json
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from ranks import forked, run
-from shared import ALL, LORA, RECOMPUTE, WORKER, default_first, losses, of_tier, rows_of, tiny, trained
+from shared import (
+    ALL,
+    LORA,
+    RECOMPUTE,
+    PlainOptimizer,
+    default_first,
+    global_batches,
+    losses,
+    rows_of,
+    tiny,
+    train_cells,
+    trained,
+)
 
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
@@ -65,25 +76,11 @@ def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> li
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pairs_file: Path) -> Path:
-    """Train all cells, then resume some from the middle in directories of their own."""
+    """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("preference")
-    for all_cells, command in ((CELLS, forked(2, WORKER)), (ONE_RANK, forked(0, WORKER))):
-        cells = of_tier(request, all_cells, SHORT)
-        if not cells:
-            continue
-        cases: list[dict[str, Any]] = []
-        for name, given in cells.items():
-            room = {"room_mib": ROOM_MIB[name]} if name in ROOM_MIB else {}
-            cases.append({"overrides": words(pairs_file, folder, name, given), **room})
-        for name in set(RESUMED) & cells.keys():
-            checkpoint = folder / "runs" / name / "checkpoints" / "step-4"
-            given = [*cells[name], f"resume={checkpoint}"]
-            cases.append({"overrides": words(pairs_file, folder, f"{name}-resumed", given)})
-        listing = folder / f"cases-{len(cells)}.json"
-        listing.write_text(json.dumps(cases))
-        finished = run([*command, str(listing)], cwd=folder, timeout_s=400)
-        assert finished.code == 0, finished.output[-6000:]
-    return folder / "runs"
+    words_of = partial(words, pairs_file, folder)
+    resumed = dict.fromkeys(RESUMED, 4)
+    return train_cells(request, folder, (CELLS, ONE_RANK), SHORT, words_of, resumed, ROOM_MIB)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
@@ -91,7 +88,6 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.config.load import load
     from toolkit.config.schema import Dtype
     from toolkit.data.loader import collate
-    from toolkit.data.sampler import GlobalBatchSampler
     from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model
     from toolkit.train.language_data import load_data
@@ -110,25 +106,14 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
         of_token = logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
         return (of_token * (labels >= 0)).sum(dim=1), (labels >= 0).sum(dim=1)
 
-    optimizer = torch.optim.AdamW(
-        [one for one in model.parameters() if one.requires_grad],
-        lr=cfg.optim.lr,
-        betas=tuple(cfg.optim.betas),
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-    )
-    plan, size, beta = data.train_plan, cfg.batch.global_size, cfg.preference.beta
-    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
+    optimizer = PlainOptimizer(model, cfg, STEPS)
+    beta = cfg.preference.beta
     found: dict[str, list[float]] = {"loss": [], "figure": []}
-    for step, rows in enumerate(islice(sampler, STEPS)):
-        iteration = max(step - 1, 0)  # as in shared.plain_loop
-        factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (STEPS - iteration) / (STEPS - 2)
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.optim.lr * factor
+    for rows in global_batches(cfg, data, STEPS):
         if cfg.preference.loss.value == "kto":
-            both = [[data.train[plan[row][0]] for row in rows], [mismatched(data.train, plan[row][0]) for row in rows]]
+            both = [[data.train[row[0]] for row in rows], [mismatched(data.train, row[0]) for row in rows]]
         else:
-            both = [[data.train[plan[row][place]] for row in rows] for place in (0, 1)]
+            both = [[data.train[row[place]] for row in rows] for place in (0, 1)]
         (chosen, tokens), (rejected, others) = (of_answers(model, samples) for samples in both)
         if cfg.preference.loss.value == "orpo":
             means = chosen / tokens, rejected / others
@@ -140,7 +125,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
                 before = [of_answers(reference, samples)[0] for samples in both]
             divergence = max(0.0, float((rejected - before[1]).detach().mean()))
             # Good ones are on odd lines.
-            good = torch.tensor([int(data.train.where(plan[row][0]).rsplit(":")[1]) % 2 == 1 for row in rows])
+            good = torch.tensor([int(data.train.where(row[0]).rsplit(":")[1]) % 2 == 1 for row in rows])
             signs, weights = torch.where(good, 1.0, -1.0), torch.where(good, 1.0, cfg.preference.undesirable_weight)
             gains = beta * signs * (chosen - before[0] - divergence)
             loss, margins = (weights * (1 - gains.sigmoid())).mean(), torch.tensor(divergence / beta)
@@ -151,10 +136,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
             loss = -torch.nn.functional.logsigmoid(beta * margins).mean()
         found["loss"].append(float(loss.detach()))
         found["figure"].append(float(beta * margins.detach().mean()))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
-        optimizer.step()
+        optimizer.step(loss)
     return found
 
 

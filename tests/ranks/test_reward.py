@@ -2,19 +2,30 @@
 
 import json
 import random
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from ranks import forked, run
-from shared import ALL, LORA, RECOMPUTE, WORDS, WORKER, default_first, losses, of_tier, rows_of, tiny, trained
+from shared import (
+    ALL,
+    LORA,
+    RECOMPUTE,
+    STEADY,
+    WORDS,
+    PlainOptimizer,
+    default_first,
+    global_batches,
+    losses,
+    rows_of,
+    tiny,
+    train_cells,
+    trained,
+)
 
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
-STEPS, COMPARED = 12, 8
-"""Trained, and compared with the plain loop: what rounding makes of a trajectory grows with each of Adam's steps."""
+STEPS = 12
 FULL = ["optim.lr=0.0015"]
 SAVED = ["checkpoint.every=6", "checkpoint.keep=0"]
 
@@ -48,30 +59,17 @@ def margins_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(margins_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
-    given = [f"train.max_steps={STEPS}", "task.center=0.01", "evaluate.at_start=true", *overrides]
+    given = [f"train.max_steps={STEPS}", STEADY, "task.center=0.01", "evaluate.at_start=true", *overrides]
     return tiny(margins_file, folder, name, "task=reward", *given)
 
 
 @pytest.fixture(scope="session")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, margins_file: Path) -> Path:
-    """Train all cells, then resume some from the middle in directories of their own."""
+    """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("reward")
-    for all_cells, command in ((CELLS, forked(2, WORKER)), (ONE_RANK, forked(0, WORKER))):
-        cells = of_tier(request, all_cells, SHORT)
-        if not cells:
-            continue
-        cases: list[dict[str, Any]] = [
-            {"overrides": words(margins_file, folder, name, given)} for name, given in cells.items()
-        ]
-        for name in set(RESUMED) & cells.keys():
-            checkpoint = folder / "runs" / name / "checkpoints" / "step-6"
-            given = [*cells[name], f"resume={checkpoint}"]
-            cases.append({"overrides": words(margins_file, folder, f"{name}-resumed", given)})
-        listing = folder / f"cases-{len(cells)}.json"
-        listing.write_text(json.dumps(cases))
-        finished = run([*command, str(listing)], cwd=folder, timeout_s=400)
-        assert finished.code == 0, finished.output[-6000:]
-    return folder / "runs"
+    words_of = partial(words, margins_file, folder)
+    resumed = dict.fromkeys(RESUMED, 6)
+    return train_cells(request, folder, (CELLS, ONE_RANK), SHORT, words_of, resumed)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
@@ -79,7 +77,6 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.config.load import load
     from toolkit.config.schema import Dtype
     from toolkit.data.loader import collate
-    from toolkit.data.sampler import GlobalBatchSampler
     from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model
     from toolkit.plan.outline import tuning_of
@@ -93,37 +90,21 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
         apply_tuning(model, tuning_of(cfg), Path("base"), data.tokenizer, cfg.run.seed)
     lines_of_file = Path(cfg.data.sources[0].path).read_text(encoding="utf-8").splitlines()
     margins = [json.loads(line).get("margin", 0.0) for line in lines_of_file]
-    optimizer = torch.optim.AdamW(
-        [one for one in model.parameters() if one.requires_grad],
-        lr=cfg.optim.lr,
-        betas=tuple(cfg.optim.betas),
-        eps=cfg.optim.eps,
-        weight_decay=cfg.optim.weight_decay,
-    )
-    plan, size = data.train_plan, cfg.batch.global_size
-    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
+    optimizer = PlainOptimizer(model, cfg, STEPS)
     found: dict[str, list[float]] = {"loss": [], "rewards/margins": [], "grad_norm": []}
-    for step, rows in enumerate(islice(sampler, STEPS)):
-        iteration = max(step - 1, 0)  # as in shared.plain_loop
-        factor = 0.5 + 0.5 * iteration / 2 if iteration < 2 else (STEPS - iteration) / (STEPS - 2)
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.optim.lr * factor
+    for rows in global_batches(cfg, data, STEPS):
         scores = []
         for place in (0, 1):
-            batch = collate([[data.train[plan[row][place]]] for row in rows], data.pad_id)
+            batch = collate([[data.train[row[place]]] for row in rows], data.pad_id)
             mask = (batch["segment_ids"] > 0).long()
             scores.append(model(input_ids=batch["input_ids"], attention_mask=mask).logits[:, 0])
-        lines = [int(data.train.where(plan[row][0]).rsplit(":")[1]) for row in rows]
+        lines = [int(data.train.where(row[0]).rsplit(":")[1]) for row in rows]
         wanted = torch.tensor([margins[line - 1] for line in lines])
         gained, both = scores[0] - scores[1], scores[0] + scores[1]
         loss = (torch.log1p(torch.exp(wanted - gained)) + 0.01 * both**2).mean()
         found["loss"].append(float(loss.detach()))
         found["rewards/margins"].append(float(gained.detach().mean()))
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.train.gradient_clipping)
-        found["grad_norm"].append(float(norm))
-        optimizer.step()
+        found["grad_norm"].append(optimizer.step(loss))
     return found
 
 
@@ -131,15 +112,14 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(margins_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.1, "the reference must learn, or the comparison says little"
-    whole = [row for row in rows_of(runs / name) if "loss" in row]
-    rows, expected = whole[:COMPARED], {figure: values[:COMPARED] for figure, values in expected.items()}
-    assert losses(runs / name)[:COMPARED] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    rows = [row for row in rows_of(runs / name) if "loss" in row]
+    assert losses(runs / name) == pytest.approx(expected["loss"], abs=TOLERANCE)
     margins = [row["rewards/margins"] for row in rows]
     assert margins == pytest.approx(expected["rewards/margins"], rel=1e-4, abs=TOLERANCE)
     # Of equal weights; later ones differ by what the steps before rounded.
     assert rows[0]["grad_norm"] == pytest.approx(expected["grad_norm"][0], rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(expected["grad_norm"], rel=1e-3)
-    assert [row["pairs"] for row in whole] == [4] * STEPS
+    assert [row["pairs"] for row in rows] == [4] * STEPS
     assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies"} <= rows[0].keys()
 
 
