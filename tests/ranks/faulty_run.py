@@ -2,9 +2,10 @@
 
 FAULT: JSON with `at` (a place below), `rank`, `step` (from 1; for saves: of the checkpoint), `do` (kill, killall, stop,
 hang, fail, tell, term, memory, fill), `note` (file that gets a line when the fault happens), `once` (not again where
-the note is there already). `back_at`: the clock goes back a year after this step; `ballast`: file that fills the disk,
-gone again after step `free_at`. At `slow`, `naps` says who sleeps before what: `ranks`, `steps` (first and last),
-`before` (data, step, forward), `seconds`. Everything else is the product's own.
+the note is there already). `back_at`: the clock goes back a year after this step; `fit`: from the decision of step
+`fit_at` on it is so late that so many steps fit before run.deadline; `ballast`: file that fills the disk, gone again
+after step `free_at`. At `slow`, `naps` says who sleeps before what: `ranks`, `steps` (first and last), `before` (data,
+step, forward), `seconds`. Everything else is the product's own.
 """
 
 import contextlib
@@ -139,6 +140,21 @@ def turn_back_the_clock(loop: Any) -> None:
     after_step(loop, FAULT["back_at"], back)
 
 
+def make_late(steps: int, number: int) -> None:
+    """Before the decision of a step, let it be so late that so many steps fit before the deadline."""
+    from toolkit.train.deadline import Deadline
+
+    real_time, real_decide = time.time, Deadline.decide
+
+    def decide(deadline: Any, step: int) -> int:
+        if step == number:
+            late_s = deadline.at - deadline.end_s() - (steps + 0.5) * deadline.costs.step - real_time()
+            time.time = lambda: real_time() + late_s
+        return real_decide(deadline, step)
+
+    Deadline.decide = decide
+
+
 def install() -> None:
     """Put the fault in its place."""
     from toolkit.checkpoint import directory, state_files
@@ -159,6 +175,8 @@ def install() -> None:
         return
     if "back_at" in FAULT:
         turn_back_the_clock(loop)
+    if "fit" in FAULT:
+        make_late(FAULT["fit"], FAULT["fit_at"])
     if FAULT.get("free_at") and RANK == 0:
         after_step(loop, FAULT["free_at"], lambda: Path(FAULT["ballast"]).unlink())
     if at == "each life":  # the step's number, where "step" counts those of this life
@@ -198,7 +216,7 @@ def install() -> None:
         before(dry_run, "train_step", nth)
     elif at == "rotate":
         before(directory, "remove_old", nth)
-    else:
+    elif at != "clock":
         raise SystemExit(f"no such place: {at}")
 
 

@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
-from ranks import REPOSITORY, forked, run
+from ranks import forked, run
 from shared import FAULTY, tiny
 
 from tests import series
 
 SAVED, KILLED_IN = 8, 11
+LATE_FROM, FITTING = 20, 40
+"""The step from which on it is late, and how many fit from there on; fewer if they take longer than those before."""
 PLANNED = 100_000
 
 
@@ -21,14 +23,15 @@ def test_a_run_ends_by_itself_with_its_schedule_before_the_deadline(tmp_path: Pa
         "schedule=cosine",
         f"checkpoint.every={SAVED}",
         "zero=stage2",
-        "run.deadline=3h",
+        "run.deadline=30h",
     )
     fault = {"at": "step", "step": KILLED_IN, "rank": 0, "do": "kill", "note": str(tmp_path / "note")}
     died = run(forked(2, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps(fault))
     assert (tmp_path / "note").exists() and died.code != 0
     folder = tmp_path / "runs" / "run"
     killed = series.metrics_jsonl(folder / "metrics.jsonl")["lr"]
-    finished = run(forked(2, str(REPOSITORY / "run.py"), *words, "run.deadline=30s"), cwd=tmp_path)
+    late = {"at": "clock", "fit_at": LATE_FROM, "fit": FITTING}
+    finished = run(forked(2, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps(late))
     assert finished.code == 0, finished.output[-4000:]
     assert f"Resuming after step {SAVED}" in finished.output
     assert f"of {PLANNED:,} steps fit" in finished.output
@@ -37,7 +40,7 @@ def test_a_run_ends_by_itself_with_its_schedule_before_the_deadline(tmp_path: Pa
     rates = series.metrics_jsonl(folder / "metrics.jsonl")["lr"]
     assert "deadline_spare_s" in done
     assert [step for step, _ in rates] == list(range(1, done["steps"] + 1))
-    assert done["steps"] < PLANNED
+    assert LATE_FROM < done["steps"] < PLANNED
     assert rates[:SAVED] == killed[:SAVED]
     values = [rate for _, rate in rates]
     assert values[-1] < 0.2 * max(values), "the schedule ends with the run"

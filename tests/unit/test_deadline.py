@@ -1,9 +1,11 @@
 """Runs that end before a time: what the time is, how many steps fit, and schedules that end with them."""
 
+import errno
 import json
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from toolkit.config.load import load
 from toolkit.config.rules import check_rules, parse_deadline
 from toolkit.config.schema import RunConfig, ScheduleName
 from toolkit.messages import ConfigError, tr
+from toolkit.track import metrics
 from toolkit.train import deadline
 from toolkit.train.deadline import Deadline, deadline_of, recorded
 from toolkit.train.schedule import Schedule
@@ -203,6 +206,18 @@ def test_a_resumed_run_knows_its_pace_at_once(tmp_path: Path, monkeypatch: pytes
     assert 31 < clock.run(second, 31, 3.0) < second.total_steps
     later = until(tmp_path, at + 3600, start=30)
     assert later.last == later.total_steps, "another deadline is another plan"
+
+
+def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    told(monkeypatch)
+    run = until(tmp_path, clock.now + 1000)
+    with monkeypatch.context() as disk:
+        disk.setattr(metrics, "append_rows", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        ends = {step: clock.run(run, step, 1.0) for step in range(1, 11)}
+    assert ends[10] == 942 and recorded(tmp_path) == {}
+    run.log.finish()
+    assert recorded(tmp_path) == {7: 942}
 
 
 def test_a_duration_counts_from_the_first_start(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def metric_values(row: Mapping[str, object]) -> dict[str, float]:
 
 
 class MetricsLog:
-    """Appends rows to a run's metrics.jsonl; on a full disk they wait in memory. For rank 0 only."""
+    """Appends rows to a run's metrics.jsonl or deadline.jsonl; on a full disk they wait in memory. For rank 0 only."""
 
     def __init__(self, file: Path, hand_on: Callable[[Mapping[str, object]], None] = lambda row: None) -> None:
         self.file, self.hand_on = file, hand_on

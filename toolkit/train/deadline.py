@@ -19,6 +19,7 @@ from toolkit.config import rules, schema
 from toolkit.messages import ConfigError, say, warn
 from toolkit.report.run import json_lines
 from toolkit.terminal import clock
+from toolkit.track.metrics import MetricsLog
 
 FILE = "deadline.jsonl"
 _ENOUGH = 5
@@ -66,12 +67,13 @@ class Deadline:
         accumulation: int,
         sizes: tuple[int, int],
     ) -> None:
-        self.cfg, self.file, self.at = cfg, folder / FILE, at
+        self.cfg, self.at = cfg, at
         self.total_steps, self.accumulation = total_steps, accumulation
         self.costs = Costs()
         self.costs.save, self._export_s = (size / _BYTES_PER_S for size in sizes)
         rows = [row for row in _rows(folder) if row["step"] <= start]
-        self.file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (folder / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        self.log = MetricsLog(folder / FILE)
         self.last = total_steps
         if rows:
             self.costs = Costs(**rows[-1]["seconds"])
@@ -108,9 +110,7 @@ class Deadline:
             return self.last
         if last != self.last or self._told is None:
             self.last = last
-            row = {"step": step, "last": last, "at": self.at, "seconds": asdict(self.costs)}
-            with self.file.open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(row) + "\n")
+            self.log.append({"step": step, "last": last, "at": self.at, "seconds": asdict(self.costs)})
             self._tell(step)
         return self.last
 

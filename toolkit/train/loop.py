@@ -87,7 +87,7 @@ class TrainLoop:
             self._take_step()
         if process_group.on_rank0(lambda: run_dir.is_lost(now=True)):
             raise self._lost()
-        process_group.on_rank0(self.metrics.finish)
+        process_group.on_rank0(self._finish_logs)
         evaluations = self.state.evaluations if self.task.has_validation else []
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
         self.watchdog.enter("", self.step)
@@ -145,6 +145,11 @@ class TrainLoop:
         """Let the run and its schedule end with a step; the next one is the first that takes it into account."""
         self.total_steps = self.progress.total_steps = step
         self.engine.lr_scheduler.fit(None if step == self.run.total_steps else step - self.step)
+
+    def _finish_logs(self) -> None:
+        self.metrics.finish()
+        if self.deadline:
+            self.deadline.log.finish()
 
     def _take_step(self) -> None:
         result, lr = self._compute_step()
