@@ -1,6 +1,6 @@
 """Classification: the cross entropy of a sample's label, by the scores at its last token (models/classifier.py)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from toolkit.distributed import process_group
 from toolkit.evaluate.metrics import SAMPLES
 from toolkit.messages import tr
 from toolkit.models import classifier, probe
-from toolkit.train import language_data, sample_task, task
+from toolkit.train import language_data, sample_task
 
 
 class ClassifyTask(sample_task.ScoreTask):
@@ -20,6 +20,7 @@ class ClassifyTask(sample_task.ScoreTask):
 
     counted = "labels"
     names = ("accuracy",)
+    told = schema.EVAL_LABELS[0], schema.EVAL_LABELS[0]
 
     def count(self, batch: language_data.Batch) -> int:
         """Return the samples; the row that stands in for an empty micro-batch is none."""
@@ -55,25 +56,8 @@ class ClassifyTask(sample_task.ScoreTask):
         total, *cells = process_group.sum_over_ranks(torch.cat((losses, pairs.flatten())), engine.device).tolist()
         return {schema.EVAL_LOSS: total / sum(cells)} | figures_of(torch.tensor(cells).view(size, size))
 
-    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Return also how many validation samples had the right label, before and after."""
-        known = result.state.evaluations
-        ends = {"first": known[0], "last": known[-1]} if known else {}
-        accuracy, _ = schema.EVAL_LABELS
-        return super().summary(run, result) | {f"{name}_{accuracy}": row[accuracy] for name, row in ends.items()}
-
-    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        if "last_eval_loss" not in summary:
-            return []
-        return [
-            tr(
-                "Validation loss {first} -> {last}, accuracy {before} -> {after}.",
-                first=f"{summary['first_eval_loss']:.4f}",
-                last=f"{summary['last_eval_loss']:.4f}",
-                before=f"{summary['first_eval_accuracy']:.1%}",
-                after=f"{summary['last_eval_accuracy']:.1%}",
-            )
-        ]
+    def _result(self, **values: str) -> str:
+        return tr("Validation loss {first} -> {last}, accuracy {before} -> {after}.", **values)
 
 
 def figures_of(pairs: torch.Tensor) -> dict[str, float]:

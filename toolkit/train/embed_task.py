@@ -6,7 +6,7 @@ rank computes the gradient of the whole loss by each embedding; a second pass ca
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import SAMPLES
 from toolkit.messages import ModelError, tr
 from toolkit.models import embedding, loss, probe
-from toolkit.train import checkpointer, language_data, run_dir, sample_task, task
+from toolkit.train import checkpointer, language_data, run_dir, sample_task
 
 
 class EmbedTask(sample_task.ScoreTask):
@@ -27,6 +27,7 @@ class EmbedTask(sample_task.ScoreTask):
 
     counted = "pairs"
     names = ("recall_at_1",)
+    told = schema.EVAL_EMBED[0], schema.EVAL_EMBED[0]
     _known: deque[tuple[torch.Tensor, ...]]
     """Of each micro-batch of a step that is to come: the losses of its pairs, their gradients by the embeddings, and
     whether a query's own positive was the most similar one."""
@@ -109,25 +110,8 @@ class EmbedTask(sample_task.ScoreTask):
 
     # End
 
-    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Return also how many validation queries found their positive first, before and after."""
-        known = result.state.evaluations
-        ends = {"first": known[0], "last": known[-1]} if known else {}
-        recall, _ = schema.EVAL_EMBED
-        return super().summary(run, result) | {f"{name}_{recall}": row[recall] for name, row in ends.items()}
-
-    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        if "last_eval_loss" not in summary:
-            return []
-        return [
-            tr(
-                "Validation loss {first} -> {last}, recall at 1 {before} -> {after}.",
-                first=f"{summary['first_eval_loss']:.4f}",
-                last=f"{summary['last_eval_loss']:.4f}",
-                before=f"{summary['first_eval_recall_at_1']:.1%}",
-                after=f"{summary['last_eval_recall_at_1']:.1%}",
-            )
-        ]
+    def _result(self, **values: str) -> str:
+        return tr("Validation loss {first} -> {last}, recall at 1 {before} -> {after}.", **values)
 
     def _use(self, folder: str) -> str:
         return tr("The model, for AutoModel of transformers and sentence-transformers: {folder}", folder=folder)

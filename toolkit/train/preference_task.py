@@ -10,7 +10,7 @@ Reward models learn of the same pairs a score of conversations that is higher fo
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
 from toolkit.models import adapters, classifier, preference, probe
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
-from toolkit.train import language_data, run_dir, sample_task, task
+from toolkit.train import language_data, run_dir, sample_task
 
 REFERENCE = "reference"
 """Directory of a run that keeps the reference's log-probabilities."""
@@ -49,6 +49,7 @@ class PreferenceTask(sample_task.SampleTask):
 
     counted = "pairs"
     names: tuple[str, ...] = FIGURES
+    told = schema.EVAL_PAIRS[0], "eval_accuracy"
 
     # Data
 
@@ -156,25 +157,8 @@ class PreferenceTask(sample_task.SampleTask):
 
     # End
 
-    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Return also how many validation pairs were in order, before and after."""
-        known = result.state.evaluations
-        ends = {"first": known[0], "last": known[-1]} if known else {}
-        order = {f"{name}_eval_accuracy": row[schema.EVAL_PAIRS[0]] for name, row in ends.items()}
-        return super().summary(run, result) | order
-
-    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        if "last_eval_loss" not in summary:
-            return []
-        return [
-            tr(
-                "Validation loss {first} -> {last}, reward accuracy {before} -> {after}.",
-                first=f"{summary['first_eval_loss']:.4f}",
-                last=f"{summary['last_eval_loss']:.4f}",
-                before=f"{summary['first_eval_accuracy']:.1%}",
-                after=f"{summary['last_eval_accuracy']:.1%}",
-            )
-        ]
+    def _result(self, **values: str) -> str:
+        return tr("Validation loss {first} -> {last}, reward accuracy {before} -> {after}.", **values)
 
 
 class KtoTask(PreferenceTask):

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -22,6 +23,8 @@ class SampleTask(language_task.LanguageTask):
     loss_unit = ""
     names: tuple[str, ...]
     """Of the figures of a step."""
+    told: tuple[str, str]
+    """The figure of an evaluation that is told at the end, and what the summary calls it."""
 
     def __init__(self) -> None:
         self._figures = self._zeros()
@@ -87,6 +90,24 @@ class SampleTask(language_task.LanguageTask):
 
     def _baselines(self) -> dict[str, float]:
         return {}
+
+    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
+        """Return also what is told, before and after training."""
+        known = result.state.evaluations
+        ends = {"first": known[0], "last": known[-1]} if known else {}
+        figure, name = self.told
+        return super().summary(run, result) | {f"{end}_{name}": row[figure] for end, row in ends.items()}
+
+    def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
+        if "last_eval_loss" not in summary:
+            return []
+        losses = {end: f"{summary[f'{end}_eval_loss']:.4f}" for end in ("first", "last")}
+        before, after = (f"{summary[f'{end}_{self.told[1]}']:.1%}" for end in ("first", "last"))
+        return [self._result(**losses, before=before, after=after)]
+
+    def _result(self, **values: str) -> str:
+        """Return the sentence that tells it: `first` and `last` loss, figure `before` and `after`."""
+        raise NotImplementedError
 
 
 class ScoreTask(SampleTask):
