@@ -1,8 +1,8 @@
 """Train a user's own model and dataset: docs/custom_models.md."""
 
-from toolkit.distributed.failure import end_with_launcher
+from toolkit.distributed import failure
 
-end_with_launcher()  # before the seconds in which torch is imported
+failure.end_with_launcher()  # before the seconds in which torch is imported
 
 # ruff: noqa: E402
 import os
@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import default_collate
 
 from toolkit.config.rules import check_without_validation
-from toolkit.distributed.failure import run_guarded
 from toolkit.distributed.process_group import gather_metrics
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import ConfigError, tr
@@ -83,7 +82,7 @@ def train(
     }
     typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
     found: list[Path] = []
-    code = run_guarded(lambda: _run(parts, [f"recipe={recipe or _BASE}", *overrides, *typed], found))
+    code = failure.run_guarded(lambda: _run(parts, [f"recipe={recipe or _BASE}", *overrides, *typed], found))
     if code or not found:
         raise SystemExit(code)
     return found[0]

@@ -97,7 +97,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
 
 
 def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyChatEncoder]":
-    from toolkit.evaluate.generate import check_system
+    from toolkit.evaluate.generate import check_system, split_inference
     from toolkit.export.load import load_any
 
     path, family, adapter = (given.get(name, "") for name in MODEL)
@@ -113,8 +113,6 @@ def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyC
         where = {"dtype": "fp32" if get_accelerator().device_name() == "cpu" else "bf16", "device": "cpu"}
     loaded = load_any(path, adapter=adapter, family=family or "auto", **where)
     if is_split:
-        from toolkit.evaluate.generate import split_inference
-
         split_inference(loaded.model)
     check_system(loaded.encoder, given.get("system", ""))
     return loaded.model, loaded.encoder

@@ -18,20 +18,19 @@ COLORS = ("auto", "always", "never")
 
 
 def run(words: list[str]) -> None:
+    from toolkit.data import preview
+
     if words and words[0].endswith(".jsonl") and "=" not in words[0]:
         usage = "toolkit show runs/NAME/logs/bad-step-N.jsonl n=5 color=auto"
         given = named_arguments(words[1:], required=(), optional=("n", "color"), usage=usage)
         count, color = non_negative_int(given, "n", 5), one_of(given, "color", COLORS)
-        from toolkit.data.preview import bad_step_lines, style_of
-
-        say("\n".join(bad_step_lines(Path(words[0]), count, style_of(color))))
+        say("\n".join(preview.bad_step_lines(Path(words[0]), count, preview.style_of(color))))
         return
     arguments = parse_checked(words, names=("n", "split", "color"))
     count = non_negative_int(arguments.values, "n", 5)
     split = one_of(arguments.values, "split", ("train", "validation"))
     color = one_of(arguments.values, "color", COLORS)
     cfg = resolve_model_path(arguments.loaded).cfg
-    from toolkit.data.preview import count_lines, sample_lines, style_of
     from toolkit.train.language_data import load_data
 
     prepared = load_data(cfg)
@@ -40,6 +39,8 @@ def run(words: list[str]) -> None:
         if prepared.validation is None or prepared.validation_plan is None:
             raise ConfigError(tr("this recipe has no validation data: show split=train."))
         cache, plan = prepared.validation, prepared.validation_plan
-    counts = count_lines(cfg, prepared.report, prepared.packing, cache, plan)
-    samples = sample_lines(cfg, prepared.tokenizer, prepared.packing, cache, plan, count, style_of(color))
+    counts = preview.count_lines(cfg, prepared.report, prepared.packing, cache, plan)
+    samples = preview.sample_lines(
+        cfg, prepared.tokenizer, prepared.packing, cache, plan, count, preview.style_of(color)
+    )
     say("\n".join([*counts, *samples]))

@@ -425,26 +425,25 @@ def _config_folder(name: str, revision: str) -> str:
 
 def _once_per_machine(name: str, revision: str) -> str:
     """Take a snapshot in one process after another; of those that one launcher started the first alone downloads."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+    from huggingface_hub import constants, snapshot_download
 
     def snapshot(is_first: bool) -> str:
-        if is_first and not HF_HUB_OFFLINE:
+        if is_first and not constants.HF_HUB_OFFLINE:
             say(
                 "Looking for {name} on Hugging Face; what is not in {cache} yet is downloaded.",
                 name=name,
-                cache=HF_HUB_CACHE,
+                cache=constants.HF_HUB_CACHE,
             )
-        is_local = HF_HUB_OFFLINE or not is_first
+        is_local = constants.HF_HUB_OFFLINE or not is_first
         get = partial(snapshot_download, name, revision=revision or None, local_files_only=is_local)
         folder = Path(get(allow_patterns=list(_FILES), ignore_patterns=_NOT))
         if not any(folder.glob("*.safetensors")):  # the official ChatGLM repositories
             get(allow_patterns=[*_FILES, "pytorch_model*.bin"], ignore_patterns=_NOT)
         return str(folder)
 
-    if HF_HUB_OFFLINE or os.environ.get("WORLD_SIZE", "1") == "1":
+    if constants.HF_HUB_OFFLINE or os.environ.get("WORLD_SIZE", "1") == "1":
         return snapshot(True)
-    file = Path(HF_HUB_CACHE) / ".locks" / f"models--{name.replace('/', '--')}.toolkit"
+    file = Path(constants.HF_HUB_CACHE) / ".locks" / f"models--{name.replace('/', '--')}.toolkit"
     launch = f"{os.getppid()} {os.environ.get('MASTER_PORT', '')} {revision}"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+", encoding="utf-8") as lock:
@@ -458,8 +457,7 @@ def _once_per_machine(name: str, revision: str) -> str:
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:
-    from huggingface_hub import errors
-    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub import constants, errors
 
     of_revision = tr("{name} at revision {revision}", name=name, revision=revision) if revision else name
     if isinstance(error, errors.GatedRepoError):
@@ -488,7 +486,7 @@ def _reason(name: str, revision: str, error: Exception) -> str:
             "is a network: `hf download {repository}`, then take the cache along (HF_HOME), or give "
             "the directory as model.path.",
             name=of_revision,
-            cache=HF_HUB_CACHE,
+            cache=constants.HF_HUB_CACHE,
             repository=name,
             reason=first,
         )

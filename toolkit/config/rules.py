@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
-from toolkit.config import mesh, preflight, rule_tables, rule_tables as tables, schema
+from toolkit.config import mesh, preflight, rule_tables, schema
 from toolkit.config.load import JSON, LoadedConfig, as_typed
 from toolkit.messages import ConfigError, Problems, did_you_mean, raise_all, tr
 from toolkit.secrets import is_under_secret_name
@@ -30,19 +30,19 @@ def check_rules(
     found = Problems() if problems is None else problems
     found.settle()
     found.apply((_check_bounds,), loaded)
-    found.apply((_check_table,), loaded, tables.RANGES)
+    found.apply((_check_table,), loaded, rule_tables.RANGES)
     found.settle()
     if custom:
-        found.apply((_check_table,), loaded, tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
+        found.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
     found.apply((_check_both_given,), loaded)
-    found.apply((_check_table,), loaded, tables.INCOMPATIBLE)
+    found.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE)
     found.apply((_check_world_sizes, _check_weights, _check_requirements, _check_untested), loaded)
     found.apply((_check_variables, _check_deadline), loaded)
     if not custom:
         found.apply((_check_keep_best, _check_shape, _check_pairs, _check_general), loaded)
-        found.apply((_check_table,), loaded, tables.INCOMPATIBLE_OF_MODELS)
-    read_by_models = (tables.READ_BY_LANGUAGE_MODELS,) if custom else ()
-    found.apply((check_unused_keys,), loaded, (*read_by_models, *tables.READ_WHEN))
+        found.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_OF_MODELS)
+    read_by_models = (rule_tables.READ_BY_LANGUAGE_MODELS,) if custom else ()
+    found.apply((check_unused_keys,), loaded, (*read_by_models, *rule_tables.READ_WHEN))
     ranks, position = world_size or mesh.model_ranks(loaded.cfg), loaded.position("batch.global_size")
     found.attempt(mesh.accumulation, mesh.with_micro_batch(loaded.cfg), ranks, position)
     if world_size is not None:
@@ -60,7 +60,7 @@ def check_rules(
 
 def check_without_validation(loaded: LoadedConfig) -> None:
     """Raise an error about each setting of evaluations that was changed in a program without validation data."""
-    raise_all(check_unused_keys(loaded, [tables.READ_WITH_VALIDATION]))
+    raise_all(check_unused_keys(loaded, [rule_tables.READ_WITH_VALIDATION]))
 
 
 def _check_table(loaded: LoadedConfig, rules: Iterable[rule_tables.Rule]) -> Iterator[ConfigError]:
@@ -80,7 +80,9 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
     """
     cfg, default, seen = loaded.cfg, schema.RunConfig(), set[str]()
     for row in table:
-        unread = set() if row.is_read(cfg) else {*tables.expand(row.keys)} & loaded.where.keys() - {*row.owners, *seen}
+        unread = (
+            set() if row.is_read(cfg) else {*rule_tables.expand(row.keys)} & loaded.where.keys() - {*row.owners, *seen}
+        )
         for key in sorted(unread):
             layer, value = loaded.layers.get(key, 0), schema.get_value(cfg, key)
             # What DeepSpeed's JSON names without effect its import has listed; DeepSpeed ignores it too.
@@ -114,7 +116,7 @@ def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
         if isinstance(value, (int, float)) and not (
             value < math.inf and all(tests[name](value, end) for name, end in named)
         ):
-            sentence = tables.BOUNDS[" ".join(name for name, _ in named)]
+            sentence = rule_tables.BOUNDS[" ".join(name for name, _ in named)]
             yield loaded.about(key, loaded.fill(key, sentence, least=named[0][1]))
 
 
@@ -185,7 +187,7 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
     wrong = [
         loaded.about(key, loaded.fill(key, sentence, number=number, points=[point.at for point in source.weights]))
         for number, source in enumerate(sources)
-        for is_wrong, sentence in tables.WRONG_WEIGHTS
+        for is_wrong, sentence in rule_tables.WRONG_WEIGHTS
         if is_wrong(source)
     ]
     yield from wrong
@@ -272,7 +274,7 @@ def _check_general(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    for row in tables.REQUIRES:
+    for row in rule_tables.REQUIRES:
         missing = [override for override, is_so in row.needs.items() if not is_so(loaded.cfg)]
         if row.is_on(loaded.cfg) and missing:
             yield loaded.about(row.key, loaded.fill(row.key, row.sentence, words=" ".join(missing)))
@@ -281,12 +283,12 @@ def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
 def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """What has not been tried together, and would go wrong in silence if it did."""
     cfg, default = loaded.cfg, schema.RunConfig()
-    changed = [key for key in tables.GROUPING if schema.get_value(cfg, key) != schema.get_value(default, key)]
+    changed = [key for key in rule_tables.GROUPING if schema.get_value(cfg, key) != schema.get_value(default, key)]
     is_muon = cfg.optim.name is schema.OptimizerName.muon
     if changed or is_muon or cfg.optim.name is schema.OptimizerName.adamw_8bit:
-        for condition in tables.UNTESTED + (tables.UNTESTED_WITH_MUON if is_muon else ()):
-            if tables.when(condition)(cfg):
-                [other] = tables.keys_in(condition)
+        for condition in rule_tables.UNTESTED + (rule_tables.UNTESTED_WITH_MUON if is_muon else ()):
+            if rule_tables.when(condition)(cfg):
+                [other] = rule_tables.keys_in(condition)
                 yield loaded.error(
                     changed[0] if changed else "optim.name",
                     "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",

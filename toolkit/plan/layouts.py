@@ -11,15 +11,7 @@ from toolkit.config import mesh, rule_tables
 from toolkit.config.schema import Device, Init, RunConfig, get_value
 from toolkit.messages import listed, read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.memory import (
-    Parts,
-    RankMemory,
-    checkpoint_bytes,
-    export_bytes,
-    longest_rows,
-    plan_host,
-    plan_rank,
-)
+from toolkit.plan.memory import Parts, RankMemory, checkpoint_bytes, export_bytes, longest_rows, plan_host, plan_rank
 from toolkit.plan.outline import Outline
 from toolkit.plan.speed import Rates, StepTime, step_time
 from toolkit.terminal import text_table

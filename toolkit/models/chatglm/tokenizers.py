@@ -10,19 +10,16 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from sentencepiece import SentencePieceProcessor
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
 from toolkit.messages import ModelError
 from toolkit.models.chatglm import formats
 from toolkit.models.directory import TOKENIZER_CODE, architecture_of, named_family, read_text
-
-if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
-    from tokenizers import Tokenizer
-
 
 _COMMANDS = ["[MASK]", "[gMASK]", "[sMASK]", formats.SOP, formats.EOP]
 _ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
@@ -38,17 +35,13 @@ _GLM4_WORDS = (
 )
 
 
-def load_pieces(file: Path) -> "SentencePieceProcessor":
+def load_pieces(file: Path) -> SentencePieceProcessor:
     """Return a sentencepiece model."""
-    from sentencepiece import SentencePieceProcessor
-
     return SentencePieceProcessor(model_file=str(file))
 
 
-def sentencepiece_bpe(file: Path, roles: bool) -> "Tokenizer":
+def sentencepiece_bpe(file: Path, roles: bool) -> Tokenizer:
     """Return ChatGLM2's and 3's tokenizer, the latter with role tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-
     pieces = load_pieces(file)
     size = pieces.get_piece_size()
     vocab = {pieces.id_to_piece(index): index for index in range(size)}
@@ -74,9 +67,8 @@ def sentencepiece_bpe(file: Path, roles: bool) -> "Tokenizer":
     return backend
 
 
-def tiktoken_bpe(file: Path) -> "Tokenizer":
+def tiktoken_bpe(file: Path) -> Tokenizer:
     """Return glm-4's tokenizer from the official tokenizer.model."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters: dict[int, str] = bytes_to_unicode()
