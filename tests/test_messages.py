@@ -141,6 +141,25 @@ def test_help_in_chinese_is_complete() -> None:
     assert set(read_table("locale/help_zh.yaml")) == set(COMMANDS)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "precision=bf16",
+        "optim=muon zero=stage3 train.gradient_clipping=0",
+        "optim=lion zero=stage2_offload precision=fp32",
+        "parallel.tensor=2 schedule=linear",
+        "schedule.warmup_min_ratio=0.1",
+    ],
+)
+def test_formulas_of_a_deepspeed_config_are_chinese(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    of_model = ["recipe=zero1", "model=glm_tiny", "world_size=8", "total_steps=1000", "--explain", "language=zh"]
+    assert main(["export-config", *of_model, *words.split()]) == 0
+    formulas = re.findall(r"  (= .*)", capsys.readouterr().out)
+    assert len(formulas) >= 6
+    bare = [one for one in formulas if not re.search("[\u4e00-\u9fff]", one)]
+    assert all(one.startswith("= schedule.warmup_min_ratio 0.") for one in bare), bare
+
+
 class OneLineEach(yaml.SafeDumper):
     """How zh.yaml is written: each pair on a line, in double quotes where single ones would double or break it."""
 

@@ -18,9 +18,11 @@ from toolkit.config.schema import Device, leaves
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import CheckpointError, ConfigError
-from toolkit.plan.layouts import overrides, with_layout
+from toolkit.plan.layouts import evaluate_layout, fastest, layouts, overrides, plan_lines, with_layout
+from toolkit.plan.machine import parse_machine
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import published_models, shapes_of_config, tuned
+from toolkit.plan.outline import outline_of, published_models, shapes_of_config, tuned
+from toolkit.plan.speed import assumed
 from toolkit.train.checkpointer import _check_layout
 
 ZENFLOW = "zero=stage2_zenflow train.rehearse=false train.on_bad_step=stop batch.global_size=8"
@@ -35,7 +37,8 @@ REFUSED = {
         f"zero.offload_optimizer.super_offload = true{WHY}precision=bf16{END}"
     ),
     "zero=stage3_hpz zero.zero_hpz_partition_size=3": (
-        "zero.zero_hpz_partition_size = 3 must divide the 8 ranks of the run."
+        "zero.zero_hpz_partition_size = 3 must divide the 8 ranks of the run. Set it to the number of GPUs per node: "
+        "zero.zero_hpz_partition_size=2."
     ),
     "zero=stage2 zero.zero_hpz_partition_size=2": (
         "zero.zero_hpz_partition_size = 2 has no effect: zero.stage is 2. Remove it, or set "
@@ -233,3 +236,35 @@ def test_what_a_plan_proposes_is_accepted() -> None:
         "zero.offload_optimizer.device=none",
         "zero.zenflow.enabled=false",
     ]
+
+
+def hpz_plan(gpus: str, nodes: int, *more: str) -> tuple[list[str], str]:
+    """Return what changes the recipe with hpZ to the fastest layout, and the plan as text."""
+    cfg = load(["recipe=chatglm", "zero=stage3_hpz", *more]).cfg
+    outline, machine = outline_of(cfg), parse_machine(gpus, nodes, "1TB")
+    rates = assumed(machine, "bf16")
+    found = list(layouts(outline, cfg, machine, rates))
+    best = fastest(found)
+    assert best is not None
+    mine = evaluate_layout(outline, cfg, machine, rates)
+    return overrides(cfg, best.cfg), "\n".join(plan_lines(outline, machine, rates, mine, found))
+
+
+def test_a_plan_keeps_copies_within_a_node() -> None:
+    """Between nodes weights are then gathered once, not twice, so that hpZ is the fastest where links are slow."""
+    size = "zero.zero_hpz_partition_size"
+    for gpus, nodes, expected in (("8xA100-80GB", 4, None), ("4xA100-80GB", 2, f"{size}=4"), ("8xH100", 1, None)):
+        changes, text = hpz_plan(gpus, nodes, "batch.global_size=64")
+        assert [word for word in changes if word.startswith((size, "zero.stage"))] == [expected] * bool(expected)
+        assert "switches off" not in text
+
+
+def test_a_plan_names_what_it_switches_off() -> None:
+    """Of LoRA's weights nothing has to be gathered below stage 3."""
+    changes, text = hpz_plan("8xA100-80GB", 2, "tuning=lora")
+    assert "zero.zero_hpz_partition_size=1" in changes
+    (line,) = (line for line in text.splitlines() if "switches off" in line)
+    assert line.startswith("It switches off zero.zero_hpz_partition_size, which costs time here. The fastest with it")
+    words = line.rpartition(": ")[2].split()
+    kept = load(["recipe=chatglm", "zero=stage3_hpz", "tuning=lora", *words]).cfg.zero
+    assert kept.stage == 3 and kept.zero_hpz_partition_size == 8

@@ -168,6 +168,18 @@ def test_one_process_writes_a_file(tmp_path: Path, random_model: Path, capsys: p
     ask(random_model, f"input={asked}", f"output={tmp_path}/no/such/folder", code=74)
 
 
+def test_progress_is_in_the_language_of_the_user(
+    tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = write(tmp_path / "in.jsonl", {"prompt": "x"})
+    for language, progress, last in (("zh", "行/s", "已写出 {}：1 行。"), ("en", "row/s", "wrote {}: 1 rows.")):
+        output = tmp_path / language
+        ask(random_model, f"input={asked}", f"output={output}", "max_new_tokens=8", f"language={language}")
+        said = capsys.readouterr()
+        assert progress in said.err
+        assert last.format(output) in said.out + said.err
+
+
 def test_a_disk_without_locks(
     tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

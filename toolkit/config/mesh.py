@@ -184,6 +184,11 @@ def micro_sizes(cfg: RunConfig, world_size: int) -> list[int]:
     return [] if rest else [rows for rows in range(1, per_rank + 1) if per_rank % rows == 0]
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor that is at most `most`."""
+    return max(size for size in range(1, most + 1) if number % size == 0)
+
+
 def with_micro_batch(cfg: RunConfig, rows: int = 1) -> RunConfig:
     """Return a config whose `batch.micro_per_gpu` is a number: `rows` in the place of auto."""
     if cfg.batch.micro_per_gpu != AUTO:

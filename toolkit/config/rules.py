@@ -386,8 +386,10 @@ def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]
     if world_size % zero.zero_hpz_partition_size:
         yield loaded.error(
             "zero.zero_hpz_partition_size",
-            "{key} = {value} must divide the {ranks} ranks of the run.",
+            "{key} = {value} must divide the {ranks} ranks of the run. Set it to the number of GPUs per node: "
+            "{key}={best}.",
             ranks=world_size,
+            best=mesh.largest_divisor(world_size, zero.zero_hpz_partition_size),
         )
     ranks, micro = mesh.mesh_of(loaded.cfg, world_size).data_ranks, batch.micro_per_gpu
     if zero.zenflow.enabled and micro != schema.AUTO and batch.global_size != micro * ranks:

@@ -262,7 +262,7 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     if cfg.parallel.tensor > 1:
         _same(ds, cfg, "tensor_parallel.autotp_size")
         for name, value in mesh.partition_config().items():
-            ds.put(f"tensor_parallel.partition_config.{name}", value, "= how parameters of these names are split")
+            ds.put(f"tensor_parallel.partition_config.{name}", value, tr("= how parameters of these names are split"))
     if cfg.compile.deepcompile:
         _same(ds, cfg, "compile.deepcompile")
     if cfg.profile.flops.enabled:
@@ -306,19 +306,21 @@ def _copy(ds: DsConfig, cfg: schema.RunConfig, section: str, *without: str) -> N
 def _batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
     times = mesh.accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
     _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
-    ds.put(
-        "gradient_accumulation_steps",
-        times,
-        f"= batch.global_size {cfg.batch.global_size} / "
-        f"(batch.micro_per_gpu {cfg.batch.micro_per_gpu} x {mesh.mesh_of(cfg, world_size).data_ranks} ranks)",
+    why = tr(
+        "= batch.global_size {size} / (batch.micro_per_gpu {micro} x {ranks} ranks)",
+        size=cfg.batch.global_size,
+        micro=cfg.batch.micro_per_gpu,
+        ranks=mesh.mesh_of(cfg, world_size).data_ranks,
     )
+    ds.put("gradient_accumulation_steps", times, why)
     if cfg.parallel.sequence > 1:
         # From it DeepSpeed 0.19.8 learns how many ranks have rows of their own (runtime/config.py); as no mpu and no
         # mesh comes with it, it divides states and averages gradients over all ranks, as without it.
         _same(ds, cfg, "sequence_parallel_size")
     # Always written: what DeepSpeed does without it changed from no clipping to 1.0 in 2026.
     ds.put("gradient_clipping", float(cfg.train.gradient_clipping), "train.gradient_clipping")
-    ds.put("steps_per_print", SILENT, f"= {SILENT}: DeepSpeed's own progress lines are off, see train.log_every")
+    why = tr("= {steps}: DeepSpeed's own progress lines are off, see train.log_every", steps=SILENT)
+    ds.put("steps_per_print", SILENT, why)
 
 
 def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
@@ -332,8 +334,9 @@ def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
     dtype, stage = cfg.precision.dtype, cfg.zero.stage
     offloaded = cfg.zero.offload_optimizer.device is not schema.Device.none
     if dtype is schema.Dtype.bf16 and (stage == 3 or (stage in (1, 2) and not offloaded)):
-        return ("fp32", f"= fp32: bf16 sums lose small gradients, and stage {stage} can add up in fp32")
-    return (dtype.value, f"= precision.dtype {dtype.value}: stage {stage} adds up in the model's own type")
+        return ("fp32", tr("= fp32: bf16 sums lose small gradients, and stage {stage} can add up in fp32", stage=stage))
+    own = tr("= precision.dtype {dtype}: stage {stage} adds up in the model's own type", dtype=dtype.value, stage=stage)
+    return (dtype.value, own)
 
 
 def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
@@ -343,7 +346,7 @@ def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
         return
     _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else schema.STAGE3_KEYS))
     if zero.stage == 3 and cfg.optim.name is schema.OptimizerName.muon:
-        ds.put("zero_optimization.reduce_scatter", False, "= false: Muon needs whole gradients")
+        ds.put("zero_optimization.reduce_scatter", False, tr("= false: Muon needs whole gradients"))
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not schema.Device.none:
             unread: tuple[str, ...] = () if offload.device is schema.Device.nvme else ("nvme_path",)
@@ -362,9 +365,11 @@ def optimizer_section(ds: DsConfig, cfg: schema.RunConfig, reason: str) -> None:
     optim, kind, params = cfg.optim, rule_tables.OPTIMIZERS[cfg.optim.name], "optimizer.params."
     # torch's Adam, and what DeepSpeed makes by name, are on its list of tested ones, offloaded too.
     if cfg.zero.stage and (rule_tables.is_client(optim) or not kind.is_known):
-        ds.put("zero_allow_untested_optimizer", True, "= true: DeepSpeed has not tested its ZeRO with optim.name")
+        why = tr("= true: DeepSpeed has not tested its ZeRO with optim.name")
+        ds.put("zero_allow_untested_optimizer", True, why)
     if rule_tables.is_client(optim) and cfg.zero.offload_optimizer.device is not schema.Device.none:
-        ds.put("zero_force_ds_cpu_optimizer", False, "= false: optim.name is offloaded, and not DeepSpeed's own")
+        why = tr("= false: optim.name is offloaded, and not DeepSpeed's own")
+        ds.put("zero_force_ds_cpu_optimizer", False, why)
     if rule_tables.is_grouped(optim):
         ds.omit(
             "Parameter groups (optim.decay, optim.layer_lr_decay, optim.adam_lr) are omitted: a JSON "
@@ -447,8 +452,9 @@ def scheduler_section(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | No
 def _named_scheduler(ds: DsConfig, cfg: schema.RunConfig, steps: int, total_steps: int | None) -> None:
     schedule, params = cfg.schedule, "scheduler.params."
     lowest = warmup_lowest(schedule, steps)
-    is_given = schedule.warmup_min_ratio >= 0
-    why = f"= schedule.warmup_min_ratio {lowest}" if is_given else f"= 1 / {round(1 / lowest)} steps of warm-up"
+    why = f"= schedule.warmup_min_ratio {lowest}"
+    if schedule.warmup_min_ratio < 0:
+        why = tr("= 1 / {steps} steps of warm-up", steps=round(1 / lowest))
     ds.put("scheduler.type", SCHEDULERS[schedule.name], "schedule.name")
     if schedule.name is schema.ScheduleName.cosine:
         ds.put(params + "warmup_min_ratio", lowest, why)
@@ -472,10 +478,13 @@ def _named_scheduler(ds: DsConfig, cfg: schema.RunConfig, steps: int, total_step
             "toolkit the learning rate falls to 0. The steps of the warm-up are equal.",
             rate=f"{lowest * cfg.optim.lr:.3g}",
         )
-    ratio = f"= schedule.warmup_ratio {schedule.warmup_ratio} x {total_steps} steps, rounded up"
-    ds.put(params + "warmup_num_steps", steps, ratio if schedule.warmup_ratio else "schedule.warmup_steps")
+    why = "schedule.warmup_steps"
+    if ratio := schedule.warmup_ratio:
+        why = tr("= schedule.warmup_ratio {ratio} x {steps} steps, rounded up", ratio=ratio, steps=total_steps)
+    ds.put(params + "warmup_num_steps", steps, why)
     ds.put(params + "warmup_type", schedule.warmup_type.value, "schedule.warmup_type")
     if schedule.name is not schema.ScheduleName.constant:
-        given = total_steps == cfg.train.max_steps
-        why = "train.max_steps" if given else f"= train.epochs {cfg.train.epochs} x steps of one pass over the data"
+        why = "train.max_steps"
+        if total_steps != cfg.train.max_steps:
+            why = tr("= train.epochs {epochs} x steps of one pass over the data", epochs=cfg.train.epochs)
         ds.put(params + "total_num_steps", total_steps, why)

@@ -634,7 +634,7 @@ def answer_source(
         if samples > 1:
             questions = (replace(one, sample=number) for one in questions for number in range(samples))
         windows = answer_rows(model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done)
-        with tqdm(total=total, initial=done, unit="row", dynamic_ncols=True, disable=file is None) as bar:
+        with tqdm(total=total, initial=done, unit=tr("row"), dynamic_ncols=True, disable=file is None) as bar:
             for rows in windows:
                 failed += sum("error" in row for row in rows)
                 cut += sum(row.get("finish") == "length" for row in rows)

@@ -89,6 +89,8 @@ def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) ->
     sizes = [size for size in mesh.micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
     for (stage, optimizer, parameters), recomputes, micro in product(LAYOUTS, (False, True), sizes):
         other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
+        if other.zero.zero_hpz_partition_size > machine.ranks:  # a copy over several nodes would save no traffic
+            other.zero.zero_hpz_partition_size = mesh.largest_divisor(machine.world_size, machine.ranks)
         if not _is_contradictory(other):
             yield evaluate_layout(outline, other, machine, rates)
 
@@ -202,6 +204,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         *_layout_table(found),
         "",
         advice,
+        *(_kept_line(cfg, best, found) if best else ()),
         *_leanest_line(found),
         *(f"  {note}" for note in _unknown(mine, machine, rates)),
     ]
@@ -220,6 +223,28 @@ def _stored_line(cfg: RunConfig) -> list[str]:
             gib=gib(each * 1e6),
         )
     ]
+
+
+def _beyond(cfg: RunConfig) -> set[str]:
+    """Return what a config switches on beyond ZeRO's stages."""
+    return {key for key in _BEYOND if get_value(cfg, key) != get_value(RunConfig(), key)}
+
+
+def _kept_line(cfg: RunConfig, best: Layout, found: Sequence[Layout]) -> list[str]:
+    """Return the fastest layout with all that was asked beyond ZeRO's stages, where `best` is without some of it."""
+    lost = _beyond(cfg) - _beyond(best.cfg)
+    if not lost:
+        return []
+    keys, kept = listed(*sorted(lost)), fastest([one for one in found if _beyond(cfg) <= _beyond(one.cfg)])
+    if kept is None:
+        return [tr("It switches off {keys}: no layout with it fits.", keys=keys)]
+    text = tr(
+        "It switches off {keys}, which costs time here. The fastest with it, {seconds} s per step: {words}",
+        keys=keys,
+        seconds=f"{kept.time.seconds:.3g}",
+        words=" ".join(overrides(cfg, kept.cfg)) or tr("the recipe as it is"),
+    )
+    return [text]
 
 
 def _leanest_line(found: Sequence[Layout]) -> list[str]:

@@ -66,6 +66,8 @@ class Rates:
     """Seconds of a micro-batch that do not grow with it."""
     latency_s: float = 0.0
     """Seconds of a collective that do not grow with it."""
+    node_link: float = 0.0
+    """As `link`, between ranks of one node, where there are several nodes."""
     is_measured: bool = False
 
 
@@ -80,10 +82,10 @@ def assumed(machine: Machine, dtype: str) -> Rates:
     card = machine.card
     # A card without bf16 computes it through others' units, at best as fast as fp32; 0 also stands for not known.
     flops = 0.5 * ((card.flops(dtype) or card.flops("fp32") or _UNKNOWN_FLOPS) if card else _UNKNOWN_FLOPS)
-    link = 0.8 * (card.link_bytes_per_s if card else 25e9)
-    if machine.nodes > 1:
-        link = min(link, 25e9 / machine.ranks)
-    return Rates(flops, link, 0.8 * (card.memory_bytes_per_s if card else 1e12), micro_s=0.005, latency_s=5e-5)
+    near = 0.8 * (card.link_bytes_per_s if card else 25e9)
+    link = min(near, 25e9 / machine.ranks) if machine.nodes > 1 else near
+    memory = 0.8 * (card.memory_bytes_per_s if card else 1e12)
+    return Rates(flops, link, memory, micro_s=0.005, latency_s=5e-5, node_link=near if machine.nodes > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,11 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
         communication = sent / stages / rates.gather
     else:
         communication = sent / stages / rates.link + collectives * rates.latency_s
+    copies = zero.zero_hpz_partition_size
+    if rates.node_link and 1 < copies <= machine.ranks:  # ZeRO++: weights for the backward pass come from the own node
+        all_weights = weight * outline.num_parameters
+        communication += times * all_weights * (copies - 1) / copies / rates.node_link
+        communication -= times * all_weights * (world - 1) / world / rates.link
     communication += times * (exchanged / rates.link + exchanges * rates.latency_s)
     if rows.parts > 1:  # queries, keys, values and results, forward, backward, and in what is computed again
         keys = outline.sizes["keys"] * rows.key_copies(outline.sizes["keys"] // size["head_size"])
