@@ -51,6 +51,7 @@ WORDS = {
     "section": "一节",
     "list of texts": "文本的列表",
     "list of numbers": "数的列表",
+    "list of whole numbers": "整数的列表",
     "list of sources": "来源的列表",
     "list of sections": "节的列表",
 }
@@ -75,7 +76,7 @@ def render(chinese: bool = False) -> str:
             key = f"{name}.{item.name}" if name else item.name
             kind = _type(inner)
             if chinese:
-                kind = WORDS.get(kind) or kind.replace("list of", "以下各项的列表：")
+                kind = WORDS.get(kind) or kind.replace("list of ", "以下各项的列表：")
             meaning = re.sub(r"([|<*])", r"\\\1", said(texts[section.__name__][item.name]))  # Markdown's own signs
             parts.append(f"| `{key}` | {kind} | {_default(item)} | {meaning} |\n")
     return "".join(parts)

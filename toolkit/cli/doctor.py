@@ -64,7 +64,7 @@ def _tell(found: examine.Examination, seconds: float) -> None:
         say(f"{check:{width}}  {_SIGNS[worst]:4}  {found.summaries.get(check, '')}".rstrip())
     for level, heading in (
         (findings.ERROR, tr("Would break the run:")),
-        (findings.WARNING, tr("May hurt it:")),
+        (findings.WARNING, tr("May affect the run:")),
         (findings.NOTE, tr("Notes:")),
     ):
         if texts := found.lines(level):

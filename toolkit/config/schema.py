@@ -375,7 +375,7 @@ class ShapeConfig:
     """`model.shape`: sizes of a randomly initialised GLM (`model.init=random`)."""
 
     vocab_size: PositiveInt = 4096
-    """Size of the vocabulary in tokens; also the size to which a tokenizer is fitted."""
+    """Size of the vocabulary in tokens; also the target size of a trained tokenizer."""
     hidden_size: PositiveInt = 128
     """Width of the residual stream."""
     intermediate_size: PositiveInt = 384
@@ -401,7 +401,7 @@ class ModelConfig:
     revision: str = ""
     """Commit, branch or tag of a model on Hugging Face; "" the newest."""
     tokenizer: str = ""
-    """Local directory of the tokenizer; "" takes `model.path`; with init=random and "" one is fitted to the training data."""
+    """Local directory of the tokenizer; "" takes `model.path`; with init=random and "" a tokenizer is trained on the training data."""
     family: Family = Family.auto
     """Chat format of an official ChatGLM tokenizer; auto finds it in the directory, and asks where ChatGLM2 and ChatGLM3 cannot be told apart."""
     original_labels: bool = True
@@ -409,7 +409,7 @@ class ModelConfig:
     chat_template: str = ""
     """File with a Jinja chat template that replaces the tokenizer's own; "" keeps its own."""
     attention: Attention = field(default=Attention.auto, metadata=FREE)
-    """auto: varlen for packed rows, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a mask of blocks for packed rows; eager: written out; varlen: each sample of a packed row for itself (PyTorch's kernel for variable lengths on GPUs)."""
+    """auto: varlen for packed sequences, else PyTorch's scaled_dot_product_attention; sdpa: the latter, with a block mask for packed sequences; eager: the step-by-step implementation; varlen: each sample of a packed sequence separately (PyTorch's variable-length kernel on GPUs)."""
     trust_remote_code: bool = False
     """Run the Python files in the model's directory, with all your permissions, if its architecture is not part of transformers; otherwise such models are rejected."""
     router_loss: Annotated[float, Ge(-1)] = -1.0
@@ -431,15 +431,15 @@ class TuningConfig:
     """`tuning`: the fine-tuning method: which parameters are trained."""
 
     method: TuningMethod = field(default=TuningMethod.full, metadata=TRAINED)
-    """full: every parameter; freeze: those of some layers; lora: low-rank additions to linear layers; qlora: the same on weights of 4 bits (GPU); ptuning_v2: learned keys and values before every layer's own, as in the ChatGLM repositories; prompt: learned embeddings before the first token."""
+    """full: all parameters; freeze: some layers only; lora: low-rank adapters on linear layers; qlora: LoRA on a 4-bit base model (GPU); ptuning_v2: a trainable prefix before the keys and values of every layer, as in the ChatGLM repositories; prompt: trainable embeddings before the first token."""
     adapter: str = ""
     """Directory of an adapter to continue training from: peft's (lora, qlora, prompt), or a P-Tuning v2 checkpoint, the original's too. It decides what the other settings of its method are. "" starts from scratch."""
     rank: PositiveInt = field(default=8, metadata=TRAINED)
-    """lora, qlora: rank of the additions."""
+    """lora, qlora: LoRA rank."""
     alpha: PositiveFloat = 16.0
-    """lora, qlora: the additions are scaled by alpha / rank (rslora: alpha / sqrt(rank))."""
+    """lora, qlora: LoRA is scaled by alpha / rank (rslora: alpha / sqrt(rank))."""
     dropout: Share = 0.0
-    """lora, qlora: dropout before the additions; ptuning_v2: of the prefix (the original: 0.1)."""
+    """lora, qlora: dropout on LoRA's input; ptuning_v2: on the prefix (the original: 0.1)."""
     rslora: bool = False
     """lora, qlora: rank-stabilised scaling."""
     dora: bool = field(default=False, metadata=TRAINED)
@@ -915,7 +915,7 @@ class ZeroConfig:
     stage3_gather_16bit_weights_on_model_save: bool = False
     """Stage 3: for other programs that call DeepSpeed's save_16bit_model; our own export gathers in any case."""
     zero_hpz_partition_size: PositiveInt = 1
-    """Stage 3, ZeRO++: ranks (those of one machine) that keep a second copy of the weights, from which the backward pass gathers; 1 keeps none."""
+    """Stage 3, ZeRO++: number of ranks (the GPUs of one node) that share a second copy of the weights, from which the backward pass gathers; 1: no copy."""
     zero_quantized_weights: bool = False
     """Stage 3, ZeRO++: gather weights in 8 bits (NVIDIA GPUs)."""
     zero_quantized_gradients: bool = False
@@ -947,11 +947,11 @@ class KernelsConfig:
     """`kernels`: kernels of the loss and the layers; attention is set by `model.attention`."""
 
     loss: LossKernel = LossKernel.auto
-    """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits are never in memory all at once; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with additions (LoRA), get the logits of all trained tokens at once."""
+    """chunked: from the hidden states of trained tokens alone, a few at a time, so that the logits are never in memory all at once; liger: the same by liger-kernel (GPU), which waits for the GPU once per micro-batch; full: all logits; auto: chunked. Models that change their logits afterwards (Gemma 2), and output layers with LoRA, get the logits of all trained tokens at once."""
     liger: When = When.auto
     """liger-kernel's norms, feed-forward layers and rotary positions in place of the model's own (GPU): auto where the package is installed and knows the model; always: else reject; never."""
     mlp_pieces: PositiveInt = 1
-    """Pieces in which feed-forward layers take the tokens of a micro-batch, for long rows: their inner states are there for one piece at a time, and computed twice; 1 takes all at once. Layers of experts take all at once in any case."""
+    """Pieces into which feed-forward layers split the tokens of a micro-batch, for long sequences: inner activations are in memory for one piece at a time, and are computed twice; 1: no split. Expert layers are never split."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -965,7 +965,7 @@ class CompileConfig:
     mode: str = ""
     """Of torch.compile: reduce-overhead, max-autotune, max-autotune-no-cudagraphs; "" its default."""
     dynamic: When = When.auto
-    """Whether one kernel serves rows of all lengths: auto begins with one for the first length, and makes one for all when a second comes; never makes one for each length."""
+    """Whether one compiled model serves sequences of all lengths: auto compiles for the first length, and a general version when a second one comes; never compiles for each length."""
     deepcompile: bool = False
     """DeepSpeed's DeepCompile on top, which moves the communication of ZeRO into the compiled graph (GPUs, zero.stage 1 to 3)."""
 
@@ -997,7 +997,7 @@ class RandomLtdConfig:
     steps: NonNegativeInt = 0
     """Optimizer steps after which all layers compute all tokens; 0: from the first step."""
     start_share: Annotated[float, Gt(0), Lt(1)] = 0.5
-    """Share of a row's tokens that each middle layer computes in the first step; it grows linearly to 1."""
+    """Share of a sequence's tokens that each middle layer computes in the first step; it grows linearly to 1."""
     first_layers: NonNegativeInt = 1
     """Layers at the beginning that always compute all tokens."""
     last_layers: NonNegativeInt = 1
@@ -1015,23 +1015,23 @@ class TrainConfig:
     gradient_clipping: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; 0 does not clip."""
     rehearse: bool = field(default=True, metadata=FREE)
-    """Before the first step try once what comes later, and leave everything as it was: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and next to export/, an evaluation batch (docs/rehearsal.md)."""
+    """Dry run: before the first step try once what comes later, and restore everything afterwards: the longest batch forward and backward, the memory of an update, writing into checkpoints/ and next to export/, an evaluation batch (docs/rehearsal.md)."""
     log_every: PositiveInt = field(default=10, metadata=FREE)
     """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
     on_bad_step: OnBadStep = field(default=OnBadStep.skip, metadata=FREE)
     """What happens at a step whose loss or gradient is NaN or Inf, or a spike; its samples are named and saved, its update is skipped on all ranks. skip: continue; stop: end the run (exit code 70); rewind: go back to the last checkpoint, and on from there with the data after this step."""
     max_loss_ratio: float = field(default=0.0, metadata=FREE)
-    """A loss more than so many times the median of the last 100 good steps is a spike; 0 never."""
+    """A loss above this multiple of the median of the last 100 good steps is a spike; 0: off."""
     max_grad_norm_ratio: float = field(default=0.0, metadata=FREE)
-    """A gradient norm more than so many times the median of the last 100 good steps is a spike; 0 never."""
+    """A gradient norm above this multiple of the median of the last 100 good steps is a spike; 0: off."""
     max_skipped_steps: PositiveInt = field(default=20, metadata=FREE)
-    """Stop (exit code 70) when so many steps in a row were skipped."""
+    """Stop (exit code 70) after this many consecutive skipped steps."""
     activation_checkpointing: ActivationCheckpointingConfig = field(
         default_factory=ActivationCheckpointingConfig, metadata=FREE
     )
     """Trade computation for memory."""
     neftune_alpha: NonNegativeFloat = 0.0
-    """NEFTune: uniform noise of up to neftune_alpha / sqrt(tokens of a row x hidden width) is added to the embeddings of training rows; 5 to 15 are usual, 0 adds none."""
+    """NEFTune: uniform noise of up to neftune_alpha / sqrt(tokens of a sequence x hidden size) is added to the embeddings of training sequences; 5 to 15 are usual, 0 adds none."""
     random_ltd: RandomLtdConfig = field(default_factory=RandomLtdConfig)
     """Middle layers compute some tokens only, at first."""
 
@@ -1064,7 +1064,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """`export`: what export/ must be; whether there is one says `checkpoint.export`."""
+    """`export`: requirements on export/; `checkpoint.export` decides whether there is one."""
 
     require_serving: bool = False
     """Publish export/ only if transformers alone serves it as it was trained (`toolkit verify-serving`): one that fails is kept as export.held, with the reasons, and the run ends with exit code 74. The model is loaded once more, on the first rank's CPU."""
@@ -1081,25 +1081,25 @@ class EvaluateConfig:
     metrics: list[Metric] = field(default_factory=list)
     """At each evaluation the model also answers validation samples, and the answers are scored by these (docs/evaluation.md); [] leaves it out. Those that begin with chatglm_ are what the ChatGLM repositories computed, and need the packages jieba, rouge-chinese and nltk."""
     max_samples: NonNegativeInt = 1000
-    """Measure the loss on so many validation samples, drawn once and the same in every evaluation, of each source in proportion; 0 takes all."""
+    """Number of validation samples for the loss, drawn once and the same in every evaluation, from each source in proportion; 0: all."""
     max_answers: NonNegativeInt = 200
-    """Answer so many validation samples, evenly spread over the split and at most `evaluate.max_samples`; 0 answers as many as that."""
+    """Number of validation samples to answer, evenly spread over the split, at most `evaluate.max_samples`; 0: as many as that."""
     batch_size: PositiveInt = 8
     """Samples that a rank answers at once."""
     max_new_tokens: PositiveInt = 64
     """Longest answer in tokens, to a validation sample or to a question of `evaluate.prompts`."""
     temperature: NonNegativeFloat = 0.0
-    """0: the likeliest token each time; else the logits are divided by it and tokens are drawn."""
+    """0: always the likeliest token; otherwise the logits are divided by it and tokens are sampled."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Draw among the likeliest tokens that hold this share of the probability together; 1 among all."""
+    """Sample from the likeliest tokens whose probabilities add up to this; 1: from all."""
     top_k: NonNegativeInt = 0
-    """Draw among so many of the likeliest tokens; 0 among all."""
+    """Sample from this many of the likeliest tokens; 0: from all."""
     seed: NonNegativeInt = 0
-    """Of what is drawn: the same seed gives the same answers, on any number of ranks."""
+    """Seed of sampling: the same seed gives the same answers, on any number of ranks."""
     keep_best: str = ""
     """Keep the checkpoint that is the best by this name in metrics.jsonl as well: eval_loss, or eval_ and one of `evaluate.metrics`, such as eval_rouge_l; "" keeps the newest only. Rated are checkpoints of steps that were evaluated."""
     ngram_baselines: bool = False
-    """Print the loss of a unigram and a bigram model fitted to the training split, for comparison."""
+    """Print the loss of unigram and bigram baselines counted on the training split, for comparison."""
     prompts: list[str] = field(default_factory=list)
     """Questions that the model answers at the end (greedy); shown and written to samples.jsonl."""
 
@@ -1281,7 +1281,7 @@ class LaunchConfig:
     num_nodes: NonNegativeInt = 0
     """Nodes that must take part; a run on fewer or more is rejected; 0 takes what the launcher gives."""
     env: dict[str, Any] = field(default_factory=dict)
-    """Environment variables of every rank on every node: {NCCL_DEBUG: INFO, HF_TOKEN: }. A value is set as it is typed and wins over the environment; a name without one (null) has to be set where the command is typed: for secrets, which are handed on and never written down. In recipes and configs \\${ stands for ${."""
+    """Environment variables of every rank on every node: {NCCL_DEBUG: INFO, HF_TOKEN: }. A value is set as it is typed and wins over the environment; a name without one (null) has to be set where the command is typed: for secrets, which are forwarded and never written to a file. In recipes and configs \\${ stands for ${."""
 
     @property
     def values(self) -> dict[str, str]:
@@ -1310,7 +1310,7 @@ class DistributedConfig:
     interface: str = ""
     """Network interface of the collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME); "" lets the library choose."""
     timeout_s: PositiveInt = 1800
-    """Seconds after which a collective that does not finish ends the run; also the patience with evaluations, checkpoints and first steps, and half of it that with waiting for data."""
+    """Seconds after which a collective that does not finish ends the run; also the limit for evaluations, checkpoints and the first steps, and half of it for waiting for data."""
     hang_after_s: float = 0.0
     """Seconds after which a step (or evaluation, or save) counts as hanging, waiting for data not included: all ranks write their stacks to logs/ and the run ends with code 124. 0 takes five times the slowest of the last 100 steps, at least 60, and distributed.timeout_s for the first three steps, the first after an evaluation or save, and all steps with compile.enabled; -1 never."""
     cpu_shared_memory: bool = False

@@ -91,7 +91,7 @@ class Examination:
         self.findings += findings.findings(self.facts, self.resources, here)
         if self.ssh.through_ssh and self.facts:
             self.findings += findings.secrets(self.facts, self.secrets)
-            self.summaries["environment"] = tr("handed on: {names}", names=", ".join(sorted(handed_on)) or "-")
+            self.summaries["environment"] = tr("forwarded: {names}", names=", ".join(sorted(handed_on)) or "-")
             offsets = {}
             for host in self.facts:
                 before = time.time()
