@@ -1,6 +1,8 @@
 """Every shipped YAML composes, says only what it must, and every recipe runs anywhere with model=glm_tiny."""
 
 import dataclasses
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from toolkit.config import files
 from toolkit.config.files import is_hub_name, known_recipes, read
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import Init, RowFormat, RunConfig
+from toolkit.config.schema import Init, RowFormat, RunConfig, TuningMethod
 from toolkit.data.readers import files_of
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
@@ -95,6 +97,27 @@ def test_every_recipe_is_introduced(recipe: str) -> None:
     for document in ("docs/recipes.md", "docs/recipes_zh.md"):
         assert f"| `{recipe}` |" in (ROOT / document).read_text()
     assert f"| {recipe} |" in (ROOT / "recipes" / "README.md").read_text()
+
+
+OWN_DATA = {"quickstart", "pretrain_continue", *(name for name in RECIPES if name.endswith("_adgen"))}
+"""Recipes that do not train on conversations of one's own."""
+
+
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - OWN_DATA))
+def test_a_header_says_how_many_steps_and_what_to_tune_first(recipe: str) -> None:
+    """In both languages; the numbers are those of the config."""
+    header = known_recipes()[recipe].read_text().partition("\ndefaults:")[0]
+    found = re.findall(r"(\d+) steps \((\d+) train, (\d+) validate;\s(?:# )?(\d+) per step, (\d+) epochs?\)", header)
+    assert found
+    cfg = load([f"recipe={recipe}"]).cfg
+    for steps, train, validate, size, epochs in (map(int, one) for one in found):
+        assert (size, epochs) == (cfg.batch.global_size, cfg.train.epochs)
+        assert validate == round((train + validate) * cfg.data.validation_fraction)
+        assert steps == epochs * math.ceil(train / size)
+        assert re.search(f"{steps} 步（.*每步 {size} [条对].*{epochs} 轮", header)
+    assert re.search(r"(?s)Tune\s(?:# )?first:?.*optim\.lr \(", header) and "先调" in header
+    if cfg.tuning.method is TuningMethod.lora and not cfg.preference.is_on:
+        assert cfg.optim.lr >= 5e-5, "LoRA needs a higher rate than full fine-tuning"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
