@@ -30,6 +30,10 @@ cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
 # and weights decay once too often. Optimizers allocate their states at the first update anyway.
 FP16_Optimizer.initialize_optimizer_states = FP16_UnfusedOptimizer.initialize_optimizer_states = lambda _: None
 
+# ZeRO-1 in bf16 prints memory twelve times on rank 0's terminal, whatever the log level is (0.19.8,
+# runtime/bf16_optimizer.py); metrics.jsonl and the report have memory.
+deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **_options: None
+
 
 def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> ModuleType | None:
     """Return what knows a rank's place where layers are split over ranks, None elsewhere.

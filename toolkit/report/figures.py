@@ -366,9 +366,9 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         looks = Series(
             colors=colors, faint=[raw] if smoothed else [], dotted=[validation], dashed=["unigram", "bigram"]
         )
-        note = tr("Pale: as logged.") if smoothed else ""
+        note = tr("Pale: values as logged.") if smoothed else ""
         if any("low" in record for record in records):
-            note = tr("Pale: as logged. The band spans the extremes where a point stands for several rows.")
+            note = tr("Pale: values as logged. The band spans the extremes where a point stands for several rows.")
         events = events_of(run)
     else:
         records, colors, events = [], {}, []

@@ -95,7 +95,7 @@ def tiles(run: Run) -> Iterator[Tile]:
     epochs = last("epoch")
     parts = [tr("of {total}", total=f"{run.total_steps:,}")] if run.total_steps else []
     parts += [tr("{epochs} epochs", epochs=f"{epochs:.2f}")] if epochs is not None else []
-    yield Tile(tr("Steps"), f"{run.step:,}", ", ".join(parts))
+    yield Tile(tr("Steps"), f"{run.step:,}", messages.listed(*parts))
     samples, total, trained = map(last, ("samples", "total_tokens", "trained_tokens"))
     if samples is not None:
         yield Tile(tr("Samples"), short(samples))
@@ -127,7 +127,7 @@ def tiles(run: Run) -> Iterator[Tile]:
         tr("steps skipped: {count}", count=skipped) if skipped else "",
         tr("rewinds: {count}", count=rewinds) if rewinds else "",
     ]
-    detail = ", ".join(filter(None, parts)) or tr("no restarts")
+    detail = messages.listed(*parts) or tr("no restarts")
     yield Tile(tr("Bad steps"), f"{bad:,}", detail, _BAD if bad or rewinds else "")
 
 
@@ -197,8 +197,8 @@ def plan(run: Run) -> Table | None:
     rows = []
     for phase, parts in phases.items() if isinstance(phases, dict) else ():
         if isinstance(parts, dict) and all(isinstance(size, (int, float)) for size in parts.values()):
-            told = ", ".join(
-                f"{messages.translated(words.get(name, name))} {size / GIB:.3g}" for name, size in parts.items()
+            told = messages.listed(
+                *(f"{messages.translated(words.get(name, name))} {size / GIB:.3g}" for name, size in parts.items())
             )
             rows.append([messages.translated(words.get(phase, phase)), f"{sum(parts.values()) / GIB:.3g}", told])
     step_s, pace = run.plan.get("step_s"), run.plan.get("tokens_per_s")
@@ -280,7 +280,7 @@ def _environment(run: Run) -> dict[str, str]:
     names = list(dict.fromkeys(map(str, hosts))) if isinstance(hosts, list) else []
     found = {
         tr("ranks"): known.get("world_size"),
-        tr("machines"): ", ".join(names[:8]) + (" …" if len(names) > 8 else ""),
+        tr("nodes"): ", ".join(names[:8]) + (" …" if len(names) > 8 else ""),
         "GPU": known.get("device"),
         tr("processors"): known.get("processors"),
         tr("system"): known.get("platform"),
@@ -626,8 +626,8 @@ def _again(runs: Sequence[Run]) -> Section:
     ]
     note = ""
     if any(str(run.environment.get("commit", "")).endswith("+changes") for run in runs):
-        note = tr("The toolkit had changes that are in no commit (+changes): the commit alone does not make it again.")
-    return Section(id="again", title=tr("Do it again"), commands=found, note=note)
+        note = tr("The toolkit had changes that are in no commit (+changes): the commit alone does not reproduce it.")
+    return Section(id="again", title=tr("Reproduce this run"), commands=found, note=note)
 
 
 COMPARISON = "comparison.html"
