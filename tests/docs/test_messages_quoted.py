@@ -2,6 +2,7 @@
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 from pages import ROOT, Block, blocks, chinese
@@ -15,6 +16,13 @@ QUOTES = [
     for block in blocks(page, "text")
     for line in block.body.splitlines()
 ]
+OUTPUTS = [
+    page
+    for name in ("multinode", "classify")
+    for page in (PAGE.with_name(f"{name}.md"), PAGE.with_name(f"{name}_zh.md"))
+]
+"""Pages whose blocks are what commands print, apart from lines of numbers and tables."""
+NUMBERS = re.compile(r"…?$|step \d+/|.*  accuracy [\d.]+  macro_f1 |node\d  GPU|\S+ +(ok|warn)\b")
 KINDS = "|".join(["Hang", *(name for name, kind in vars(messages).items() if isinstance(kind, type))])
 PLACEHOLDER = re.compile(r"\{\w+\}")
 
@@ -77,6 +85,14 @@ def test_each_quote_is_said(block: Block, line: str) -> None:
     assert found
     if kind := re.match(KINDS, line):
         assert kind[0] in {RAISED.get(template, kind[0]) for template in found}
+
+
+@pytest.mark.parametrize("page", OUTPUTS, ids=lambda page: page.name)
+def test_each_line_of_an_output_is_printed(page: Path) -> None:
+    lines = [line.removeprefix("node1: ") for block in blocks(page, "text") for line in block.body.splitlines()]
+    texts = [line for line in lines if not NUMBERS.match(line)]
+    assert len(texts) >= 5
+    assert [line for line in texts if not said_as(line, int(page.stem.endswith("_zh")))] == []
 
 
 def test_both_languages_quote_the_same() -> None:

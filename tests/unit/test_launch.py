@@ -11,6 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.unit.made_processes import make_processes
+from toolkit.cli import main
 from toolkit.distributed.process_group import agree_on_store
 from toolkit.jobs import launch
 from toolkit.launch import deepspeed, environment
@@ -49,6 +50,17 @@ def test_launcher_options_may_stand_anywhere(words: list[str]) -> None:
     mine, options, rest = deepspeed.typed_options(words)
     assert (mine, options) == (["--num_gpus", "2"], {"--num_gpus": "2"})
     assert rest == ["recipe=x", "optim.lr=1", "--config-dir", "c"]
+
+
+@pytest.mark.parametrize("options", [["--num_gpus", "3"], ["hostfile=hosts"], ["--hostfile", "hosts", "-e", "b:1"]])
+def test_a_batch_that_does_not_fit_the_ranks_starts_nothing(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text(f"a slots=1\nb slots={2 + ('-e' in options)}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("toolkit.cli.launch.launch", lambda *_: pytest.fail("it was launched"))
+    assert main(["launch", *options, "recipe=quickstart"]) == 2
+    assert "batch.global_size = 16 is not a multiple of batch.micro_per_gpu (8) x 3 ranks" in capsys.readouterr().err
 
 
 HERE: dict[str, Any] = {"folder": "/nowhere"}

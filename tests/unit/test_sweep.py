@@ -184,6 +184,14 @@ def test_a_changed_recipe_is_another_sweep(tmp_path: Path) -> None:
         sweep.run(words)
 
 
+def test_another_language_is_the_same_sweep() -> None:
+    words = [*RECIPE, "optim.lr=0.1,0.2", "sweep=s"]
+    assert sweep.run([*words, "language=en"]) == 0
+    calls()
+    assert sweep.run([*words, "language=zh"]) == 0
+    assert calls() == []
+
+
 def test_nothing_starts_when_one_is_wrong() -> None:
     with pytest.raises(ConfigError) as caught:
         sweep.run([*RECIPE, "zero=stage1,stage3", "zero.allgather_bucket_size=7"])

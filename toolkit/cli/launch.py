@@ -10,12 +10,17 @@ toolkit launch recipe=NAME [launcher options] [hostfile=FILE] [key=value …]
 On one node a free port is chosen if --master_port is not given.
 """
 
-from toolkit.arguments import parse_checked
+from toolkit.arguments import check_parsed, parse_checked
 from toolkit.jobs.launch import launch
 from toolkit.launch import deepspeed, environment
+from toolkit.messages import Problems
 
 
 def run(words: list[str]) -> int:
     typed, options, rest = deepspeed.typed_options(words)
     environment.refuse_ranks()
-    return launch(typed, options, rest, parse_checked(rest, files=False).loaded.cfg)
+    loaded, problems = parse_checked(rest, files=False).loaded, Problems()
+    if ranks := deepspeed.ranks_of(options):  # else each rank would say it, on all nodes, after their start
+        check_parsed(loaded, ranks, problems, files=False)
+    problems.raise_all()
+    return launch(typed, options, rest, loaded.cfg)

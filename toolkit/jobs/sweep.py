@@ -355,7 +355,7 @@ def typed_command(words: Sequence[str], command: str = "sweep") -> str:
 
 def new_job(words: Sequence[str], cfg: schema.RunConfig, trial: int | None = None) -> SweepJob:
     """Return a job that has not run yet: its own overrides, its config, and its number in a search."""
-    nowhere = replace(cfg, run=replace(cfg.run, name="", dir=""))
+    nowhere = replace(cfg, language="", run=replace(cfg.run, name="", dir=""))
     config = hashlib.sha256(load.to_yaml(nowhere).encode()).hexdigest()[:16]
     name = job_name(words) if trial is None else f"trial-{trial:03}"
     return SweepJob(name=name, words=[secrets.hide(word) for word in words], config=config, trial=trial)

@@ -118,6 +118,14 @@ def hostfile_of(options: Mapping[str, str]) -> str | None:
     return options.get("--hostfile", options.get("-H"))
 
 
+def ranks_of(options: Mapping[str, str]) -> int:
+    """Return how many ranks a launch starts; 0 where that depends on this machine's GPUs."""
+    if path := hostfile_of(options):
+        return sum(map(len, select_gpus(read_hostfile(Path(path)), options).values()))
+    given = options.get("--num_gpus", options.get("--num_accelerators", ""))
+    return int(given) if given.isdecimal() else 0
+
+
 def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
     """Return the words that are the launcher's options (hostfile=FILE is --hostfile FILE), these by name, others."""
     mine: list[str] = []
