@@ -95,7 +95,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: 
     listing.write_text(json.dumps([{"overrides": overrides(name, data[name], folder)} for name in names]))
     finished = run(forked(2, WORKER, str(listing)), cwd=folder, timeout_s=500)
     assert finished.code == 0, finished.output[-6000:]
-    assert "CPU Virtual Memory" not in finished.output, "DeepSpeed's own lines are in the logs"
+    assert "CPU Virtual Memory" not in finished.output, "DeepSpeed's lines about memory are left out"
     return folder / "runs"
 
 
