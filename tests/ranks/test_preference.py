@@ -108,7 +108,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
 
     optimizer = PlainOptimizer(model, cfg, STEPS)
     beta = cfg.preference.beta
-    found: dict[str, list[float]] = {"loss": [], "figure": []}
+    found: dict[str, list[float]] = {"loss": [], "figure": [], "kl": []}
     for rows in global_batches(cfg, data, STEPS):
         if cfg.preference.loss.value == "kto":
             both = [[data.train[row[0]] for row in rows], [mismatched(data.train, row[0]) for row in rows]]
@@ -133,6 +133,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
             with torch.no_grad():
                 before = [of_answers(reference, samples)[0] for samples in both]
             margins = (chosen - before[0]) - (rejected - before[1])
+            found["kl"].append(float(((chosen - before[0]) + (rejected - before[1])).detach().mean()) / 2)
             loss = -torch.nn.functional.logsigmoid(beta * margins).mean()
         found["loss"].append(float(loss.detach()))
         found["figure"].append(float(beta * margins.detach().mean()))
@@ -161,6 +162,12 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: 
     tolerance = ROUGH.get(name, TOLERANCE)
     assert losses(runs / name) == pytest.approx(expected["loss"], abs=tolerance)
     assert figure == pytest.approx(expected["figure"], abs=tolerance)
+    if expected["kl"]:
+        # A sum over the tokens of answers.
+        assert [row["kl"] for row in rows] == pytest.approx(expected["kl"], abs=10 * tolerance)
+        assert rows[0]["kl"] == pytest.approx(0, abs=10 * tolerance) and max(map(abs, expected["kl"])) > 0.01
+    else:
+        assert is_kto or not any("kl" in row for row in rows), "without a reference there is none"
     if is_kto:
         assert [row["answers"] for row in rows] == [4] * STEPS and max(figure) > 0.01
     else:
@@ -190,7 +197,7 @@ def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
 def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
     first, last = (rows_of(runs / name)[index] for index in (0, -1))
     assert (first["eval_loss"], first["eval_rewards/margins"]) == pytest.approx((0.6931472, 0.0), abs=1e-6)
-    assert first["eval_pairs"] == 7
+    assert first["eval_pairs"] == 7 and abs(first["eval_kl"]) < 1e-5 < abs(last["eval_kl"])
     assert last["eval_loss"] < first["eval_loss"] and last["eval_rewards/accuracies"] > 0.7
 
 
