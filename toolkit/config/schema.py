@@ -306,6 +306,8 @@ AUTO = "auto"
 """In place of a number: one that is found."""
 EVAL_LOSS = "eval_loss"
 """Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
+EVAL_TAUGHT = ("eval_kl", "eval_general_loss")
+"""What is better if it is less in an evaluation of a distilled model; the second without another model as the teacher."""
 EVAL_PAIRS = ("eval_rewards/accuracies", "eval_rewards/margins")
 """Names of what is better if it is more in an evaluation of pairs."""
 EVAL_LABELS = ("eval_accuracy", "eval_macro_f1")
@@ -1097,7 +1099,7 @@ class EvaluateConfig:
     seed: NonNegativeInt = 0
     """Of what is drawn: the same seed gives the same answers, on any number of ranks."""
     keep_best: str = ""
-    """Keep the checkpoint that is the best by this name in metrics.jsonl as well: eval_loss, or eval_ and one of `evaluate.metrics`, such as eval_rouge_l; "" keeps the newest only. Rated are checkpoints of steps that were evaluated."""
+    """Keep the checkpoint that is the best by this name in metrics.jsonl as well: eval_loss, eval_ and one of `evaluate.metrics`, such as eval_rouge_l, or a figure of the task, such as eval_kl of task=distill; "" keeps the newest only. Rated are checkpoints of steps that were evaluated."""
     ngram_baselines: bool = False
     """Print the loss of a unigram and a bigram model fitted to the training split, for comparison."""
     prompts: list[str] = field(default_factory=list)
