@@ -15,6 +15,8 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
                         Must not exist. Until complete it is named FILE.part; rerun the same command to resume
   samples=1             answers per question, a line each with its `sample`; above 1 with temperature
   batch_size=8          questions per batch
+  shard=i/n             answer one of n parts of the questions, for n processes or nodes, each with a GPU; then run the
+                        same command once without it to merge them. Answers do not depend on n
   system=TEXT           system message for questions without one
   max_new_tokens=64     longest answer in tokens
   temperature=0         0 takes the most likely token; above 0 tokens are sampled from the top_p=1 of the probability
@@ -25,6 +27,7 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
 """
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("transformers", "deepspeed")
 USAGE = 'toolkit generate PATH prompt="…"'
-_FOR_FILES = ("output", "format", "columns", "batch_size", "samples")
+_FOR_FILES = ("output", "format", "columns", "batch_size", "samples", "shard")
 
 
 def run(words: list[str]) -> None:
@@ -80,6 +83,11 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
         raise ConfigError(
             "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
         )
+    shard = re.fullmatch(r"(\d+)/(\d+)", given.get("shard", "1/1"))
+    if not (shard and 0 < int(shard[1]) <= int(shard[2])):
+        raise ConfigError("shard = {value} must be i/n, such as 1/4 to 4/4.", value=given["shard"])
+    if is_split and "shard" in given:
+        raise ConfigError(tr("shard= and engine=deepspeed do not go together. Keep one of them."))
     row_format = RowFormat(one_of(given, "format", [known.value for known in RowFormat]))
     from toolkit.evaluate.generate import answer_source, question_source
 
@@ -92,7 +100,10 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
         samples=samples,
         system=given.get("system", ""),
         models=[Path(given[name]) for name in ("model.path", "adapter") if given.get(name)],
-        settings={name: value for name, value in given.items() if name not in ("input", "output", "batch_size")},
+        settings={
+            name: value for name, value in given.items() if name not in ("input", "output", "batch_size", "shard")
+        },
+        shard=(int(shard[1]), int(shard[2])),
     )
 
 
