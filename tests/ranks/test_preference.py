@@ -1,6 +1,7 @@
 """Preferences on ranks: however they are cut up, a plain PyTorch loop's losses; resumed bit by bit; it learns."""
 
 import copy
+import importlib.util
 import json
 from functools import partial
 from pathlib import Path
@@ -44,20 +45,29 @@ CELLS: dict[str, list[str]] = {
     "lora-stage3-rows": ["zero=stage3", ALL, "data.share_prefixes=false", *LORA],
     "full-stage1-auto": ["zero=stage1", "batch.micro_per_gpu=auto", *FULL],
     "bf16-stage2": ["zero=stage2", "precision=bf16", *FULL],
+    **(
+        {
+            "qlora-stage2": ["zero=stage2", *LORA, "tuning=qlora", *SAVED],
+            "qlora-bf16-stage1": ["zero=stage1", *LORA, "tuning=qlora", "precision=bf16"],
+            "kto-qlora-stage1": ["zero=stage1", *KTO, *LORA, "tuning=qlora"],
+        }
+        if importlib.util.find_spec("bitsandbytes")
+        else {}
+    ),
     "kto-full-stage0": ["zero=stage0", *KTO, *FULL, *SAVED],
     "kto-full-stage3-micro2": ["zero=stage3", ALL, "batch.micro_per_gpu=2", RECOMPUTE, *KTO, *FULL],
     "kto-lora-stage2": ["zero=stage2", *KTO, *LORA, *SAVED],
 }
 ROOM_MIB = {"full-stage1-auto": [8192.0, 8192.0]}
 # bfloat16 rounds to 2^-9.
-ROUGH = {"bf16-stage2": 0.03}
+ROUGH = {"bf16-stage2": 0.03, "qlora-bf16-stage1": 0.03}
 ONE_RANK = {
     "full-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL],
     "lora-one-rank-1x4": ["zero=stage1", *LORA],
     "kto-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *KTO, *FULL],
 }
 SHORT = ("full-stage3", "lora-stage2", "orpo-stage3", "kto-lora-stage2")
-RESUMED = ("full-stage0", "lora-stage2", "kto-full-stage0", "kto-lora-stage2")
+RESUMED = [name for name in CELLS if {"checkpoint.every=4"} <= set(CELLS[name])]
 
 
 def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
@@ -98,6 +108,8 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     reference = copy.deepcopy(model).eval()
     if cfg.tuning.method.value != "full":
         apply_tuning(model, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
+    if cfg.tuning.method.value == "qlora":  # weights in 4 bits, too; a new adapter adds nothing
+        apply_tuning(reference, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
 
     def of_answers(which: Any, samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         batch = collate([[sample] for sample in samples], data.pad_id)

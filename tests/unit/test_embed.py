@@ -12,7 +12,8 @@ from tests.unit.data_tools import ByteEncoder, run_config, text_of, write_rows
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import Packing, Pooling, RowFormat
+from toolkit.config.schema import Packing, Pooling, RowFormat, TaskKind
+from toolkit.data import preview
 from toolkit.data.formats import TextPairReader
 from toolkit.data.loader import collate
 from toolkit.data.packing import plan_sequences
@@ -100,7 +101,7 @@ def test_negatives_are_read_as_many_as_are_wanted(tmp_path: Path) -> None:
     rows[2]["negatives"] = ["x", "y" * 40, "z"]
     config = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
     config.data.max_length = 16
-    config.data.sources[0].format = RowFormat.embed
+    config.data.sources[0].format, config.task.kind = RowFormat.embed, TaskKind.embed
     for wanted, unused in ((0, ["negatives"]), (2, [])):
         config.embed.negatives = wanted
         train, _, report = build_caches(config, ByteEncoder())
@@ -118,6 +119,8 @@ def test_negatives_are_read_as_many_as_are_wanted(tmp_path: Path) -> None:
         )
         assert [[text_of(train[number][0]) for number in plan[row]] for row in range(len(plan))] == expected
         assert report.unused == unused
+        roles = [preview._label(config, train, number) for number in plan[1]]
+        assert roles == [", the query", ", the positive", ", a negative", ", a negative"][: 2 + wanted]
     config.embed.negatives = 4
     with pytest.raises(DataError, match=r"d.jsonl:1: it has 3 negatives, fewer than embed.negatives = 4"):
         build_caches(config, ByteEncoder())

@@ -357,6 +357,8 @@ def test_a_pair_is_two_samples_side_by_side(only_last: bool, tmp_path: Path) -> 
         {"prompt": "q", "chosen": "last", "rejected": "one"},
     ]
     train, _, report = caches(tmp_path, rows, ByteEncoder(only_last=only_last), max_length=30)
+    cfg = RunConfig(preference=PreferenceConfig(loss=PreferenceLoss.sigmoid))
+    assert [preview._label(cfg, train, place) for place in (2, 3)] == [", the chosen answer", ", the rejected answer"]
     found = [(text_of(ids), text_of(ids[trained])) for ids, trained in map(train.__getitem__, range(len(train)))]
     texts = [(found[place][0], found[place + 1][0]) for place in range(0, len(found), 2)]
     assert texts == [("xyy$qa$", "xyy$qbbb$"), ("qlast$", "qone$")]
