@@ -114,7 +114,7 @@ def test_negatives_are_read_as_many_as_are_wanted(tmp_path: Path) -> None:
             micro_per_gpu=1,
             seed=3,
             sources=[],
-            together=2 + wanted,
+            size=2 + wanted,
             cache_dir=tmp_path / "cache",
         )
         assert [[text_of(train[number][0]) for number in plan[row]] for row in range(len(plan))] == expected

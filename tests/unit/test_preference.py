@@ -406,7 +406,7 @@ def test_splits_and_plans_keep_pairs_together(tmp_path: Path) -> None:
             seed=3,
             sources=sources,
             most=most,
-            together=2,
+            size=2,
             cache_dir=tmp_path / "cache",
         )
 
@@ -427,7 +427,7 @@ def test_answers_share_their_prompt_in_a_plan(tmp_path: Path) -> None:
         for number in range(9)
     ]
     train, _, _ = caches(tmp_path, rows, validation_fraction=0.0)
-    given: dict[str, Any] = {"max_length": 64, "micro_per_gpu": 1, "seed": 3, "together": 2}
+    given: dict[str, Any] = {"max_length": 64, "micro_per_gpu": 1, "seed": 3, "size": 2}
     for weight in (1.0, 2.0, 0.5):
         sources = [SourceConfig(weight=weight)] if weight != 1 else []
         whole = plan_sequences(train, Packing.none, sources=sources, cache_dir=tmp_path / "cache", **given)

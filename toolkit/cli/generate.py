@@ -27,7 +27,6 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
 """
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,18 +77,10 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
 def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     if not given.get("output"):
         raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
-    samples = positive_int(given, "samples") or 1
-    if samples > 1 and not sampling.temperature:
-        raise ConfigError(
-            "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
-        )
-    shard = re.fullmatch(r"(\d+)/(\d+)", given.get("shard", "1/1"))
-    if not (shard and 0 < int(shard[1]) <= int(shard[2])):
-        raise ConfigError("shard = {value} must be i/n, such as 1/4 to 4/4.", value=given["shard"])
     if is_split and "shard" in given:
         raise ConfigError(tr("shard= and engine=deepspeed do not go together. Keep one of them."))
     row_format = RowFormat(one_of(given, "format", [known.value for known in RowFormat]))
-    from toolkit.evaluate.generate import answer_source, question_source
+    from toolkit.evaluate.generate import answer_source, parse_shard, question_source
 
     answer_source(
         question_source(given["input"], row_format, given.get("columns", "{}")),
@@ -97,13 +88,13 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
         lambda: _load(given, is_split),
         sampling,
         batch_size=positive_int(given, "batch_size") or 8,
-        samples=samples,
+        samples=positive_int(given, "samples") or 1,
         system=given.get("system", ""),
         models=[Path(given[name]) for name in ("model.path", "adapter") if given.get(name)],
         settings={
             name: value for name, value in given.items() if name not in ("input", "output", "batch_size", "shard")
         },
-        shard=(int(shard[1]), int(shard[2])),
+        shard=parse_shard(given.get("shard", "1/1")),
     )
 
 

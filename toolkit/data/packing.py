@@ -95,19 +95,18 @@ def plan_sequences(
     seed: int,
     sources: list[SourceConfig],
     most: int = 0,
-    together: int = 1,
+    size: int = 1,
     share: bool = False,
     cache_dir: Path,
 ) -> PackingPlan:
     """Return the plan of a split, made now if there is none.
 
     `classes`: the longest samples, ascending, of classes of length, which are packed separately. `seed` decides which
-    samples meet, and which are taken for a fractional weight. `sources`: the training sources; [] takes each sample
-    once, or `evaluated_samples`. `together`: so many samples that follow each other share a row; in a `MismatchedCache`
-    two that do not. Nothing is packed then. `share`: packed samples of a conversation share a row and its beginning.
+    samples meet, and which are taken for a fractional weight. `sources`: of training; [] takes each sample once, or
+    `evaluated_samples`. `size`: so many that follow each other share a row, in a `MismatchedCache` two apart;
+    nothing is packed then. `share`: packed samples of a conversation share a row and its beginning.
     """
-    apart = cache.num_numbers - len(cache)
-    size, beside = together, range(0, 2 * apart, apart) if apart else range(together)
+    beside = range(0, 2 * apart, apart) if (apart := cache.num_numbers - len(cache)) else range(size)
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size

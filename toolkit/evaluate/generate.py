@@ -544,6 +544,14 @@ class AnswerFile:
             raise CheckpointError("cannot write {file}: {reason}.", file=self.part, reason=reason) from error
 
 
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return i and n of "i/n"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not (found and 0 < int(found[1]) <= int(found[2])):
+        raise ConfigError("shard = {value} must be i/n, such as 1/4 to 4/4.", value=text)
+    return int(found[1]), int(found[2])
+
+
 def shard_of(output: Path, number: int, shards: int) -> Path:
     """Return the file of one of several shards of an output, numbered from 1."""
     return output.with_name(f"{output.name}.{number}-of-{shards}")
@@ -683,6 +691,10 @@ def answer_source(
     is called once questions are readable and the file is open; `models` are the directories of the weights. `shard`:
     see `answer_rows`; without one, shards that are there become the file.
     """
+    if samples > 1 and not sampling.temperature:
+        raise ConfigError(
+            "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
+        )
     total = samples * sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
     settings = _known_again({**settings, "batch_size": batch_size}, source, models)
     is_shard = shard[1] > 1
