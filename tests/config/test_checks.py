@@ -88,6 +88,14 @@ REFUSED = {
     "data.sources=[{path:b},{path:a,general:true}]": (
         "data.sources[1].general has an effect with task=distill and no distill.teacher only. Remove it."
     ),
+    "task=distill distill.teacher=a/b evaluate.keep_best=eval_general_loss": (
+        "evaluate.keep_best = eval_general_loss is none of eval_loss, eval_kl. Did you mean 'eval_loss'?"
+    ),
+    "task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] evaluate.keep_best=eval_k": (
+        "evaluate.keep_best = eval_k is none of eval_loss, eval_kl, eval_general_loss. Did you mean 'eval_kl'?"
+    ),
+    "task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] data.validation=[{path:c}] "
+    "evaluate.keep_best=eval_kl": "evaluate.keep_best = eval_kl is none of eval_loss. Did you mean 'eval_loss'?",
     "task=distill distill.teacher=a/b distill.general_share=0.5": (
         "distill.general_share = 0.5 has no effect: distill.teacher is given. Remove it, or set "
         "distill.general_share=0.0."

@@ -445,6 +445,37 @@ def test_preferences_of_trl(
     )
 
 
+REWARD = {"per_device_train_batch_size": 2, "model_name_or_path": "m"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "center"),
+    [
+        ("a.json", json.dumps({**REWARD, "center_rewards_coefficient": None, "disable_dropout": True}), 0.0),
+        ("a.yaml", json.dumps({**REWARD, "center_rewards_coefficient": 0.01, "pad_to_multiple_of": None}), 0.01),
+        ("a.sh", "trl reward --model_name_or_path m --per_device_train_batch_size 2 --eos_token x\n", 0.0),
+        ("b.sh", "accelerate launch examples/scripts/reward_modeling.py --per_device_train_batch_size 2\n", 0.0),
+    ],
+)
+def test_reward_models_of_trl(capsys: pytest.CaptureFixture[str], name: str, text: str, center: float) -> None:
+    """With RewardConfig's own defaults for what is not given."""
+    cfg, told = imported(capsys, put(name, text), "world_size=2")
+    assert (cfg.task.kind.value, cfg.task.center, cfg.preference.is_on) == ("reward", center, False)
+    assert (cfg.optim.lr, cfg.data.max_length, cfg.precision.dtype) == (1e-4, 1024, Dtype.bf16)
+    assert cfg.train.activation_checkpointing.enabled
+    assert "Unknown" not in told and ("eos_token" in told) is ("eos_token" in text)
+
+
+@pytest.mark.parametrize(
+    ("script", "loss"), [("trl dpo", "sigmoid"), ("python kto.py", "kto"), ("python cpo.py", "cpo")]
+)
+def test_scripts_of_trl_say_which_loss(capsys: pytest.CaptureFixture[str], script: str, loss: str) -> None:
+    line = f"{script} --model_name_or_path m --per_device_train_batch_size 2 --fp16 --max_length 256\n"
+    cfg, _ = imported(capsys, put("a.sh", line), "world_size=2")
+    assert (cfg.preference.loss.value, cfg.optim.lr, cfg.data.max_length) == (loss, 1e-6, 256)
+    assert cfg.precision.dtype is Dtype.fp16
+
+
 def test_training_arguments_as_transformers_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import Seq2SeqTrainingArguments
 

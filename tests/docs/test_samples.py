@@ -81,9 +81,9 @@ def test_each_sample_of_classes_is_read(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [EMBEDDINGS, chinese(EMBEDDINGS)], ids=lambda page: page.name)
 def test_each_sample_of_embeddings_is_read(page: Path) -> None:
-    (sample,) = blocks(page, "json")
-    query, positive = TextPairReader({}).read_all(parse_row(sample.body.strip().encode()))
-    assert query.is_text and positive.is_text and query.messages != positive.messages
+    found = [TextPairReader({}).read_all(parse_row(sample.body.strip().encode())) for sample in blocks(page, "json")]
+    assert [len(texts) for texts in found] == [2, 4] and all(text.is_text for texts in found for text in texts)
+    assert found[0] == found[1][:2] and found[0][0].messages != found[0][1].messages
 
 
 def test_a_table_is_read_by_the_names_of_its_columns(tmp_path: Path) -> None:

@@ -45,10 +45,11 @@ CELLS: dict[str, list[str]] = {
     "general-lora-packed-stage2": ["zero=stage2", *PACKED, *LORA],
     "general-stored-stage1": ["zero=stage1", "distill.top_k=16", "batch.micro_per_gpu=2", *SAVED, *FULL],
 }
+BEST = ["evaluate.every=2", "checkpoint.every=2", "checkpoint.keep=1", "evaluate.keep_best=eval_kl"]
 ONE_RANK = {
     "live-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL],
     "stored-one-rank-1x4": ["zero=stage0", "distill.top_k=8", "train.rehearse=true", *FULL],
-    "general-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "distill.general_share=0.5", *LORA],
+    "general-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "distill.general_share=0.5", *BEST, *LORA],
 }
 # Until it has learned: from the teacher, and for comparison next to nothing of it.
 LEARNED = {
@@ -199,6 +200,15 @@ def test_every_layout_follows_the_plain_loop(
         assert last["eval_kl"] < first["eval_kl"] and "eval_general_loss" not in last
     done = json.loads((runs / name / "DONE").read_text())
     assert (done["first_eval_kl"], done["last_eval_kl"]) == (first["eval_kl"], last["eval_kl"])
+
+
+def test_the_checkpoint_nearest_to_the_teacher_is_kept(runs: Path) -> None:
+    """The teacher is the model before training, so it is not the last."""
+    folder = runs / "general-one-rank-4x1"
+    saved = [row for row in rows_of(folder) if "eval_kl" in row and row["step"] and row["step"] % 2 == 0]
+    best = min(saved, key=lambda row: row["eval_kl"])["step"]
+    kept = sorted(int(one.name.removeprefix("step-")) for one in (folder / "checkpoints").glob("step-*"))
+    assert kept == [best, STEPS] and best < STEPS
 
 
 def test_held_out_answers_are_nearer_to_the_teacher_than_labels_bring_them(runs: Path) -> None:

@@ -36,23 +36,27 @@ CELLS: dict[str, list[str]] = {
     "full-stage0": ["zero=stage0", *FULL, *SAVED],
     "full-stage2-micro2": ["zero=stage2", "batch.micro_per_gpu=2", RECOMPUTE, *MEAN],
     "full-stage3": ["zero=stage3", ALL, *FULL],
+    "negatives-stage3-micro2": ["zero=stage3", ALL, "batch.micro_per_gpu=2", "embed.negatives=2", *FULL, *SAVED],
     "lora-stage2": ["zero=stage2", "embed.temperature=0.2", *LORA, *SAVED],
 }
 ONE_RANK = {"full-one-rank-8x1": ["zero=stage1", "batch.micro_per_gpu=8", "train.rehearse=true", *FULL]}
-SHORT = ("full-stage2-micro2",)
-RESUMED = ("full-stage0", "lora-stage2")
+ONE_RANK["negatives-one-rank-4x2"] = ["zero=stage0", "batch.micro_per_gpu=4", "embed.negatives=1", *MEAN]
+SHORT = ("full-stage2-micro2", "negatives-stage3-micro2")
+RESUMED = ("full-stage0", "negatives-stage3-micro2", "lora-stage2")
 
 
 @pytest.fixture(scope="session")
 def texts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """90 pairs: both texts end with the same words, after others."""
+    """90 pairs: both texts end with the same words, after others; of three negatives two end with one of these."""
     draw = random.Random(9)
     file = tmp_path_factory.mktemp("data") / "texts.jsonl"
     with file.open("w", encoding="utf-8") as handle:
         for _ in range(90):
             end = draw.sample(WORDS, 2)
             query, positive = ([*draw.choices(WORDS, k=draw.randint(1, 4)), *end] for _ in range(2))
-            handle.write(json.dumps({"query": " ".join(query), "positive": " ".join([*positive, end[1]])}) + "\n")
+            negatives = [" ".join([*draw.choices(WORDS, k=3), *more]) for more in (end[1:] * 2, end[1:] * 3, ())]
+            row = {"query": " ".join(query), "positive": " ".join([*positive, end[1]]), "negatives": negatives}
+            handle.write(json.dumps(row) + "\n")
     return file
 
 
@@ -101,10 +105,10 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"loss": [], "recall_at_1": [], "grad_norm": [], "pairs": []}
     for rows in global_batches(cfg, data, STEPS):
         sides = []
-        for place in (0, 1):
+        for place in range(2 + cfg.embed.negatives):
             batch = collate([[data.train[row[place]]] for row in rows], data.pad_id)
             sides.append(embedded(model.base_model, batch, cfg.embed.pooling.value))
-        similar = sides[0] @ sides[1].t() / cfg.embed.temperature
+        similar = sides[0] @ torch.cat(sides[1:]).t() / cfg.embed.temperature
         loss = -similar.log_softmax(dim=1).diagonal().mean()
         found["loss"].append(float(loss.detach()))
         found["pairs"].append(len(rows))
@@ -136,7 +140,9 @@ def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     assert len(whole) >= STEPS - 6 and whole == resumed
 
 
-@pytest.mark.parametrize("name", default_first(["full-stage3", "full-stage2-micro2", "lora-stage2"], SHORT))
+@pytest.mark.parametrize(
+    "name", default_first(["full-stage3", "negatives-stage3-micro2", "full-stage2-micro2", "lora-stage2"], SHORT)
+)
 def test_held_out_pairs_find_each_other_also_in_transformers_alone(name: str, runs: Path, tmp_path: Path) -> None:
     """An export in the base model of transformers, pooled as it says, has the figures of the run's last evaluation."""
     import transformers
@@ -167,7 +173,8 @@ def test_held_out_pairs_find_each_other_also_in_transformers_alone(name: str, ru
     rows = collate([[data.validation[sample]] for sample in range(len(data.validation))], data.pad_id)
     with torch.no_grad():
         found = embedded(model, rows, kind)
-    similar = found[0::2] @ found[1::2].t()
+    size = 2 + cfg.embed.negatives
+    similar = found[0::size] @ torch.cat([found[place::size] for place in range(1, size)]).t()
     places = (similar > similar.diagonal()[:, None]).sum(dim=1) + 1
     assert float((places == 1).float().mean()) == pytest.approx(last["eval_recall_at_1"], abs=1e-6)
     assert float((1 / places.double()).mean()) == pytest.approx(last["eval_mrr"], abs=1e-6)

@@ -1,6 +1,7 @@
 """Preferences on ranks: however they are cut up, a plain PyTorch loop's losses; resumed bit by bit; it learns."""
 
 import copy
+import importlib.util
 import json
 from functools import partial
 from pathlib import Path
@@ -44,20 +45,29 @@ CELLS: dict[str, list[str]] = {
     "lora-stage3-rows": ["zero=stage3", ALL, "data.share_prefixes=false", *LORA],
     "full-stage1-auto": ["zero=stage1", "batch.micro_per_gpu=auto", *FULL],
     "bf16-stage2": ["zero=stage2", "precision=bf16", *FULL],
+    **(
+        {
+            "qlora-stage2": ["zero=stage2", *LORA, "tuning=qlora", *SAVED],
+            "qlora-bf16-stage1": ["zero=stage1", *LORA, "tuning=qlora", "precision=bf16"],
+            "kto-qlora-stage1": ["zero=stage1", *KTO, *LORA, "tuning=qlora"],
+        }
+        if importlib.util.find_spec("bitsandbytes")
+        else {}
+    ),
     "kto-full-stage0": ["zero=stage0", *KTO, *FULL, *SAVED],
     "kto-full-stage3-micro2": ["zero=stage3", ALL, "batch.micro_per_gpu=2", RECOMPUTE, *KTO, *FULL],
     "kto-lora-stage2": ["zero=stage2", *KTO, *LORA, *SAVED],
 }
 ROOM_MIB = {"full-stage1-auto": [8192.0, 8192.0]}
 # bfloat16 rounds to 2^-9.
-ROUGH = {"bf16-stage2": 0.03}
+ROUGH = {"bf16-stage2": 0.03, "qlora-bf16-stage1": 0.03}
 ONE_RANK = {
     "full-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL],
     "lora-one-rank-1x4": ["zero=stage1", *LORA],
     "kto-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *KTO, *FULL],
 }
 SHORT = ("full-stage3", "lora-stage2", "orpo-stage3", "kto-lora-stage2")
-RESUMED = ("full-stage0", "lora-stage2", "kto-full-stage0", "kto-lora-stage2")
+RESUMED = [name for name in CELLS if {"checkpoint.every=4"} <= set(CELLS[name])]
 
 
 def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
@@ -98,6 +108,8 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     reference = copy.deepcopy(model).eval()
     if cfg.tuning.method.value != "full":
         apply_tuning(model, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
+    if cfg.tuning.method.value == "qlora":  # weights in 4 bits, too; a new adapter adds nothing
+        apply_tuning(reference, cfg.tuning, Path("base"), data.tokenizer, cfg.run.seed)
 
     def of_answers(which: Any, samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         batch = collate([[sample] for sample in samples], data.pad_id)
@@ -108,7 +120,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
 
     optimizer = PlainOptimizer(model, cfg, STEPS)
     beta = cfg.preference.beta
-    found: dict[str, list[float]] = {"loss": [], "figure": []}
+    found: dict[str, list[float]] = {"loss": [], "figure": [], "kl": []}
     for rows in global_batches(cfg, data, STEPS):
         if cfg.preference.loss.value == "kto":
             both = [[data.train[row[0]] for row in rows], [mismatched(data.train, row[0]) for row in rows]]
@@ -133,6 +145,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
             with torch.no_grad():
                 before = [of_answers(reference, samples)[0] for samples in both]
             margins = (chosen - before[0]) - (rejected - before[1])
+            found["kl"].append(float(((chosen - before[0]) + (rejected - before[1])).detach().mean()) / 2)
             loss = -torch.nn.functional.logsigmoid(beta * margins).mean()
         found["loss"].append(float(loss.detach()))
         found["figure"].append(float(beta * margins.detach().mean()))
@@ -161,6 +174,12 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: 
     tolerance = ROUGH.get(name, TOLERANCE)
     assert losses(runs / name) == pytest.approx(expected["loss"], abs=tolerance)
     assert figure == pytest.approx(expected["figure"], abs=tolerance)
+    if expected["kl"]:
+        # A sum over the tokens of answers.
+        assert [row["kl"] for row in rows] == pytest.approx(expected["kl"], abs=10 * tolerance)
+        assert rows[0]["kl"] == pytest.approx(0, abs=10 * tolerance) and max(map(abs, expected["kl"])) > 0.01
+    else:
+        assert is_kto or not any("kl" in row for row in rows), "without a reference there is none"
     if is_kto:
         assert [row["answers"] for row in rows] == [4] * STEPS and max(figure) > 0.01
     else:
@@ -190,7 +209,7 @@ def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
 def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
     first, last = (rows_of(runs / name)[index] for index in (0, -1))
     assert (first["eval_loss"], first["eval_rewards/margins"]) == pytest.approx((0.6931472, 0.0), abs=1e-6)
-    assert first["eval_pairs"] == 7
+    assert first["eval_pairs"] == 7 and abs(first["eval_kl"]) < 1e-5 < abs(last["eval_kl"])
     assert last["eval_loss"] < first["eval_loss"] and last["eval_rewards/accuracies"] > 0.7
 
 

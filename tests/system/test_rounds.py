@@ -9,17 +9,18 @@ from pathlib import Path
 from ranks import free_port, kill_session, run, start
 
 from tests.unit.speaker import write_random
+from toolkit.evaluate.generate import BATCHES
 
 
 def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None:
     write_random(tmp_path / "model")
     rows = [{"prompt": f"{number} and so on"} for number in range(32)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "toolkit", "rounds", "--num_gpus", "1", "--master_port", str(free_port())]
+    command = [sys.executable, "-m", "toolkit", "rounds", "--num_gpus", "2", "--master_port", str(free_port())]
     command += ["recipe=zero1", "model.init=pretrained", f"model.path={tmp_path}/model", "model.name=babbler"]
     command += ["preference=dpo", f"prompts={tmp_path}/prompts.jsonl", "reward=regex", "pattern=[a-e]", "rounds=2"]
-    command += ["samples=4", "max_new_tokens=12", "batch_size=32", "run.name=rounds", f"run.dir={tmp_path}/runs"]
-    command += [f"prepare.dir={tmp_path}/cache", "train.epochs=6", "batch.global_size=8", "batch.micro_per_gpu=8"]
+    command += ["samples=4", "max_new_tokens=12", "batch_size=8", "run.name=rounds", f"run.dir={tmp_path}/runs"]
+    command += [f"prepare.dir={tmp_path}/cache", "train.epochs=6", "batch.global_size=8", "batch.micro_per_gpu=4"]
     command += ["optim.lr=0.003", "data.validation_fraction=0", "data.max_length=128", "report.enabled=false"]
     command += ["evaluate.prompts=[]", "evaluate.ngram_baselines=false", "train.log_every=1", "train.rehearse=false"]
     command += ["checkpoint.every=1", "checkpoint.verify_export=false", "precision=fp32"]
@@ -37,6 +38,7 @@ def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None
         kill_session(process)
     assert process.returncode == 75, output[-3000:]
     answers = (folder / "round-1" / "samples.jsonl").read_bytes()
+    assert len(answers.splitlines()) == 128 > 8 * BATCHES, "each of two processes gave some"
 
     finished = run(command, cwd=tmp_path, timeout_s=900)
     assert finished.code == 0, finished.output[-3000:]

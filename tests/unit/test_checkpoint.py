@@ -875,6 +875,7 @@ def test_whatever_a_proof_raises_nothing_is_published(tmp_path: Path, monkeypatc
     ("keep_best", "values", "best"),
     [
         ("eval_loss", [math.nan, 1.0, 2.0], 4),
+        ("eval_kl", [0.3, 0.1, 0.2], 4),
         ("eval_rouge_l", [10.0, 30.0, 20.0], 4),
         ("eval_rouge_l", [0.0, 0.0, 0.0], 2),
         ("eval_rouge_l", [None, 5.0, 5.0], 4),
@@ -883,14 +884,16 @@ def test_whatever_a_proof_raises_nothing_is_published(tmp_path: Path, monkeypatc
     ],
 )
 def test_the_best_checkpoint(keep_best: str, values: list[float | None], best: int | None, tmp_path: Path) -> None:
-    """By the lowest loss or the highest of a metric, which may be missing or no number; of equal ones the first."""
+    """By the lowest loss or divergence, or the highest of a metric, which may be missing or no number; the first of
+    equal ones."""
     for step in (2, 4, 6):
         checkpoint(tmp_path, step)
     saver = Checkpointer.__new__(Checkpointer)
     saver.folder, saver.keep_best = tmp_path, keep_best
+    ignored = -9e9 if keep_best in ("eval_loss", "eval_kl") else 9e9
     rows = [
         {"step": step} | ({} if value is None else {keep_best or "eval_loss": value})
-        for step, value in zip((0, 2, 4, 6), [9e9 if keep_best != "eval_loss" else -9e9, *values], strict=True)
+        for step, value in zip((0, 2, 4, 6), [ignored, *values], strict=True)
     ]
     found = saver._best(rows)
     assert found == ([] if best is None else [tmp_path / f"step-{best}"])

@@ -12,31 +12,38 @@ from tests.unit.data_tools import ByteEncoder, run_config, text_of, write_rows
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import Pooling, RowFormat
+from toolkit.config.schema import Packing, Pooling, RowFormat, TaskKind
+from toolkit.data import preview
 from toolkit.data.formats import TextPairReader
 from toolkit.data.loader import collate
+from toolkit.data.packing import plan_sequences
 from toolkit.data.tokenize import build_caches
-from toolkit.messages import ConfigError, RowError
+from toolkit.messages import ConfigError, DataError, RowError
 from toolkit.models import embedding
 
 
-def test_the_loss_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Python's own float64; queries a few at once."""
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_loss_is_that_of_the_paper(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python's own float64; queries a few at once. Texts are pairs, or each pair has three negatives."""
     monkeypatch.setattr(embedding, "_ROWS", 2)
     draw = torch.Generator().manual_seed(1)
-    pairs = torch.randn(10, 3, generator=draw, dtype=torch.float64)
-    pairs = (pairs / pairs.norm(dim=1, keepdim=True)).requires_grad_(True)
-    found = embedding.pair_losses(pairs, 0.1)
-    rows = pairs.tolist()
-    similar = [[sum(a * b for a, b in zip(q, p, strict=True)) / 0.1 for p in rows[1::2]] for q in rows[0::2]]
-    expected = [math.log(sum(map(math.exp, row))) - row[place] for place, row in enumerate(similar)]
+    texts = torch.randn(5 * size, 3, generator=draw, dtype=torch.float64)
+    texts = (texts / texts.norm(dim=1, keepdim=True)).requires_grad_(True)
+    found = embedding.pair_losses(texts, 0.1, size)
+    rows = texts.tolist()
+    others = [place for place in range(len(rows)) if place % size]
+    similar = [
+        {j: sum(a * b for a, b in zip(rows[i], rows[j], strict=True)) / 0.1 for j in others}
+        for i in range(0, len(rows), size)
+    ]
+    expected = [math.log(sum(map(math.exp, row.values()))) - row[size * i + 1] for i, row in enumerate(similar)]
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
-    [slopes] = torch.autograd.grad(found.sum(), pairs)
-    shares = [[math.exp(value) / sum(map(math.exp, row)) for value in row] for row in similar]
-    slope = sum((shares[0][j] - (j == 0)) * rows[2 * j + 1][0] for j in range(5)) / 0.1
+    [slopes] = torch.autograd.grad(found.sum(), texts)
+    shares = {j: math.exp(value) / sum(map(math.exp, similar[0].values())) for j, value in similar[0].items()}
+    slope = sum((shares[j] - (j == 1)) * rows[j][0] for j in others) / 0.1
     assert float(slopes[0, 0]) == pytest.approx(slope, rel=1e-10)
-    places = [1 + sum(value > row[place] for value in row) for place, row in enumerate(similar)]
-    assert embedding.ranks_of(pairs.detach()).tolist() == places and len(set(places)) > 1
+    places = [1 + sum(value > row[size * i + 1] for value in row.values()) for i, row in enumerate(similar)]
+    assert embedding.ranks_of(texts.detach(), size).tolist() == places and len(set(places)) > 1
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
@@ -64,7 +71,15 @@ def test_rows_are_two_texts(tmp_path: Path) -> None:
     renamed = TextPairReader({"query": "a", "positive": "b"}).read_all({"a": "q", "b": "pp"})
     assert renamed == TextPairReader({}).read_all(row)
     assert TextPairReader({}).unused({**row, "negative": "n"}) == ["negative"]
+    for negatives in (["n", "m"], '["n", "m"]'):
+        read = TextPairReader({}).read_all({**row, "negatives": negatives})
+        assert [one.messages[0]["content"] for one in read] == ["q", "pp", "n", "m"]
+    assert len(TextPairReader({"negatives": "negative"}).read_all({**row, "negative": "n"})) == 3
     for wrong, why in (
+        ({**row, "negatives": 3}, "'negatives' is 3, neither a list of texts nor a text"),
+        ({**row, "negatives": ["n", 3]}, r"'negatives\[1\]' is 3, not a text"),
+        ({**row, "negatives": [""]}, r"'negatives\[0\]' is empty"),
+        ({**row, "negatives": ["n", "pp"]}, "'negatives' holds the positive itself"),
         ({"query": "q"}, "no key 'positive'"),
         ({**row, "query": " "}, "is empty"),
         ({**row, "query": 1}, "'query'"),
@@ -78,6 +93,39 @@ def test_rows_are_two_texts(tmp_path: Path) -> None:
     assert report.dropped == {"both texts are the same": 1}
 
 
+def test_negatives_are_read_as_many_as_are_wanted(tmp_path: Path) -> None:
+    """All texts of a row share a row of the plan; where one is too long none is left."""
+    rows = [
+        {"query": f"q{n}", "positive": f"p{n}", "negatives": [f"{n}{letter}" for letter in "abc"]} for n in range(4)
+    ]
+    rows[2]["negatives"] = ["x", "y" * 40, "z"]
+    config = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
+    config.data.max_length = 16
+    config.data.sources[0].format, config.task.kind = RowFormat.embed, TaskKind.embed
+    for wanted, unused in ((0, ["negatives"]), (2, [])):
+        config.embed.negatives = wanted
+        train, _, report = build_caches(config, ByteEncoder())
+        kept = (0, 1, 2, 3) if wanted == 0 else (0, 1, 3)
+        expected = [[f"q{n}", f"p{n}", f"{n}a", f"{n}b"][: 2 + wanted] for n in kept]
+        plan = plan_sequences(
+            train,
+            Packing.none,
+            max_length=16,
+            micro_per_gpu=1,
+            seed=3,
+            sources=[],
+            size=2 + wanted,
+            cache_dir=tmp_path / "cache",
+        )
+        assert [[text_of(train[number][0]) for number in plan[row]] for row in range(len(plan))] == expected
+        assert report.unused == unused
+        roles = [preview._label(config, train, number) for number in plan[1]]
+        assert roles == [", the query", ", the positive", ", a negative", ", a negative"][: 2 + wanted]
+    config.embed.negatives = 4
+    with pytest.raises(DataError, match=r"d.jsonl:1: it has 3 negatives, fewer than embed.negatives = 4"):
+        build_caches(config, ByteEncoder())
+
+
 def test_what_follows_from_the_task() -> None:
     cfg = load(["recipe=qwen3_embed_lora"]).cfg
     assert {one.format for one in cfg.data.sources} == {RowFormat.embed}
@@ -88,6 +136,7 @@ def test_what_follows_from_the_task() -> None:
     ("words", "wrong"),
     [
         (["embed.temperature=0.1"], "embed.temperature = 0.1 has no effect: task.kind is language"),
+        (["embed.negatives=2"], "embed.negatives = 2 has no effect: task.kind is language"),
         (["task=embed", "embed.temperature=0"], "embed.temperature = 0.0 must be above 0"),
         (["task=embed", "data.packing=packed"], "pairs are not packed"),
         (["task=embed", "tuning=lora", "tuning.dropout=0.1"], "a step embeds its texts twice"),

@@ -136,6 +136,48 @@ def test_what_was_stopped_goes_on(
     assert not list(tmp_path.glob("*.part*"))
 
 
+def test_shards_give_the_answers_of_one_process(
+    tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Byte by byte, however many there are, of which one was stopped; more of them than there are windows, too."""
+    monkeypatch.setattr(generate, "BATCHES", 2)
+    asked = write(tmp_path / "in.jsonl", *({"prompt": "the same"} for _ in range(11)))
+    drawn = [f"input={asked}", "max_new_tokens=8", "batch_size=1", "temperature=5", "samples=2"]
+    ask(random_model, *drawn, f"output={tmp_path}/whole")
+    whole = (tmp_path / "whole").read_bytes()
+    write_as_it_is = AnswerFile.write
+
+    def stop(self: AnswerFile, window: Any) -> None:
+        if self.file.tell():
+            raise KeyboardInterrupt
+        write_as_it_is(self, window)
+
+    for shards in (2, 3, 12):
+        output = f"output={tmp_path}/out-{shards}"
+        with monkeypatch.context() as stopped:
+            stopped.setattr(AnswerFile, "write", stop)
+            ask(random_model, *drawn, output, f"shard=1/{shards}", code=130 if shards < 11 else 0)
+        for number in range(2, shards + 1):
+            ask(random_model, *drawn, output, f"shard={number}/{shards}")
+        if shards < 11:
+            ask(random_model, *drawn, output, code=2)
+            assert (
+                f"out-{shards}.1-of-{shards} is missing: run the same command with shard=1/" in capsys.readouterr().err
+            )
+            ask(random_model, *drawn, output, f"shard=1/{shards}")
+            assert "Resuming after the 2 lines" in capsys.readouterr().out
+        ask(random_model, *drawn, output, "seed=1", code=2)
+        assert "is a shard of other settings" in capsys.readouterr().err
+        with monkeypatch.context() as unloaded:
+            unloaded.setattr(generate, "answer_rows", None)
+            ask(random_model, *drawn, output)
+        assert (tmp_path / f"out-{shards}").read_bytes() == whole
+    assert not list(tmp_path.glob("*-of-*"))
+    for wrong in ("shard=0/2", "shard=3/2", "shard=x"):
+        ask(random_model, *drawn, f"output={tmp_path}/no", wrong, code=2)
+        assert "must be i/n" in capsys.readouterr().err
+
+
 def test_several_answers_to_each_question(
     tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -357,6 +357,8 @@ def test_a_pair_is_two_samples_side_by_side(only_last: bool, tmp_path: Path) -> 
         {"prompt": "q", "chosen": "last", "rejected": "one"},
     ]
     train, _, report = caches(tmp_path, rows, ByteEncoder(only_last=only_last), max_length=30)
+    cfg = RunConfig(preference=PreferenceConfig(loss=PreferenceLoss.sigmoid))
+    assert [preview._label(cfg, train, place) for place in (2, 3)] == [", the chosen answer", ", the rejected answer"]
     found = [(text_of(ids), text_of(ids[trained])) for ids, trained in map(train.__getitem__, range(len(train)))]
     texts = [(found[place][0], found[place + 1][0]) for place in range(0, len(found), 2)]
     assert texts == [("xyy$qa$", "xyy$qbbb$"), ("qlast$", "qone$")]
@@ -404,7 +406,7 @@ def test_splits_and_plans_keep_pairs_together(tmp_path: Path) -> None:
             seed=3,
             sources=sources,
             most=most,
-            pairs=True,
+            size=2,
             cache_dir=tmp_path / "cache",
         )
 
@@ -425,7 +427,7 @@ def test_answers_share_their_prompt_in_a_plan(tmp_path: Path) -> None:
         for number in range(9)
     ]
     train, _, _ = caches(tmp_path, rows, validation_fraction=0.0)
-    given: dict[str, Any] = {"max_length": 64, "micro_per_gpu": 1, "seed": 3, "pairs": True}
+    given: dict[str, Any] = {"max_length": 64, "micro_per_gpu": 1, "seed": 3, "size": 2}
     for weight in (1.0, 2.0, 0.5):
         sources = [SourceConfig(weight=weight)] if weight != 1 else []
         whole = plan_sequences(train, Packing.none, sources=sources, cache_dir=tmp_path / "cache", **given)

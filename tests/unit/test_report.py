@@ -207,7 +207,8 @@ def test_runs_of_one_name_are_told_apart(quick: None, tmp_path: Path) -> None:
 
 def test_every_chart_is_known_by_name(tmp_path: Path) -> None:
     folders = [fake_run(tmp_path / name) for name in ("a", "b")]
-    taught = {"loss_scale": 2.0, "distill/kl": 0.3}
+    rewards = {f"rewards/{name}": 0.1 for name in ("chosen", "rejected", "margins", "accuracies")}
+    taught = {"loss_scale": 2.0, "distill/kl": 0.3, **rewards}
     scores = {"eval_loss": 1.0, "eval_general_loss": 1.5, **{f"eval_{metric.value}": 0.5 for metric in Metric}}
     for folder in folders:
         with (folder / "metrics.jsonl").open("a") as file:
@@ -217,6 +218,22 @@ def test_every_chart_is_known_by_name(tmp_path: Path) -> None:
     distinct_names(runs)
     drawn = {one.name for some in (runs, runs[:1]) for section in draw(some).values() for one in section}
     assert drawn == NAMES
+
+
+def test_pairs_have_charts_of_rewards_and_of_the_reference(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "pairs")
+    figures = {f"rewards/{name}": 0.1 for name in ("chosen", "rejected", "margins", "accuracies")} | {"kl": -0.3}
+    evaluated = {"eval_loss": 1.0, "eval_pairs": 7, "eval_kl": 0.2, "eval_rewards/accuracies": 0.9}
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in (41, 42):
+            file.write(json.dumps(row(step, **figures)) + "\n" + json.dumps({"step": step, **evaluated}) + "\n")
+    drawn = {one.name: one for one in draw([read_run(folder)])["learning"]}
+    assert drawn["divergence"].title == "Divergence from the reference"
+    found = {name: json.dumps(one.definition.to_dict()) for name, one in drawn.items()}
+    assert '"s": "bleu"' in found["answers"] and not any(f'"s": "{one}"' in found["answers"] for one in ("kl", "pairs"))
+    assert '"y": -0.3' in found["divergence"] and '"y": 0.2' in found["divergence"]
+    assert all(f'"s": "{name}"' in found["rewards"] for name in ("chosen", "rejected", "margins"))
+    assert '"y": 0.9' in found["reward-accuracy"]
 
 
 def test_a_sweep_is_compared(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

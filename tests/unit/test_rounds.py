@@ -166,6 +166,32 @@ def test_each_step_is_done_once(
     assert "preference=dpo" in capsys.readouterr().err
 
 
+def test_prompts_are_answered_by_a_process_for_each_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a step that are done are not started again; one more makes a file of theirs."""
+    steps, started = Steps(), []
+    monkeypatch.setattr(rounds, "_call", steps)
+    monkeypatch.setattr(rounds, "_call_all", lambda *given: started.append(given))
+    monkeypatch.setattr(rounds, "SignalRequests", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])
+    (tmp_path / "model").mkdir()
+    folder = tmp_path / "runs" / "some"
+    words = ["rounds", "--num_gpus", "3", "recipe=zero1", "preference=dpo", f"model.path={tmp_path}/model"]
+    words += [f"run.dir={tmp_path}/runs", f"prompts={tmp_path}/p.jsonl", "reward=length", "least=3", "run.name=some"]
+    steps.stop = 0
+    assert main([*words, "rounds=1"]) == Stopped.exit_code
+    (folder / "round-1" / "samples.jsonl.2-of-3").touch()
+    steps.stop = -1
+    assert main([*words, "rounds=1"]) == 0, capsys.readouterr().err
+    shards = [([command[-1] for command in commands], devices) for commands, _, devices in started]
+    seen = [{"CUDA_VISIBLE_DEVICES": name} for name in ("4", "5", "6")]
+    everything = (["shard=1/3", "shard=2/3", "shard=3/3"], seen)
+    assert shards == [everything, (["shard=1/3", "shard=3/3"], seen[::2]), everything]
+    assert all(command[3] == "generate" for commands, *_ in started for command in commands)
+
+
 def test_a_step_that_fails_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Nothing:
         last, is_new = 0, False

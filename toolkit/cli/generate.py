@@ -15,6 +15,8 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
                         Must not exist. Until complete it is named FILE.part; rerun the same command to resume
   samples=1             answers per question, a line each with its `sample`; above 1 with temperature
   batch_size=8          questions per batch
+  shard=i/n             answer one of n parts of the questions, for n processes or nodes, each with a GPU; then run the
+                        same command once without it to merge them. Answers do not depend on n
   system=TEXT           system message for questions without one
   max_new_tokens=64     longest answer in tokens
   temperature=0         0 takes the most likely token; above 0 tokens are sampled from the top_p=1 of the probability
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("transformers", "deepspeed")
 USAGE = 'toolkit generate PATH prompt="…"'
-_FOR_FILES = ("output", "format", "columns", "batch_size", "samples")
+_FOR_FILES = ("output", "format", "columns", "batch_size", "samples", "shard")
 
 
 def run(words: list[str]) -> None:
@@ -75,13 +77,10 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
 def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     if not given.get("output"):
         raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
-    samples = positive_int(given, "samples") or 1
-    if samples > 1 and not sampling.temperature:
-        raise ConfigError(
-            "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
-        )
+    if is_split and "shard" in given:
+        raise ConfigError(tr("shard= and engine=deepspeed do not go together. Keep one of them."))
     row_format = RowFormat(one_of(given, "format", [known.value for known in RowFormat]))
-    from toolkit.evaluate.generate import answer_source, question_source
+    from toolkit.evaluate.generate import answer_source, parse_shard, question_source
 
     answer_source(
         question_source(given["input"], row_format, given.get("columns", "{}")),
@@ -89,10 +88,13 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
         lambda: _load(given, is_split),
         sampling,
         batch_size=positive_int(given, "batch_size") or 8,
-        samples=samples,
+        samples=positive_int(given, "samples") or 1,
         system=given.get("system", ""),
         models=[Path(given[name]) for name in ("model.path", "adapter") if given.get(name)],
-        settings={name: value for name, value in given.items() if name not in ("input", "output", "batch_size")},
+        settings={
+            name: value for name, value in given.items() if name not in ("input", "output", "batch_size", "shard")
+        },
+        shard=parse_shard(given.get("shard", "1/1")),
     )
 
 

@@ -17,6 +17,7 @@ toolkit rounds [launcher options] recipe=NAME preference=dpo model.path=DIR prom
   launcher options, other arguments as for `toolkit launch`, which starts each run
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
@@ -29,7 +30,7 @@ OWN = ("prompts", "rounds", "reward", "pattern", "least", "most", "allow_code", 
 
 def run(words: list[str]) -> int:
     environment.refuse_ranks()
-    launcher, _, rest = deepspeed.typed_options(words)
+    launcher, options, rest = deepspeed.typed_options(words)
     if any(word.startswith(("data=", "data.sources")) for word in rest):
         raise ConfigError(tr("data= has no effect: rounds learn from the pairs that they make. Give prompts=FILE."))
     arguments = parse_checked([*rest, "data=pairs.jsonl"], names=OWN, files=False)
@@ -59,6 +60,23 @@ def run(words: list[str]) -> int:
         prompts=Path(given["prompts"]).absolute(),
         reward=reward,
         rounds=positive_int(given, "rounds") or 3,
+        processes=_processes(options),
         generate=generate | {name: given[name] for name in GENERATE if name in given},
     )
     return run_rounds(plan)
+
+
+def _processes(options: Mapping[str, str]) -> int:
+    """Return how many processes answer prompts: one for each GPU that the runs take on this node; 1 on several."""
+    if deepspeed.hostfile_of(options) or {"--include", "--exclude"} & options.keys():
+        return 1
+    asked = options.get("--num_gpus") or options.get("--num_accelerators")
+    if asked and int(asked) > 0:
+        return int(asked)
+    from toolkit.models.attention import trains_on_gpu
+
+    if not trains_on_gpu():
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())

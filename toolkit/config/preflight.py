@@ -327,7 +327,7 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if tuning.method is not schema.TuningMethod.qlora:
         return
     has_package = importlib.util.find_spec("bitsandbytes") is not None
-    if not has_package or shutil.which("nvidia-smi") is None:
+    if not has_package or not (is_cpu() or shutil.which("nvidia-smi")):
         yield loaded.error(
             "tuning.method",
             "tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.",

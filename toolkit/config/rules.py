@@ -369,6 +369,8 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     known += schema.EVAL_LABELS if loaded.cfg.task.kind is schema.TaskKind.classify else ()
     kind, is_paired = loaded.cfg.task.kind, loaded.cfg.preference.is_paired
     known += schema.EVAL_EMBED if kind is schema.TaskKind.embed else ()
+    if kind is schema.TaskKind.distill:
+        known += schema.EVAL_TAUGHT[: 1 if loaded.cfg.distill.teacher else 2] if _has_teacher(loaded.cfg) else ()
     known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + (is_paired or kind is schema.TaskKind.reward)]
     if evaluate.keep_best and evaluate.keep_best not in known:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
@@ -378,6 +380,11 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
             known=", ".join(known),
             advice=tr("Add it to evaluate.metrics.") if could_be else did_you_mean(evaluate.keep_best, known),
         )
+
+
+def _has_teacher(cfg: schema.RunConfig) -> bool:
+    """Whether validation samples have a teacher: all by another model, else those of sources that are `general`."""
+    return bool(cfg.distill.teacher) or any(one.general for one in cfg.data.validation or cfg.data.sources)
 
 
 def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]:

@@ -116,7 +116,7 @@ ROW_FIELDS = {
     ),
     RowFormat.labeled: (*_ASKED, *_LISTED, "completion", "label", "kto_tag"),
     RowFormat.classify: (*_ASKED, *_LISTED, "text", "label"),
-    RowFormat.embed: ("query", "positive"),
+    RowFormat.embed: ("query", "positive", "negatives"),
 }
 """What each format reads of a row, and of the messages in it; the names that `columns` may give other ones."""
 
@@ -306,6 +306,8 @@ AUTO = "auto"
 """In place of a number: one that is found."""
 EVAL_LOSS = "eval_loss"
 """Name of the validation loss in metrics.jsonl, beside eval_ and the name of each metric. Less of it is better."""
+EVAL_TAUGHT = ("eval_kl", "eval_general_loss")
+"""What is better if it is less in an evaluation of a distilled model; the second without another model as the teacher."""
 EVAL_PAIRS = ("eval_rewards/accuracies", "eval_rewards/margins")
 """Names of what is better if it is more in an evaluation of pairs."""
 EVAL_LABELS = ("eval_accuracy", "eval_macro_f1")
@@ -490,7 +492,7 @@ class SourceConfig:
     split: str = "train"
     """hub, and directories that `datasets` has saved: which split is read."""
     format: RowFormat = RowFormat.auto
-    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin (docs/reward.md); classify: a text or a conversation with a label (docs/classify.md); embed: query and positive, two texts that belong together (docs/embed.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
+    """auto: by the first row's keys; prompt_response: prompt, response, history; instruction: instruction, input, output, history; query_response: ms-swift's query, response, history; sharegpt: conversations with from and value; messages: OpenAI's messages with role and content; conversation: conversation with human and assistant; text: plain text, all of it trained; docstrings: questions and answers made from the docstrings of the running Python's standard library; preference: a prompt with a chosen and a rejected answer; labeled: a conversation whose answer is marked good or bad (docs/preference.md); reward: as preference, and a margin (docs/reward.md); classify: a text or a conversation with a label (docs/classify.md); embed: query and positive, two texts that belong together, and negatives (docs/embed.md); auto means these with `preference.loss` and `task.kind`. Each also takes system and tools."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names in the file where they differ from the format's: {prompt: content, response: summary}; also from, value, role and content inside conversations."""
     general: bool = False
@@ -704,6 +706,8 @@ class EmbedConfig:
     """last: the state of the last token; mean: the mean over all tokens."""
     temperature: PositiveFloat = 0.05
     """Divides the cosine similarities that are compared: the smaller, the more the most similar ones count."""
+    negatives: NonNegativeInt = 0
+    """Texts of each row's `negatives` (hard negatives) that are read, the first ones; they are negatives of all queries of the global batch. 0 reads none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1097,7 +1101,7 @@ class EvaluateConfig:
     seed: NonNegativeInt = 0
     """Seed of sampling: the same seed gives the same answers, on any number of ranks."""
     keep_best: str = ""
-    """Keep the checkpoint that is the best by this name in metrics.jsonl as well: eval_loss, or eval_ and one of `evaluate.metrics`, such as eval_rouge_l; "" keeps the newest only. Rated are checkpoints of steps that were evaluated."""
+    """Keep the checkpoint that is the best by this name in metrics.jsonl as well: eval_loss, eval_ and one of `evaluate.metrics`, such as eval_rouge_l, or a figure of the task, such as eval_kl of task=distill; "" keeps the newest only. Rated are checkpoints of steps that were evaluated."""
     ngram_baselines: bool = False
     """Print the loss of unigram and bigram baselines counted on the training split, for comparison."""
     prompts: list[str] = field(default_factory=list)
@@ -1390,7 +1394,7 @@ class RunConfig:
 
 
 def has_pairs(cfg: RunConfig) -> bool:
-    """Whether samples come in pairs: a chosen and a rejected answer, or a query and what is to be found."""
+    """Whether samples come in pairs: a chosen and a rejected answer, or a query and what is to be found, with negatives."""
     return cfg.preference.is_paired or cfg.task.kind in (TaskKind.reward, TaskKind.embed)
 
 
@@ -1411,7 +1415,7 @@ def wanted_format(cfg: RunConfig) -> RowFormat | None:
 def data_unit(cfg: RunConfig) -> tuple[str, int]:
     """Return what the data are counted in, and of how many tokenized samples one is."""
     if has_pairs(cfg):
-        return "pairs", 2
+        return "pairs", 2 + cfg.embed.negatives
     if cfg.task.kind is TaskKind.classify:
         return "labels", 1
     return "answers" if cfg.preference.is_on else "samples", 1

@@ -492,16 +492,21 @@ class ClassReader(PairReader):
 
 
 class TextPairReader(PairReader):
-    """Turns rows of `RowFormat.embed` into two texts, `query` and `positive`."""
+    """Turns rows of `RowFormat.embed` into texts: `query`, `positive`, and those of `negatives`, a list or one text."""
 
     row_format = RowFormat.embed
 
     def read_all(self, row: object) -> list[Conversation]:
-        """Return both texts; a RowError as `RowReader`."""
-        mapping = as_object(row)
+        """Return the texts; a RowError as `RowReader`."""
+        mapping, key = as_object(row), self.names["negatives"]
         texts = [_text(mapping, self.names[field]) for field in ("query", "positive")]
-        if not all(text.strip() for text in texts):
-            raise RowError(tr("one of the two texts is empty. Correct or remove the row"))
+        negatives = _parsed(mapping.get(key))
+        if negatives is not None and not isinstance(negatives, str | list):
+            raise RowError("'{key}' is {kind}, neither a list of texts nor a text", key=key, kind=_kind(negatives))
+        items = [negatives] if isinstance(negatives, str) else negatives or []
+        texts += [_text({f"{key}[{place}]": text}, f"{key}[{place}]") for place, text in enumerate(items)]
+        if texts[1] in texts[2:]:
+            raise RowError("'{key}' holds the positive itself. Correct or remove the row", key=key)
         return [Conversation([_message(TEXT, text)], is_read=True) for text in texts]
 
 

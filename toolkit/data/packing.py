@@ -95,26 +95,26 @@ def plan_sequences(
     seed: int,
     sources: list[SourceConfig],
     most: int = 0,
-    pairs: bool = False,
+    size: int = 1,
     share: bool = False,
     cache_dir: Path,
 ) -> PackingPlan:
     """Return the plan of a split, made now if there is none.
 
     `classes`: the longest samples, ascending, of classes of length, which are packed separately. `seed` decides which
-    samples meet, and which are taken for a fractional weight. `sources`: the training sources; [] takes each sample
-    once, or `evaluated_samples`. `pairs`: samples come in twos, which share a row (also with a
-    `MismatchedCache`); nothing is packed. `share`: packed samples of a conversation share a row and its beginning.
+    samples meet, and which are taken for a fractional weight. `sources`: of training; [] takes each sample once, or
+    `evaluated_samples`. `size`: so many that follow each other share a row, in a `MismatchedCache` two apart;
+    nothing is packed then. `share`: packed samples of a conversation share a row and its beginning.
     """
-    size, apart = (2, 1) if pairs else (1, cache.num_numbers - len(cache))
+    beside = range(0, 2 * apart, apart) if (apart := cache.num_numbers - len(cache)) else range(size)
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        found = size * evaluated_samples(cache, most, size) if apart or is_capped else None
-        return PackingPlan(len(cache)) if found is None else _unpacked(found, apart)
+        found = size * evaluated_samples(cache, most, size) if len(beside) > 1 or is_capped else None
+        return PackingPlan(len(cache)) if found is None else _unpacked(found, beside)
     key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
-    key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * pairs
+    key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * (size > 1)
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
     key += [{"shared": LEAST_SHARED}] * share
     classes = list(classes) if packing is Packing.packed else []
@@ -138,7 +138,7 @@ def plan_sequences(
                 filled = np.arange(len(mine))
             rows[mine] = filled + bounds[-1]
             bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
-        dealt.save(folder, rows, apart)
+        dealt.save(folder, rows, beside)
         plan = {"num_rows": bounds[-1], "bounds": bounds if by_source else []}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
@@ -172,11 +172,11 @@ class _Units:
             self.lengths = np.add.reduceat(lengths - self.shared, self.begins)[self.numbers]
             self.longest = np.maximum.reduceat(lengths, self.begins)[self.numbers]
 
-    def save(self, folder: Path, rows: NDArray[np.int64], apart: int) -> None:
-        """Save the samples of rows, of which each unit has one, [units]; `apart`: see `_members`."""
+    def save(self, folder: Path, rows: NDArray[np.int64], beside: range) -> None:
+        """Save the samples of rows, of which each unit has one, [units]; `beside`: see `_members`."""
         numbers = self.numbers[np.argsort(rows, kind="stable")]
         if self.samples is None:
-            members, counts = _members(self.size * numbers, apart), (2 if apart else 1) * np.bincount(rows)
+            members, counts = _members(self.size * numbers, beside), len(beside) * np.bincount(rows)
         else:
             sizes = self.sizes[numbers]
             places = np.repeat(self.begins[numbers] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
@@ -187,14 +187,15 @@ class _Units:
             np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
 
 
-def _unpacked(samples: NDArray[np.int64], apart: int) -> PackingPlan:
-    offsets = np.arange(0, 2 * len(samples) + 1, 2) if apart else None
-    return PackingPlan(len(samples), _members(samples, apart), offsets)
+def _unpacked(samples: NDArray[np.int64], beside: range) -> PackingPlan:
+    size = len(beside)
+    offsets = np.arange(0, size * len(samples) + 1, size) if size > 1 else None
+    return PackingPlan(len(samples), _members(samples, beside), offsets)
 
 
-def _members(samples: NDArray[np.int64], apart: int) -> NDArray[np.uint32]:
-    """Return samples, each with the one that is so many numbers behind it; 0: alone."""
-    return (np.stack((samples, samples + apart), axis=1).ravel() if apart else samples).astype(np.uint32)
+def _members(samples: NDArray[np.int64], beside: range) -> NDArray[np.uint32]:
+    """Return samples, each with those that are so many numbers behind it, itself at 0."""
+    return (samples[:, None] + np.array(beside)).ravel().astype(np.uint32)
 
 
 def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:

@@ -254,15 +254,19 @@ def sample_lines(
 
 
 def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> str:
-    """Return what the row says of an answer, "" where rows say nothing."""
+    """Return what a sample is in its row, and what the row says of an answer; "" where there is nothing to say."""
+    place, role = sample % schema.data_unit(cfg)[1], ""
+    if cfg.task.kind is schema.TaskKind.embed:
+        return ", " + (tr("the query"), tr("the positive"), tr("a negative"))[min(place, 2)]
+    if schema.has_pairs(cfg):
+        role = ", " + (tr("the rejected answer") if place else tr("the chosen answer"))
     if (values := cache.values([sample])) is None:
-        return ""
+        return role
     if cfg.task.kind is schema.TaskKind.classify:
         labels = list(store.read_manifest(cache.folder)["report"]["labels"])
         return ", " + tr("label {label}", label=labels[int(values[0])])
     if cfg.task.kind is schema.TaskKind.reward:
-        answer = tr("the rejected answer") if sample % 2 else tr("the chosen answer")
-        return ", " + answer + (", " + tr("margin {margin}", margin=f"{values[0]:g}") if values[0] else "")
+        return role + (", " + tr("margin {margin}", margin=f"{values[0]:g}") if values[0] else "")
     if sample >= len(cache):
         return ", " + tr("with another sample's answer, for the estimate of the divergence")
     return ", " + (tr("a good answer") if values[0] > 0 else tr("a bad answer"))

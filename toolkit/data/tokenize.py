@@ -210,6 +210,7 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
         "on_bad_row": data.on_bad_row.name,
         "max_samples": data.max_samples,
         **({"labels": cfg.classify.labels} if cfg.classify.labels else {}),
+        **({"negatives": cfg.embed.negatives} if cfg.embed.negatives else {}),
     }
 
 
@@ -251,7 +252,7 @@ class _Builder:
         if self.bytes < LEAST_BYTES_FOR_PROCESSES:
             self.num_workers = 1
         self.parts = Path(cfg.prepare.dir) / "parts"
-        self.maker = PartBuilder(encoder, cfg.data, self.parts, cfg.classify.labels)
+        self.maker = PartBuilder(encoder, cfg.data, self.parts, cfg.classify.labels, 2 + cfg.embed.negatives)
         self.labels = list(cfg.classify.labels)
         self.pace = BuildProgress(self.bytes)
         self.report = PrepareReport()

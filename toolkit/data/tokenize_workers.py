@@ -175,12 +175,15 @@ _ReadRow = tuple[RowPosition, object, Conversation]
 class PartBuilder:
     """Makes parts and keeps them in a folder."""
 
-    def __init__(self, encoder: ChatEncoder, data: DataConfig, folder: Path, labels: Sequence[str] = ()) -> None:
-        """`labels`: those that rows may have; () any."""
-        self.encoder, self.folder, self.labels = encoder, folder, labels
+    def __init__(
+        self, encoder: ChatEncoder, data: DataConfig, folder: Path, labels: Sequence[str] = (), texts: int = 2
+    ) -> None:
+        """`labels`: those that rows may have; () any. `texts`: samples of each row, where rows give several."""
+        self.encoder, self.folder, self.labels, self.texts = encoder, folder, labels, texts
         self.limit, self.too_long, self.train_on = data.max_length, data.too_long, data.train_on
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
         rules += [list(labels)] if labels else []
+        rules += [texts] if texts > 2 else []
         self._key = repr(rules).encode()
 
     def path(self, block: readers.Block, row_format: RowFormat, columns: dict[str, str]) -> Path:
@@ -205,7 +208,7 @@ class PartBuilder:
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(readers.rows_of(block)))
         while batch := list(islice(rows, _BATCH_ROWS)):
             samples = self._batch(batch, reader, counts)
-            for row, (sample_ids, covered), value in _pairs(samples) if reader.gives_pairs else samples:
+            for row, (sample_ids, covered), value in _groups(samples, self.texts) if reader.gives_pairs else samples:
                 ids.extend(sample_ids)
                 trained.extend(covered)
                 lengths.append(len(sample_ids))
@@ -230,13 +233,14 @@ class PartBuilder:
         for row, value in batch:
             try:
                 parsed = parse_row(value)
-                wholes = reader.read_all(parsed)
+                texts = reader.read_all(parsed)
+                wholes = self._wanted(texts)
                 found = list(chain.from_iterable(self._learned(whole, counts) for whole in wholes))
             except RowError as error:
                 counts.refuse(row, error, value)
                 continue
             if not counts.unused and isinstance(parsed, dict):
-                counts.unused = reader.unused(parsed)
+                counts.unused = reader.unused(parsed) + ["negatives"] * (len(texts) > len(wholes) == 2)
             if (self.encoder.drops_tools and wholes[0].tools) or (
                 self.encoder.drops_system and any(m["role"] == "system" for m in wholes[0].messages)
             ):
@@ -261,6 +265,16 @@ class PartBuilder:
                     continue
                 value = conversation.value if conversation.label is None else _number(conversation.label, counts.labels)
                 yield from ((row, sample, value) for sample in samples)
+
+    def _wanted(self, wholes: list[Conversation]) -> list[Conversation]:
+        """Return as many of a row's texts as are wanted; a RowError if there are fewer."""
+        if len(wholes) < self.texts and self.texts > 2:
+            raise RowError(
+                "it has {count} negatives, fewer than embed.negatives = {wanted}. Add some, or remove the row",
+                count=len(wholes) - 2,
+                wanted=self.texts - 2,
+            )
+        return wholes[: self.texts]
 
     def _learned(self, whole: Conversation, counts: PartCounts) -> list[Conversation]:
         """Return what is learned from a row: what is trained of it, or that it has a label."""
@@ -416,12 +430,12 @@ class PartBuilder:
             start = stop - 1
 
 
-def _pairs(samples: Iterable[_Sample]) -> Iterator[_Sample]:
-    """Yield the samples of rows that gave both of their pair; where one was dropped, the row is counted already."""
+def _groups(samples: Iterable[_Sample], size: int) -> Iterator[_Sample]:
+    """Yield the samples of rows that gave all of theirs; where one was dropped, the row is counted already."""
     for _, of_row in groupby(samples, key=itemgetter(0)):
-        pair = list(of_row)
-        if len(pair) == 2:
-            yield from pair
+        group = list(of_row)
+        if len(group) == size:
+            yield from group
 
 
 def _number(label: str, known: list[str]) -> int:

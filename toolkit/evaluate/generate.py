@@ -7,10 +7,11 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from toolkit.config import mesh, preflight, schema
 from toolkit.data import formats, readers, sources
-from toolkit.disk import lock_or_warn, sha256
+from toolkit.disk import lock_or_warn, sha256, write_atomically
 from toolkit.distributed.process_group import on_rank0, rank
 from toolkit.messages import (
     CheckpointError,
@@ -496,8 +497,8 @@ class AnswerFile:
             self.file.flush()
             os.fsync(self.file.fileno())
 
-    def finish(self) -> None:
-        """Give the file its name."""
+    def finish(self, is_shard: bool = False) -> None:
+        """Give the file its name; of a shard the settings stay, for `_merge`."""
         with self._writing():
             if self.output.exists():
                 raise ConfigError(
@@ -506,7 +507,8 @@ class AnswerFile:
                     part=self.part,
                 )
             self.part.rename(self.output)
-            self.record.unlink()
+            if not is_shard:
+                self.record.unlink()
 
     def _claim(self, settings: dict[str, Any], window: int) -> int:
         """Lock the file, cut it after its last complete window, and return how many lines it holds."""
@@ -542,6 +544,58 @@ class AnswerFile:
             raise CheckpointError("cannot write {file}: {reason}.", file=self.part, reason=reason) from error
 
 
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return i and n of "i/n"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not (found and 0 < int(found[1]) <= int(found[2])):
+        raise ConfigError("shard = {value} must be i/n, such as 1/4 to 4/4.", value=text)
+    return int(found[1]), int(found[2])
+
+
+def shard_of(output: Path, number: int, shards: int) -> Path:
+    """Return the file of one of several shards of an output, numbered from 1."""
+    return output.with_name(f"{output.name}.{number}-of-{shards}")
+
+
+def _merge(output: Path, settings: Mapping[str, Any], window: int) -> bool:
+    """Make one file of the shards that are there, in the order of the questions; return whether there were any."""
+    if output.exists():
+        return False
+    numbers = [re.fullmatch(r".*\.\d+-of-(\d+)", path.name) for path in output.parent.glob("*-of-*")]
+    for shards in sorted({int(found[1]) for found in numbers if found and found[0].startswith(f"{output.name}.")}):
+        files = [shard_of(output, number + 1, shards) for number in range(shards)]
+        for number, path in enumerate(files, start=1):
+            if not path.exists():
+                raise ConfigError(
+                    "{file} is missing: run the same command with shard={number}/{shards} first.",
+                    file=path,
+                    number=number,
+                    shards=shards,
+                )
+            if json.loads(path.with_name(f"{path.name}.part.json").read_text(encoding="utf-8")) != settings:
+                raise ConfigError(
+                    "{file} is a shard of other settings. Move it away, or name another output.", file=path
+                )
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(path.open("rb")) for path in files]
+            lines: list[bytes] = []
+            for file in cycle(opened):
+                some = list(islice(file, window))
+                if not some:
+                    break
+                lines += some
+        write_atomically(output, b"".join(lines))
+        for path in files:
+            path.unlink()
+            path.with_name(f"{path.name}.part.json").unlink()
+        return True
+    return False
+
+
+def _window_sizes(total: int, window: int) -> list[int]:
+    return [min(window, total - begin) for begin in range(0, total, window)]
+
+
 BATCHES = 8
 """In a window, whose questions are sorted by length and whose answers are written together."""
 
@@ -555,15 +609,23 @@ def answer_rows(
     batch_size: int,
     system: str,
     done: int,
+    shard: tuple[int, int] = (1, 1),
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time.
+    """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time; of `shard`
+    i/n every n-th window, from the i-th on, whose answers are those that one process gives.
 
     Each has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
     length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Batches have their own
     seeds: repeated questions get different answers, and skipping the first `done` questions changes none.
     """
-    remaining = islice(questions, done, None)
-    while window := list(islice(remaining, batch_size * BATCHES)):
+    size, (mine, shards) = batch_size * BATCHES, shard
+    remaining = iter(questions)
+    for number in count():
+        window = list(islice(remaining, size))
+        if not window:
+            return
+        if number % shards != mine - 1 or number // shards < done // size:
+            continue
         results: list[dict[str, Any]] = []
         prompts: dict[int, list[int]] = {}
         for index, question in enumerate(window):
@@ -587,7 +649,7 @@ def answer_rows(
         order = sorted(prompts, key=lambda index: -len(prompts[index]))
         for begin in range(0, len(order), batch_size):
             batch = order[begin : begin + batch_size]
-            seeded = replace(sampling, seed=sampling.seed + done + begin)
+            seeded = replace(sampling, seed=sampling.seed + number * size + begin)
             answers = generate(model, encoder, [prompts[index] for index in batch], seeded, model.device)
             for index, ids in zip(batch, answers, strict=True):
                 results[index] |= {
@@ -596,8 +658,20 @@ def answer_rows(
                     "tokens": len(ids),
                     "finish": "stop" if len(ids) < sampling.max_new_tokens else "length",
                 }
-        done += len(window)
         yield results
+
+
+def _known_again(settings: Mapping[str, Any], source: schema.SourceConfig, models: Sequence[Path]) -> dict[str, Any]:
+    """Return settings, as JSON has them, with what files of questions and of weights are known by."""
+    weights = {
+        str(path): [path.stat().st_size, path.stat().st_mtime_ns]
+        for folder in models
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".safetensors", ".bin", ".pt") and path.is_file()
+    }
+    inputs = {str(path): sha256(path) for path in readers.files_of(source)}
+    found: dict[str, Any] = json.loads(json.dumps({**settings, "input": inputs, "weights": weights}))
+    return found
 
 
 def answer_source(
@@ -611,19 +685,24 @@ def answer_source(
     system: str,
     models: Sequence[Path],
     settings: Mapping[str, Any],
+    shard: tuple[int, int] = (1, 1),
 ) -> None:
     """Ask a model every question of a source `samples` times, and write a file of answers; resume a partial one. `load`
-    is called once questions are readable and the file is open; `models` are the directories of the weights.
+    is called once questions are readable and the file is open; `models` are the directories of the weights. `shard`:
+    see `answer_rows`; without one, shards that are there become the file.
     """
+    if samples > 1 and not sampling.temperature:
+        raise ConfigError(
+            "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
+        )
     total = samples * sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
-    weights = {
-        str(path): [path.stat().st_size, path.stat().st_mtime_ns]
-        for folder in models
-        for path in sorted(folder.rglob("*"))
-        if path.suffix in (".safetensors", ".bin", ".pt") and path.is_file()
-    }
-    inputs = {str(path): sha256(path) for path in readers.files_of(source)}
-    settings = {**settings, "input": inputs, "batch_size": batch_size, "weights": weights}
+    settings = _known_again({**settings, "batch_size": batch_size}, source, models)
+    is_shard = shard[1] > 1
+    if is_shard:
+        output = shard_of(output, *shard)
+    elif _merge(output, settings, batch_size * BATCHES):
+        say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
+        return
     # All ranks of engine=deepspeed compute the same; one writes.
     opened = AnswerFile(output, settings, batch_size * BATCHES) if rank() == 0 else contextlib.nullcontext()
     failed = cut = 0
@@ -633,8 +712,12 @@ def answer_source(
         questions = read_questions(source)
         if samples > 1:
             questions = (replace(one, sample=number) for one in questions for number in range(samples))
-        windows = answer_rows(model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done)
-        with tqdm(total=total, initial=done, unit=tr("row"), dynamic_ncols=True, disable=file is None) as bar:
+        windows = answer_rows(
+            model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done, shard=shard
+        )
+        total = total if not is_shard else sum(_window_sizes(total, batch_size * BATCHES)[shard[0] - 1 :: shard[1]])
+        is_quiet = file is None or shard[0] > 1
+        with tqdm(total=total, initial=done, unit=tr("row"), dynamic_ncols=True, disable=is_quiet) as bar:
             for rows in windows:
                 failed += sum("error" in row for row in rows)
                 cut += sum(row.get("finish") == "length" for row in rows)
@@ -643,7 +726,7 @@ def answer_source(
                 bar.update(len(rows))
         if not file:
             return
-        file.finish()
+        file.finish(is_shard)
     asked = f"{total - done:,}"
     say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
     if cut:

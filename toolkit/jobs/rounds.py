@@ -3,7 +3,8 @@
 Everything is a file below run.dir/NAME, and a step whose file is there is done: the same command goes on after a kill.
 
 rounds.json            the arguments, and what each round gave
-round-N/samples.jsonl  answers of `toolkit generate`; samples.jsonl.part while they are being made
+round-N/samples.jsonl  answers of `toolkit generate`; samples.jsonl.part while they are being made, of several processes
+                       samples.jsonl.I-of-N
 round-N/scored.jsonl   the same with their rewards
 round-N/pairs.jsonl    the best and the worst answer of each prompt
 round-N/run/           the preference run
@@ -11,9 +12,10 @@ result/                answers and rewards of what the last round trained
 """
 
 import json
+import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +47,8 @@ class RoundsPlan:
     rounds: int
     generate: dict[str, str]
     """Arguments of `toolkit generate`: samples, temperature, max_new_tokens, batch_size and others."""
+    processes: int = 1
+    """Answer each round's prompts together, on a GPU each; how many changes no answer."""
 
     def _settings(self) -> list[str]:
         return [word for word in self.words if not word.startswith("language=")]  # what is printed changes no result
@@ -123,7 +127,13 @@ def _sample(
         given |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
         given["language"] = current_language()
         words = [f"{name}={value}" for name, value in given.items() if value]
-        _call([*LAUNCH[:-1], "generate", *words], requests)
+        generate, shards = [*LAUNCH[:-1], "generate", *words], range(1, plan.processes + 1)
+        if len(shards) > 1:
+            missing = [n for n in shards if not (folder / f"{samples.name}.{n}-of-{len(shards)}").exists()]
+            _call_all(
+                [[*generate, f"shard={n}/{len(shards)}"] for n in missing], requests, [_device(n) for n in missing]
+            )
+        _call(generate, requests)
     if not scored.exists():
         _call(rewards.command(plan.reward, samples, scored), requests)
     found, about = rewards.pairs_of(rewards.read_lines(scored))
@@ -146,14 +156,32 @@ def _run_words(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list
 
 
 def _call(command: Sequence[str], requests: SignalRequests) -> None:
-    """Run a step in a process of its own, pass signals on; an error if it fails, or if this process is to stop."""
-    # A session of its own: Ctrl-C reaches it through us alone, once.
-    process = children.start(list(command), start_new_session=True)
-    while (code := process.poll()) is None:
+    """Run a step in a process of its own; see `_call_all`."""
+    _call_all([command], requests, [{}])
+
+
+def _device(number: int) -> dict[str, str]:
+    """Return the variable that shows a process, numbered from 1, one GPU; on CPUs nothing reads it."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return {"CUDA_VISIBLE_DEVICES": seen[number - 1] if number <= len(seen) and seen[0] else str(number - 1)}
+
+
+def _call_all(
+    commands: Sequence[Sequence[str]], requests: SignalRequests, environs: Sequence[Mapping[str, str]]
+) -> None:
+    """Run the processes of a step, pass signals on; an error if one fails, or if this process is to stop."""
+    # Sessions of their own: Ctrl-C reaches them through us alone, once.
+    processes = [
+        children.start(list(command), start_new_session=True, env={**os.environ, **own})
+        for command, own in zip(commands, environs, strict=True)
+    ]
+    while None in (codes := [process.poll() for process in processes]):
         if requests.is_new:
             requests.is_new = False
-            process.send_signal(requests.last)
+            for process in processes:
+                process.send_signal(requests.last)
         time.sleep(_POLL_S)
+    code, command = max(zip(codes, commands, strict=True), key=lambda one: one[0] != 0, default=(0, []))
     if requests.last or code == Stopped.exit_code:
         raise Stopped(tr("The rounds were stopped. The same command resumes."))
     if code:

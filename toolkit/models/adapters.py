@@ -162,10 +162,13 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Put the linear layers of a model's decoder on the GPU in 4 bits, one after another; embedding and head stay."""
+    """Put the linear layers of a model's decoder on this rank's device in 4 bits, one after another; embedding and head
+    stay.
+    """
     import bitsandbytes
+    from deepspeed.accelerator import get_accelerator  # as in `attention`
 
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device(get_accelerator().current_device_name())
     for layer in decoder_layers(model):
         for name, linear in list(layer.named_modules()):
             if not isinstance(linear, nn.Linear):
@@ -178,6 +181,8 @@ def quantize(model: PreTrainedModel) -> None:
                 compress_statistics=True,
                 quant_type="nf4",
             )
+            # On some CPUs bitsandbytes would pack weights anew in evaluation, and training after it would fail (0.50).
+            small.support_avx512bf16_for_cpu = False
             small.load_state_dict(linear.state_dict())
             layer.set_submodule(name, small.to(device))
     model.is_loaded_in_4bit = True  # asked for by peft 0.21

@@ -1,10 +1,12 @@
 """Embeddings of texts: one vector for each, and the loss by which those of a pair are found among those of others.
 
 InfoNCE, equation 4 of Oord, Li, Vinyals 2018, https://arxiv.org/abs/1807.03748, with the other positives of a batch in
-place of drawn ones: of a pair i, -log softmax_j(cos(query i, positive j) / temperature) at j = i.
+place of drawn ones: of a pair i, -log softmax_j(cos(query i, text j) / temperature) at its positive, over all positives
+and hard negatives of the batch, as sentence-transformers' MultipleNegativesRankingLoss has it.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,25 +39,27 @@ def embeddings(engine: Any, batch: attention.Batch, pooling: Pooling) -> torch.T
     return functional.normalize(states, dim=1)
 
 
-def pair_losses(pairs: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the loss of each of N pairs, [N], of embeddings [2N, H] of queries and positives in turns."""
-    queries, positives = pairs[0::2], pairs[1::2]
-    targets = torch.arange(len(queries), device=pairs.device)
+def pair_losses(texts: torch.Tensor, temperature: float, size: int) -> torch.Tensor:
+    """Return the loss of each of N pairs, [N], of embeddings [N x size, H]: query, positive and negatives in turns."""
     parts = [
-        functional.cross_entropy(queries[part] @ positives.t() / temperature, part, reduction="none")
-        for part in targets.split(_ROWS)
+        functional.cross_entropy(similar / temperature, own, reduction="none")
+        for similar, own in _similarities(texts, size)
     ]
     return torch.cat(parts)
 
 
-def ranks_of(pairs: torch.Tensor) -> torch.Tensor:
-    """Return the place of each query's own positive among all, by similarity, from 1: [N]."""
-    queries, positives = pairs[0::2], pairs[1::2]
-    found = []
-    for part in torch.arange(len(queries), device=pairs.device).split(_ROWS):
-        similar = queries[part] @ positives.t()
-        found.append((similar > similar.gather(1, part[:, None])).sum(dim=1) + 1)
+def ranks_of(texts: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the place of each query's own positive among all texts but queries, by similarity, from 1: [N]."""
+    found = [(similar > similar.gather(1, own[:, None])).sum(dim=1) + 1 for similar, own in _similarities(texts, size)]
     return torch.cat(found)
+
+
+def _similarities(texts: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield of some queries at once their cosines with all positives and negatives, and where their own positive is."""
+    groups = texts.unflatten(0, (-1, size))
+    others = groups[:, 1:].flatten(0, 1)
+    for part in torch.arange(len(groups), device=texts.device).split(_ROWS):
+        yield groups[part, 0] @ others.t(), part * (size - 1)
 
 
 def describe(pooling: Pooling, width: int, max_length: int) -> dict[str, bytes]:

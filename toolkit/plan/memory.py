@@ -278,8 +278,8 @@ def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) 
     learned = cfg.tuning.method in (schema.TuningMethod.ptuning_v2, schema.TuningMethod.prompt)
     return Rows(
         # Of a pair both answers, in one row where they share a mask.
-        rows=mesh.micro_rows(cfg) * (2 if schema.has_pairs(cfg) and not blocks else 1),
-        length=cfg.data.max_length * (2 if schema.has_pairs(cfg) and blocks else 1),
+        rows=mesh.micro_rows(cfg) * (1 if blocks else schema.data_unit(cfg)[1]),
+        length=cfg.data.max_length * (schema.data_unit(cfg)[1] if blocks else 1),
         prefix=cfg.tuning.num_tokens if learned else 0,
         mask_bytes=width if outline.is_v1 or blocks or learned else 0,
         mask_per_layer=blocks or (learned and not outline.is_v1),

@@ -408,16 +408,20 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
     return draw_lines
 
 
-def _taught(run: Run) -> list[Drawing]:
-    """Return charts of a distilled run: how far it is from its teacher, and its loss on general samples."""
+def _apart(run: Run) -> list[Drawing]:
+    """Return charts of how far a run is from its teacher or its reference, and of its loss on general samples."""
     training, validation = tr("training"), tr("validation")
-    points = _points(run, "distill/kl", training)
+    title, unit, figure = tr("Divergence from the teacher"), tr("nats per token"), "distill/kl"
+    points = _points(run, figure, training)
+    if not points:
+        title, unit, figure = tr("Divergence from the reference"), tr("nats per answer"), "kl"
+        points = _points(run, figure, training)
     if not points:
         return []
     looks = Series(colors={training: BLUE, validation: PALETTE[1]}, dotted=[validation])
-    axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("divergence"), from_zero=True)
+    axes = Axes(x=tr("step"), y=unit, series=tr("divergence"), from_zero=True)
     records = [*points, *_validation(run, "eval_kl", validation)]
-    drawn = [lines(records, axes, looks, name="divergence", title=tr("Divergence from the teacher"))]
+    drawn = [lines(records, axes, looks, name="divergence", title=title)]
     if general := _validation(run, "eval_general_loss", (names := (tr("general"), tr("all")))[0]):
         looks = Series(colors=dict(zip(names, (BLUE, PALETTE[1]), strict=True)), dotted=list(names))
         axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("validation"))
@@ -428,10 +432,26 @@ def _taught(run: Run) -> list[Drawing]:
     return drawn
 
 
+def _preferred(run: Run) -> list[Drawing]:
+    """Return charts of the rewards of answers, and of the share that is in order."""
+    shorts = {"chosen": GREEN, "rejected": RED, "margins": BLUE}
+    records = [point for short in shorts for point in _points(run, f"rewards/{short}", short)]
+    if not records:
+        return []
+    axes = Axes(x=tr("step"), y=tr("reward"), series=tr("answers"), from_zero=True)
+    drawn = [lines(records, axes, Series(colors=shorts), name="rewards", title=tr("Rewards"))]
+    training, validation = tr("training"), tr("validation")
+    figure = "rewards/accuracies"
+    records = [*_points(run, figure, training), *_validation(run, f"eval_{figure}", validation)]
+    looks = Series(colors={training: BLUE, validation: ORANGE}, dotted=[validation])
+    axes = Axes(x=tr("step"), y=tr("share"), series=tr("answers"), format=".0%", from_zero=True)
+    return [*drawn, lines(records, axes, looks, name="reward-accuracy", title=tr("Reward accuracy"))]
+
+
 def _scores(runs: Sequence[Run]) -> list[Drawing]:
     """Return a chart of the answers' metrics, for several runs one of each metric."""
     left_out = {"eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples"}
-    left_out.add("eval_general_loss")  # drawn beside the divergence
+    left_out |= {"eval_general_loss", "eval_kl", "eval_pairs"}  # the first two are drawn as divergences
     found = dict.fromkeys(name for run in runs for row in run.history.evaluations for name in row)
     scores = [name for name in found if name.startswith("eval_") and "/" not in name and name not in left_out]
     shown = {name: name.removeprefix("eval_") for name in scores[: len(PALETTE)]}
@@ -608,7 +628,8 @@ FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
     ("learning", ["learning-rate"], _lines("learning-rate", "lr", format=".1e", from_zero=True)),
     ("learning", ["grad-norm"], _lines("grad-norm", "grad_norm", smooth=True)),
     ("learning", ["answers", *(f"answers-{metric.value}" for metric in Metric)], _scores),
-    ("learning", ["divergence", "forgetting"], _of_one(_taught)),
+    ("learning", ["rewards", "reward-accuracy"], _of_one(_preferred)),
+    ("learning", ["divergence", "forgetting"], _of_one(_apart)),
     ("learning", ["loss-scale"], _lines("loss-scale", "loss_scale", format="~s")),
     ("speed", ["tokens"], _throughput),
     ("speed", ["step-parts"], _of_one(_parts)),

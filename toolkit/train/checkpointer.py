@@ -363,7 +363,7 @@ class Checkpointer:
     def _best(self, evaluations: list[dict[str, float]]) -> list[Path]:
         """Return the best checkpoint so far, of equal ones the first, if `evaluate.keep_best` wants it kept."""
         there = {directory.step_of(path): path for path in directory.published_checkpoints(self.folder)}
-        sign = 1 if self.keep_best == schema.EVAL_LOSS else -1
+        sign = 1 if self.keep_best in (schema.EVAL_LOSS, *schema.EVAL_TAUGHT) else -1
         rated = [
             (sign * one[self.keep_best], int(one["step"]))
             for one in evaluations

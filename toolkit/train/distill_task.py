@@ -41,7 +41,7 @@ from toolkit.terminal import phase
 from toolkit.train import language_data, language_task, run_dir, task
 
 KL, CE = "distill/kl", "distill/ce"
-EVAL_KL, EVAL_GENERAL = "eval_kl", "eval_general_loss"
+EVAL_KL, EVAL_GENERAL = schema.EVAL_TAUGHT
 
 
 class DistillTask(language_task.LanguageTask):

@@ -1,8 +1,9 @@
 """Embeddings: InfoNCE over the pairs of the global batch (models/embedding.py).
 
-A pair is compared with those of all ranks and micro-batches. So all are embedded first, without gradients, and each
-rank computes the gradient of the whole loss by each embedding; a second pass carries that of its own into the weights
-(Gao et al. 2021, https://arxiv.org/abs/2101.06983). It is the gradient of one large batch, on any number of ranks.
+A pair, a query and its positive with `embed.negatives` hard negatives, is compared with those of all ranks and
+micro-batches. So all are embedded first, without gradients, and each rank computes the gradient of the whole loss by
+each embedding; a second pass carries that of its own into the weights (Gao et al. 2021,
+https://arxiv.org/abs/2101.06983). It is the gradient of one large batch, on any number of ranks.
 """
 
 from collections import deque
@@ -56,13 +57,18 @@ class EmbedTask(sample_task.ScoreTask):
         return replace(found, files={**found.files, **own}) if found.files else found
 
     def _size_of_data(self) -> str:
-        return tr("{pairs} pairs of texts", pairs=f"{len(self.data.train) // 2:,}")
+        return tr("{pairs} pairs of texts", pairs=f"{len(self.data.train) // self._size:,}")
 
     # Steps
 
+    @property
+    def _size(self) -> int:
+        """Texts of a pair, its negatives included."""
+        return schema.data_unit(self.cfg)[1]
+
     def count(self, batch: language_data.Batch) -> int:
         """Return the pairs; none are in the row that stands in for an empty micro-batch."""
-        return int(loss.samples_in_rows(batch).sum()) // 2
+        return int(loss.samples_in_rows(batch).sum()) // self._size
 
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""
@@ -70,13 +76,13 @@ class EmbedTask(sample_task.ScoreTask):
             mine = [self._embed(engine, batch) for batch in batches]
         everything, begin = _of_all_ranks(torch.cat(mine), engine.device)
         everything.requires_grad_(True)
-        losses = embedding.pair_losses(everything, self.cfg.embed.temperature)
+        losses = embedding.pair_losses(everything, self.cfg.embed.temperature, self._size)
         slopes = torch.autograd.grad(losses.sum(), everything)[0]
-        is_first = embedding.ranks_of(everything.detach()) == 1
+        is_first = embedding.ranks_of(everything.detach(), self._size) == 1
         self._known = deque()
         for one in mine:
             end = begin + len(one)
-            own = slice(begin // 2, end // 2)
+            own = slice(begin // self._size, end // self._size)
             self._known.append((losses.detach()[own], slopes[begin:end], is_first[own]))
             begin = end
 
@@ -90,16 +96,16 @@ class EmbedTask(sample_task.ScoreTask):
         return carried + (losses.sum() - carried).detach()
 
     def _embed(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
-        """Return the embeddings of a micro-batch's pairs, in turns, float32 [2N, H]."""
-        return embedding.embeddings(engine, batch, self.cfg.embed.pooling)[: 2 * self.count(batch)]
+        """Return the embeddings of a micro-batch's pairs, in turns, float32 [N x size, H]."""
+        return embedding.embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count(batch)]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
         with probe.evaluating(engine):
             mine = [self._embed(engine, batch) for batch in batches]
         everything, _ = _of_all_ranks(torch.cat(mine), engine.device)
-        places = embedding.ranks_of(everything)
-        losses = embedding.pair_losses(everything, self.cfg.embed.temperature)
+        places = embedding.ranks_of(everything, self._size)
+        losses = embedding.pair_losses(everything, self.cfg.embed.temperature, self._size)
         recall, reciprocal = schema.EVAL_EMBED
         return {
             schema.EVAL_LOSS: float(losses.double().mean()),

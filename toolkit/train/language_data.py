@@ -144,7 +144,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
             seed=cfg.run.seed,
             sources=sources,
             most=0 if store is train else most,
-            pairs=schema.has_pairs(cfg),
+            size=schema.data_unit(cfg)[1],
             share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
         )

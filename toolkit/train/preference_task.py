@@ -39,9 +39,12 @@ FIGURES = (
     "rewards/accuracies",
     "logps/chosen",
     "logps/rejected",
+    "kl",
 )
-OF_ANSWERS = (*(name for name in FIGURES if name != "rewards/margins"), "kl")
-"""The figures of KTO."""
+"""Of pairs. `kl`, only with a reference: the mean of log p - log r over both answers, nats per answer. It estimates the
+divergence on the data's answers, not on what the model writes itself, and can be below 0."""
+OF_ANSWERS = tuple(name for name in FIGURES if name != "rewards/margins")
+"""The figures of KTO, whose `kl` is its K."""
 
 
 class PreferenceTask(sample_task.SampleTask):
@@ -57,6 +60,8 @@ class PreferenceTask(sample_task.SampleTask):
         """Take the settled config; what is counted as a sample is a pair."""
         super().settle(cfg)
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
+        if not cfg.preference.needs_reference:
+            self.names = tuple(name for name in self.names if name != "kl")
 
     # Model
 
@@ -127,10 +132,11 @@ class PreferenceTask(sample_task.SampleTask):
         found: preference.PairLosses = preference.pair_losses(self.cfg.preference, chosen, rejected)
         margins = found.chosen_rewards - found.rejected_rewards
         answers = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
-        figures = (found.chosen_rewards, found.rejected_rewards, margins, (margins > 0).float(), *answers)
+        apart = (answers[0] + answers[1] - chosen.reference - rejected.reference) / 2
+        figures = (found.chosen_rewards, found.rejected_rewards, margins, (margins > 0).float(), *answers, apart)
         # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
         loss = found.losses.sum() if end else 0 * values.sum()
-        return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True)}
+        return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True) if name in self.names}
 
     def _reference(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the reference's log-probabilities of a micro-batch's answers, [B]; zeros where none are needed."""

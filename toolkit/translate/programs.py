@@ -2,13 +2,13 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import files, rule_tables, schema, validate
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
-from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, ForeignConfig, names_of, typed
+from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, HF_NAME, ForeignConfig, names_of, typed
 
 _LR_END = 1e-7
 """Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
@@ -38,6 +38,10 @@ OWNERS = ("thudm", "zai-org", "zhipuai")
 def translate(given: ForeignConfig) -> RecipeDraft:
     """Return the settings of ours that a config's keys become; a ConfigError where it cannot be understood."""
     draft = RecipeDraft(given=given)
+    if trl := _trl_loss(given):
+        own = {"learning_rate": 1e-4 if trl == "reward" else 1e-6, "gradient_checkpointing": True, "max_length": 1024}
+        own["bf16"] = not given.flag("fp16")
+        given.keys = {**given.keys, **{name: replace(given.keys[name], default=value) for name, value in own.items()}}
     for name, key in given.keys.items():  # those with one counterpart of the same meaning
         value = given.get(name)
         if key.to and not key.made and value is not None:  # the program's default counts where it differs
@@ -55,7 +59,7 @@ def translate(given: ForeignConfig) -> RecipeDraft:
         _model(given, draft)
         draft.put("data.validation_fraction", 0.0)
         _evaluation(given, draft, has_validation=False)
-        _trl(given, draft)
+        _trl(given, draft, trl)
         draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
     return draft
 
@@ -149,14 +153,20 @@ _TRL = ("loss_type", "beta", "label_smoothing", "rpo_alpha", "cpo_alpha", "simpo
 _TRL_KTO = ("desirable_weight", "undesirable_weight")
 
 
-def _trl(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute what the arguments of TRL's DPOConfig, CPOConfig and KTOConfig mean; without any, nothing."""
-    named = [name for name in (*_TRL, *_TRL_KTO) if given.has(name)]
-    if not named:
-        return
+_TRL_SCRIPTS = {"dpo": "sigmoid", "cpo": "cpo", "kto": "kto", "reward": "reward", "reward_modeling": "reward"}
+"""What TRL's scripts and subcommands train, where no argument says it."""
+
+
+def _trl_loss(given: ForeignConfig) -> str:
+    """Return the loss that TRL's DPOConfig, CPOConfig, KTOConfig or RewardConfig asks for; "" if it is none of them."""
+    named, script = [name for name in (*_TRL, *_TRL_KTO) if given.has(name)], _TRL_SCRIPTS.get(given.script, "")
+    if given.program != HF_NAME or not (named or script):
+        return ""
     kind = str((given.names("loss_type") or ["sigmoid"])[0])
-    is_cpo = given.has("cpo_alpha") or given.has("simpo_gamma")
-    if kind == "kto" or given.has(_TRL_KTO[0]) or given.has(_TRL_KTO[1]):
+    is_cpo = given.has("cpo_alpha") or given.has("simpo_gamma") or script == "cpo"
+    if script == "reward":
+        return script
+    if kind == "kto" or script == "kto" or given.has(_TRL_KTO[0]) or given.has(_TRL_KTO[1]):
         kind = "kto"
     elif is_cpo and kind == "sigmoid":
         kind = "cpo"
@@ -164,11 +174,24 @@ def _trl(given: ForeignConfig, draft: RecipeDraft) -> None:
     if kind not in known or (is_cpo and kind not in ("cpo", "simpo")) or len(given.names("loss_type")) > 1:
         raise ConfigError(
             "{place}: {key} = {value} has no counterpart: {names} have.",
-            place=given.place(named[0]),
+            place=given.place("loss_type"),
             key="loss_type",
             value=given.get("loss_type"),
             names=", ".join(known),
         )
+    return kind
+
+
+def _trl(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
+    """Set what the arguments of TRL's configs mean; `kind`: the loss, "" for another program's."""
+    if not kind:
+        return
+    if kind == "reward":
+        draft.groups["task"] = "reward"
+        draft.put("task.kind", "reward")
+        if given.has("center_rewards_coefficient"):
+            draft.put("task.center", given.number("center_rewards_coefficient"), "center_rewards_coefficient")
+        return
     terms = {"cpo_alpha": given.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
     if given.get("rpo_alpha") is not None and kind != "kto":
         terms = {"rpo_alpha": given.number("rpo_alpha")}

@@ -71,6 +71,8 @@ class ForeignConfig:
     """Line of each key, where known."""
     world_size: int | None = None
     """Number of ranks that it is started on."""
+    script: str = ""
+    """The program that a command starts, without .py, or the subcommand of `trl`; "" where it is not known."""
 
     def get(self, name: str) -> Any:
         """Return a key's value, the program's default where it is not given."""
@@ -125,7 +127,7 @@ _QUOTED, _UNKNOWN = "\ue000", "\ue001"
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\$\(\([^()]*\)\)")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
-_PROGRAM = re.compile(r"(?:.*/)?[\w.-]+\.py|(?:.*/)?(?:llamafactory-cli|lmf)")
+_PROGRAM = re.compile(r"(?:.*/)?[\w.-]+\.py|(?:.*/)?(?:llamafactory-cli|lmf|trl)")
 _CONFIGS = (".yaml", ".yml", ".json")
 _RANKS = ("--num_gpus", "--num_accelerators", "--nproc_per_node", "--num_processes")
 _NODES = ("--num_nodes", "--nnodes", "--num_machines")
@@ -140,6 +142,8 @@ class Command(NamedTuple):
     """Where it begins."""
     world_size: int | None
     """Number of ranks, where its launcher is told."""
+    script: str
+    """As `ForeignConfig.script`."""
 
 
 def read_command(text: str, shown: str) -> Command:
@@ -240,11 +244,15 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
         elif name:
             known = values[name]
             values[name] = word if known is True else [*(known if isinstance(known, list) else [known]), word]
-    return Command(values, line, _world_size(words[:place], variables))
+    script = words[place].rpartition("/")[2].removesuffix(".py")
+    script = rest[0] if script == "trl" and rest else script
+    return Command(values, line, _world_size(words[:place], variables), script)
 
 
 def _world_size(launcher: list[str], variables: dict[str, str]) -> int | None:
     """Return the number of ranks that a launcher is asked for, None where it decides by itself."""
+    if not launcher:  # `trl` starts accelerate itself
+        return None
     options: dict[str, str] = {}
     for word, after in zip(launcher, [*launcher[1:], ""], strict=True):
         name, equals, value = word.partition("=")
@@ -305,10 +313,10 @@ def _read(path: Path) -> ForeignConfig | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
     lines: dict[str, int] = {}
-    world_size = None
+    world_size, script = None, ""
     if path.suffix.lower() in (".sh", ".bash"):
         command = read_command(text, str(path))
-        values, world_size = command.values, command.world_size
+        values, world_size, script = command.values, command.world_size, command.script
         lines = dict.fromkeys(values, command.line)
     elif path.suffix.lower() == ".json":
         values = _json(text, path)
@@ -334,6 +342,8 @@ def _read(path: Path) -> ForeignConfig | None:
         values=known,
         lines=lines,
         world_size=world_size,
+        # Of the Trainers' configs this key is in RewardConfig alone, null where it is not set.
+        script="reward" if "center_rewards_coefficient" in values else script,
     )
 
 
