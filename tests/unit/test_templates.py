@@ -22,7 +22,6 @@ from toolkit.config.schema import TooLong, TrainOn
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import ModelError, RowError, reason_of
 from toolkit.models.chat_template import TemplateChatEncoder
-from toolkit.train.language_data import _tell
 
 _LAST = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
@@ -325,6 +324,8 @@ def test_reasoning_can_be_left_out_of_the_loss(name: str) -> None:
 
 
 def test_each_answer_is_in_the_cache_once(tmp_path: Path, said: list[str]) -> None:
+    from toolkit.train.language_data import _tell  # with torch and deepspeed, which no other test here needs
+
     def row(turns: int) -> dict[str, Any]:
         pair = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "Hm."}]
         return {"messages": [{"role": "system", "content": "s"}, *pair * turns]}
