@@ -21,6 +21,10 @@ Measure = Callable[[Arguments, list[str], int, Path], dict[str, Any]]
 """Gets the config, the words without the benchmark's own, the number of ranks and a folder to work in."""
 
 
+_JOINED = 24
+"""Conversations of so many turns that `trees` trains."""
+
+
 def run(words: list[str]) -> int:
     """Measure one thing.
 
@@ -84,11 +88,32 @@ def _data(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> d
 def _encode(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
     from benchmarks.encode import compare
 
-    given = arguments.values.get("turns") or "1,2,6,12"
+    num_turns = _turns(arguments.values.get("turns") or "1,2,6,12")
+    return compare(arguments.loaded.cfg, num_turns, positive_int(arguments.values, "repeats") or 5)
+
+
+def _turns(given: str) -> list[int]:
     if not all(count.isdecimal() and int(count) for count in given.split(",")):
         raise ConfigError(tr("turns = {value} is not a list of numbers. Write it like this: turns=1,6", value=given))
-    num_turns = [int(count) for count in given.split(",")]
-    return compare(arguments.loaded.cfg, num_turns, positive_int(arguments.values, "repeats") or 5)
+    return [int(count) for count in given.split(",")]
+
+
+def _trees(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+    if "turns" not in arguments.values:
+        return _on_ranks(arguments, words, ranks, folder)
+    from benchmarks.trees import joined_file
+
+    found = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for count in _turns(arguments.values["turns"]):
+        file = joined_file(arguments.loaded.cfg, [count], _JOINED, folder / f"joined-{os.getpid()}.jsonl")
+        try:
+            own = f"data.sources=[{{path: {file}}}]"
+            given = [word for word in words if not word.startswith(("data=", "data.sources="))]
+            found[str(count)] = _on_ranks(arguments, [*given, own], ranks, folder)
+        finally:
+            file.unlink()
+    return {"by_turns": found}
 
 
 def _memory(arguments: Arguments, words: list[str], ranks: int, folder: Path) -> dict[str, Any]:
@@ -144,7 +169,7 @@ ARGUMENTS = {
     "plan": ("ranks",),
     "resume": ("ranks", "pairs"),
     "nvme": ("directory", "gib", "repeats"),
-    "trees": ("ranks", "pairs"),
+    "trees": ("ranks", "pairs", "turns"),
 }
 """What is measured, and the words of its own that it takes beside `output`."""
 _MEASURES: dict[str, Measure] = {
@@ -154,6 +179,7 @@ _MEASURES: dict[str, Measure] = {
     "start": _start,
     "resume": _resume,
     "nvme": _nvme,
+    "trees": _trees,
 }
 
 

@@ -4,11 +4,12 @@ Both sides train the same engine on the same samples, rows of `data.max_length` 
 """
 
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -83,6 +84,7 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, pairs: int, fo
         "trees": {"tokens": computed, "rows": len(plan)},
         "tokens_ratio": cache.num_tokens / computed,
         "by_samples_of_a_conversation": _by_samples(cache, cfg.data.max_length),
+        "load_average": os.getloadavg()[0],
         "copies_s": statistics.median(seconds["copies"]),
         "trees_s": statistics.median(seconds["trees"]),
         "seconds_ratio": statistics.median(ratios),
@@ -112,17 +114,22 @@ def _by_samples(cache: TokenizedCache, capacity: int) -> dict[str, dict[str, flo
     return found
 
 
+def joined_file(cfg: RunConfig, num_turns: Iterable[int], count: int, file: Path) -> Path:
+    """Write so many conversations of each number of turns, joined from the config's data."""
+    known = list(read_conversations(cfg.data, Path(cfg.prepare.dir)))
+    chats = (one for turns in num_turns for one in joined(known, turns)[:count])
+    rows = ({"messages": one.messages, **({"tools": one.tools} if one.tools else {})} for one in chats)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
 def count(words: list[str]) -> None:
     """Count tokens, without training, of conversations of 2 to 12 turns that are joined from the data's."""
     arguments = parse(words, world_size=1, names=("output",))
     cfg, output = arguments.loaded.cfg, arguments.values.get("output", "")
     before, encoder = earlier(output), build_encoder(cfg)
-    known = list(read_conversations(cfg.data, Path(cfg.prepare.dir)))
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "joined.jsonl"
-        chats = (one for turns in range(2, 13) for one in joined(known, turns)[:4])
-        rows = ({"messages": one.messages, **({"tools": one.tools} if one.tools else {})} for one in chats)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        file = joined_file(cfg, range(2, 13), 4, Path(folder) / "joined.jsonl")
         cfg.data.sources, cfg.data.validation, cfg.data.validation_fraction = [SourceConfig(path=str(file))], [], 0.0
         cfg.prepare.dir, cfg.data.max_length = folder, 1 << 20
         found = _by_samples(load_data_with(cfg, encoder).train, cfg.data.max_length)

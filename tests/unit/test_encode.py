@@ -255,20 +255,31 @@ def test_ids_are_the_templates_own(tokenizer: Any, template: str, contents: list
     assert trained[-1] and ids[-1] == end
 
 
-def test_the_shipped_template_keeps_the_reasoning_of_deepseek_r1(tokenizer: Any) -> None:
-    tokenizer.chat_template = Path("examples/data/deepseek_r1.jinja").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("name", "frame", "asks"),
+    [
+        ("deepseek_r1", "kind.<｜User｜>{}<｜Assistant｜>", "<think>\n"),
+        ("glm_z1", "[gMASK]<sop><|system|>\nkind.<|user|>\n{}<|assistant|>\n", "<think>"),
+    ],
+)
+def test_the_shipped_templates_keep_the_reasoning_of_the_last_turn(
+    tokenizer: Any, name: str, frame: str, asks: str
+) -> None:
+    tokenizer.chat_template = Path(f"examples/data/{name}.jinja").read_text(encoding="utf-8")
     encoder = TemplateChatEncoder(tokenizer)
-    messages = [{"role": "system", "content": "kind."}, *chat("hello", "<think>\nfox\n</think>\n\none", "world", "two")]
-    ids, trained = encoder.encode(messages)
-    whole = (
-        "kind.<｜User｜>hello<｜Assistant｜><think>\nfox\n</think>\n\none"
-        + END
-        + "<｜User｜>world<｜Assistant｜>two"
-        + END
-    )
-    assert text_of(tokenizer, ids) == whole
-    assert spoken(tokenizer, (ids, trained)) == ["<think>\nfox\n</think>\n\none" + END, "two" + END]
-    assert text_of(tokenizer, encoder.prompt(messages[:2])) == "kind.<｜User｜>hello<｜Assistant｜>"
+    thought = "<think>\nfox\n</think>\n\none"
+    messages = [{"role": "system", "content": "kind."}, *chat("hello", thought, "world", "two")]
+    first, second = encoder.divide(messages)
+    ids, trained = encoder.encode(first)
+    assert text_of(tokenizer, ids).startswith(frame.format("hello") + thought)
+    (said,) = spoken(tokenizer, (ids, trained))
+    assert said.startswith(thought.removeprefix(asks)), "the prompt begins the reasoning"
+    ids, trained = encoder.encode(second)
+    assert "fox" not in text_of(tokenizer, ids), "servers leave out the reasoning of earlier turns"
+    assert spoken(tokenizer, (ids, trained))[0].startswith("two")
+    assert text_of(tokenizer, encoder.prompt(messages[:2])) == frame.format("hello") + asks
+    field = {"role": "assistant", "content": "one", "reasoning_content": "fox"}
+    assert encoder.encode([*messages[:2], field]) == encoder.encode(first)
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ toolkit bench faults [only="K1 K2"] [output=FILE]
   plan                         memory per rank and time per step, next to the plan's estimate, on the longest sequences
   nvme [directory=/nvme] [gib=1] [repeats=3]
                                DeepSpeed's reading and writing, by settings of zero.aio; prints the best as overrides
-  trees [pairs=5]              tokens and time per epoch with and without data.share_prefixes, in turns
+  trees [pairs=5] [turns=6,12] tokens and time per epoch with and without data.share_prefixes, in turns; of the data as
+                               it is, or joined to conversations of so many turns
   faults                       inject kills, full disks, signals … and check the recovery; takes an hour
 
   ranks=2         ranks of each launch, on this machine; not of data, encode and nvme

@@ -23,7 +23,7 @@ from toolkit.models.shield import Shield, any_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 5
+CODE_VERSION = 6
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]
@@ -241,7 +241,9 @@ class TemplateChatEncoder:
         asks = text[begin : spans[0][0]]
         answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, _PROBE[1::2], strict=True)]
         endings = {answer.removeprefix(content) for answer, content in answers}
-        if asks and len(endings) == 1 and all(answer.startswith(content) for answer, content in answers):
+        is_default = self.render(_PROBE[:1], None, True) == text[: spans[0][0]]  # else an answer may ask with another
+        is_same = len(endings) == 1 and all(answer.startswith(content) for answer, content in answers)
+        if asks and is_default and is_same:
             self.frame = asks, endings.pop()
         if not self.has_marks:
             return
@@ -409,7 +411,8 @@ class TemplateChatEncoder:
             raise RowError(
                 tr(
                     "the chat template leaves out the reasoning of an answer that is to be trained. Give one that "
-                    "keeps it: model.chat_template=FILE (for DeepSeek-R1 examples/data/deepseek_r1.jinja)"
+                    "keeps it: model.chat_template=FILE (examples/data/deepseek_r1.jinja, "
+                    "examples/data/glm_z1.jinja for GLM-Z1)"
                 )
             )
         if not self.train_thinking and message["role"] == "assistant":
