@@ -70,6 +70,7 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
         words += [sources, "distill.teacher=''", "distill.top_k=4"]
     if recipe in TEXTS:
         words.append(f"data.sources=[{{path: {rows_file}, columns: {{query: prompt, positive: chosen}}}}]")
+        words.append("embed.temperature=1")  # 0.05 makes a loss that changes by 1 from batch to batch of 4 pairs
     if recipe in LABELLED:
         labelled = [json.loads(line) for line in rows_file.read_text(encoding="utf-8").splitlines()]
         labels = [{**row, "label": ("odd", "even")[number % 2]} for number, row in enumerate(labelled)]
