@@ -252,7 +252,11 @@ class PlainOptimizer:
         self.cfg, self.steps, self.updates = cfg, steps, 0
         self.parameters = [one for one in model.parameters() if one.requires_grad]
         self.adam = torch.optim.AdamW(
-            self.parameters, betas=tuple(cfg.optim.betas), eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay
+            self.parameters,
+            lr=cfg.optim.lr,
+            betas=tuple(cfg.optim.betas),
+            eps=cfg.optim.eps,
+            weight_decay=cfg.optim.weight_decay,
         )
 
     def step(self, loss: Any) -> float:
