@@ -10,7 +10,7 @@ toolkit launch recipe=NAME [launcher options] [hostfile=FILE] [key=value …]
 On one node a free port is chosen if --master_port is not given.
 """
 
-from toolkit.arguments import check_parsed, parse_checked
+from toolkit.arguments import check_parsed, parse
 from toolkit.jobs.launch import launch
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import Problems
@@ -19,8 +19,9 @@ from toolkit.messages import Problems
 def run(words: list[str]) -> int:
     typed, options, rest = deepspeed.typed_options(words)
     environment.refuse_ranks()
-    loaded, problems = parse_checked(rest, files=False).loaded, Problems()
-    if ranks := deepspeed.ranks_of(options):  # else each rank would say it, on all nodes, after their start
-        check_parsed(loaded, ranks, problems, files=False)
+    problems = Problems()
+    arguments = parse(rest, problems=problems)
+    # With the number of ranks: else each rank would report it, on all nodes, after their start.
+    check_parsed(arguments.loaded, deepspeed.ranks_of(options) or arguments.world_size, problems, files=False)
     problems.raise_all()
-    return launch(typed, options, rest, loaded.cfg)
+    return launch(typed, options, rest, arguments.loaded.cfg)

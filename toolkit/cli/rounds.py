@@ -68,11 +68,10 @@ def run(words: list[str]) -> int:
 
 def _processes(options: Mapping[str, str]) -> int:
     """Return how many processes answer prompts: one for each GPU that the runs take on this node; 1 on several."""
-    if deepspeed.hostfile_of(options) or {"--include", "--exclude"} & options.keys():
+    if deepspeed.hostfile_of(options) or {"--include", "-i", "--exclude", "-e"} & options.keys():
         return 1
-    asked = options.get("--num_gpus") or options.get("--num_accelerators")
-    if asked and int(asked) > 0:
-        return int(asked)
+    if asked := deepspeed.ranks_of(options):
+        return asked
     from toolkit.models.attention import trains_on_gpu
 
     if not trains_on_gpu():

@@ -106,13 +106,13 @@ def plan_sequences(
     `evaluated_samples`. `size`: so many that follow each other share a row, in a `MismatchedCache` two apart;
     nothing is packed then. `share`: packed samples of a conversation share a row and its beginning.
     """
-    beside = range(0, 2 * apart, apart) if (apart := cache.num_numbers - len(cache)) else range(size)
+    relative = range(0, 2 * apart, apart) if (apart := cache.num_numbers - len(cache)) else range(size)
     by_source = any(source.weights for source in sources)  # a row of several could come when one of them may not
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        found = size * evaluated_samples(cache, most, size) if len(beside) > 1 or is_capped else None
-        return PackingPlan(len(cache)) if found is None else _unpacked(found, beside)
+        found = size * evaluated_samples(cache, most, size) if len(relative) > 1 or is_capped else None
+        return PackingPlan(len(cache)) if found is None else _unpacked(found, relative)
     key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * (size > 1)
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
@@ -138,7 +138,7 @@ def plan_sequences(
                 filled = np.arange(len(mine))
             rows[mine] = filled + bounds[-1]
             bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
-        dealt.save(folder, rows, beside)
+        dealt.save(folder, rows, relative)
         plan = {"num_rows": bounds[-1], "bounds": bounds if by_source else []}
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
 
@@ -172,11 +172,11 @@ class _Units:
             self.lengths = np.add.reduceat(lengths - self.shared, self.begins)[self.numbers]
             self.longest = np.maximum.reduceat(lengths, self.begins)[self.numbers]
 
-    def save(self, folder: Path, rows: NDArray[np.int64], beside: range) -> None:
-        """Save the samples of rows, of which each unit has one, [units]; `beside`: see `_members`."""
+    def save(self, folder: Path, rows: NDArray[np.int64], relative: range) -> None:
+        """Save the samples of rows, of which each unit has one, [units]; `relative`: see `_members`."""
         numbers = self.numbers[np.argsort(rows, kind="stable")]
         if self.samples is None:
-            members, counts = _members(self.size * numbers, beside), len(beside) * np.bincount(rows)
+            members, counts = _members(self.size * numbers, relative), len(relative) * np.bincount(rows)
         else:
             sizes = self.sizes[numbers]
             places = np.repeat(self.begins[numbers] - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
@@ -187,15 +187,15 @@ class _Units:
             np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(counts))))
 
 
-def _unpacked(samples: NDArray[np.int64], beside: range) -> PackingPlan:
-    size = len(beside)
+def _unpacked(samples: NDArray[np.int64], relative: range) -> PackingPlan:
+    size = len(relative)
     offsets = np.arange(0, size * len(samples) + 1, size) if size > 1 else None
-    return PackingPlan(len(samples), _members(samples, beside), offsets)
+    return PackingPlan(len(samples), _members(samples, relative), offsets)
 
 
-def _members(samples: NDArray[np.int64], beside: range) -> NDArray[np.uint32]:
+def _members(samples: NDArray[np.int64], relative: range) -> NDArray[np.uint32]:
     """Return samples, each with those that are so many numbers behind it, itself at 0."""
-    return (samples[:, None] + np.array(beside)).ravel().astype(np.uint32)
+    return (samples[:, None] + np.array(relative)).ravel().astype(np.uint32)
 
 
 def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity: int) -> NDArray[np.int64]:

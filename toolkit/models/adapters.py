@@ -181,7 +181,7 @@ def quantize(model: PreTrainedModel) -> None:
                 compress_statistics=True,
                 quant_type="nf4",
             )
-            # On some CPUs bitsandbytes would pack weights anew in evaluation, and training after it would fail (0.50).
+            # On some CPUs bitsandbytes would pack weights again in evaluation, and training after it would fail (0.50).
             small.support_avx512bf16_for_cpu = False
             small.load_state_dict(linear.state_dict())
             layer.set_submodule(name, small.to(device))

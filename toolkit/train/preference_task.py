@@ -52,7 +52,7 @@ class PreferenceTask(sample_task.SampleTask):
 
     counted = "pairs"
     names: tuple[str, ...] = FIGURES
-    told = schema.EVAL_PAIRS[0], "eval_accuracy"
+    reported = schema.EVAL_PAIRS[0], "eval_accuracy"
 
     # Data
 

@@ -23,8 +23,8 @@ class SampleTask(language_task.LanguageTask):
     loss_unit = ""
     names: tuple[str, ...]
     """Of the figures of a step."""
-    told: tuple[str, str]
-    """The figure of an evaluation that is told at the end, and what the summary calls it."""
+    reported: tuple[str, str]
+    """The figure of an evaluation that is reported at the end, and what the summary calls it."""
 
     def __init__(self) -> None:
         self._figures = self._zeros()
@@ -92,21 +92,21 @@ class SampleTask(language_task.LanguageTask):
         return {}
 
     def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Return also what is told, before and after training."""
+        """Return also what is reported, before and after training."""
         known = result.state.evaluations
         ends = {"first": known[0], "last": known[-1]} if known else {}
-        figure, name = self.told
+        figure, name = self.reported
         return super().summary(run, result) | {f"{end}_{name}": row[figure] for end, row in ends.items()}
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         if "last_eval_loss" not in summary:
             return []
         losses = {end: f"{summary[f'{end}_eval_loss']:.4f}" for end in ("first", "last")}
-        before, after = (f"{summary[f'{end}_{self.told[1]}']:.1%}" for end in ("first", "last"))
+        before, after = (f"{summary[f'{end}_{self.reported[1]}']:.1%}" for end in ("first", "last"))
         return [self._result(**losses, before=before, after=after)]
 
     def _result(self, **values: str) -> str:
-        """Return the sentence that tells it: `first` and `last` loss, figure `before` and `after`."""
+        """Return the sentence that reports it: `first` and `last` loss, figure `before` and `after`."""
         raise NotImplementedError
 
 
