@@ -9,16 +9,18 @@ from ranks import Finished, alive, forked, run
 from shared import FAULTY, tiny
 
 from tests import series
+from toolkit.checkpoint.directory import LATEST, step_of
 from toolkit.track.metrics import hf_name, tracked_name
 
 NAMES = ("csv", "tensorboard", "wandb", "mlflow")
-SAVED, KILLED_IN, LAST = 4, 7, 10
+SAVED, KILLED_IN, LAST = 4, 11, 14
+"""A checkpoint every so many steps: the first is published before the second, of step 8, begins."""
 EXACT = ("loss", "lr", "grad_norm", "epoch", "trained_tokens", "total_tokens", "eval_loss", "eval_perplexity")
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tuple[Path, Finished]:
-    """The run folder, and what was printed by the session that finished."""
+def tracked(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tuple[Path, int, Finished]:
+    """The run folder, the step of the newest checkpoint when it was killed, and the session that finished."""
     for name in NAMES[1:]:
         pytest.importorskip(name)
     folder = tmp_path_factory.mktemp("trackers")
@@ -32,6 +34,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tuple[
         "evaluate.prompts=[red]",
         "evaluate.max_new_tokens=4",
         f"checkpoint.every={SAVED}",
+        f"train.max_steps={LAST}",
         "train.rehearse=true",
         "checkpoint.export=false",
         "zero=stage2",
@@ -43,22 +46,24 @@ def tracked(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> tuple[
     while alive(str(folder)) and time.monotonic() < until:
         time.sleep(0.1)
     assert not alive(str(folder)), "the trackers' process outlives its run for a few seconds only"
+    runs = folder / "runs" / "run"
+    saved = step_of(runs / "checkpoints" / (runs / "checkpoints" / LATEST).read_text().strip())
     finished = run(forked(2, str(Path(FAULTY).parents[2] / "run.py"), *words), cwd=folder)
     assert finished.code == 0, finished.output[-4000:]
-    return folder / "runs" / "run", finished
+    return runs, saved, finished
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_series_is_metrics_jsonl(tracked: tuple[Path, Finished], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, finished = tracked
+def test_every_series_is_metrics_jsonl(tracked: tuple[Path, int, Finished], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, saved, finished = tracked
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     assert "WARNING: " not in finished.output
-    assert f"Resuming after step {SAVED}" in finished.output
+    assert f"Resuming after step {saved} " in finished.output
     truth = series.metrics_jsonl(folder / "metrics.jsonl")
     assert [step for step, _ in truth["loss"]] == list(range(1, LAST + 1))
     assert [step for step, _ in truth["eval_loss"]] == list(range(0, LAST + 1, 2))
     lost = (folder / "logs" / "metrics-lost.jsonl").read_text()
-    assert '"step": 6' in lost, "steps were done again"
+    assert f'"step": {saved + 1},' in lost, "steps were done again"
     mlflow_run, by_mlflow = series.mlflow(str(folder.parent / "mlruns"))
     found = {
         "csv": (series.csv_file(folder / "metrics.csv"), str),
@@ -75,8 +80,8 @@ def test_every_series_is_metrics_jsonl(tracked: tuple[Path, Finished], monkeypat
     assert {"train_loss", "train_runtime", "train_steps_per_second"} <= set(mlflow_run.data.metrics)
 
 
-def test_the_first_rank_alone_speaks(tracked: tuple[Path, Finished]) -> None:
-    folder, _ = tracked
+def test_the_first_rank_alone_speaks(tracked: tuple[Path, int, Finished]) -> None:
+    folder, _, _ = tracked
     assert len(list((folder / "tensorboard").iterdir())) == 2, "one file of each session"
     assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
     assert (folder / "ds_config.json").read_text().count("monitor") == 0

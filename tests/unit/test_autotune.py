@@ -153,7 +153,7 @@ def test_refused(words: list[str], message: str, tmp_path: Path, capsys: pytest.
 
 def test_a_number_of_gpus_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["autotune", "--num_gpus", "two", *RECIPE, f"run.dir={tmp_path}/runs"]) == 2
-    assert "--num_gpus two is not a number from 1" in capsys.readouterr().err
+    assert "--num_gpus two: write a positive whole number" in capsys.readouterr().err
 
 
 def test_not_on_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -357,7 +357,7 @@ def test_reasoning_that_a_template_drops_is_an_error() -> None:
     thinks = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}]
     with pytest.raises(RowError, match="the chat template leaves out the reasoning of an answer that is to be trained"):
         encoder.encode(thinks)
-    before = [*thinks, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    before: list[dict[str, Any]] = [*thinks, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     before[1] = {**before[1], "loss": False}
     encoder.encode(before)  # an earlier one's is dropped when the model is served, too
 

@@ -22,6 +22,7 @@ def run(words: list[str]) -> int:
     problems = Problems()
     arguments = parse(rest, problems=problems)
     # With the number of ranks: else each rank would report it, on all nodes, after their start.
-    check_parsed(arguments.loaded, deepspeed.ranks_of(options) or arguments.world_size, problems, files=False)
+    ranks = problems.attempt(deepspeed.ranks_of, options) or arguments.world_size
+    check_parsed(arguments.loaded, ranks, problems, files=False)
     problems.raise_all()
     return launch(typed, options, rest, arguments.loaded.cfg)

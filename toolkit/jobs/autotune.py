@@ -10,7 +10,7 @@ from toolkit.config import mesh, schema
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, hostfile, processes
-from toolkit.messages import ConfigError, LaunchError, Problems, Stopped, say, tr
+from toolkit.messages import ConfigError, Problems, Stopped, say, tr
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import Outline, outline_of
@@ -116,12 +116,8 @@ def run_autotune(words: list[str]) -> int:
 
 def hosts_of(options: dict[str, str]) -> hostfile.Resources:
     """Return the nodes and GPUs that a launcher's options name; without any, those of this machine."""
-    if path := deepspeed.hostfile_of(options):
-        return hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
-    if number := options.get("--num_gpus", ""):
-        if not number.isdecimal() or not int(number):
-            raise LaunchError("--num_gpus {value} is not a number from 1.", value=number)
-        return {"localhost": list(range(int(number)))}
+    if named := deepspeed.named_hosts(options):
+        return named
     from deepspeed.accelerator import get_accelerator
 
     return hostfile.select_gpus({"localhost": get_accelerator().device_count()}, options)

@@ -132,8 +132,7 @@ class SweepPlan:
         return configs
 
     def _compose(self, job: Sequence[str], problems: messages.Problems) -> schema.RunConfig:
-        given = {"world_size": text} if (text := self.options.get("--num_gpus")) else {}
-        world_size = problems.attempt(arguments.positive_int, given, "world_size")
+        world_size = problems.attempt(deepspeed.ranks_of, self.options) or None
         words, here = [*self.fixed, *job, "run.name=run"], deepspeed.hostfile_of(self.options) is None
         cfg = arguments.parse_checked(words, world_size=world_size, files=here, problems=problems).loaded.cfg
         load.to_dict(cfg)  # learns the secrets in it

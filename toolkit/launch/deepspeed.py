@@ -23,7 +23,7 @@ import psutil
 
 from toolkit import children, secrets
 from toolkit.launch import environment, processes
-from toolkit.launch.hostfile import SELECTING, Resources, is_here, read_hostfile, select_gpus
+from toolkit.launch.hostfile import SELECTING, Resources, asked_gpus, is_here, read_hostfile, select_gpus
 from toolkit.messages import LaunchError, tr
 
 # Options of `deepspeed` that take a value; needed to tell its own words from the training program's.
@@ -118,12 +118,17 @@ def hostfile_of(options: Mapping[str, str]) -> str | None:
     return options.get("--hostfile", options.get("-H"))
 
 
+def named_hosts(options: Mapping[str, str]) -> Resources:
+    """Return the nodes and GPUs that a launch's options name; none where they depend on this machine's GPUs."""
+    if path := hostfile_of(options):
+        return select_gpus(read_hostfile(Path(path)), options)
+    number = asked_gpus(options)
+    return {"localhost": list(range(number))} if number else {}
+
+
 def ranks_of(options: Mapping[str, str]) -> int:
     """Return how many ranks a launch starts; 0 where that depends on this machine's GPUs."""
-    if path := hostfile_of(options):
-        return sum(map(len, select_gpus(read_hostfile(Path(path)), options).values()))
-    given = options.get("--num_gpus", options.get("--num_accelerators", ""))
-    return int(given) if given.isdecimal() else 0
+    return sum(map(len, named_hosts(options).values()))
 
 
 def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:

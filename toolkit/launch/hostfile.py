@@ -89,7 +89,7 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
     include = options.get("--include") or options.get("-i") or ""
     exclude = options.get("--exclude") or options.get("-e") or ""
     nodes = _whole_number(options, "--num_nodes")
-    gpus = _whole_number(options, "--num_accelerators" if "--num_accelerators" in options else "--num_gpus")
+    gpus = asked_gpus(options)
     if bool(include) + bool(exclude) + (nodes is not None or gpus is not None) > 1:
         raise LaunchError(tr("give one of --include, --exclude, or --num_nodes and --num_gpus, not several."))
     found: Resources = {host: list(range(slots)) for host, slots in hosts.items()}
@@ -119,6 +119,11 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
     if not found:
         raise LaunchError(tr("the launcher's options leave no machine of the hostfile."))
     return found
+
+
+def asked_gpus(options: Mapping[str, str]) -> int | None:
+    """Return how many GPUs of each node --num_gpus asks for, None without it; LaunchError if it is no such number."""
+    return _whole_number(options, "--num_accelerators" if "--num_accelerators" in options else "--num_gpus")
 
 
 def _whole_number(options: Mapping[str, str], name: str) -> int | None:
