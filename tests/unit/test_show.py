@@ -81,6 +81,17 @@ def test_words_that_mean_nothing(words: list[str], capsys: pytest.CaptureFixture
     assert "has no validation data: show split=train" in refused(capsys, "show", "split=validation", *words)
 
 
+def test_what_samples_share_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By loading the data, which training does too."""
+    pair = {"prompt": "a question of some length", "chosen": "yes", "rejected": "no"}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 8, encoding="utf-8")
+    for command in (["prepare"], ["show", "n=0"]):
+        output = shown(
+            capsys, *command, *WORDS, "preference=dpo", f"data={tmp_path}/pairs.jsonl", f"prepare.dir={tmp_path}/cache"
+        )
+        assert output.count("share their prompt") == 1, command
+
+
 def test_prepared_data_is_verified(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = shown(capsys, "prepare", *words)
     assert "Tokenized 40 rows" in first

@@ -120,21 +120,20 @@ def histogram(lengths: NDArray[np.int64], longest: int, bins: int = 10) -> list[
 
 
 def padding_line(cfg: schema.RunConfig, packing: schema.Packing, cache: store.TokenizedCache, plan: PackingPlan) -> str:
-    """Return how much of the planned rows is tokens, and what they share; "" where each sample is one on its own."""
+    """Return how much of the planned rows is tokens; "" where each sample is one on its own."""
     if packing is schema.Packing.none:
-        return sharing_line(cfg, cache, plan)
+        return ""
     room = cfg.data.max_length * (
         mesh.micro_rows(mesh.with_micro_batch(cfg)) if packing is schema.Packing.grouped else 1
     )
     taken = int(plan.lengths(cache).sum())
-    line = tr(
+    return tr(
         "{rows} rows of {room} tokens ({packing}), {percent} % of them filled.",
         rows=f"{len(plan):,}",
         room=f"{room:,}",
         packing=packing.value,
         percent=f"{100 * taken / (len(plan) * room):.1f}",
     )
-    return f"{line} {sharing_line(cfg, cache, plan)}".rstrip()
 
 
 def sharing_line(cfg: schema.RunConfig, cache: store.TokenizedCache, plan: PackingPlan) -> str:
