@@ -476,6 +476,61 @@ def test_scripts_of_trl_say_which_loss(capsys: pytest.CaptureFixture[str], scrip
     assert cfg.precision.dtype is Dtype.fp16
 
 
+@pytest.mark.parametrize(
+    ("options", "expected", "note"),
+    [
+        ("", {"method": "full"}, "No DeepSpeed JSON"),
+        ("--lora_r 4", {"method": "full"}, "lora_r = 4: has no effect there"),
+        ("--use_peft", {"method": "lora", "rank": 16, "alpha": 32.0, "dropout": 0.05}, "lora_target_modules: names"),
+        (
+            "--use_peft --lora_r 4 --lora_alpha 6 --lora_dropout 0 --lora_target_modules q_proj v_proj --use_rslora",
+            {"rank": 4, "alpha": 6.0, "dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "rslora": True},
+            "lora_target_modules: names",
+        ),
+        ("--use_peft true --lora_target_modules all-linear", {"target_modules": ["all-linear"]}, ""),
+        ("--use_peft --lora_modules_to_save lm_head --use_dora", {"save_modules": ["lm_head"], "dora": True}, ""),
+        ("--use_peft --load_in_4bit", {"method": "qlora", "rank": 16}, "load_in_4bit: tuning=qlora uses"),
+        ("--use_peft --load_in_8bit", {"method": "lora"}, "load_in_8bit = True: 4 bits with LoRA"),
+    ],
+)
+def test_lora_of_trl(capsys: pytest.CaptureFixture[str], options: str, expected: dict[str, object], note: str) -> None:
+    """In a command of any of its scripts, supervised ones too."""
+    for script in ("trl dpo", "python trl/scripts/sft.py"):
+        line = f"{script} --model_name_or_path m --per_device_train_batch_size 2 {options}\n"
+        cfg, told = imported(capsys, put("a.sh", line), "world_size=1")
+        assert {name: getattr(cfg.tuning, name) for name in expected} == expected
+        assert note in told and "Unknown" not in told
+
+
+@pytest.mark.parametrize(
+    ("options", "train", "validation"),
+    [
+        ("--dataset_name a/b", {"hub": "a/b", "split": "train"}, None),
+        ("--dataset_name a/b --dataset_config c", {"hub": "a/b", "subset": "c"}, None),
+        ("--dataset_name ./pairs --dataset_train_split s", {"path": "./pairs", "split": "s"}, None),
+        (
+            "--dataset_name a/b --eval_strategy steps --eval_steps 5",
+            {"split": "train"},
+            {"hub": "a/b", "split": "test"},
+        ),
+    ],
+)
+def test_datasets_of_trl(
+    capsys: pytest.CaptureFixture[str], options: str, train: dict[str, str], validation: dict[str, str] | None
+) -> None:
+    """These names are ChatGLM's, too, whose scripts have others besides."""
+    for script, row_format in (("dpo", "preference"), ("kto", "labeled"), ("reward", "reward")):
+        line = f"trl {script} --model_name_or_path m --per_device_train_batch_size 2 {options}\n"
+        cfg, told = imported(capsys, put("a.sh", line), "world_size=1")
+        found = [cfg.data.sources, cfg.data.validation]
+        for sources, expected in zip(found, (train, validation), strict=True):
+            assert [one.format.value for one in sources] == ([row_format] if expected else [])
+            assert [{name: getattr(one, name) for name in expected} for one in sources] == (
+                [expected] if expected else []
+            )
+        assert cfg.evaluate.every == (5 if validation else 0) and "write data.sources" not in told
+
+
 def test_training_arguments_as_transformers_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import Seq2SeqTrainingArguments
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.config import files, rule_tables, schema, validate
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
-from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, HF_NAME, ForeignConfig, names_of, typed
+from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, HF_NAME, ForeignConfig, names_of, sentence, typed
 
 _LR_END = 1e-7
 """Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
@@ -57,10 +57,9 @@ def translate(given: ForeignConfig) -> RecipeDraft:
         _chatglm(given, draft)
     else:
         _model(given, draft)
-        draft.put("data.validation_fraction", 0.0)
-        _evaluation(given, draft, has_validation=False)
+        _peft(given, draft)
+        _named_data(given, draft, trl)
         _trl(given, draft, trl)
-        draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
     return draft
 
 
@@ -180,6 +179,36 @@ def _trl_loss(given: ForeignConfig) -> str:
             names=", ".join(known),
         )
     return kind
+
+
+def _peft(given: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set what TRL's ModelConfig says of LoRA, which nothing reads there without use_peft."""
+    if not given.flag("use_peft"):
+        return
+    kind = "qlora" if given.flag("load_in_4bit") else "lora"
+    draft.put("tuning.method", kind, "use_peft", *(["load_in_4bit"] if kind == "qlora" else []))
+    _lora_settings(given, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
+    if not given.has("lora_target_modules"):  # which layers PEFT would take depends on the model, which is not read
+        draft.notes.append(f"lora_target_modules: {sentence('lora_target_modules')}")
+
+
+def _named_data(given: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
+    """Set the dataset that a command names; TRL evaluates on another split of it. `trl`: its loss, "" for none."""
+    has_validation = bool(trl and given.has("dataset_name")) and str(given.get("eval_strategy")).lower() != "no"
+    _evaluation(given, draft, has_validation)
+    if not has_validation:
+        draft.put("data.validation_fraction", 0.0)
+    if not given.has("dataset_name"):
+        draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
+        return
+    name, subset = str(given.get("dataset_name")), given.get("dataset_config") or given.get("dataset_config_name")
+    source = {"hub" if files.is_hub_name(name) else "path": name} | ({"subset": str(subset)} if subset else {})
+    if trl:
+        source["format"] = {"kto": "labeled", "reward": "reward"}.get(trl, "preference")
+    splits = {"data.sources": "dataset_train_split", "data.validation": "dataset_test_split"}
+    for ours, theirs in splits.items() if has_validation else [*splits.items()][:1]:
+        split = {"split": str(given.get(theirs))} if given.get(theirs) != "train" else {}
+        draft.put(ours, [source | split], "dataset_name", "dataset_config", "dataset_config_name", theirs)
 
 
 def _trl(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
@@ -616,22 +645,27 @@ def _lora(given: ForeignConfig, draft: RecipeDraft) -> None:
         return
     if adapters:
         draft.lost["adapter_name_or_path"] = tr("several adapters: merge them into the model before")
-    rank = given.number("lora_rank", int)
-    draft.put("tuning.rank", rank, "lora_rank")
-    alpha = given.number("lora_alpha") if given.get("lora_alpha") else 2.0 * rank
+    _lora_settings(given, draft, rank="lora_rank", targets="lora_target", saved="additional_target")
+
+
+def _lora_settings(given: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
+    """Set the shape of a new adapter, from keys that both programs have and from these of theirs."""
+    size = given.number(rank, int)
+    draft.put("tuning.rank", size, rank)
+    alpha = given.number("lora_alpha") if given.get("lora_alpha") else 2.0 * size
     draft.put("tuning.alpha", alpha, "lora_alpha")
     draft.put("tuning.dropout", given.number("lora_dropout"), "lora_dropout")
     for theirs, ours in (("use_rslora", "rslora"), ("use_dora", "dora")):
         if given.flag(theirs):
             draft.put(f"tuning.{ours}", True, theirs)
-    targets = given.names("lora_target")
-    if targets == ["all"]:
-        targets = ["all-linear"]
+    names = given.names(targets)
+    if names == ["all"]:
+        names = ["all-linear"]
     elif draft.groups.get("model", "chatglm_6b") != "chatglm_6b":
-        targets = [name for target in targets for name in names_of("layers").get(target, [target])]
-    draft.put("tuning.target_modules", targets, "lora_target")
-    if given.has("additional_target"):
-        draft.put("tuning.save_modules", given.names("additional_target"), "additional_target")
+        names = [name for target in names for name in names_of("layers").get(target, [target])]
+    draft.put("tuning.target_modules", names, targets)
+    if given.has(saved):
+        draft.put("tuning.save_modules", given.names(saved), saved)
 
 
 def _freeze(given: ForeignConfig, draft: RecipeDraft) -> None:
