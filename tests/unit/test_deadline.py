@@ -155,22 +155,45 @@ def until(folder: Path, at: float, start: int = 0, total: int = 1000, **changes:
 
 
 def test_steps_that_fit_follow_the_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1000 s of which the end takes 57.5: a save and an export of 10 s each, an evaluation of 10 steps, and 20 s."""
+    """1000 s, of them 59.5 for the end: save and export of 10 s each, an evaluation of 10 steps, 2 steps and 20 s."""
     clock = Clock(monkeypatch)
     run = until(tmp_path, clock.now + 1000)
     lines = told(monkeypatch)
     ends = [clock.run(run, step, 1.0) for step in range(1, 11)]
     assert ends[:6] == [0] * 6, "the first step and so few say nothing"
-    assert set(ends[6:]) == {942}
+    assert set(ends[6:]) == {940}
     assert len(lines) == 1
-    assert "942 of 1,000 steps fit" in lines[0]
+    assert "940 of 1,000 steps fit" in lines[0]
     ends = [clock.run(run, step, 2.0) for step in range(11, 200)]
-    assert ends[-1] == pytest.approx(11 + (1000 - 10 - 57.5 - 12.5) / 2, abs=6), "half as fast: about half as many"
+    assert ends[-1] == pytest.approx(11 + (1000 - 10 - 59.5 - 14.5) / 2, abs=6), "half as fast: about half as many"
     assert len(lines) < 12
     while clock.run(run, step := len(ends) + 11, 2.0) > step:
         ends.append(0)
     left = NOW.timestamp() + 1000 - clock.now
     assert 0 <= left - run.end_s() < 5, "the last step ends as the time that is kept for the end begins"
+
+
+def test_a_run_that_is_late_at_once_still_reaches_the_end_of_its_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decision in a step is heard after it, and the rate of the next one is written by then."""
+    clock = Clock(monkeypatch)
+    told(monkeypatch)
+    run = until(tmp_path, clock.now + 100, total=TOTAL)
+    optimizer, schedule = made(ScheduleName.linear)
+    rates, step, end = [], 0, TOTAL
+    while step < end:
+        step += 1
+        rates.append(optimizer.param_groups[0]["lr"])
+        clock.now += 60 * (step == 31)
+        decided = clock.run(run, step, 0.1)
+        schedule.step()
+        if decided:
+            end = decided
+            schedule.fit(end - step)
+    assert step == 33, "the step after the decision's next one"
+    assert rates[-1] == pytest.approx(rates[-2] / 2, rel=0.03)
+    assert run.at - clock.now == pytest.approx(100 - 60 - 3.3)
 
 
 def test_time_for_everything_is_said_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +211,7 @@ def test_evaluations_and_saves_between_steps_count(tmp_path: Path, monkeypatch: 
     run = until(tmp_path, clock.now + 1000, evaluate_every=10, checkpoint_every=50)
     run.costs.evaluation, run.costs.pause, run.costs.save = 5.0, 10.0, 20.0
     end = [clock.run(run, step, 1.0) for step in range(1, 9)][-1]
-    each_s, left_s = 1.0 + 0.5 + 0.2, 1000 - 6 - (20 + 1.25 * (5 + 20 + 10))
+    each_s, left_s = 1.0 + 0.5 + 0.2, 1000 - 6 - (20 + 2 + 1.25 * (5 + 20 + 10))
     assert end == pytest.approx(6 + left_s / each_s, abs=2)
 
 
@@ -215,9 +238,9 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as disk:
         disk.setattr(metrics, "append_rows", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         ends = {step: clock.run(run, step, 1.0) for step in range(1, 11)}
-    assert ends[10] == 942 and recorded(tmp_path) == {}
+    assert ends[10] == 940 and recorded(tmp_path) == {}
     run.log.finish()
-    assert recorded(tmp_path) == {7: 942}
+    assert recorded(tmp_path) == {7: 940}
 
 
 def test_a_duration_counts_from_the_first_start(tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ _END_S = 20.0
 """What is not measured before: the exported model built again and read. The report may come after the deadline."""
 _MARGIN = 1.25
 """Of what is kept for the end: it was measured once, or not at all."""
+_HEARD_AFTER = 2
+"""Steps after which a decision has reached the learning rate: a run that was cut shorter would end above its schedule's
+end. So many are kept for the end too.
+"""
 _TOLD = 0.1
 """Change of the last step, as a share of it, from which it is said again."""
 
@@ -97,14 +101,14 @@ class Deadline:
         evaluation_s = costs.evaluation or _UNKNOWN_EVALUATION * costs.step
         # A token of an answer takes a forward pass at most, a third of what a micro-batch takes.
         answers_s = len(config.prompts) * config.max_new_tokens * costs.step / 3 / self.accumulation
-        return _END_S + _MARGIN * (evaluation_s + costs.save + self._export_s + answers_s)
+        return _END_S + _HEARD_AFTER * costs.step + _MARGIN * (evaluation_s + costs.save + self._export_s + answers_s)
 
     def decide(self, step: int) -> int:
         """Return the step to end with, before this one is done; 0 where nothing is known yet."""
         if not self.costs.step:
             return 0
         left = self._steps_left(self.at - time.time() - self.end_s())
-        last = min(self.total_steps, max(step, step - 1 + left))
+        last = min(self.total_steps, max(min(self.last, step + _HEARD_AFTER), step - 1 + left))
         # A change of less than a hundredth of what is left is no other plan.
         if self._told is not None and abs(last - self.last) * 100 < self.last - step:
             return self.last
