@@ -1,4 +1,5 @@
-"""What saving costs: how long training waits, beside a bare `engine.save_checkpoint` of the same engine, in turns.
+"""What saving costs: how long training waits, beside a bare `engine.save_checkpoint` of the same engine, in turns; and
+how long loading takes, beside `engine.load_checkpoint`.
 
 An asynchronous save makes training wait twice: until it has begun, and in the next step, whose update waits for what is
 not copied yet. Both are counted.
@@ -11,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, 
 
     Returns:
         Seconds that training waits, of the bare engine, ours and ours asynchronous, medians and ratios to the bare
-        engine pair by pair; seconds until ours is published; bytes of both.
+        engine pair by pair; the same of loading; seconds until ours is published; bytes of both.
     """
     engine = build_bare_engine(cfg, prepared)
     times = cfg.batch.global_size // (micro_rows(cfg) * world_size())
@@ -79,6 +81,7 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, 
             f"{name}_ratio": statistics.median(a / b for a, b in zip(seconds[name], bare, strict=True))
             for name in ("ours", "asynchronous")
         },
+        "load_ratio": statistics.median(a / b for a, b in zip(seconds["load"], seconds["bare_load"], strict=True)),
         "bytes": sizes,
         "repeats": repeats,
     }
@@ -100,7 +103,6 @@ def _in_turns(
                 engine.checkpoint_engine = TorchCheckpointEngine()
                 engine.save_checkpoint(str(folder / "bare"), tag=f"t{turn}", save_latest=False)
             else:
-                engine.checkpoint_engine = savers[name].files
                 savers[name].begin(RunState(step=turn))
             barrier()
             took = {name: time.perf_counter() - started}
@@ -116,6 +118,9 @@ def _in_turns(
                 seconds[what].append(one)
             written = folder / "bare" / f"t{turn}" if name == "bare" else savers[name].newest
             assert written is not None
+            if turn and name != "asynchronous":
+                what = "load" if name == "ours" else "bare_load"
+                seconds[what].append(_timed(partial(_load, engine, savers.get(name), written)))
             if rank() == 0:
                 sizes[name] = sum(path.stat().st_size for path in written.rglob("*") if path.is_file())
                 if name == "bare":
@@ -124,8 +129,15 @@ def _in_turns(
     return seconds, sizes
 
 
-def _timed(step: Callable[[], None]) -> float:
+def _load(engine: DeepSpeedEngine, saver: Checkpointer | None, checkpoint: Path) -> None:
+    if saver is None:
+        engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    else:
+        saver.load(checkpoint)
+
+
+def _timed(do: Callable[[], None]) -> float:
     started = time.perf_counter()
-    step()
+    do()
     barrier()
     return time.perf_counter() - started

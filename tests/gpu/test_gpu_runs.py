@@ -13,7 +13,7 @@ import torch
 from device import DEVICE, LIMIT_S, cells_of, lacks, needs, train
 from shared import ALL, LORA, RECOMPUTE, conversations, experts, losses, plain_loop, rows_of, tiny
 
-from toolkit.checkpoint.state_files import iter_weights
+from toolkit.checkpoint.fragments import iter_weights
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 STEPS = 10
@@ -210,16 +210,16 @@ def test_random_states_go_on_bit_by_bit(name: str, runs: Runs) -> None:
     assert len(set(found)) == STEPS
     assert losses(runs.check(f"{name}-again")) == found
     first, again = (runs.check(one) / "checkpoints" / f"step-{STEPS}" for one in (name, f"{name}-again"))
-    weights = dict(iter_weights(again, torch.float32))
-    assert all(torch.equal(weights[key], value) for key, value in iter_weights(first, torch.float32))
+    weights = dict(iter_weights(again))
+    assert all(torch.equal(weights[key], value) for key, value in iter_weights(first))
 
 
 def test_a_late_copy_is_of_the_step_that_was_saved(runs: Runs) -> None:
     """An asynchronous save whose copies wait for the next update, on a GPU on a stream of their own."""
     late, at_once = (runs.check(name) / "checkpoints" / "step-5" for name in ("fp32-asynchronous", "fp32-stage1"))
-    weights = dict(iter_weights(late, torch.float32))
+    weights = dict(iter_weights(late))
     assert weights
-    assert all(torch.equal(weights[key], value) for key, value in iter_weights(at_once, torch.float32))
+    assert all(torch.equal(weights[key], value) for key, value in iter_weights(at_once))
     assert losses(runs.check("fp32-asynchronous")) == losses(runs.check("fp32-stage1"))
 
 

@@ -157,7 +157,7 @@ def make_late(steps: int, number: int) -> None:
 
 def install() -> None:
     """Put the fault in its place."""
-    from toolkit.checkpoint import directory, state_files
+    from toolkit.checkpoint import directory, fragments
     from toolkit.train import checkpointer, dry_run, loop
 
     at, step = FAULT["at"], FAULT.get("step")
@@ -184,7 +184,7 @@ def install() -> None:
     elif at == "step":
         before(loop, "train_step", nth)
     elif at == "save.shard":
-        before(state_files.torch, "save", lambda _state, path: of_step(path))
+        before(fragments, "write", lambda _content, path: of_step(path))
     elif at == "save.random":
         real_begin = checkpointer.Checkpointer.begin
 

@@ -4,9 +4,10 @@ Arguments: a JSON file with [{"overrides": [...]}, …]. A case with "died" begi
 that died some steps after a checkpoint: {"of": RUN, "step": CHECKPOINT, "as": NAME}. One with "spoil" gets wrong
 numbers on the last rank: {"steps": see spoil.py, "note": FILE}; it may end with Diverged, which is noted too. One with
 "refused", a file, has to end with an error of ours, and gets it there; "free_bytes" is then what the disk has. With
-"room_mib" each rank has so much for the micro-batch that it looks for. "values" replace those of the overrides, so
-that many cases are composed once. fp16 is made possible on CPUs, where DeepSpeed refuses it. What is saved
-asynchronously is copied as late as can be: when the next update asks for it. Everything else is the product's own code.
+"room_mib" each rank has so much for the micro-batch that it looks for. With "echo", a folder, what an engine holds
+after it was resumed is written there, as a checkpoint would. "values" replace those of the overrides, so that many
+cases are composed once. fp16 is made possible on CPUs, where DeepSpeed refuses it. What is saved asynchronously is
+copied as late as can be: when the next update asks for it. Everything else is the product's own code.
 
 A rank alone may go on after a case that fails: "outcome" is the file that gets the traceback then. "facts" is the file
 that gets, as JSON, what the engine of a case was made of.
@@ -44,18 +45,18 @@ def die(of: str, step: int, folder: str) -> None:
 
 def copy_late() -> list[int]:
     """Make asynchronous saves copy only when somebody waits for the copies; return a list with the updates that did."""
-    from toolkit.checkpoint.state_files import EngineFiles, HostCopies
+    from toolkit.checkpoint.state_files import Files, HostCopies
     from toolkit.train.checkpointer import _Pending
 
-    begin, update, finish, complete = EngineFiles.begin, EngineFiles.wait_for_copies, _Pending.wait, HostCopies.complete
+    begin, update, finish, complete = Files.begin, Files.wait_for_copies, _Pending.wait, HostCopies.complete
     asked = threading.Event()
     updates: list[int] = []
 
-    def on_begin(files: EngineFiles) -> None:
+    def on_begin(files: Files) -> None:
         asked.clear()
         begin(files)
 
-    def on_update(files: EngineFiles) -> None:
+    def on_update(files: Files) -> None:
         if not files.copied.is_set():
             updates.append(len(files.copies.waiting))
         asked.set()
@@ -69,7 +70,7 @@ def copy_late() -> list[int]:
         assert not copies.waiting or asked.wait(120)
         complete(copies)
 
-    EngineFiles.begin, EngineFiles.wait_for_copies = on_begin, on_update  # type: ignore[method-assign]
+    Files.begin, Files.wait_for_copies = on_begin, on_update  # type: ignore[method-assign]
     _Pending.wait, HostCopies.complete = on_finish, on_complete  # type: ignore[method-assign]
     return updates
 
@@ -150,6 +151,26 @@ def counting_waits() -> Iterator[list[int]]:
         yield found
 
 
+@contextmanager
+def echoing(folder: str | None) -> Iterator[None]:
+    """Write what was loaded back into a folder, before anything is computed with it."""
+    from toolkit.checkpoint import engine_state, fragments
+    from toolkit.distributed import process_group
+    from toolkit.train.checkpointer import Checkpointer
+
+    real = Checkpointer.load
+
+    def load_and_tell(saver: Checkpointer, checkpoint: Path) -> None:
+        real(saver, checkpoint)
+        assert folder is not None
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for number, content in enumerate(engine_state.contents(saver.engine, saver._held)):
+            fragments.write(content, Path(folder) / fragments.file_name(process_group.rank(), number))
+
+    with mock.patch.object(Checkpointer, "load", load_and_tell) if folder else nullcontext():
+        yield
+
+
 def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Ranks, updates: list[int]) -> None:
     """Train one case in the process group."""
     from spoil import spoilt
@@ -171,6 +192,7 @@ def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Rank
             spoilt(spoil["steps"], is_last, note),
             disk_with(case.get("free_bytes")),
             room_for(case.get("room_mib"), ranks.rank),
+            echoing(case.get("echo")),
             counting_waits() if "facts" in case else nullcontext([]) as waits,
         ):
             trainer.train_in_group()

@@ -91,6 +91,14 @@ def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]
     ]
 
 
+def can_do_async_io() -> bool:
+    """Return whether DeepSpeed's aio op builds here (it needs libaio's headers)."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    return builder is not None and bool(builder.is_compatible(verbose=False))
+
+
 def of_tier(request: pytest.FixtureRequest, cells: dict[str, Cell], short: Collection[str]) -> dict[str, Cell]:
     """Return the cells that a launch runs: where the default tier runs alone, those of its tests."""
     is_short = request.config.getoption("--tier") == "default"

@@ -8,10 +8,11 @@ import pytest
 import torch
 from official import write
 from ranks import forked, run
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shared import WORKER, experts, tiny
 
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, fragments
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.messages import ConfigError
@@ -122,25 +123,30 @@ def test_verify_sees_what_a_manifest_cannot(
     run_folder = runs / "zero2-bf16"
     folder = shutil.copytree(run_folder / ("" if place == "export" else "checkpoints") / place, tmp_path / place)
     name = "model.layers.1.self_attn.o_proj.weight"
-    whole = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False) if place == "step-6" else None
-    state = whole["module"] if whole else load_file(folder / "model.safetensors")
-    if what == "missing":
-        del state[name]
-    else:
-        state[name] = torch.zeros_like(state[name]) if what == "wrong" else torch.empty(0)
-    if whole:
-        torch.save(whole, folder / "mp_rank_00_model_states.pt")
-    else:
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    is_checkpoint = place == "step-6"
+    for file in sorted(folder.glob("fragments-*") if is_checkpoint else [folder / "model.safetensors"]):
+        state = {one: value.clone() for one, value in load_file(file).items()}  # not mapped from what is written over
+        key = f"weight:{name}" if is_checkpoint else name
+        if what == "missing":
+            state.pop(key, None)
+        elif key in state:
+            state[key] = torch.zeros_like(state[key]) if what == "wrong" else torch.empty(0)
+        if is_checkpoint:
+            with safe_open(file, "pt") as opened:
+                facts = json.loads(opened.metadata()["fragments"])
+            del state[directory.CHECKSUMS]
+            fragments.write(fragments.Content(state, facts), file)
+        else:
+            save_file(state, file, metadata={"format": "pt"})
     assert main(["verify", str(folder)]) == 74
     said = capsys.readouterr().out
     assert "DAMAGED" in said
-    assert "model_states.pt: " in said or "model.safetensors: " in said
+    assert "fragments-0000" in said or "model.safetensors: " in said
     reseal(folder)
     assert main(["verify", str(folder)]) == 74
     said = capsys.readouterr().out
     assert ("the logits differ" if what == "wrong" else name) in said
-    quick = 74 if what == "empty" and not whole else 0
+    quick = 74 if what == "empty" and not is_checkpoint else 0
     assert main(["verify", str(folder), "forward=no"]) == quick
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import REPOSITORY, forked, run
-from shared import WORKER, losses
+from shared import WORKER, can_do_async_io, losses
 
 from toolkit.config.preflight import _has_fp16
 
@@ -25,14 +25,6 @@ LONG = {"deepseek_r1_distill_qwen_7b_lora", "long_context"}
 ADAM = dict.fromkeys(("glm4_0414_32b", "zero2_offload", "zero3_offload", "zero3_nvme"), "DeepSpeedCPUAdam")
 
 pytestmark = pytest.mark.default
-
-
-def can_do_async_io() -> bool:
-    """Return whether DeepSpeed's aio op builds here (it needs libaio's headers)."""
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
-    return builder is not None and bool(builder.is_compatible(verbose=False))
 
 
 def recipes() -> list[str]:

@@ -40,10 +40,6 @@ def runs(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"overrides": words("short-first-data", *SHORT_FIRST)},
         {"overrides": words("split", *asks, "parallel=tensor")},
         {"overrides": words("again", *asks, "parallel=tensor"), "died": died},
-        {
-            "overrides": words("again", *asks, "resume=" + str(folder / "runs" / "split"), "run.name=other"),
-            "refused": str(folder / "refused"),
-        },
         {"overrides": words("short-first", *SHORT_FIRST, "parallel=tensor", "kernels.mlp_pieces=2")},
         {"overrides": words("frozen", "parallel=tensor", "tuning=freeze", "tuning.last_layers=1")},
     ]
@@ -77,8 +73,6 @@ def test_the_same_samples_first_as_without(runs: Path) -> None:
 
 def test_it_goes_on_bit_for_bit(runs: Path) -> None:
     assert trained(runs / "again") == trained(runs / "split")
-    refused = (runs.parent / "refused").read_text()
-    assert "saved by 2 ranks with parallel.tensor = 2, and cannot be resumed with 2 and 1" in refused
 
 
 @pytest.mark.parametrize("name", ["split", "frozen"])

@@ -9,11 +9,12 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import threading
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from toolkit.checkpoint import directory, state_files
+from toolkit.checkpoint import directory, fragments, state_files
 from toolkit.checkpoint.directory import (
     RunState,
     manifest_problems,
@@ -33,10 +35,12 @@ from toolkit.checkpoint.directory import (
     record_file,
     write_manifest,
 )
-from toolkit.checkpoint.state_files import EngineFiles, HostCopies, iter_weights
+from toolkit.checkpoint.fragments import Fragment
+from toolkit.checkpoint.state_files import Files, HostCopies
 from toolkit.cli import main
 from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
+from toolkit.distributed import process_group
 from toolkit.engine.parameters import are_finite
 from toolkit.messages import CheckpointError, ConfigError
 from toolkit.train import checkpointer, run_dir
@@ -274,7 +278,7 @@ def save(saver: Checkpointer, step: int) -> None:
     saver.finish()
     folder = saver.folder / f"step-{step}.tmp"
     folder.mkdir()
-    pending = _Pending(step, folder, EngineFiles(), [])
+    pending = _Pending(step, folder, Files(), [])
     pending.mine.append(RunState(step=step).write(folder))
     pending.thread.start()
     pending.wait()
@@ -344,8 +348,8 @@ def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path:
 def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_files, "install_engine_files", mock.Mock())
-    engine = mock.Mock(**{"module.parameters.return_value": []})
+    monkeypatch.setattr(state_files, "files_of", mock.Mock())
+    engine = mock.Mock(module=torch.nn.Linear(1, 1))
 
     def resumed() -> Path | None:
         return Checkpointer(engine, tmp_path, CheckpointConfig(keep=1), mock.Mock()).good
@@ -376,11 +380,10 @@ def optimizer_with(value: float) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(
-    value: float, tmp_path: Path, said: list[str]
+    value: float, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = saver_in(tmp_path, CheckpointConfig())
     saver.described = mock.Mock(probe_ids=None)
-    saver._is_part = False
     saver.engine = mock.Mock(basic_optimizer=optimizer_with(value))
     saver.begin(RunState(step=3))
     assert saver.failed
@@ -388,7 +391,13 @@ def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(
     assert next(line for line in said if "step-3" in line).startswith(
         "WARNING: the checkpoint step-3 could not be saved: the optimizer's states hold NaN or Inf on rank 0. Earlier"
     )
-    saver.engine.load_checkpoint.return_value = ("step-2", {})
+    saved = tmp_path / "step-2"
+    saved.mkdir()
+    (saved / "engine.json").write_text("{}")
+    fragments.write(fragments.content_of([fragment("a", torch.ones(6))]), saved / fragments.file_name(0))
+    saver._held = mock.Mock()
+    monkeypatch.setattr(checkpointer.engine_state, "restore", mock.Mock())
+    monkeypatch.setattr(checkpointer.engine_state, "restore_counts", mock.Mock())
     with pytest.raises(
         CheckpointError, match=r"step-2 cannot be resumed: the optimizer's states hold NaN or Inf on ra"
     ):
@@ -398,7 +407,7 @@ def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(
     saver.load(tmp_path / "step-2")
 
 
-def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str]) -> None:
+def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     saver = saver_in(tmp_path, CheckpointConfig())
     saver.described = mock.Mock(probe_ids=torch.zeros(1, 2))
     saver.engine = mock.Mock()
@@ -412,27 +421,26 @@ def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str]) -
     ]
 
 
-def test_what_torch_wrote_is_proven(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save({"weights": torch.arange(5000.0)}, path)
-    content = path.read_bytes()
-    expected = directory.FileRecord(len(content), hashlib.sha256(content).hexdigest())
+def test_what_was_written_is_proven(tmp_path: Path) -> None:
+    path = tmp_path / fragments.file_name(0)
+    fragments.write(fragments.content_of([fragment("a", torch.arange(6.0)), fragment("b", torch.arange(6.0))]), path)
+    whole = path.read_bytes()
+    expected = directory.FileRecord(len(whole), hashlib.sha256(whole).hexdigest())
     assert record_file(path) == expected
-    with zipfile.ZipFile(path) as archive:
-        headers = [one.header_offset for one in archive.infolist()]
-    for place in (len(content) // 2, headers[1] + 31, headers[1] + 27):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(OSError, match=r"model\.pt"):
+    data = directory.read_header(path)[1]
+    for place in (data, data + 47, data + 50, 3, 30):  # the tensors, their checksums, the header
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(OSError, match=re.escape(path.name)):
             record_file(path)
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(OSError, match=r"model\.pt"):
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(OSError, match=re.escape(path.name)):
         record_file(path)
 
 
 def test_a_saved_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was read for torch's checksums, and again for its hash; a file server feels that with each save."""
-    path, read = tmp_path / "model.pt", [0]
-    torch.save({"weights": torch.arange(500_000.0)}, path)
+    """For its checksums and its hash; a file server feels that with each save."""
+    path, read = tmp_path / fragments.file_name(0), [0]
+    fragments.write(fragments.content_of([fragment("a", torch.arange(500_000.0))]), path)
 
     class Counted(io.FileIO):
         def readinto(self, buffer: Any) -> int | None:
@@ -440,62 +448,108 @@ def test_a_saved_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             read[0] += size or 0
             return size
 
-    def opened(file: Any, mode: str) -> Any:
-        return io.BufferedReader(Counted(file, mode)) if file == path else open(file, mode)
-
-    monkeypatch.setattr(directory, "open", opened, raising=False)
-    monkeypatch.setattr(directory.zipfile.io, "open", opened)
+    monkeypatch.setattr(directory, "open", lambda file, mode: io.BufferedReader(Counted(file, mode)), raising=False)
     record_file(path)
     assert 1 <= read[0] / path.stat().st_size < 1.1
 
 
-class Evil:
-    """Touches a file when it is unpickled."""
+def fragment(name: str, value: torch.Tensor, place: int = 0, **states: torch.Tensor) -> Fragment:
+    """Return a stretch of a parameter of six numbers in two rows, with an Adam's count."""
+    return Fragment(name, (2, 3), place, torch.bfloat16, values={"weight": value, **states}, numbers={"step": 7.0})
 
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
 
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.canary),))
+def test_whoever_reads_takes_what_it_needs_from_all_ranks(tmp_path: Path) -> None:
+    whole, moment = torch.arange(6.0), torch.arange(6.0) / 3
+    for rank, (begin, end) in enumerate([(0, 4), (4, 6)]):
+        one = fragment("a.weight", whole[begin:end], begin, exp_avg=moment[begin:end])
+        fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(rank))
+    found = fragments.Fragments(tmp_path)
+    assert found.names == ["a.weight"]
+    assert (found.states("a.weight"), found.numbers("a.weight")) == ({"exp_avg"}, {"step": 7.0})
+    assert found.read("a.weight", "exp_avg", 3, 2).equal(moment[3:5]), "over the end of a file"
+    assert found.whole("a.weight").equal(whole.view(2, 3))
+    [(name, value)] = fragments.iter_weights(tmp_path)
+    assert name == "a.weight" and value.equal(whole.view(2, 3).bfloat16())
+    assert load_file(tmp_path / fragments.file_name(0))["exp_avg:a.weight"].equal(moment[:4]), "safetensors reads it"
+    (tmp_path / fragments.file_name(1)).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"lacks numbers 4 to 5 of a\.weight \(weight\): the file of a rank is missing"
+    ):
+        fragments.Fragments(tmp_path).whole("a.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("l.q_proj.weight", (4, 3)), ("l.gate_up_proj.weight", (8, 3)), ("l.o_proj.weight", (3, 4))]
+)
+def test_parts_of_layers_become_other_parts(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """Rows, two matrices above each other, and columns: saved by two ranks, read by four and by one."""
+    whole = torch.arange(float(math.prod(shape))).view(shape)
+    for rank in range(2):
+        mine = process_group.take_part(name, whole, rank, 2).reshape(-1)
+        one = Fragment(name, shape, 0, torch.float32, (rank, 2), {"weight": mine})
+        fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(rank))
+    found = fragments.Fragments(tmp_path)
+    assert found.whole(name).equal(whole)
+    parts = [process_group.take_part(name, whole, number, 4) for number in range(4)]
+    assert process_group.join_parts(name, parts).equal(whole)
+    for number, part in enumerate(parts):
+        assert found.read(name, "weight", 1, part.numel() - 1, (number, 4)).equal(part.reshape(-1)[1:])
+
+
+@pytest.mark.fault("C2")
+def test_damage_is_named_by_parameter(tmp_path: Path) -> None:
+    path = tmp_path / fragments.file_name(0)
+    content = fragments.content_of([fragment(name, torch.arange(6.0)) for name in ("a.weight", "b.weight")])
+    fragments.write(content, path)
+    record = directory.record_file(path)
+    directory.write_manifest(tmp_path, {path.name: record}, {})
+    assert not manifest_problems(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[directory.read_header(path)[1] + 30] ^= 1  # 24 bytes are a's
+    path.write_bytes(data)
+    assert manifest_problems(tmp_path) == [f"{path.name}: its content is not what was written (weight:b.weight)"]
+    with pytest.raises(OSError, match=r"weight:b\.weight"):
+        directory.record_file(path)
 
 
 @pytest.mark.fault("S1")
-@pytest.mark.parametrize("wrap", [lambda evil: evil, lambda evil: {"module": {"a": [evil]}}], ids=["bare", "deep"])
-def test_pickles_with_code_are_refused(tmp_path: Path, wrap: Any) -> None:
-    path, canary = tmp_path / "zero_pp_rank_0.pt", tmp_path / "canary"
-    torch.save(wrap(Evil(canary)), path)
-    with pytest.raises(
-        CheckpointError, match=r"a pickle that wants to run code, which is rejected: .*Nothing was executed"
-    ):
-        state_files.EngineFiles().load(str(path))
-    path.write_bytes(pickle.dumps(wrap(Evil(canary))))
-    with pytest.raises(CheckpointError):
-        state_files.EngineFiles().load(str(path))
-    assert not canary.exists()
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        struct.pack("<Q", 2) + b"[]" * 9,
+        struct.pack("<Q", 4) + b"{}  " + b"x" * 9,
+        pickle.dumps({"a": 1}),
+        *(
+            struct.pack("<Q", len(text)) + text + b"x" * 99
+            for text in (
+                b'{"__metadata__": {"fragments": "{}"}, "weight:a": {"dtype": "F32", "data_offsets": [0, 16]}}',
+                b'{"__metadata__": {"fragments": "[3]"}, "weight:a": {"dtype": "F32", "data_offsets": [0]}}',
+            )
+        ),
+    ],
+)
+def test_no_fragments_are_an_error(content: bytes, tmp_path: Path) -> None:
+    """Whatever stands there: JSON and numbers are all that is read of it."""
+    (tmp_path / fragments.file_name(0)).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"fragments-00000\.safetensors cannot be read: "):
+        fragments.Fragments(tmp_path)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_no_code_in_a_checkpoint_is_run_for_its_weights(stage: int, tmp_path: Path) -> None:
-    evil = Evil(tmp_path / "canary")
-    if stage == 2:
-        torch.save({"module": {"a": evil}}, tmp_path / "mp_rank_00_model_states.pt")
-    else:
-        state = {"buffer_names": [], "module": {}, "param_shapes": [], "shared_params": {}}
-        torch.save(state, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-        torch.save({"optimizer_state_dict": evil}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    with pytest.raises(CheckpointError, match="a pickle that wants to run code, which is rejected"):
-        list(iter_weights(tmp_path, torch.bfloat16))
-    assert not (tmp_path / "canary").exists()
+def content(*values: torch.Tensor) -> fragments.Content:
+    """Return what a file will hold of some tensors."""
+    return fragments.Content({str(number): value for number, value in enumerate(values)}, {})
 
 
 def test_errors_of_writing_are_kept(tmp_path: Path) -> None:
-    files = state_files.EngineFiles()
-    files.save({"a": torch.ones(3)}, str(tmp_path / "a.pt"))
-    assert files.written == [tmp_path / "a.pt"]
-    files.save({"a": torch.ones(3)}, str(tmp_path / "no such folder" / "b.pt"))
+    files = state_files.Files()
+    files.save(content(torch.ones(3)), tmp_path / "a")
+    assert files.written == [tmp_path / "a"]
+    files.save(content(torch.ones(3)), tmp_path / "no such folder" / "b")
     assert files.failure
-    files.save({"a": torch.ones(3)}, str(tmp_path / "c.pt"))
-    assert not (tmp_path / "c.pt").exists(), "after a failure nothing more is written"
+    files.save(content(torch.ones(3)), tmp_path / "c")
+    assert not (tmp_path / "c").exists(), "after a failure nothing more is written"
     files.begin()
     assert not files.failure
     assert not files.written
@@ -656,7 +710,7 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     folder = tmp_path / "step-3.tmp"
     folder.mkdir()
     saver = saver_in(tmp_path, CheckpointConfig())
-    pending = _Pending(3, folder, EngineFiles(), [])
+    pending = _Pending(3, folder, Files(), [])
     torch.save({"weights": torch.arange(10.0)}, folder / "model.pt")
     pending.files.written.append(folder / "model.pt")
     pending.mine.append(RunState(step=3).write(folder))
@@ -676,38 +730,36 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     ]
 
 
-def test_what_a_forward_pass_may_change_is_copied_at_once(tmp_path: Path) -> None:
-    files = EngineFiles(asynchronous=True)
-    weight, buffer, scale, counts = torch.ones(4), torch.ones(3), torch.tensor(2.0), [1]
+def test_copies_are_taken_later_and_their_memory_is_used_again(tmp_path: Path) -> None:
+    files = Files(asynchronous=True)
+    weight, scale = torch.ones(4), torch.tensor(2.0)
     files.begin()
-    module = {"weight": weight, "again": weight, "buffer": buffer}
-    files.save({"module": module, "buffer_names": ["buffer"], "scale": scale, "counts": counts}, f"{tmp_path}/a.pt")
+    files.save(content(weight, weight, scale), tmp_path / "a")
     assert not files.copied.is_set()
     assert not list(tmp_path.iterdir())
-    for tensor in (buffer, scale):
-        tensor.zero_()
-    counts.append(2)
+    weight.fill_(3.0)
+    scale.zero_()
     files.write()
     files.wait_for_copies()
-    found = files.load(f"{tmp_path}/a.pt")
-    assert found["module"]["weight"].tolist() == [1.0] * 4
-    assert found["module"]["weight"].data_ptr() == found["module"]["again"].data_ptr()
-    assert (found["module"]["buffer"].tolist(), found["scale"].item(), found["counts"]) == ([1.0] * 3, 2.0, [1])
+    found = load_file(tmp_path / "a")
+    assert (found["0"].tolist(), found["1"].tolist()) == ([3.0] * 4, [3.0] * 4), "an update waits for the copies"
+    assert found["2"].item() == 2.0, "one number at once"
     held = [tensor.data_ptr() for tensor in files.copies.buffers]
+    assert len(held) == 1
     files.begin()
-    files.save({"module": module, "buffer_names": ["buffer"]}, f"{tmp_path}/b.pt")
+    files.save(content(weight), tmp_path / "b")
     files.write()
-    assert [tensor.data_ptr() for tensor in files.copies.buffers] == held, "memory is used again"
+    assert [tensor.data_ptr() for tensor in files.copies.buffers] == held
 
 
 def test_with_states_that_move_everything_is_copied_at_once(tmp_path: Path) -> None:
-    files = EngineFiles(asynchronous=True, copies_at_once=True)
+    files = Files(asynchronous=True, copies_at_once=True)
     weight = torch.ones(4)
     files.begin()
-    files.save({"optimizer_state_dict": {"weight": weight}}, f"{tmp_path}/a.pt")
+    files.save(content(weight), tmp_path / "a")
     weight.zero_()
     files.write()
-    assert files.load(f"{tmp_path}/a.pt")["optimizer_state_dict"]["weight"].tolist() == [1.0] * 4
+    assert load_file(tmp_path / "a")["0"].tolist() == [1.0] * 4
 
 
 class Gpu:
@@ -757,9 +809,9 @@ def test_copies_of_a_gpu_are_page_locked_up_to_a_limit(monkeypatch: pytest.Monke
 def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = EngineFiles(asynchronous=True)
+    files = Files(asynchronous=True)
     files.begin()
-    files.save({"weight": torch.ones(4)}, f"{tmp_path}/a.pt")
+    files.save(content(torch.ones(4)), tmp_path / "a")
 
     def fail(copies: object) -> None:
         raise MemoryError
@@ -799,9 +851,8 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     run = tmp_path / "mine"
     for step in (2, 4, 6):
         checkpoint(run / "checkpoints", step)
-    for name in ("export", ".export.abc.tmp", "checkpoints/step-4.universal", "checkpoints/step-6-weights"):
+    for name in ("export", ".export.abc.tmp", "checkpoints/step-6-weights"):
         (run / name).mkdir()
-    (run / "checkpoints" / "step-4.universal.lock").touch()
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
     assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
@@ -860,7 +911,7 @@ def test_links_and_files_that_would_be_loaded_are_foreign(tmp_path: Path) -> Non
 def test_whatever_a_proof_raises_nothing_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "step-3.tmp"
     folder.mkdir()
-    pending = _Pending(3, folder, EngineFiles(), [])
+    pending = _Pending(3, folder, Files(), [])
     pending.mine.append(RunState(step=3).write(folder))
 
     def fail(path: Path) -> None:

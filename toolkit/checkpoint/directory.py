@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import struct
-import zipfile
 import zlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -168,18 +167,15 @@ def move_aside_after(checkpoint: Path) -> None:
 
 def discard_unfinished(checkpoints: Path) -> None:
     """Discard what a save left that did not come to its end. Only whoever holds the run's lock may."""
-    # Of a checkpoint, and of weights; one converted for other ranks may be that of an earlier checkpoint of its name.
-    for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp", f"{_PREFIX}*.universal*"):
+    for pattern in (f"{_PREFIX}*.tmp", f".{_PREFIX}*.tmp"):  # of a checkpoint, and of weights
         for path in checkpoints.glob(pattern) if checkpoints.is_dir() else []:
-            if not path.is_dir():  # the lock beside what is converted
-                path.unlink()
-            elif path.suffix != _TRASH:
+            if path.suffix != _TRASH:
                 discard_checkpoint(path)
 
 
 MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 20
-FORMAT = 1
+FORMAT = 2
 """Of the manifest; raise it when an older one can no longer be read."""
 
 _LOADED = (".pt", ".safetensors", ".json", ".swp", ".bin", ".model", ".txt", ".jinja", ".py")
@@ -195,8 +191,8 @@ class FileRecord:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Return size and hash of a file, which is read once; OSError unless what is on the disk has the checksums that
-    torch.save took of it in memory.
+    """Return size and hash of a file, which is read once; OSError unless the fragments on the disk have the checksums
+    that were taken of them in memory.
     """
     digest, position = hashlib.sha256(), 0
     with open(path, "rb") as file:
@@ -218,23 +214,51 @@ def record_file(path: Path) -> FileRecord:
     return FileRecord(position, digest.hexdigest())
 
 
+FRAGMENTS, CHECKSUMS = "fragments-", "crc32"
+"""Begin of the names of files of fragments; the tensor in each that has the CRC-32 of its header and all others."""
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where its data begin; ValueError or OSError if it has none."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if not 0 < length < path.stat().st_size:
+            raise ValueError(tr("it has no header"))
+        header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError(tr("it has no header"))
+        return header, 8 + length
+
+
 def _members(path: Path) -> list[tuple[str, int, int, int]]:
-    """Return name, begin, size and checksum of what a file of torch.save holds, stored as it is; [] of other files."""
-    found: list[tuple[str, int, int, int]] = []
-    if path.suffix != ".pt":
-        return found
+    """Return name, begin, size and checksum of the tensors of a file of fragments; [] of other files."""
+    if not path.name.startswith(FRAGMENTS):
+        return []
     try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-            for one in sorted(archive.infolist(), key=lambda one: one.header_offset):
-                file.seek(one.header_offset + 26)  # of the local header: two lengths, a name, what is extra
-                name_length, extra_length = struct.unpack("<HH", file.read(4))
-                if file.read(name_length).decode("utf-8", "replace") != one.orig_filename:
-                    raise OSError(f"{path.name}: {one.filename}")
-                begin = one.header_offset + 30 + name_length + extra_length
-                found.append((one.filename, begin, one.file_size, one.CRC))
-    except (zipfile.BadZipFile, struct.error) as error:
+        header, data = read_header(path)
+        begin, end = header[CHECKSUMS]["data_offsets"]
+        with open(path, "rb") as file:
+            file.seek(data + begin)
+            checksums = struct.unpack(f"<{(end - begin) // 8}q", file.read(end - begin))
+        names = [name for name in header if name not in ("__metadata__", CHECKSUMS)]
+        places = [(-data, 0), *(header[name]["data_offsets"] for name in names)]
+        found = zip(["header", *names], places, checksums, strict=True)
+        return [(name, data + a, b - a, checksum) for name, (a, b), checksum in found]
+    except (ValueError, KeyError, TypeError, struct.error) as error:
         raise OSError(f"{path.name}: {error}") from None
-    return found
+
+
+def _damaged(path: Path) -> str:
+    """Return which tensors of a damaged file of fragments are not what was written, "" if that cannot be told."""
+    wrong = []
+    with suppress(OSError), open(path, "rb") as file:
+        for name, begin, size, checksum in _members(path):
+            file.seek(begin)
+            found = 0
+            while size and (block := file.read(min(size, _BLOCK_BYTES))):
+                found, size = zlib.crc32(block, found), size - len(block)
+            wrong += [name] if size or found != checksum else []
+    return f" ({', '.join(wrong[:3])}{' …' * (len(wrong) > 3)})" if wrong else ""
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
@@ -299,7 +323,7 @@ def _problem(folder: Path, name: str, known: Any) -> str:
         if size != expected:
             return tr("{name}: {size} bytes instead of {expected}", name=name, size=size, expected=expected)
         if sha256(path) != known.get("sha256"):
-            return tr("{name}: its content is not what was written", name=name)
+            return tr("{name}: its content is not what was written", name=name) + _damaged(path)
     except PermissionError:
         raise
     except OSError as error:

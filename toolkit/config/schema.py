@@ -938,11 +938,11 @@ class ZeroConfig:
 class ParallelConfig:
     """`parallel`: how many ranks share one model. Data-parallel ranks = ranks / (tensor x sequence x pipeline)."""
 
-    tensor: PositiveInt = 1
+    tensor: PositiveInt = field(default=1, metadata=FREE)
     """Tensor parallelism: adjacent ranks over which the matrices of each layer are split (DeepSpeed's AutoTP), best on one node."""
     sequence: PositiveInt = field(default=1, metadata=FREE)
     """Sequence parallelism: ranks over which the tokens of each sequence are split (DeepSpeed's Ulysses), for sequences that are too long for one."""
-    pipeline: PositiveInt = 1
+    pipeline: PositiveInt = field(default=1, metadata=FREE)
     """Pipeline parallelism: ranks over which the layers are split, each a stage (DeepSpeed's PipelineModule)."""
 
 

@@ -428,7 +428,12 @@ def tensor_group() -> torch.distributed.ProcessGroup:
 
 def tensor_group_size() -> int:
     """Return how many they are."""
-    return torch.distributed.get_world_size(tensor_group())
+    return dist.get_world_size(tensor_group())
+
+
+def tensor_part(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return which part of a parameter this rank has, and of how many; (0, 1) of one that is not split."""
+    return (dist.get_rank(tensor_group()), tensor_group_size()) if is_tensor_part(parameter) else (0, 1)
 
 
 def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
@@ -455,3 +460,13 @@ def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         above, below = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat([*above, *below])
     return torch.cat(list(parts))
+
+
+def take_part(name: str, whole: torch.Tensor, number: int, count: int) -> torch.Tensor:
+    """Return what rank `number` of a tensor group of `count` has of a parameter: `join_parts` backwards."""
+    split = mesh.split_of(name)
+    if split is None or count == 1:
+        return whole
+    if split is mesh.Split.pairs:
+        return torch.cat([half.chunk(count)[number] for half in whole.chunk(2)])
+    return whole.chunk(count, dim=int(split is mesh.Split.columns))[number]

@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from toolkit import disk, secrets
-from toolkit.checkpoint import directory, state_files
-from toolkit.config.schema import Dtype, TuningMethod
+from toolkit.checkpoint import directory, fragments
+from toolkit.config.schema import TuningMethod
 from toolkit.distributed.process_group import on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.launch.processes import run_module
@@ -35,7 +35,7 @@ from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofD
 from toolkit.models import adapters, chat, classifier, embedding, probe, weights
 from toolkit.models.chatglm.tokenizers import official_vocabulary
 from toolkit.models.directory import read_object
-from toolkit.models.load import TORCH_DTYPES, empty, load_model, stream, streamed_model
+from toolkit.models.load import empty, load_model, stream, streamed_model
 from toolkit.models.pipeline import capture_probe, unwrap_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model
 from toolkit.plan.outline import SCORE
@@ -314,8 +314,7 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
     if known is None:
         return None
     settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
-    dtype = getattr(torch, read_object(described / "config.json")["dtype"])
-    values = dict(state_files.iter_weights(checkpoint, dtype))
+    values = dict(fragments.iter_weights(checkpoint))
     if settings:
         shell = empty(described)
         adapters.attach_adapter(shell, settings, known)
@@ -460,9 +459,7 @@ def rebuild(
         )
     trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     if part is None:
-        return collect_files(
-            empty(described), state_files.iter_weights(checkpoint, trained_in), checkpoint, dtype, scratch
-        )
+        return collect_files(empty(described), fragments.iter_weights(checkpoint), checkpoint, dtype, scratch)
     return collect_files(*merge_adapter(part), checkpoint, dtype or trained_in, scratch)
 
 
@@ -558,10 +555,9 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
             raise ConfigError(
                 "{folder} holds a custom model: its weights alone are written, as they are.", folder=checkpoint
             )
-        dtype = TORCH_DTYPES[Dtype(directory.read_run_state(checkpoint).config["precision"]["dtype"])]
         record = json.loads((checkpoint / MODEL_DIR / CUSTOM_CARD).read_text(encoding="utf-8"))
         names = {*record["names"]}  # of tied ones the first, as in the model
-        state = {name: value.clone() for name, value in state_files.iter_weights(checkpoint, dtype) if name in names}
+        state = {name: value for name, value in fragments.iter_weights(checkpoint) if name in names}
         _write_custom(state, record, folder)
         return
     part = part_of_checkpoint(checkpoint, base)

@@ -641,10 +641,8 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
 
 
 def checkpoint_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
-    """Return the bytes of one checkpoint, of all ranks: trained weights, and states in float32."""
-    states = 12 if cfg.zero.stage or WIDTHS[cfg.precision.dtype] == 2 else 8
-    weights = WIDTHS[cfg.precision.dtype] if cfg.zero.stage < 3 else 0
-    return (states + weights) * outline.num_trained
+    """Return the bytes of one checkpoint, of all ranks: trained weights in fp32, and their states."""
+    return int((4 + rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes) * outline.num_trained)
 
 
 def export_bytes(outline: Outline, cfg: schema.RunConfig) -> int:

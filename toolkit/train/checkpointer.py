@@ -29,16 +29,31 @@ from deepspeed import DeepSpeedEngine
 
 import toolkit
 from toolkit import disk, secrets
-from toolkit.checkpoint import directory, state_files
+from toolkit.checkpoint import directory, engine_state, fragments, state_files
 from toolkit.config import load, rule_tables, schema
 from toolkit.distributed import process_group
-from toolkit.distributed.process_group import barrier, gather, on_rank0, rank
+from toolkit.distributed.process_group import gather, on_rank0, rank
 from toolkit.engine.parameters import is_partitioned, repair_counts, ruined_ranks
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, say, tr, warn
 from toolkit.models import probe, save
-from toolkit.models.pipeline import capture_probe, is_pipeline, unwrap_model
+from toolkit.models.pipeline import capture_probe, is_pipeline, stage_model, unwrap_model
 from toolkit.train.run_dir import RunSource, describe_environment, versions
+
+_COUNTS = "engine.json"
+"""File of what the engine counts: steps, the schedule's place, the loss scale."""
+
+
+def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
+    """Return what an engine's checkpoints hold, under the names of the model."""
+    model, whole = stage_model(engine.module), unwrap_model(engine.module)
+    # On the last stage of a pipeline a head that is the embedding has a name of its own, and is saved by the first.
+    tied = (getattr(whole, "all_tied_weights_keys", None) or {}) if is_pipeline(engine) else {}
+    named = {tied.get(name, name): one for name, one in model.named_parameters()}
+    twice = {name for name, one in named.items() if getattr(one, "ds_pipe_replicated", False)}
+    stored = model.state_dict(keep_vars=True)
+    buffers = {name: one for name, one in model.named_buffers() if name in stored}
+    return engine_state.Held(named, buffers, with_frozen, frozenset(twice))
 
 
 class Rotation:
@@ -146,7 +161,7 @@ class Checkpointer:
     ) -> None:
         self.engine, self.folder, self.config, self.described = engine, folder, config, described
         self.keep_best, self.patience_s = keep_best, patience_s
-        self.files = state_files.install_engine_files(engine, config.asynchronous)
+        self.files = state_files.files_of(engine, config.asynchronous)
         self.newest: Path | None = None
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
@@ -155,8 +170,7 @@ class Checkpointer:
         self.good: Path | None = on_rank0(lambda: directory.known_good(folder))
         """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
-        # What is frozen is not in a checkpoint.
-        self._is_part = not (described.holds_frozen or all(one.requires_grad for one in engine.module.parameters()))
+        self._held = _held_by(engine, described.holds_frozen)
         self._rotation = Rotation(folder, config, described.export)
         if rank() == 0:
             self._rotation.request()  # what an earlier start has left
@@ -187,10 +201,8 @@ class Checkpointer:
             self._give_up(name, self.ruin)
             return
         self.files.begin()
-        with state_files.gathered_states(self.engine.optimizer):
-            self.engine.save_checkpoint(
-                str(self.folder), tag=temporary.name, save_latest=False, exclude_frozen_parameters=self._is_part
-            )
+        for number, content in enumerate(engine_state.contents(self.engine, self._held)):
+            self.files.save(content, temporary / fragments.file_name(rank(), number))
         pending = _Pending(state.step, temporary, self.files, state.evaluations)
         last = state.evaluations[-1] if state.evaluations else {}
         is_evaluated = last.get("step") == state.step and math.isfinite(last.get(schema.EVAL_LOSS, math.nan))
@@ -200,14 +212,14 @@ class Checkpointer:
                 path = temporary / state_files.generators_file(rank())
                 state_files.save_generators(path)
                 pending.mine.append(path)
-                swapped = temporary / "offloaded_tensors" / f"rank{rank():02d}"
-                pending.mine += [path for path in swapped.rglob("*") if path.is_file()]
             if rank() == 0:
-                pending.mine += [state.write(temporary), *([probe.write(taken, temporary)] if taken else [])]
-                for file, content in self.described.files.items():
+                counts = temporary / _COUNTS
+                counts.write_text(json.dumps(engine_state.counts_of(self.engine), indent=2) + "\n", encoding="utf-8")
+                pending.mine += [counts, state.write(temporary), *([probe.write(taken, temporary)] if taken else [])]
+                for file, described in self.described.files.items():
                     path = temporary / save.MODEL_DIR / file
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(content)
+                    path.write_bytes(described)
                     pending.mine.append(path)
         except (OSError, RuntimeError) as error:
             pending.failure = pending.failure or str(error)
@@ -228,43 +240,28 @@ class Checkpointer:
         self._probe_s = self._probed_at - started
         return taken
 
-    def load(self, checkpoint: Path, converts: bool = False) -> None:
-        """Load a checkpoint, in universal form if it `converts` (other ranks, ZeRO stage), or a CheckpointError."""
-        if not converts:
-            self._load(checkpoint)
-        else:
-            converted, config = state_files.make_universal(checkpoint, self.folder), self.engine._config
-            config.load_universal_checkpoint = True
-            try:
-                self._load(converted)
-            finally:
-                config.load_universal_checkpoint = False
-            barrier()
-            on_rank0(lambda: state_files.remove_universal(converted))
-        self.newest = checkpoint
-
-    def _load(self, folder: Path) -> None:
+    def load(self, checkpoint: Path) -> None:
+        """Load a checkpoint of whatever layout, or raise a CheckpointError."""
         basic = self.engine.basic_optimizer
-        own = [{name: value for name, value in group.items() if name != "params"} for group in basic.param_groups]
-        found, _ = self.engine.load_checkpoint(
-            str(folder.parent), tag=folder.name, load_module_strict=not self._is_part
-        )
-        if found is None:
-            reason = tr("it holds no engine state")
-            raise CheckpointError("{file} cannot be read: {reason}.", file=folder, reason=reason)
-        for group, settings in zip(basic.param_groups, own, strict=True):
-            # The count of steps is the checkpoint's, all else the config's, which may have changed. DeepSpeed 0.19.8
-            # puts saved groups in the place of these, ZeRO-3's universal form the first saved one in that of all.
-            group.update({name: value for name, value in settings.items() if name != "step"})
+        found = fragments.Fragments(checkpoint)
+        if not found.names:
+            raise CheckpointError("{file} cannot be read: {reason}.", file=checkpoint, reason=tr("it holds no weights"))
+        try:
+            counts = json.loads((checkpoint / _COUNTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise state_files.unreadable_error(checkpoint / _COUNTS, error) from None
+        engine_state.restore(self.engine, self._held, found)
+        engine_state.restore_counts(self.engine, counts)
         self.engine.lr_scheduler.write()
         repair_counts(basic)
         if ruined := ruined_ranks(self.engine):
             raise CheckpointError(
                 "the checkpoint {folder} cannot be resumed: the optimizer's states hold NaN or Inf on {ranks}. "
                 "Resume an earlier one (resume=PATH), or train its weights in another run (toolkit export-model).",
-                folder=folder,
+                folder=checkpoint,
                 ranks=ruined,
             )
+        self.newest = checkpoint
 
     def is_proven(self) -> bool:
         """Whether this rank has done its part of a save that is not published yet. No collective."""
@@ -386,9 +383,7 @@ class Checkpointer:
 class _Pending:
     """One rank's part of a save that is written but not published."""
 
-    def __init__(
-        self, step: int, folder: Path, files: state_files.EngineFiles, evaluations: list[dict[str, float]]
-    ) -> None:
+    def __init__(self, step: int, folder: Path, files: state_files.Files, evaluations: list[dict[str, float]]) -> None:
         self.step, self.folder, self.files = step, folder, files
         self.evaluations = list(evaluations)
         self.mine: list[Path] = []
@@ -443,14 +438,6 @@ def starting_state(cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, so
         return directory.RunState(**same)
     state = directory.read_run_state(source.checkpoint)
     _check_layout(state, config, ranks.world_size)
-    if _is_converted(state, cfg.zero.stage, ranks) and not rule_tables.OPTIMIZERS[cfg.optim.name].is_adam:
-        raise CheckpointError(
-            "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and DeepSpeed can bring Adam's states "
-            "alone to others, not those of optim.name = {name}. Start with {before} ranks and zero.stage={stage}.",
-            before=state.world_size,
-            stage=_stage(state.config),
-            name=cfg.optim.name.value,
-        )
     changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     if source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
@@ -460,49 +447,20 @@ def starting_state(cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, so
     return replace(state, **same)
 
 
-def _stage(config: Mapping[str, Any]) -> int:
-    return int(config["zero"]["stage"])
-
-
-def _is_converted(saved: directory.RunState, stage: int, ranks: Ranks) -> bool:
-    """Whether a checkpoint is resumed through DeepSpeed's universal form: other ranks, or another stage."""
-    return _stage(saved.config) != stage or (saved.world_size != ranks.world_size and stage != 0)
-
-
 def _check_layout(saved: directory.RunState, config: Mapping[str, Any], world_size: int) -> None:
-    """Reject stages, ranks and offloads to which the files of a checkpoint cannot be converted."""
-    (stage, tensor, pipeline), (now_stage, now_tensor, now_pipeline) = (
-        (_stage(one), *(int(one.get("parallel", {}).get(kind, 1)) for kind in ("tensor", "pipeline")))
-        for one in (saved.config, config)
-    )
-    if tensor != now_tensor or (now_tensor > 1 and saved.world_size != world_size):
+    """Reject what cannot go from the layout of a checkpoint into another one."""
+    name = schema.OptimizerName(config["optim"]["name"])
+    layouts = [(one["zero"], one.get("parallel"), one["precision"]) for one in (saved.config, config)]
+    is_same = saved.world_size == world_size and layouts[0] == layouts[1]
+    if not is_same and not rule_tables.OPTIMIZERS[name].is_elementwise:
         raise CheckpointError(
-            "the checkpoint was saved by {ranks} ranks with parallel.tensor = {before}, and cannot be resumed with "
-            "{now_ranks} and {now}: the parts of layers stay on as many ranks. Start as before, or train its weights "
-            "in another run (toolkit export-model).",
-            ranks=saved.world_size,
-            before=tensor,
-            now_ranks=world_size,
-            now=now_tensor,
-        )
-    is_same = (pipeline, stage, saved.world_size) == (now_pipeline, now_stage, world_size)
-    if max(pipeline, now_pipeline) > 1 and not is_same:
-        raise CheckpointError(
-            "the checkpoint was saved by {ranks} ranks in {before} pipeline stages under ZeRO-{zero}, and a pipeline "
-            "can only be resumed in the same layout: parallel.pipeline={before} zero.stage={zero} on {ranks} ranks. To "
-            "train the weights in another layout start another run with model.path=RUN/export.",
-            ranks=saved.world_size,
-            before=pipeline,
-            zero=stage,
-        )
-    # The universal form leads from stage to stage: 0 has none, and 3 reads another one than 1 and 2 write (deepspeed
-    # 0.19.8, measured: KeyError in load_hp_checkpoint_state_from_checkpoint_dir_stage3).
-    if stage != now_stage and not {stage, now_stage} <= {1, 2}:
-        raise CheckpointError(
-            "the checkpoint was saved under ZeRO-{before} and cannot be resumed under ZeRO-{now}: only stages 1 and 2 "
-            "convert into each other. Start with zero.stage={before}, with any number of ranks.",
-            before=stage,
-            now=now_stage,
+            "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and the states of optim.name = {name} are "
+            "cut up as its ranks were: it can only be resumed with as many, and the same zero, parallel and precision. "
+            "To train its weights in another layout: toolkit export-model, then model.path=EXPORT under another "
+            "run.name.",
+            before=saved.world_size,
+            stage=int(saved.config["zero"]["stage"]),
+            name=name.value,
         )
     for zero in (saved.config["zero"], config["zero"]):
         for section, key in (("zenflow", "enabled"), ("offload_optimizer", "super_offload")):
@@ -520,7 +478,7 @@ def resume_from(
 ) -> None:
     """Put engine and random generators into the state of a checkpoint, or raise CheckpointError. A collective."""
     saved = directory.read_run_state(checkpoint)
-    checkpointer.load(checkpoint, converts=_is_converted(saved, _stage(state.config), ranks))
+    checkpointer.load(checkpoint)
     path = checkpoint / state_files.generators_file(ranks.rank)
     if saved.world_size == ranks.world_size:
         try:

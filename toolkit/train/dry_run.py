@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from toolkit.checkpoint import directory, state_files
+from toolkit.checkpoint import directory, fragments, state_files
 from toolkit.config import mesh, preflight
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
@@ -260,10 +260,10 @@ def try_checkpoint(folder: Path) -> None:
     was_there = on_rank0(lambda: folder.is_dir())
     reasons = gather(_reason(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
     path = folder / f".rehearsal-rank-{rank():05d}.tmp"
-    files = state_files.EngineFiles()
+    files = state_files.Files()
 
     def write() -> None:
-        files.save(_TINY, str(path))
+        files.save(fragments.Content(_TINY, {}), path)
         if not files.failure:
             flush(path)
             directory.record_file(path)

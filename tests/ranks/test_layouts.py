@@ -1,0 +1,152 @@
+"""A checkpoint goes on in any layout: weights and states bit for bit, losses as if nothing had happened."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import forked, run
+from shared import LORA, STEADY, WORKER, can_do_async_io, rows_of, tiny
+
+from toolkit.checkpoint.fragments import WEIGHT, Fragments
+
+STEPS, SAVED = 8, 4
+CPU_ADAM = "optim.torch=false"
+# name -> (ranks, kind of engine, overrides). One process cannot build an engine that splits less after one that splits.
+LAYOUTS: dict[str, tuple[int, str, list[str]]] = {
+    "stage0-1": (1, "data", ["zero=stage0"]),
+    "stage3-1": (1, "data", ["zero=stage3"]),
+    "offload-1": (1, "data", ["zero=stage2_offload", CPU_ADAM]),
+    "stage0-2": (2, "data", ["zero=stage0"]),
+    "stage1-2": (2, "data", ["zero=stage1", "zero.round_robin_gradients=true"]),
+    "stage2-2": (2, "data", ["zero=stage2"]),
+    "stage3-2": (2, "data", ["zero=stage3", "zero.sub_group_size=30000"]),
+    "offload3-2": (2, "data", ["zero=stage3_offload", CPU_ADAM]),
+    "sequence-2": (2, "sequence", ["zero=stage2", "parallel=sequence"]),
+    "tensor-2": (2, "tensor", ["zero=stage1", "parallel=tensor"]),
+    "pipeline-2": (2, "pipeline", ["zero=stage0", "parallel=pipeline"]),
+    "stage2-4": (4, "data", ["zero=stage2"]),
+    "stage3-4": (4, "data", ["zero=stage3"]),
+    "tensor-4": (4, "tensor", ["zero=stage1", "parallel=tensor"]),
+    "pipeline-4": (4, "pipeline", ["zero=stage1", "parallel=pipeline"]),
+}
+NAMES = list(LAYOUTS)
+# Each layout into the fifth after it, and so on: rings that meet all, in both directions.
+RINGS = {
+    step: [(name, NAMES[(place + step) % len(NAMES)]) for place, name in enumerate(NAMES)] for step in (4, 11, 7, 13)
+}
+# What is trained, and how, is the same on both sides.
+# At DeepSpeed's first scale of 2 ** 16 ZeRO-0 skips a step of this model, and ZeRO-2 none.
+FP16 = ["precision=fp16", "precision.initial_scale_power=8"]
+LION, SGD = ["optim=lion", "optim.torch=true", "optim.lr=0.0003"], ["optim=sgd", "optim.lr=0.1"]
+LAYOUTS |= {
+    "lora0-1": (1, "data", ["zero=stage0", *LORA]),
+    "lora1-2": (2, "data", ["zero=stage1", *LORA]),
+    "lora3-2": (2, "data", ["zero=stage3", *LORA]),
+    "bf16-0-2": (2, "data", ["zero=stage0", "precision=bf16"]),
+    "bf16-1-1": (1, "data", ["zero=stage1", "precision=bf16"]),
+    "bf16-3-2": (2, "data", ["zero=stage3", "precision=bf16", "checkpoint.allow_changes=[precision]"]),
+    "fp16-0-2": (2, "data", ["zero=stage0", *FP16, "checkpoint.allow_changes=[precision]"]),
+    "fp16-2-2": (2, "data", ["zero=stage2", *FP16]),
+    "lion-0-2": (2, "data", ["zero=stage0", *LION]),
+    "lion-3-1": (1, "data", ["zero=stage3", *LION]),
+    "sgd-1-2": (2, "data", ["zero=stage1", *SGD]),
+    "sgd-3-2": (2, "data", ["zero=stage3", *SGD]),
+}
+OTHERS = [("lora0-1", "lora3-2"), ("lora3-2", "lora1-2"), ("lora1-2", "lora0-1"), ("bf16-0-2", "bf16-1-1")]
+OTHERS += [("bf16-1-1", "bf16-3-2"), ("bf16-3-2", "bf16-0-2"), ("stage2-2", "bf16-3-2"), ("bf16-0-2", "fp16-0-2")]
+OTHERS += [("fp16-2-2", "fp16-0-2"), ("fp16-0-2", "fp16-2-2"), ("lion-0-2", "lion-3-1"), ("lion-3-1", "lion-0-2")]
+OTHERS += [("sgd-1-2", "sgd-3-2"), ("sgd-3-2", "sgd-1-2")]
+# A sub-group goes to NVMe from 1 MiB on.
+WIDE = ["model.shape.hidden_size=96", "model.shape.intermediate_size=384", "model.shape.vocab_size=4096"]
+ON_NVME = ["zero=stage3_nvme", "zero.offload_optimizer.nvme_path=FOLDER/nvme", "zero.offload_param.buffer_size=2000000"]
+LAYOUTS |= {"wide-2": (2, "data", ["zero=stage2", *WIDE]), "nvme-2": (2, "data", [*ON_NVME, CPU_ADAM, *WIDE])}
+NVME = [("wide-2", "nvme-2"), ("nvme-2", "wide-2"), ("nvme-2", "nvme-2")]
+PAIRS = [*RINGS[4], *RINGS[11], *OTHERS, *NVME]
+NIGHTLY = [*RINGS[7], *RINGS[13]]
+ALL = [*PAIRS, *(pytest.param(pair, marks=pytest.mark.nightly) for pair in NIGHTLY)]
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Every layout straight, and from the checkpoint of another one."""
+    folder = tmp_path_factory.mktemp("layouts")
+    cases: dict[tuple[int, str], list[dict[str, object]]] = {}
+    (folder / "nvme").mkdir()
+    pairs = PAIRS + (NIGHTLY if request.config.getoption("--tier") == "all" else [])
+    pairs = [pair for pair in pairs if "nvme-2" not in pair or can_do_async_io()]
+    chosen = [("", name) for name in dict.fromkeys(name for pair in pairs for name in pair)] + pairs
+    for source, target in chosen:
+        ranks, kind, words = LAYOUTS[target]
+        name = f"{source}-to-{target}" if source else target
+        own = [
+            *(word.replace("FOLDER", str(folder)) for word in words),
+            f"train.max_steps={STEPS}",
+            f"checkpoint.every={SAVED}",
+            "checkpoint.export=false",
+        ]
+        own += [STEADY] if not {*LION, *SGD} & {*words} else []
+        case: dict[str, object] = {}
+        if source:
+            own.append(f"resume={folder}/runs/{source}/checkpoints/step-{SAVED}")
+            case["echo"] = f"{folder}/echo/{name}"
+        case["overrides"] = tiny(rows_file, folder, name, "checkpoint.keep=0", "optim.weight_decay=0.1", *own)
+        cases.setdefault((ranks, kind if not source else f"again {kind}"), []).append(case)
+    for (ranks, _), some in sorted(cases.items(), key=lambda one: one[0][1].startswith("again")):
+        (folder / "cases.json").write_text(json.dumps(some))
+        finished = run([*forked(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=500)
+        assert finished.code == 0, finished.output[-6000:]
+    return folder
+
+
+def compared(one: Fragments, other: Fragments) -> float:
+    """Return the largest difference of weights and states, of each in relation to its largest number."""
+    assert one.names == other.names
+    worst = 0.0
+    for name in one.names:
+        assert one.numbers(name) == other.numbers(name) and one.states(name) == other.states(name), name
+        for state in (WEIGHT, *one.states(name)):
+            left, right = one.whole(name, state), other.whole(name, state)
+            assert left.shape == right.shape and left.dtype == right.dtype == torch.float32
+            worst = max(worst, float((left - right).abs().max() / right.abs().max().clamp(min=1e-12)))
+    return worst
+
+
+def check_async_io(pair: tuple[str, str]) -> None:
+    """Skip a pair that needs what DeepSpeed cannot build here."""
+    if "nvme-2" in pair and not can_do_async_io():
+        pytest.skip("DeepSpeed's aio op cannot be built here: libaio's headers are missing (Debian: libaio-dev)")
+
+
+def test_pairs_meet_every_layout() -> None:
+    assert len({*PAIRS, *NIGHTLY}) == len(PAIRS + NIGHTLY) > 60
+    for place in (0, 1):
+        assert {pair[place] for pair in PAIRS} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("pair", ALL, ids="-to-".join)
+def test_what_is_loaded_is_what_was_saved(pair: tuple[str, str], runs: Path) -> None:
+    """Of every parameter the master weight, each state and the count of steps."""
+    check_async_io(pair)
+    saved = Fragments(runs / "runs" / pair[0] / "checkpoints" / f"step-{SAVED}")
+    loaded = Fragments(runs / "echo" / "-to-".join(pair))
+    states = {"lion": {"exp_avg"}, "sgd": {"momentum_buffer"}}
+    assert saved.states(saved.names[0]) == states.get(pair[0].partition("-")[0], {"exp_avg", "exp_avg_sq"})
+    assert compared(loaded, saved) == 0
+
+
+@pytest.mark.parametrize("pair", ALL, ids="-to-".join)
+def test_it_goes_on_as_if_nothing_had_happened(pair: tuple[str, str], runs: Path) -> None:
+    check_async_io(pair)
+    straight, again = (rows_of(runs / "runs" / name) for name in (pair[0], "-to-".join(pair)))
+    for key in ("loss", "eval_loss", "lr", "trained_tokens"):
+        expected = {row["step"]: row[key] for row in straight if key in row and row["step"] > SAVED}
+        found = {row["step"]: row[key] for row in again if key in row and row["step"] > SAVED}
+        bound = 1e-5 if not {"bf16", "fp16"} & {*"-".join(pair).split("-")} else 0.02
+        assert found == pytest.approx(expected, abs=bound, rel=0) and found, key
+    losses = [row["loss"] for row in straight if "loss" in row]
+    assert losses[SAVED] - losses[-1] > 0.01, "losses that do not move prove nothing"
+    if bound > 1e-5 or "lion" in pair[0]:  # which steps by the signs of gradients that are rounding, too
+        return
+    last = [Fragments(runs / "runs" / one / "checkpoints" / f"step-{STEPS}") for one in (pair[0], "-to-".join(pair))]
+    assert compared(*last) < 1e-4, "of each state's largest number"

@@ -1,0 +1,313 @@
+"""Where an engine keeps master weights and optimizer states, whatever wraps its optimizer; fragments of it, and back.
+
+Each wrapper of DeepSpeed 0.19.8 keeps *flat* tensors, in which parameters lie one after another, cut up over ranks or
+not; its basic optimizer's states have the form of these. `_flats` says for each which parameter lies where: the one
+place that knows the wrappers.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import deepspeed
+import torch
+from torch import distributed
+
+from toolkit.checkpoint.fragments import WEIGHT, Content, Fragment, Fragments, content_of
+from toolkit.distributed import process_group
+from toolkit.messages import CheckpointError
+
+_Order = Iterable[tuple[Sequence[torch.nn.Parameter], Sequence[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A stretch of a parameter in a flat tensor."""
+
+    parameter: torch.nn.Parameter
+    place: int
+    """Of its first number in the flattened parameter, or this rank's part of it."""
+    offset: int
+    """In the flat tensor."""
+    length: int
+
+
+@dataclass(slots=True)
+class _Flat:
+    """A tensor that the optimizer updates, and its states."""
+
+    tensor: torch.Tensor
+    state: dict[str, Any]
+    pieces: list[_Piece]
+    shared: bool = False
+    """Whether all ranks of the data-parallel group have all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What of a model this rank trains or stores, under the model's names. Tied parameters once."""
+
+    parameters: Mapping[str, torch.nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    with_frozen: bool
+    """Whether what is not trained is in checkpoints, too."""
+    twice: frozenset[str] = frozenset()
+    """Parameters that another stage of the pipeline saves."""
+
+
+def _flats(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator[_Flat]:
+    """Yield all of this rank; each may be on NVMe again when the next is asked for. `changes`: they are written to."""
+    optimizer, basic = engine.optimizer, engine.basic_optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
+        yield from _partitions(optimizer, changes)
+    elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
+        # Not parameters' `_hp_mapping`, which has the wrong order with round_robin_gradients (0.19.8).
+        order: _Order = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+        yield from _partitioned(optimizer.single_partition_of_fp32_groups, optimizer, order)
+    elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        order = ((parameters, _offsets(parameters)) for parameters in optimizer.bf16_groups)
+        yield from _partitioned(optimizer.fp32_groups_flat_partition, optimizer, order)
+    elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
+        for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+            pieces = _pieces(parameters, _offsets(parameters), 0, flat.numel())
+            yield _Flat(flat, basic.state[flat], pieces, shared=True)
+    else:  # FP16_UnfusedOptimizer, or none: the masters are the parameters
+        masters = getattr(optimizer, "fp32_groups", None) or [group["params"] for group in basic.param_groups]
+        models = getattr(optimizer, "fp16_groups", masters)
+        for master, parameter in zip(chain.from_iterable(masters), chain.from_iterable(models), strict=True):
+            yield _Flat(master, basic.state[master], [_Piece(parameter, 0, 0, parameter.numel())], shared=True)
+
+
+def _partitioned(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -> Iterator[_Flat]:
+    """Yield this rank's partition of each group; `order`: the group's parameters and their places in all of it."""
+    for flat, group, (parameters, offsets) in zip(flats, optimizer.real_dp_process_group, order, strict=True):
+        begin = distributed.get_rank(group) * flat.numel()
+        yield _Flat(flat, optimizer.optimizer.state[flat], _pieces(parameters, offsets, begin, flat.numel()))
+
+
+def _offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
+    return list(accumulate((one.numel() for one in parameters), initial=0))[:-1]
+
+
+def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], begin: int, size: int) -> list[_Piece]:
+    """Return what a partition, which begins at a number of a group's flat tensor, has of the group's parameters."""
+    pieces = []
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
+        if first < end:
+            pieces.append(_Piece(parameter, first - offset, first - begin, end - first))
+    return pieces
+
+
+def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
+    for number, parameters in enumerate(optimizer.fp16_groups):
+        is_swapped = optimizer._swappable_optimizer_subgroup(number)
+        if is_swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(number)
+        flat, pieces = optimizer.fp32_partitioned_groups_flat[number], []
+        for parameter in parameters:
+            _, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            place = distributed.get_rank(parameter.ds_process_group) * size
+            length = min(size, parameter.ds_numel - place)  # the last partitions are padded
+            if length > 0:
+                pieces.append(_Piece(parameter, place, offset, length))
+        # Of partly offloaded sub-groups, those on the GPU are another optimizer's.
+        on_gpu = hasattr(optimizer, "backup_optimizer") and optimizer.subgroup_to_device[number] != "cpu"
+        yield _Flat(flat, (optimizer.backup_optimizer if on_gpu else optimizer.optimizer).state[flat], pieces)
+        if changes:
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        if is_swapped and changes:
+            optimizer._optimizer_states_and_gradient_swap_out(number)
+        elif is_swapped:
+            optimizer._release_swap_buffers(number)
+
+
+def swaps(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether an engine's states are on NVMe, so that host memory may not hold them all."""
+    return bool(getattr(engine.optimizer, "swap_optimizer", False))
+
+
+def is_bound(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether the optimizer's states depend on how its tensors are cut up.
+
+    Adafactor's rows and columns and bitsandbytes' blocks of 256 do; Muon's momentum lies parameter by parameter, over
+    the ends of a rank's partition (DeepSpeed 0.19.8, stage_1_and_2._muon_momentum_buffer).
+    """
+    kind = type(engine.basic_optimizer)
+    return kind.__name__ in ("Adafactor", "MuonWithAuxAdam") or kind.__module__.startswith("bitsandbytes")
+
+
+def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]:
+    """Yield what this rank's files hold: views of its memory, one file with all but where states are `swaps`'.
+
+    A collective where frozen parameters that are partitioned are saved.
+    """
+    names, group = {id(one): name for name, one in held.parameters.items()}, engine.seq_data_parallel_group
+    own, size = distributed.get_rank(group), distributed.get_world_size(group)
+    is_first = engine.autotp_size() <= 1 or distributed.get_rank(process_group.tensor_group()) == 0
+    fragments = list(_stored(held)) if is_first and own == 0 else []
+    trained, bound = {id(one) for one in _trained(engine)}, is_bound(engine)
+    for number, flat in enumerate(_flats(engine)):
+        states, numbers, rest = _states(flat, bound)
+        for piece in flat.pieces:
+            name = names[id(piece.parameter)]
+            piece = _share(piece, own, size) if flat.shared else piece
+            # Of what a tensor group has whole, its first rank saves it.
+            if name not in held.twice and (is_first or process_group.is_tensor_part(piece.parameter)):
+                values = {
+                    state: tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
+                    for state, tensor in ((WEIGHT, flat.tensor), *states.items())
+                }
+                fragments.append(_fragment(name, piece.parameter, piece.place, values, numbers))
+        if rest and not (flat.shared and own):
+            fragments.append(Fragment(f"flat {number}", (), 0, torch.float32, bound=rest))
+        if swaps(engine):
+            yield content_of(fragments)
+            fragments = []
+    if held.with_frozen:
+        for name, parameter in held.parameters.items():
+            if id(parameter) not in trained:
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+                    piece = _share(_Piece(parameter, 0, 0, parameter.numel()), own, size)
+                    value = parameter.detach().reshape(-1).narrow(0, piece.offset, piece.length)
+                    value = value.clone() if hasattr(parameter, "ds_id") else value
+                fragments.append(_fragment(name, parameter, piece.place, {WEIGHT: value}, {}))
+    if fragments:
+        yield content_of(fragments)
+
+
+def _trained(engine: deepspeed.DeepSpeedEngine) -> Iterator[torch.nn.Parameter]:
+    lists = [getattr(engine.optimizer, name, None) for name in ("fp16_groups", "bit16_groups", "bf16_groups")]
+    found = next(filter(None, lists), None) or [group["params"] for group in engine.basic_optimizer.param_groups]
+    return chain.from_iterable(found)
+
+
+def _share(piece: _Piece, rank: int, size: int) -> _Piece:
+    """Return the stretch that this rank writes of one that all ranks have."""
+    begin, end = piece.length * rank // size, piece.length * (rank + 1) // size
+    return _Piece(piece.parameter, piece.place + begin, piece.offset + begin, end - begin)
+
+
+def _states(flat: _Flat, bound: bool) -> tuple[dict[str, torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
+    """Return the states by kind: a number for each of the flat tensor, one for all of it, and what is neither."""
+    values: dict[str, torch.Tensor] = {}
+    numbers: dict[str, float] = {}
+    rest: dict[str, torch.Tensor] = {}
+    for state, one in sorted(flat.state.items()):
+        if not isinstance(one, torch.Tensor):
+            numbers |= {state: float(one)} if isinstance(one, int | float) else {}
+        elif state == "step" or one.numel() == 1 < flat.tensor.numel():
+            numbers[state] = float(one)
+        else:
+            (values if not bound and one.numel() == flat.tensor.numel() else rest)[state] = one
+    return values, numbers, rest
+
+
+def _fragment(
+    name: str, parameter: torch.nn.Parameter, place: int, values: dict[str, torch.Tensor], numbers: dict[str, float]
+) -> Fragment:
+    shape = process_group.full_shape(name, parameter)
+    return Fragment(name, shape, place, parameter.dtype, process_group.tensor_part(parameter), values, numbers)
+
+
+def _stored(held: Held) -> Iterator[Fragment]:
+    for name, buffer in held.buffers.items():
+        value = buffer.detach().reshape(-1).to("cpu", copy=True)  # it changes in forward passes
+        yield Fragment(name, tuple(buffer.shape), 0, buffer.dtype, values={WEIGHT: value})
+
+
+def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> None:
+    """Put weights and optimizer states into an engine; a CheckpointError if anything is missing. A collective."""
+    names = {id(one): name for name, one in held.parameters.items()}
+    optimizer, bound = engine.optimizer, is_bound(engine)
+    partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    if partitioned:
+        optimizer.checkpoint_event_prologue()
+    first = distributed.get_global_rank(engine.seq_data_parallel_group, 0)
+    for number, flat in enumerate(_flats(engine, changes=True)):
+        flat.state.update(found.bound(first if flat.shared else distributed.get_rank(), f"flat {number}"))
+        for piece in flat.pieces:
+            _fill(flat, piece, names[id(piece.parameter)], found, bound)
+    if partitioned:
+        optimizer.checkpoint_event_epilogue()
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp16_groups"):
+        for flat in _flats(engine):
+            for piece in flat.pieces:
+                stretch = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
+                piece.parameter.data.copy_(stretch.view_as(piece.parameter))
+    _restore_stored(engine, held, found)
+
+
+def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) -> None:
+    part = process_group.tensor_part(piece.parameter)
+    numbers, states = found.numbers(name), set() if bound else found.states(name)
+    flat.state.update(numbers)
+    for state in sorted(states):
+        if not isinstance(flat.state.get(state), torch.Tensor):
+            flat.state[state] = torch.zeros_like(flat.tensor, dtype=found.dtype(name, state), requires_grad=False)
+    for state in (WEIGHT, *states):
+        target = flat.tensor.data if state == WEIGHT else flat.state[state]
+        value = found.read(name, state, piece.place, piece.length, part)
+        if target.is_contiguous():
+            target.view(-1).narrow(0, piece.offset, piece.length).copy_(value)
+        else:  # a parameter alone, in another order of its axes
+            target.copy_(value.view(target.shape))
+
+
+def _restore_stored(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> None:
+    for name, buffer in held.buffers.items():
+        if name in found.facts:
+            buffer.data.copy_(found.whole(name))
+    trained = {id(one) for one in _trained(engine)}
+    for name, parameter in held.parameters.items() if held.with_frozen else ():
+        if id(parameter) not in trained:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:
+                    part = process_group.tensor_part(parameter)
+                    value = found.read(name, WEIGHT, 0, parameter.numel(), part)
+                    parameter.data.copy_(value.view(parameter.shape))
+
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What of a dynamic loss scaler changes while training."""
+
+
+def _scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
+    """Return the engine's dynamic loss scaler, None if it has none."""
+    config = getattr(engine.optimizer, "loss_scale_config", engine.optimizer)
+    if not getattr(config, "dynamic_loss_scale", False):
+        return None
+    return getattr(engine.optimizer, "loss_scaler", config)
+
+
+def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
+    """Return what an engine counts, for `restore_counts`: plain values."""
+    scaler, first = _scaler(engine), engine.basic_optimizer.param_groups[0]
+    return {
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "schedule": engine.lr_scheduler.state_dict(),
+        "group_step": first.get("step"),
+        "loss_scaler": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)},
+    }
+
+
+def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any]) -> None:
+    """Set what an engine counts; CheckpointError if a value is missing."""
+    try:
+        engine.global_steps = int(counts["global_steps"])
+        engine.global_samples = int(counts["global_samples"])
+        engine.skipped_steps = int(counts["skipped_steps"])
+        engine.lr_scheduler.load_state_dict(counts["schedule"])
+        scaler = _scaler(engine)
+        for name, value in counts["loss_scaler"].items() if scaler is not None else ():
+            setattr(scaler, name, value)
+        if counts["group_step"] is not None:
+            for group in engine.basic_optimizer.param_groups:
+                group["step"] = int(counts["group_step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError("{file} cannot be read: {reason}.", file="engine.json", reason=error) from None

@@ -1,0 +1,258 @@
+"""What a checkpoint holds of parameters and optimizer: by the model's names, not by ranks, in safetensors.
+
+A *fragment* is a stretch of the numbers of a parameter, flattened: its fp32 master weight and the optimizer's states of
+it. Each rank writes those that it owns into `fragments-RANK.safetensors`, each tensor named STATE:PARAMETER, and the
+header says where in the whole parameter it lies. Whoever reads takes what it needs from all files, in whatever layout.
+The last tensor has the CRC-32 of the header and of all others, taken of what was in memory: a write is proven by it,
+and damage has a name.
+"""
+
+import json
+import math
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from toolkit.checkpoint.directory import CHECKSUMS, FRAGMENTS, read_header
+from toolkit.config import mesh
+from toolkit.distributed import process_group
+from toolkit.messages import CheckpointError
+
+WEIGHT = "weight"
+"""State under which the weight itself is stored: the fp32 master of what is trained, else as the model has it."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+Part = tuple[int, int]
+"""Which part of a parameter that is split over a tensor group a rank has, and of how many; (0, 1) is the whole."""
+
+
+@dataclass(slots=True)
+class Fragment:
+    """A stretch of one parameter, or of this rank's part of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    place: int
+    """Of the first number in the flattened parameter, or part."""
+    dtype: torch.dtype
+    """That the model computes with."""
+    part: Part = (0, 1)
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    """State -> a number for each of the stretch [N]."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """State -> one number for all of it, such as the count of steps."""
+    bound: dict[str, torch.Tensor] = field(default_factory=dict)
+    """State -> a tensor that is no stretch, and fits the layout alone in which it was saved."""
+
+
+def file_name(rank: int, number: int = 0) -> str:
+    """Return the name of a rank's file; NVMe offload writes several, one after the other."""
+    return f"{FRAGMENTS}{rank:05d}{f'-{number:05d}' if number else ''}.safetensors"
+
+
+@dataclass(slots=True)
+class Content:
+    """What one file will hold: `tensors` may be replaced by copies, name for name."""
+
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+
+
+def content_of(fragments: Iterable[Fragment]) -> Content:
+    """Return the content of the file that holds these fragments."""
+    tensors: dict[str, torch.Tensor] = {}
+    facts: dict[str, Any] = {}
+    for one in fragments:
+        for kind in (one.values, one.bound):
+            tensors |= {f"{state}:{one.name}": value.detach() for state, value in kind.items()}
+        facts[one.name] = {
+            "shape": list(one.shape),
+            "place": one.place,
+            "dtype": _NAMES[one.dtype],
+            **({"part": list(one.part)} if one.part[1] > 1 else {}),
+            **({"numbers": one.numbers} if one.numbers else {}),
+            **({"bound": sorted(one.bound)} if one.bound else {}),
+        }
+    return Content(tensors, facts)
+
+
+def write(content: Content, path: Path) -> None:
+    """Write a file, or raise OSError. Not through safetensors' own `save_file`, whose tensors may not share memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "fragments": json.dumps(content.facts)}}
+    end = 0
+    for name, tensor in content.tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    count = 1 + len(content.tensors)
+    header[CHECKSUMS] = {"dtype": "I64", "shape": [count], "data_offsets": [end, end + 8 * count]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    head = struct.pack("<Q", len(head)) + head
+    checksums = np.zeros(count, np.int64)
+    checksums[0] = zlib.crc32(head)
+    with open(path, "wb") as file:
+        file.write(head)
+        for number, tensor in enumerate(content.tensors.values(), 1):
+            octets = _octets(tensor.cpu().contiguous())
+            checksums[number] = zlib.crc32(octets)
+            file.write(octets)
+        file.write(checksums.tobytes())
+
+
+def _octets(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+
+
+@dataclass(slots=True)
+class _Stretch:
+    path: Path
+    begin: int
+    """Byte in the file."""
+    place: int
+    length: int
+    dtype: torch.dtype
+
+
+class Fragments:
+    """A checkpoint's fragments, read from whatever ranks wrote them. CheckpointError names file and parameter."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.facts: dict[str, dict[str, Any]] = {}
+        """Parameter -> shape, dtype, parts, numbers."""
+        self._stretches: dict[tuple[str, str, int], list[_Stretch]] = defaultdict(list)
+        self._bound: dict[tuple[Path, str, str], tuple[int, torch.dtype, list[int]]] = {}
+        for path in sorted(folder.glob(f"{FRAGMENTS}*.safetensors")):
+            try:
+                self._note(path, *read_header(path))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+                raise CheckpointError("{file} cannot be read: {reason}.", file=path, reason=error) from None
+
+    def _note(self, path: Path, header: dict[str, Any], data: int) -> None:
+        facts = json.loads(header["__metadata__"]["fragments"])
+        for key, one in header.items():
+            if key in ("__metadata__", CHECKSUMS):
+                continue
+            state, _, name = key.partition(":")
+            mine, begin, dtype = facts[name], data + one["data_offsets"][0], _DTYPES[one["dtype"]]
+            if state in mine.get("bound", ()):
+                self._bound[path, name, state] = begin, dtype, one["shape"]
+                continue
+            part, count = mine.get("part", (0, 1))
+            (length,) = one["shape"]
+            stretch = _Stretch(path, begin, int(mine["place"]), length, dtype)
+            self._stretches[name, state, part].append(stretch)
+            known = self.facts.setdefault(name, mine | {"parts": count})
+            known.setdefault("states", {})[state] = dtype
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The parameters, in the order of their names."""
+        return sorted(self.facts)
+
+    def states(self, name: str) -> set[str]:
+        """Return which states of a parameter there are beside its weight; none if it is not in the checkpoint."""
+        return self.facts.get(name, {}).get("states", {}).keys() - {WEIGHT}
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """Return the states of a parameter that are one number."""
+        return dict(self.facts.get(name, {}).get("numbers", {}))
+
+    def bound(self, rank: int, name: str) -> dict[str, torch.Tensor]:
+        """Return what a rank saved under a name for its own layout."""
+        prefix, found = file_name(rank).removesuffix(".safetensors"), {}
+        for (file, key, state), (begin, dtype, shape) in self._bound.items():
+            if key == name and file.name.startswith(prefix):
+                found[state] = torch.empty(shape, dtype=dtype)
+                self._fill(_octets(found[state]), file, begin)
+        return found
+
+    def dtype(self, name: str, state: str) -> torch.dtype:
+        """Return the type in which a state is stored."""
+        dtype: torch.dtype = self.facts[name]["states"][state]
+        return dtype
+
+    def read(self, name: str, state: str, place: int, length: int, part: Part = (0, 1)) -> torch.Tensor:
+        """Return some numbers of a flattened parameter [length], or of a part of it."""
+        if name not in self.facts:
+            raise CheckpointError("{folder} holds no parameter {name}.", folder=self.folder, name=name)
+        if part[1] == self.facts[name]["parts"]:
+            return self._range(name, state, place, length, part[0])
+        whole = process_group.take_part(name, self.whole(name, state), *part)
+        return whole.reshape(-1)[place : place + length]
+
+    def whole(self, name: str, state: str = WEIGHT) -> torch.Tensor:
+        """Return all of a parameter, or of a state of it, in its shape."""
+        facts = self.facts[name]
+        shape = mesh.part_shape(name, tuple(facts["shape"]), facts["parts"])
+        parts = [self._range(name, state, 0, math.prod(shape), part).view(shape) for part in range(facts["parts"])]
+        return process_group.join_parts(name, parts)
+
+    def _range(self, name: str, state: str, place: int, length: int, part: int) -> torch.Tensor:
+        stretches = sorted(self._stretches.get((name, state, part), ()), key=lambda one: one.place)
+        dtype = stretches[0].dtype if stretches else torch.float32
+        found, done = torch.empty(length, dtype=dtype), place
+        octets, size = _octets(found), dtype.itemsize
+        for one in stretches:
+            end = min(one.place + one.length, place + length)
+            if one.place <= done < end:
+                begin = one.begin + (done - one.place) * size
+                self._fill(octets[(done - place) * size : (end - place) * size], one.path, begin)
+                done = end
+        if done < place + length:
+            raise CheckpointError(
+                "{folder} lacks numbers {first} to {last} of {name} ({state}): the file of a rank is missing.",
+                folder=self.folder,
+                first=done,
+                last=place + length - 1,
+                name=name,
+                state=state,
+            )
+        return found
+
+    def _fill(self, target: memoryview, path: Path, begin: int) -> None:
+        try:
+            with open(path, "rb", buffering=0) as file:
+                file.seek(begin)
+                done = 0
+                while done < len(target):
+                    count = file.readinto(target[done:])
+                    if not count:
+                        raise OSError("it ends too early")
+                    done += count
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError("{file} cannot be read: {reason}.", file=path, reason=reason) from None
+
+
+def iter_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of each parameter and stored buffer of a checkpoint, as the model computes with them.
+
+    Tied ones come once. Memory holds one of them. CheckpointError if a file is missing or damaged.
+    """
+    fragments = Fragments(checkpoint)
+    for name in fragments.names:
+        yield name, fragments.whole(name).to(_DTYPES[fragments.facts[name]["dtype"]])
