@@ -201,7 +201,7 @@ def test_no_checkpoint_leads_into_or_out_of_it(zero: dict[str, Any], key: str, s
     pair: list[dict[str, Any]] = [{"zenflow": {"enabled": False}, "stage": 2}, {"stage": 2}]
 
     def check() -> None:
-        before, now = ({"zero": one} for one in pair)
+        before, now = ({"zero": one, "optim": {"name": "adamw"}, "precision": {}} for one in pair)
         _check_layout(RunState(world_size=2, config=before), now, 2)
 
     check()

@@ -128,11 +128,19 @@ def test_what_cannot_be_cut_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("stages", "ranks", "zero"), [(1, 4, 1), (2, 8, 1), (2, 4, 0)])
-def test_a_checkpoint_goes_on_in_its_own_layout_only(stages: int, ranks: int, zero: int) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_states_go_into_any_layout_if_they_are_each_number_s_own(
+    optimizer: str, stages: int, ranks: int, zero: int
+) -> None:
     from toolkit.checkpoint.directory import RunState
     from toolkit.train.checkpointer import _check_layout
 
-    state = RunState(world_size=4, config={"parallel": {"pipeline": 2}, "zero": {"stage": 1}})
+    common = {"optim": {"name": optimizer}, "precision": {"dtype": "bf16"}}
+    state = RunState(world_size=4, config={"parallel": {"pipeline": 2}, "zero": {"stage": 1}, **common})
     _check_layout(state, state.config, 4)
-    with pytest.raises(CheckpointError, match=r"saved by 4 ranks in 2 pipeline stages under ZeRO-1"):
-        _check_layout(state, {"parallel": {"pipeline": stages}, "zero": {"stage": zero}}, ranks)
+    other = {"parallel": {"pipeline": stages}, "zero": {"stage": zero}, **common}
+    if optimizer == "adamw":
+        _check_layout(state, other, ranks)
+        return
+    with pytest.raises(CheckpointError, match=r"saved by 4 ranks under ZeRO-1, and the states of optim\.name = muon"):
+        _check_layout(state, other, ranks)
