@@ -290,7 +290,7 @@ def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
-        "schedule": engine.lr_scheduler.state_dict(),
+        "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
         "group_step": first.get("step"),
         "loss_scaler": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)},
     }
@@ -302,7 +302,8 @@ def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any])
         engine.global_steps = int(counts["global_steps"])
         engine.global_samples = int(counts["global_samples"])
         engine.skipped_steps = int(counts["skipped_steps"])
-        engine.lr_scheduler.load_state_dict(counts["schedule"])
+        if engine.lr_scheduler:
+            engine.lr_scheduler.load_state_dict(counts["schedule"])
         scaler = _scaler(engine)
         for name, value in counts["loss_scaler"].items() if scaler is not None else ():
             setattr(scaler, name, value)

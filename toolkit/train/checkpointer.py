@@ -252,7 +252,6 @@ class Checkpointer:
             raise state_files.unreadable_error(checkpoint / _COUNTS, error) from None
         engine_state.restore(self.engine, self._held, found)
         engine_state.restore_counts(self.engine, counts)
-        self.engine.lr_scheduler.write()
         repair_counts(basic)
         if ruined := ruined_ranks(self.engine):
             raise CheckpointError(
