@@ -15,6 +15,19 @@ from typing import IO
 from toolkit.messages import ToolkitError, tr, user_name, warn
 
 _BLOCK_BYTES = 1 << 22
+TENSOR_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Names of types in safetensors -> in PyTorch, of what models are trained with."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

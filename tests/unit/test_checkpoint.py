@@ -496,6 +496,16 @@ def test_parts_of_layers_become_other_parts(name: str, shape: tuple[int, int], t
         assert found.read(name, "weight", 1, part.numel() - 1, (number, 4)).equal(part.reshape(-1)[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint32, torch.bool, torch.int64])
+def test_a_buffer_of_any_type_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As a custom model may have them: rotary frequencies as complex numbers, scales of 8 bits."""
+    value = torch.tensor([0, 1, 1]).to(dtype)
+    one = Fragment("buffer", (3,), 0, dtype, values={"weight": value})
+    fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(0))
+    [(_, found)] = fragments.iter_weights(tmp_path)
+    assert found.dtype is dtype and found.view(torch.uint8).equal(value.view(torch.uint8))
+
+
 @pytest.mark.fault("C2")
 def test_damage_is_named_by_parameter(tmp_path: Path) -> None:
     path = tmp_path / fragments.file_name(0)

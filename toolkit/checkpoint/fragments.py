@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from toolkit import disk
 from toolkit.checkpoint.directory import CHECKSUMS, FRAGMENTS, read_header
 from toolkit.config import mesh
 from toolkit.distributed import process_group
@@ -28,20 +29,18 @@ from toolkit.messages import CheckpointError
 
 WEIGHT = "weight"
 """State under which the weight itself is stored: the fp32 master of what is trained, else as the model has it."""
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+# What a custom model's buffers may be of, too.
+_RARE_TYPES = {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "C64": "complex64",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
 }
+_DTYPES = {name: getattr(torch, theirs) for name, theirs in (disk.TENSOR_TYPES | _RARE_TYPES).items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Part = tuple[int, int]
 """Which part of a parameter that is split over a tensor group a rank has, and of how many; (0, 1) is the whole."""

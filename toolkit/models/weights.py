@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
-from toolkit import terminal
+from toolkit import disk, terminal
 from toolkit.messages import ModelError, reading, tr
 from toolkit.models.directory import weight_files
 
@@ -114,20 +114,6 @@ class TransformersLayout(Layout):
         return parameter, (int(number[1]), slice(part * size, (part + 1) * size))
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What is known of a stored tensor without reading it."""
@@ -170,14 +156,17 @@ class WeightFiles(dict[str, TensorInfo]):
             parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 -- not a dict
             stored = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
         for name, (_, dtype) in stored.items():
-            if dtype not in _DTYPES:
+            if dtype not in disk.TENSOR_TYPES:
                 raise ModelError(
                     "{file}: '{name}' is of type {dtype}, which cannot be trained. Use the model in bf16.",
                     file=file,
                     name=name,
                     dtype=dtype,
                 )
-        return {name: TensorInfo(file, shape, _DTYPES[dtype]) for name, (shape, dtype) in stored.items()}
+        return {
+            name: TensorInfo(file, shape, getattr(torch, disk.TENSOR_TYPES[dtype]))
+            for name, (shape, dtype) in stored.items()
+        }
 
     def _unpickle(self, file: Path) -> dict[str, torch.Tensor]:
         """Return a pickled shard, mapped; one in torch's format from before 1.6 is read whole, kept until the next."""
