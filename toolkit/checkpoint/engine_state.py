@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.utils import is_optimized_parameter
 from torch import distributed
 
 from toolkit.checkpoint.fragments import WEIGHT, Content, Fragment, Fragments, content_of
@@ -38,10 +39,15 @@ class _Flat:
     """A tensor that the optimizer updates, and its states."""
 
     tensor: torch.Tensor
-    state: dict[str, Any]
+    optimizer: torch.optim.Optimizer
     pieces: list[_Piece]
     shared: bool = False
     """Whether all ranks of the data-parallel group have all of it."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's states of it."""
+        return self.optimizer.state[self.tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,12 @@ class Held:
     """Whether what is not trained is in checkpoints, too."""
     twice: frozenset[str] = frozenset()
     """Parameters that another stage of the pipeline saves."""
+
+    def frozen(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield what no optimizer has and checkpoints hold all the same."""
+        for name, parameter in self.parameters.items() if self.with_frozen else ():
+            if not is_optimized_parameter(parameter):
+                yield name, parameter
 
 
 def _flats(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator[_Flat]:
@@ -71,19 +83,19 @@ def _flats(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator
     elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
         for flat, parameters in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
             pieces = _pieces(parameters, _offsets(parameters), 0, flat.numel())
-            yield _Flat(flat, basic.state[flat], pieces, shared=True)
+            yield _Flat(flat, basic, pieces, shared=True)
     else:  # FP16_UnfusedOptimizer, or none: the masters are the parameters
         masters = getattr(optimizer, "fp32_groups", None) or [group["params"] for group in basic.param_groups]
         models = getattr(optimizer, "fp16_groups", masters)
         for master, parameter in zip(chain.from_iterable(masters), chain.from_iterable(models), strict=True):
-            yield _Flat(master, basic.state[master], [_Piece(parameter, 0, 0, parameter.numel())], shared=True)
+            yield _Flat(master, basic, [_Piece(parameter, 0, 0, parameter.numel())], shared=True)
 
 
 def _partitioned(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -> Iterator[_Flat]:
     """Yield this rank's partition of each group; `order`: the group's parameters and their places in all of it."""
     for flat, group, (parameters, offsets) in zip(flats, optimizer.real_dp_process_group, order, strict=True):
         begin = distributed.get_rank(group) * flat.numel()
-        yield _Flat(flat, optimizer.optimizer.state[flat], _pieces(parameters, offsets, begin, flat.numel()))
+        yield _Flat(flat, optimizer.optimizer, _pieces(parameters, offsets, begin, flat.numel()))
 
 
 def _offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -114,18 +126,13 @@ def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
                 pieces.append(_Piece(parameter, place, offset, length))
         # Of partly offloaded sub-groups, those on the GPU are another optimizer's.
         on_gpu = hasattr(optimizer, "backup_optimizer") and optimizer.subgroup_to_device[number] != "cpu"
-        yield _Flat(flat, (optimizer.backup_optimizer if on_gpu else optimizer.optimizer).state[flat], pieces)
+        yield _Flat(flat, optimizer.backup_optimizer if on_gpu else optimizer.optimizer, pieces)
         if changes:
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
         if is_swapped and changes:
             optimizer._optimizer_states_and_gradient_swap_out(number)
         elif is_swapped:
             optimizer._release_swap_buffers(number)
-
-
-def swaps(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether an engine's states are on NVMe, so that host memory may not hold them all."""
-    return bool(getattr(engine.optimizer, "swap_optimizer", False))
 
 
 def is_bound(engine: deepspeed.DeepSpeedEngine) -> bool:
@@ -139,7 +146,8 @@ def is_bound(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 
 def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]:
-    """Yield what this rank's files hold: views of its memory, one file with all but where states are `swaps`'.
+    """Yield what this rank's files hold: views of its memory; one file, but of states on NVMe one for each sub-group,
+    as host memory may not hold them all.
 
     A collective where frozen parameters that are partitioned are saved.
     """
@@ -147,7 +155,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
     own, size = distributed.get_rank(group), distributed.get_world_size(group)
     is_first = engine.autotp_size() <= 1 or distributed.get_rank(process_group.tensor_group()) == 0
     fragments = list(_stored(held)) if is_first and own == 0 else []
-    trained, bound = {id(one) for one in _trained(engine)}, is_bound(engine)
+    bound = is_bound(engine)
     for number, flat in enumerate(_flats(engine)):
         states, numbers, rest = _states(flat, bound)
         for piece in flat.pieces:
@@ -162,25 +170,17 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
                 fragments.append(_fragment(name, piece.parameter, piece.place, values, numbers))
         if rest and not (flat.shared and own):
             fragments.append(Fragment(f"flat {number}", (), 0, torch.float32, bound=rest))
-        if swaps(engine):
+        if engine.zero_nvme_offload_optimizer():
             yield content_of(fragments)
             fragments = []
-    if held.with_frozen:
-        for name, parameter in held.parameters.items():
-            if id(parameter) not in trained:
-                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-                    piece = _share(_Piece(parameter, 0, 0, parameter.numel()), own, size)
-                    value = parameter.detach().reshape(-1).narrow(0, piece.offset, piece.length)
-                    value = value.clone() if hasattr(parameter, "ds_id") else value
-                fragments.append(_fragment(name, parameter, piece.place, {WEIGHT: value}, {}))
+    for name, parameter in held.frozen():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+            piece = _share(_Piece(parameter, 0, 0, parameter.numel()), own, size)
+            value = parameter.detach().reshape(-1).narrow(0, piece.offset, piece.length)
+            value = value.clone() if hasattr(parameter, "ds_id") else value
+        fragments.append(_fragment(name, parameter, piece.place, {WEIGHT: value}, {}))
     if fragments:
         yield content_of(fragments)
-
-
-def _trained(engine: deepspeed.DeepSpeedEngine) -> Iterator[torch.nn.Parameter]:
-    lists = [getattr(engine.optimizer, name, None) for name in ("fp16_groups", "bit16_groups", "bf16_groups")]
-    found = next(filter(None, lists), None) or [group["params"] for group in engine.basic_optimizer.param_groups]
-    return chain.from_iterable(found)
 
 
 def _share(piece: _Piece, rank: int, size: int) -> _Piece:
@@ -238,13 +238,17 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> 
             for piece in flat.pieces:
                 stretch = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
                 piece.parameter.data.copy_(stretch.view_as(piece.parameter))
-    _restore_stored(engine, held, found)
+    _restore_stored(held, found)
 
 
 def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) -> None:
     part = process_group.tensor_part(piece.parameter)
     numbers, states = found.numbers(name), set() if bound else found.states(name)
     flat.state.update(numbers)
+    if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
+        counting = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's, for what is no matrix
+        is_torch = type(counting).__module__.startswith("torch.optim.")
+        flat.state["step"] = torch.tensor(numbers["step"]) if is_torch else int(numbers["step"])
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
             flat.state[state] = torch.zeros_like(flat.tensor, dtype=found.dtype(name, state), requires_grad=False)
@@ -257,20 +261,19 @@ def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) 
             target.copy_(value.view(target.shape))
 
 
-def _restore_stored(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> None:
+def _restore_stored(held: Held, found: Fragments) -> None:
     for name, buffer in held.buffers.items():
         if name in found.facts:
             buffer.data.copy_(found.whole(name))
-    trained = {id(one) for one in _trained(engine)}
-    for name, parameter in held.parameters.items() if held.with_frozen else ():
-        if id(parameter) not in trained:
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:
-                    part = process_group.tensor_part(parameter)
-                    value = found.read(name, WEIGHT, 0, parameter.numel(), part)
-                    parameter.data.copy_(value.view(parameter.shape))
+    for name, parameter in held.frozen():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:
+                value = found.read(name, WEIGHT, 0, parameter.numel(), process_group.tensor_part(parameter))
+                parameter.data.copy_(value.view(parameter.shape))
 
 
+COUNTS = "engine.json"
+"""File of what the engine counts: steps, the schedule's place, the loss scale."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What of a dynamic loss scaler changes while training."""
 
@@ -311,4 +314,4 @@ def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any])
             for group in engine.basic_optimizer.param_groups:
                 group["step"] = int(counts["group_step"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError("{file} cannot be read: {reason}.", file="engine.json", reason=error) from None
+        raise CheckpointError("{file} cannot be read: {reason}.", file=COUNTS, reason=error) from None

@@ -103,17 +103,3 @@ def are_finite(engine: deepspeed.DeepSpeedEngine) -> bool:
     if all(bool(torch.stack(found).isfinite().all()) for found in sums.values()):
         return True
     return all(bool(state.isfinite().all()) for state in states)  # finite numbers may have a sum that is not
-
-
-def repair_counts(basic: torch.optim.Optimizer) -> None:
-    """Give each state the count of steps that its optimizer takes.
-
-    A tensor of its own for PyTorch's optimizers, a number for all others, whoever saved it: PyTorch's reject numbers,
-    and ZeRO-3's universal form (DeepSpeed 0.19.8) lets all sub-groups count in one tensor.
-    """
-    counting = getattr(basic, "aux_optimizer", None) or basic  # Muon's, for what is no matrix
-    is_torch = type(counting).__module__.startswith("torch.optim.")
-    for state in basic.state.values():
-        if "step" in state:
-            count = float(state["step"])
-            state["step"] = torch.tensor(count) if is_torch else int(count)

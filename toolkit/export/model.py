@@ -447,8 +447,8 @@ def rebuild(
 ) -> Rebuilt:
     """Return the whole model of a verified checkpoint, of which it may hold only a `part`.
 
-    NotExportable if an older version saved it, or its weights are on an NVMe disk. `scratch`: an empty directory, so
-    that memory holds one weight at a time; None holds those of ZeRO-3 and of a base. `dtype` None: that of training.
+    NotExportable if it does not say what its model is. `scratch`: an empty directory, so that memory holds one weight
+    at a time; None holds all of them. `dtype` None: that of training.
     """
     described = checkpoint / MODEL_DIR
     if not described.is_dir():
@@ -457,9 +457,9 @@ def rebuild(
             "(resume={folder}) to its end: it writes export/.",
             folder=checkpoint,
         )
-    trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     if part is None:
         return collect_files(empty(described), fragments.iter_weights(checkpoint), checkpoint, dtype, scratch)
+    trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
     return collect_files(*merge_adapter(part), checkpoint, dtype or trained_in, scratch)
 
 

@@ -33,15 +33,12 @@ from toolkit.checkpoint import directory, engine_state, fragments, state_files
 from toolkit.config import load, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather, on_rank0, rank
-from toolkit.engine.parameters import is_partitioned, repair_counts, ruined_ranks
+from toolkit.engine.parameters import is_partitioned, ruined_ranks
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, say, tr, warn
 from toolkit.models import probe, save
 from toolkit.models.pipeline import capture_probe, is_pipeline, stage_model, unwrap_model
 from toolkit.train.run_dir import RunSource, describe_environment, versions
-
-_COUNTS = "engine.json"
-"""File of what the engine counts: steps, the schedule's place, the loss scale."""
 
 
 def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
@@ -213,7 +210,7 @@ class Checkpointer:
                 state_files.save_generators(path)
                 pending.mine.append(path)
             if rank() == 0:
-                counts = temporary / _COUNTS
+                counts = temporary / engine_state.COUNTS
                 counts.write_text(json.dumps(engine_state.counts_of(self.engine), indent=2) + "\n", encoding="utf-8")
                 pending.mine += [counts, state.write(temporary), *([probe.write(taken, temporary)] if taken else [])]
                 for file, described in self.described.files.items():
@@ -242,17 +239,15 @@ class Checkpointer:
 
     def load(self, checkpoint: Path) -> None:
         """Load a checkpoint of whatever layout, or raise a CheckpointError."""
-        basic = self.engine.basic_optimizer
         found = fragments.Fragments(checkpoint)
         if not found.names:
             raise CheckpointError("{file} cannot be read: {reason}.", file=checkpoint, reason=tr("it holds no weights"))
         try:
-            counts = json.loads((checkpoint / _COUNTS).read_text(encoding="utf-8"))
+            counts = json.loads((checkpoint / engine_state.COUNTS).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise state_files.unreadable_error(checkpoint / _COUNTS, error) from None
+            raise state_files.unreadable_error(checkpoint / engine_state.COUNTS, error) from None
         engine_state.restore(self.engine, self._held, found)
         engine_state.restore_counts(self.engine, counts)
-        repair_counts(basic)
         if ruined := ruined_ranks(self.engine):
             raise CheckpointError(
                 "the checkpoint {folder} cannot be resumed: the optimizer's states hold NaN or Inf on {ranks}. "

@@ -109,9 +109,8 @@ def _decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps
 
 
 class Schedule:
-    """The scheduler that the engine drives; its state has DeepSpeed's name, so plain DeepSpeed can resume our
-    checkpoints. The engine calls `step()` after each applied step, not after one that it skips (fp16 overflow, NaN
-    in bf16).
+    """The scheduler that the engine drives, which calls `step()` after each applied step, not after one that it skips
+    (fp16 overflow, NaN in bf16).
     """
 
     def __init__(
