@@ -283,7 +283,11 @@ class WandbRun(_LoggedRun):
 
     def end(self, status: str) -> None:
         """Wait until all is sent, or written."""
-        self.run.finish(exit_code=0 if status == FINISHED else 1)
+        code = 0 if status == FINISHED else 1
+        self.run.finish(exit_code=code)
+        # `finish` of 0.31 does not wait for wandb's own process to close its file, and that process ends within 0.1 s
+        # of this one, without a flush ("parent process exited, terminating service process").
+        self.wandb.teardown(exit_code=code)
 
 
 class SwanlabRun(_LoggedRun):
