@@ -4,7 +4,7 @@ FAULT: JSON with `at` (a place below), `rank`, `step` (from 1; for saves: of the
 hang, fail, tell, term, memory, fill), `note` (file that gets a line when the fault happens), `once` (not again where
 the note is there already). `back_at`: the clock goes back a year after this step; `fit`: from the decision of step
 `fit_at` on it is so late that so many steps fit before run.deadline; `ballast`: file that fills the disk, gone again
-after step `free_at`. At `slow`, `naps` says who sleeps before what: `ranks`, `steps` (first and last), `before` (data,
+after step `free_at`; `naps`: who sleeps before what: `ranks`, `steps` (first and last, of this life), `before` (data,
 step, forward), `seconds`. Everything else is the product's own.
 """
 
@@ -175,6 +175,8 @@ def install() -> None:
         return
     if "back_at" in FAULT:
         turn_back_the_clock(loop)
+    if "naps" in FAULT:
+        slow_down(loop)
     if "fit" in FAULT:
         make_late(FAULT["fit"], FAULT["fit_at"])
     if FAULT.get("free_at") and RANK == 0:
@@ -210,13 +212,11 @@ def install() -> None:
             real(temporary, target)
 
         directory.publish_checkpoint = publish
-    elif at == "slow":
-        slow_down(loop)
     elif at == "rehearsal":
         before(dry_run, "train_step", nth)
     elif at == "rotate":
         before(directory, "remove_old", nth)
-    elif at != "clock":
+    elif at not in ("clock", "slow"):
         raise SystemExit(f"no such place: {at}")
 
 
