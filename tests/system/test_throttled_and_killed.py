@@ -21,7 +21,7 @@ from toolkit.checkpoint.directory import manifest_problems
 from toolkit.export.model import verify_logits
 from toolkit.train.deadline import recorded
 
-SECONDS = 60
+SECONDS = 90
 """Until the deadline: about 20 are kept for the end, and three starts take 6 on two idle cores, 20 at a load of 4."""
 DURATION = f"{SECONDS}s"
 PLANNED, WARMUP, PEAK = 100_000, 20, 0.003
@@ -66,13 +66,14 @@ def test_it_ends_in_time_with_its_schedule(seed: int, rows_file: Path, tmp_path:
     draw = random.Random(seed)
     name = draw.choice(sorted(SCHEDULES))
     more, lowest = SCHEDULES[name]
-    kills = sorted(draw.sample(range(3, 80), draw.randint(1, 2)))
+    kills = sorted(draw.sample(range(3, 60), draw.randint(1, 2)))
     note, folder = tmp_path / "note", tmp_path / "runs" / "run"
     lives = [
         {"at": "each life", "step": step, "rank": draw.randrange(2), "do": "kill", "naps": naps(draw, step, step)}
         for step in kills
     ] + [{"at": "slow", "naps": naps(draw, 200, PLANNED)}]
     saves = f"checkpoint.asynchronous={draw.choice(('true', 'false'))}"
+    forked(2)  # what ranks are forked from takes its time to begin, which is not the run's
     typed, expected = times(draw, datetime.now())
     words = tiny(rows_file, tmp_path, "run", f"train.max_steps={PLANNED}", "checkpoint.every=15", "zero=stage2", saves)
     words += [f"schedule={name}", f"schedule.warmup_steps={WARMUP}", *more, f"run.deadline='{typed}'"]
@@ -116,7 +117,7 @@ def test_it_ends_in_time_with_its_schedule(seed: int, rows_file: Path, tmp_path:
         # Of a half cosine, and of a parabola, no step is longer than two of the straight line from there to the end.
         assert 0 <= -changes[step - 1] <= min(2.05 * straight, PEAK / 10), (step, last)
     above = rates[-1] - lowest * PEAK
-    assert 0 <= above < longest
+    assert 0 <= above <= -min(changes) * 1.02, "the next step would have been the schedule's end"
     record_property("schedule", name)
     record_property("killed in steps", " ".join(map(str, kills)))
     record_property("steps", done["steps"])
