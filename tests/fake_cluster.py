@@ -58,7 +58,7 @@ def main(words: list[str]) -> int:
     Returns:
         The exit code: 2 for words that make no sense, 3 where there can be no machines.
     """
-    if len(words) < 2 or words[0] not in ("up", "exec", "off", "down"):
+    if len(words) < 2 or words[0] not in ("up", "exec", "off", "on", "down"):
         return 2
     verb, folder = words[0], Path(words[1]).absolute()
     if verb == "up":
@@ -68,6 +68,11 @@ def main(words: list[str]) -> int:
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd(), *words[3:]]
         command = ["nsenter", "--target", str(state["init"][words[2]]), "--net", "--uts", "--mount", "--pid", *inside]
         os.execvp(command[0], command)
+    if verb == "on":
+        run("ip", "-n", f"{state['name']}-{words[2]}", "link", "set", "eth0", "up")
+        state["init"][words[2]] = start(folder, state["name"], words[2])
+        save(folder, state)
+        return 0
     for host in [words[2]] if verb == "off" else state["init"]:
         if verb == "off":  # no goodbye reaches the others
             run("ip", "-n", f"{state['name']}-{host}", "link", "set", "eth0", "down")

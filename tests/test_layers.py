@@ -46,8 +46,8 @@ SAME_LAYER = {
     ("toolkit.plan.speed", "toolkit.launch.environment"),  # a free port for its ranks
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
-    ("toolkit.jobs.launch", "toolkit.doctor.examine"),  # the nodes, before ranks are started there
-    ("toolkit.jobs.launch", "toolkit.doctor.findings"),
+    ("toolkit.jobs.nodes", "toolkit.doctor.examine"),  # the nodes, before ranks are started there
+    ("toolkit.jobs.nodes", "toolkit.doctor.findings"),
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]
 TASKLESS = ("trainer", "loop", "step", "dry_run", "task", "checkpointer", "run_dir", "tracking")

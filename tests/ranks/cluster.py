@@ -59,6 +59,10 @@ class Cluster:
         """Cut a machine's power."""
         subprocess.run([str(FAKE), "off", str(self.folder), host], check=True, timeout=60)
 
+    def on(self, host: str) -> None:
+        """Start it again."""
+        subprocess.run([str(FAKE), "on", str(self.folder), host], check=True, timeout=60)
+
     def do(self, host: str, script: str) -> None:
         """Run a shell script on a machine that has to succeed."""
         done = self.run(host, "sh", "-ec", script)

@@ -99,10 +99,10 @@ def test_the_process_takes_no_more_than_planned(tmp_path: Path, rows_file: Path,
     assert 0.5 < share <= 1, last
 
 
-def test_plan_auto_chooses_and_a_resumed_run_keeps_it(tmp_path: Path, rows_file: Path) -> None:
-    def train(name: str, *more: str) -> Any:
+def test_plan_auto_chooses_and_as_many_ranks_keep_it(tmp_path: Path, rows_file: Path) -> None:
+    def train(name: str, *more: str, ranks: int = 2) -> Any:
         overrides = tiny(rows_file, tmp_path, name, "plan.auto=true", "train.max_steps=4", "checkpoint.every=2", *more)
-        ran = run([*forked(2, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
+        ran = run([*forked(ranks, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
         assert ran.code == 0, ran.output[-6000:]
         return ran.output, tmp_path / "runs" / name
 
@@ -114,10 +114,13 @@ def test_plan_auto_chooses_and_a_resumed_run_keeps_it(tmp_path: Path, rows_file:
     assert sum(plan["device_bytes"]["step"].values()) <= plan["usable_bytes"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(row["planned_memory_bytes"] > 0 for row in rows if "loss" in row)
-    # Nothing would fit any more, but a run that goes on is not laid out anew.
+    # Nothing would fit any more, but a run that goes on on as many ranks is not laid out anew.
     _, again = train("again", f"resume={folder}/checkpoints/step-2", "plan.max_gpu_gib=0.001")
     kept = yaml.safe_load((again / "config.yaml").read_text())
     assert (kept["zero"], kept["batch"]) == (chosen["zero"], chosen["batch"])
+    said, alone = train("alone", f"resume={folder}/checkpoints/step-2", ranks=1)
+    assert "plan.auto: " in said
+    assert yaml.safe_load((alone / "config.yaml").read_text())["batch"]["micro_per_gpu"] == 4
 
 
 def test_plan_auto_says_when_nothing_fits(tmp_path: Path, rows_file: Path) -> None:

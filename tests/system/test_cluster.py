@@ -1,6 +1,7 @@
 """Runs over several nodes, each a namespace of its own, through DeepSpeed's launcher and a real pdsh."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, down, up
-from ranks import BIN, REPOSITORY, deepspeed, run, wait_for
-from shared import eval_losses, losses, rows_of, tiny
+from ranks import BIN, REPOSITORY, deepspeed, forked, run, wait_for
+from shared import STEADY, eval_losses, losses, rows_of, tiny
+
+from toolkit.train.run_dir import newest_step
 
 PROMPT = "braces {a,b} ${x} $HOME `id` \"double\" 'single' * a\\b 中文"
 # As Hydra reads quotes, and OmegaConf what would be an interpolation.
@@ -101,3 +104,67 @@ def test_a_machine_that_is_lost(typed: Path, rows_file: Path, pair: Cluster) -> 
     assert not told
     first, *_, last = eval_losses(folder)
     assert last < first
+
+
+STEPS = 160
+# At a small rate: a larger one makes more of what is rounded differently on another number of ranks.
+LONG = [f"train.max_steps={STEPS}", "checkpoint.every=20", "batch.global_size=48", "batch.micro_per_gpu=1"]
+LONG += ["zero=stage2", "optim.lr=0.00005", STEADY, "evaluate.every=50"]
+
+
+@pytest.fixture(scope="module")
+def without_faults(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of three ranks on one machine."""
+    folder = tmp_path_factory.mktemp("three")
+    command = forked(3, str(REPOSITORY / "run.py"), *tiny(rows_file, folder, "run", *LONG))
+    finished = run(command, cwd=folder, timeout_s=300)
+    assert finished.code == 0, finished.output[-3000:]
+    return losses(folder / "runs" / "run")
+
+
+@pytest.mark.parametrize(("here", "lost"), [("node1", "node2"), ("node3", "node1")])
+def test_nodes_that_go_and_come(
+    here: str,
+    lost: str,
+    rows_file: Path,
+    without_faults: list[float],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """One of three loses its power, and gets it again: the run goes on without it and with it, to the same losses."""
+    (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\nnode3 slots=1\n")
+    words = tiny(rows_file, tmp_path, "run", *LONG, "run.max_restarts=1", "launch.min_nodes=2")
+    launch = [sys.executable, "-m", "toolkit", "launch", "hostfile=hostfile", *words]
+    folder = tmp_path / "runs" / "run"
+    cluster, reason = up(tmp_path_factory.mktemp("three") / "fake", 3)
+    assert cluster, reason
+    try:
+        with (tmp_path / "output").open("w+") as output:
+            process = cluster.start(here, *launch, cwd=tmp_path, output=output)
+            wait_for(lambda: process.poll() is not None or newest_step(folder) > 0, 120)
+            cluster.off(lost)
+            wait_for(lambda: process.poll() is not None or goes_on(folder, 2), 120)
+            cluster.on(lost)
+            wait_for(lambda: process.poll() is not None or goes_on(folder, 3), 120)
+            code = process.wait(timeout=300)
+            output.seek(0)
+            printed = output.read()
+    finally:
+        process.kill()
+        down(cluster)
+    assert code == 0, printed[-5000:]
+    starts = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()]
+    assert [(start["world_size"], start["restart"]) for start in starts] == [(3, 0), (2, 1), (3, 0)]
+    assert starts[2]["from_step"] == starts[2]["reached_step"], "steps were done twice"
+    assert re.search(rf"^Lost: {lost}: no heartbeat for \d+ s, and no answer through ssh\.$", printed, re.MULTILINE)
+    for said in (r"Restart 1 of 1: \d+\.\d s from the death", r"\d+\.\d s from the stop"):
+        assert len(re.findall(rf"^{said} to the first new step", printed, re.MULTILINE)) == 1
+    assert "The first error" not in printed
+    assert losses(folder) == pytest.approx(without_faults, abs=1e-5)
+    assert [row["step"] for row in rows_of(folder) if "loss" in row] == list(range(1, STEPS + 1))
+
+
+def goes_on(folder: Path, ranks: int) -> bool:
+    """Whether a run has been started on so many ranks last, and has done steps since."""
+    last = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()][-1]
+    return last["world_size"] == ranks and len(losses(folder)) > last["from_step"] + 20

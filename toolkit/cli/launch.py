@@ -6,6 +6,7 @@ toolkit launch recipe=NAME [launcher options] [hostfile=FILE] [key=value …]
   hostfile=FILE               several nodes, checked as by `toolkit doctor quick=true`; --no_ssh_check skips that
   recipe=NAME, key=value      as for `toolkit train`
   run.max_restarts=N          restart a run that crashed or hung, up to N times
+  launch.min_nodes=N          continue without lost nodes and with new ones, on N nodes at least
 
 On one node a free port is chosen if --master_port is not given.
 """
@@ -25,4 +26,4 @@ def run(words: list[str]) -> int:
     ranks = problems.attempt(deepspeed.ranks_of, options) or arguments.world_size
     check_parsed(arguments.loaded, ranks, problems, files=False)
     problems.raise_all()
-    return launch(typed, options, rest, arguments.loaded.cfg)
+    return launch(typed, rest, arguments.loaded.cfg)

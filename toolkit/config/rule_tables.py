@@ -255,6 +255,11 @@ PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
 
 INCOMPATIBLE: tuple[Rule, ...] = (
     Rule(
+        "launch.max_nodes",
+        lambda c: 0 < c.launch.max_nodes < c.launch.min_nodes,
+        "launch.max_nodes = {value} is less than launch.min_nodes = {launch.min_nodes}.",
+    ),
+    Rule(
         "schedule.warmup_steps",
         lambda c: 0 < c.train.max_steps < c.schedule.warmup_steps,
         "schedule.warmup_steps = {value} is more than train.max_steps = {train.max_steps}: the run would end while "

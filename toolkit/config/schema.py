@@ -1256,7 +1256,7 @@ class PlanConfig:
     """`plan`: memory limits, and choosing a layout automatically."""
 
     auto: bool = False
-    """Choose ZeRO stage, offloading to host memory, activation checkpointing and micro-batch at launch: the fastest, by the plan, that fits on these nodes with the same global batch. A resumed run keeps what it began with."""
+    """Choose ZeRO stage, offloading to host memory, activation checkpointing and micro-batch at launch: the fastest, by the plan, that fits on these nodes with the same global batch. A run that resumes on as many ranks keeps what was chosen."""
 
     max_gpu_gib: NonNegativeFloat = 0.0
     """GiB of GPU memory that a rank may use; 0 is what the GPU has. On CPU ranks it bounds the bytes of their tensors during the dry run; 0 does not."""
@@ -1284,6 +1284,10 @@ class LaunchConfig:
 
     num_nodes: NonNegativeInt = 0
     """Nodes that must take part; a run on fewer or more is rejected; 0 takes what the launcher gives."""
+    min_nodes: NonNegativeInt = 0
+    """Fewest nodes of the hostfile to train on, by `toolkit launch`. When a node is lost, the run resumes from its last checkpoint on the others, with the same global batch; when one answers again or is added to the hostfile, it saves, stops and resumes on more nodes; needs `run.max_restarts`. 0: all nodes take part."""
+    max_nodes: NonNegativeInt = 0
+    """With `launch.min_nodes`: most nodes to train on; further ones of the hostfile are spares. 0 takes all."""
     env: dict[str, Any] = field(default_factory=dict)
     """Environment variables of every rank on every node: {NCCL_DEBUG: INFO, HF_TOKEN: }. A value is set as it is typed and wins over the environment; a name without one (null) has to be set where the command is typed: for secrets, which are forwarded and never written to a file. In recipes and configs \\${ stands for ${."""
 

@@ -3,17 +3,21 @@
 import os
 import shlex
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from toolkit import secrets
 from toolkit.config.schema import RunConfig
-from toolkit.doctor import examine, findings
-from toolkit.launch import deepspeed, environment, hostfile, processes
-from toolkit.messages import CheckpointError, Diverged, LaunchError, Stopped, ToolkitError, say, tr
+from toolkit.distributed import failure
+from toolkit.jobs.nodes import LOOK_EVERY_S, Nodes
+from toolkit.launch import deepspeed, environment, processes
+from toolkit.messages import CheckpointError, Diverged, Stopped, ToolkitError, say, tr
 from toolkit.train import run_dir
 
 SCRIPT = Path(__file__).parents[2] / "run.py"
@@ -24,44 +28,50 @@ _KILLED = 128
 """Launchers add it to the number of the signal that killed a rank."""
 
 
-def launch(typed: Sequence[str], options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> int:
+def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
     """Launch a run, and again after a crash up to `run.max_restarts` times; return its exit code.
 
-    `typed` are the arguments of `deepspeed`, `options` the same by name, `words` recipe and overrides of `cfg`.
+    `typed` are the arguments of `deepspeed`, `words` recipe and overrides of `cfg`.
     """
-    folder, hosts = run_dir.make_parent(cfg), _machines(options, words, cfg)
-    command, environ = _command(typed, options, words, hosts, cfg)
-    say("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]]))
+    folder, nodes = run_dir.make_parent(cfg), Nodes(typed, words, cfg)
+    command, environ = _command(nodes)
     requests, most, timeout_s = processes.SignalRequests(), cfg.run.max_restarts, float(cfg.distributed.timeout_s)
-    restart, died = 0, 0.0
+    restart, number, died = 0, 0, 0.0
     while True:
-        attempt = Attempt(folder, environ, restart, most, died)
+        attempt = Attempt(folder, environ, nodes, number, most, died)
         try:
-            child = processes.run_launcher(command, attempt.environ, words, requests, attempt.look, timeout_s)
-            status = attempt.final_status(timeout_s if requests.last and len(hosts) > 1 else 0.0)
+            child = processes.run_launcher(command, attempt.environ, nodes.words, requests, attempt.look, timeout_s)
+            is_far = bool(requests.last) and len(nodes.hosts) > 1
+            status = attempt.final_status(timeout_s if is_far else 0.0)
         finally:
-            attempt.path.unlink(missing_ok=True)
-        code = exit_code_of_run(status, child, asked=bool(requests.last))
-        restart += 1
-        run = Path(status.get("folder", ""))
-        if not should_restart(code, status, asked=bool(requests.last)) or restart > most:
-            if len(hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
-                # That of the rank that failed first: what other nodes print comes in any order.
-                text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()
-                say("The first error:  {text}", text=text)
-            return code
-        died = status.get("died", time.time())
-        step = run_dir.newest_step(run)
-        run_dir.check_repeated_death(run, step)
-        say(
-            "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
-            "{saved}.",
-            step=run_dir.reached_step(run),
-            code=code,
-            restart=restart,
-            most=most,
-            saved=step,
-        )
+            attempt.end()
+        code, run = exit_code_of_run(status, child, asked=bool(requests.last)), Path(status.get("folder", ""))
+        number, died = 0, status.get("died", time.time())
+        if not (attempt.stop and code == STOPPED and not requests.last):
+            restart += 1
+            number = restart
+            if not should_restart(code, status, asked=bool(requests.last)) or restart > most:
+                if len(nodes.hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
+                    # That of the rank that failed first: what other nodes print comes in any order.
+                    text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()
+                    say("The first error:  {text}", text=text)
+                return code
+            step = run_dir.newest_step(run)
+            run_dir.check_repeated_death(run, step)
+            say(
+                "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of "
+                "step {saved}.",
+                step=run_dir.reached_step(run),
+                code=code,
+                restart=restart,
+                most=most,
+                saved=step,
+            )
+        nodes.choose_again(lambda: bool(requests.last))
+        if requests.last:
+            return STOPPED
+        if nodes.is_elastic:
+            command, environ = _command(nodes)
 
 
 def exit_code_of_run(status: Mapping[str, Any], child: int, asked: bool) -> int:
@@ -93,44 +103,9 @@ def should_restart(code: int, status: Mapping[str, Any], asked: bool) -> bool:
     return code in (1, HANG) and "folder" in status and not asked
 
 
-def _machines(options: Mapping[str, str], words: Sequence[str], cfg: RunConfig) -> hostfile.Resources:
-    """Check the nodes of a hostfile, print which rank runs where, and return them; {} without one."""
-    path = deepspeed.hostfile_of(options)
-    if path is None:
-        deepspeed.check_binding({}, options)
-        return {}
-    hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
-    hostfile.check_visible_devices(hosts)
-    deepspeed.check_machines(hosts, options)
-    deepspeed.check_backend_program(hosts, options)
-    deepspeed.check_binding(hosts, options)
-    if deepspeed.logs_in(hosts, options) and "--no_ssh_check" not in options:
-        machines = examine.plan_examination(options, words, cfg, hosts)
-        machines.run(quick=True)
-        if wrong := machines.lines(findings.ERROR):
-            raise LaunchError(
-                "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the "
-                "same.",
-                lines="\n".join(wrong),
-            )
-        for line in machines.lines(findings.WARNING):
-            say("Note: {line}", line=line.strip())
-    rows = hostfile.rank_table(hosts)
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        host, gpus, ranks = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
-    if len({len(gpus) for gpus in hosts.values()}) > 1:
-        say("Note: the nodes take part with different numbers of GPUs.")
-    for file, names in environment.variables_of_files(Path.cwd()).items() if len(hosts) > 1 else ():
-        say("{file} sets on all nodes: {names}", file=file, names=", ".join(names))
-    return hosts
-
-
-def _command(
-    typed: Sequence[str], options: Mapping[str, str], words: Sequence[str], hosts: hostfile.Resources, cfg: RunConfig
-) -> tuple[list[str], dict[str, str]]:
+def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
     """Return the launcher's command and its environment; print which variables of `launch.env` the ranks get."""
+    hosts, options, cfg = nodes.hosts, nodes.options, nodes.cfg
     backend, env = deepspeed.backend(hosts, options), cfg.launch.env
     if "--launcher" in options and not backend:
         say(
@@ -154,23 +129,34 @@ def _command(
     options = {**options, **port}
     command = [sys.executable, "-m", processes.FRONT_END, *quiet]
     command += [*deepspeed.options_without_ssh(hosts, options), *(word for pair in port.items() for word in pair)]
-    command += typed
+    command += nodes.typed
     command += deepspeed.mpi_launcher_args(hosts, options, exported) if backend == "openmpi" else []
     # Outside a checkout the installed package's command, without --local_rank, which would come before its `train`; the
     # variable says the same.
     program = [str(SCRIPT)] if SCRIPT.is_file() else ["--module", "--no_local_rank", "toolkit", "train"]
-    return [*command, *program, *deepspeed.quoted_words(hosts, options, words)], environ
+    command += [*program, *deepspeed.quoted_words(hosts, options, nodes.words)]
+    say("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]]))
+    return command, environ
 
 
 class Attempt:
-    """One start of the ranks."""
+    """One start of the ranks: the `number`th after a death, 0 the first and after a change of nodes."""
 
-    def __init__(self, folder: Path, environ: Mapping[str, str], restart: int, most: int, died: float) -> None:
-        self.path = environment.create_status_file(folder, restart)
+    def __init__(
+        self, folder: Path, environ: Mapping[str, str], nodes: Nodes, number: int, most: int, ended: float
+    ) -> None:
+        self.path = environment.create_status_file(folder, number)
         # ssh alone waits for hours for a lost machine; the environment's own arguments come first, as the first counts.
         ssh = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o ServerAliveInterval=10 -o ServerAliveCountMax=3".strip()
         self.environ = {**environ, "PDSH_SSH_ARGS_APPEND": ssh, **environment.status_variables(self.path)}
-        self.restart, self.most, self.died = restart, most, died
+        self.nodes, self.number, self.most, self.ended = nodes, number, most, ended
+        """`ended`: when the ranks before these did, 0 without any."""
+        self.stop: Path | None = None
+        """The file by which the run was asked to stop, and to go on with other nodes."""
+        self._lost_at = 0.0
+        self._over = threading.Event()
+        if nodes.is_elastic:
+            threading.Thread(target=self._watch_nodes, name="nodes", daemon=True).start()
 
     def final_status(self, patience_s: float) -> dict[str, Any]:
         """Return what the ranks have reported when their launcher has ended; other nodes get `patience_s` to do so."""
@@ -181,14 +167,58 @@ class Attempt:
                 return status
             time.sleep(0.5)
 
-    def look(self) -> None:
-        """Print once how long it took until a restarted run has done a new step."""
-        if self.died and (step := environment.read_status(self.environ).get("first_step")):
-            say(
-                "Restart {restart} of {most}: {seconds} s from the death to the first new step (step {step}).",
-                restart=self.restart,
-                most=self.most,
-                seconds=f"{time.time() - self.died:.1f}",
-                step=step,
-            )
-            self.died = 0.0
+    def look(self) -> bool:
+        """Print once how long it took until a run has done a new step. Return whether what is left may be killed: the
+        ranks on nodes that are there have had the time to end.
+        """
+        if self.ended and (step := environment.read_status(self.environ).get("first_step")):
+            seconds = f"{time.time() - self.ended:.1f}"
+            if self.number:
+                say(
+                    "Restart {restart} of {most}: {seconds} s from the death to the first new step (step {step}).",
+                    restart=self.number,
+                    most=self.most,
+                    seconds=seconds,
+                    step=step,
+                )
+            else:
+                say("{seconds} s from the stop to the first new step (step {step}).", seconds=seconds, step=step)
+            self.ended = 0.0
+        return bool(self._lost_at) and time.monotonic() - self._lost_at > failure.SILENT_S
+
+    def end(self) -> None:
+        """Remove what the ranks were told by."""
+        self._over.set()
+        self.path.unlink(missing_ok=True)
+        if self.stop:
+            self.stop.unlink(missing_ok=True)
+
+    def _watch_nodes(self) -> None:
+        """End the run when a node is lost; stop it, once it has done a step, when it shall go on with others."""
+        while not self._over.wait(LOOK_EVERY_S):
+            status = environment.read_status(self.environ)
+            if "folder" not in status or "code" in status:
+                continue
+            folder = Path(status["folder"])
+            with suppress(ToolkitError, OSError):  # a hostfile that is being written
+                if lost := self.nodes.lost(folder / "logs"):
+                    self._end_without(lost, folder)
+                    return
+                if self.stop is None and "first_step" in status and self.nodes.would_change():
+                    say("The nodes have changed: the run saves a checkpoint, stops and resumes on those that are available.")
+                    stop = folder / run_dir.STOP
+                    stop.touch()
+                    self.stop = stop
+
+    def _end_without(self, lost: Mapping[str, float], folder: Path) -> None:
+        """Let the ranks end that wait for those of a lost node: all look for FAILED."""
+        environment.report_status(self.environ, code=HANG, died=time.time() - max(lost.values()))
+        text = tr(
+            "{hosts}: no heartbeat for {seconds} s, and no answer through ssh.",
+            hosts=", ".join(lost),
+            seconds=f"{max(lost.values()):.0f}",
+        )
+        say("Lost: {text}", text=text)
+        with suppress(FileExistsError), open(folder / "FAILED", "x", encoding="utf-8") as file:
+            file.write(f"toolkit launch on {socket.gethostname()}, exit code {HANG}\n{text}\n")
+        self._lost_at = time.monotonic()

@@ -148,6 +148,17 @@ def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list
     return mine, split_words(mine)[0], others
 
 
+def without_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return a launcher's options without some of them and their values."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        option = [word, *islice(rest, 1 if WITH_VALUE.fullmatch(name) and not equals else 0)]
+        kept += option if name not in names else []
+    return kept
+
+
 def ancestors() -> Iterator[tuple[psutil.Process, list[str]]]:
     """Yield the processes above this one with their command lines, parent first, up to one that is hidden."""
     process: psutil.Process | None = psutil.Process()
@@ -349,12 +360,16 @@ def restart_number(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def check_restarts(
-    most: int, ranks: environment.Ranks, words: Sequence[str], environ: Mapping[str, str] = os.environ
+    most: int,
+    ranks: environment.Ranks,
+    words: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    least_nodes: int = 0,
 ) -> None:
     """Refuse what would not be started again, or more often than was asked for."""
     if environment.read_status(environ):
         return
-    if ranks.launcher == "torchrun":
+    if ranks.launcher == "torchrun" and not least_nodes:
         given = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if given != most:
             raise LaunchError(
@@ -366,6 +381,14 @@ def check_restarts(
     elif most:
         typed = next(filter(None, (launcher_options(line) for _, line in ancestors())), [])
         command = shlex.join(["toolkit", "launch", *typed, *words])
+        if least_nodes:
+            raise LaunchError(
+                "launch.min_nodes = {least}: only `toolkit launch` starts a run again on other nodes, not {launcher}. "
+                "Type: {command}",
+                least=least_nodes,
+                launcher=ranks.launcher,
+                command=command,
+            )
         raise LaunchError(
             "run.max_restarts = {most}, but nothing here would restart the run ({launcher}). Type: {command}",
             most=most,

@@ -72,14 +72,14 @@ def run_launcher(
     environ: Mapping[str, str],
     words: Sequence[str],
     requests: SignalRequests,
-    look: Callable[[], None],
+    look: Callable[[], bool],
     patience_s: float,
 ) -> int:
     """Run a launcher until nothing of it is left on this machine; return its exit code, negative if a signal killed it.
 
     Ranks are known by `environ`, which holds `status_variables`, where they are in a session of their own,
-    else by their arguments `words`. `requests` are passed on to all at once; `look` is called several times a second;
-    what has lost its launcher is killed after `patience_s`.
+    else by their arguments `words`. `requests` are passed on to all at once; what has lost its launcher is killed after
+    `patience_s`, and all that is left as soon as `look`, which is called several times a second, says so.
     """
     # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
     process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -96,9 +96,8 @@ def run_launcher(
             requests.is_new, passed = False, now
         if code is not None:
             ended = ended or now
-            if now - ended > patience_s:
-                _send_signal(_session_processes(process.pid) + _find_ranks(words, told), signal.SIGKILL)
-        look()
+        if look() or (code is not None and now - ended > patience_s):
+            _send_signal(_session_processes(process.pid) + _find_ranks(words, told), signal.SIGKILL)
         time.sleep(_POLL_S)
     return code
 

@@ -81,19 +81,19 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
 def choose_layout(
     cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: run_dir.RunSource
 ) -> RunConfig:
-    """Return the config with the layout that `plan.auto` chooses, or that the run began with. A collective."""
+    """Return the config with the layout that `plan.auto` chooses, or chose for as many ranks before. A collective."""
+    state = None
     if (checkpoint := origin.checkpoint) is not None:
-        before = on_rank0(lambda: directory.read_run_state(checkpoint).config)
-        micro, possible = before["batch"]["micro_per_gpu"], mesh.micro_sizes(cfg, ranks.world_size)
-        if micro not in possible:  # on another number of ranks: the nearest below it, which takes no more memory
-            micro = max((one for one in possible if one < micro), default=micro)
+        state = on_rank0(lambda: directory.read_run_state(checkpoint))
+    if state is not None and state.world_size == ranks.world_size:
+        before = state.config
         return layouts.with_layout(
             cfg,
             before["zero"]["stage"],
             Device(before["zero"]["offload_optimizer"]["device"]),
             Device(before["zero"]["offload_param"]["device"]),
             before["train"]["activation_checkpointing"]["enabled"],
-            micro,
+            before["batch"]["micro_per_gpu"],
         )
     machine = _machine(cfg, ranks, device)
 

@@ -59,7 +59,7 @@ def make_ready(
     problems.raise_all()
     cfg = arguments.loaded.cfg
     deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
-    deepspeed.check_restarts(cfg.run.max_restarts, ranks, words)
+    deepspeed.check_restarts(cfg.run.max_restarts, ranks, words, least_nodes=cfg.launch.min_nodes)
     set_environment(cfg, ranks, inherited)
     return arguments, ranks
 

@@ -1,0 +1,263 @@
+"""The nodes of a launch: which take part, and with `launch.min_nodes` which can, each time the ranks are started."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from subprocess import DEVNULL, TimeoutExpired
+
+from toolkit import children
+from toolkit.config import mesh
+from toolkit.config.schema import AUTO, RunConfig
+from toolkit.distributed import failure
+from toolkit.doctor import examine, findings
+from toolkit.launch import deepspeed, environment, hostfile
+from toolkit.launch.hostfile import Resources
+from toolkit.messages import ConfigError, LaunchError, say, tr
+
+LOOK_EVERY_S = 5.0
+"""Whether nodes have gone or come."""
+_ANSWER_S = 5
+
+
+class Nodes:
+    """The nodes that ranks are started on: all that were asked for, or with `launch.min_nodes` those that can.
+
+    Args:
+        typed: the arguments of `deepspeed`.
+        words: recipe and overrides of `cfg`.
+
+    Raises:
+        LaunchError: too few nodes, or what DeepSpeed's launcher would misread or not start.
+    """
+
+    def __init__(self, typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> None:
+        self._asked, self._recipe, self.cfg = list(typed), list(words), cfg
+        self.typed, self.words = list(typed), list(words)
+        """As the next start takes them."""
+        self.hosts: Resources = {}
+        """That take part, with their GPUs; {} without a hostfile."""
+        self.is_elastic = bool(cfg.launch.min_nodes)
+        self._refused: set[str] = set()
+        """Nodes that answer but would break the run, and have been named."""
+        self._beats: dict[str, tuple[int, float]] = {}
+        """The last heartbeat of each node's first rank, and when it was new."""
+        options = self.options
+        is_listed = deepspeed.hostfile_of(options) is not None
+        if self.is_elastic and (not is_listed or deepspeed.backend({}, self._as_several) != "pdsh"):
+            raise LaunchError(
+                "launch.min_nodes = {least} needs a hostfile, and DeepSpeed's launcher with pdsh: add hostfile=FILE, "
+                "and leave out --launcher and --no_ssh.",
+                least=cfg.launch.min_nodes,
+            )
+        named = deepspeed.named_hosts(options) if is_listed else {}
+        self._take(self._that_answer(named) if self.is_elastic else named)
+        self._check()
+        self._show()
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The launcher's, by name."""
+        return deepspeed.split_words(self.typed)[0]
+
+    @property
+    def _as_several(self) -> dict[str, str]:
+        """The same, by which a node alone is asked through ssh too."""
+        return {**self.options, "--force_multi": ""}
+
+    def choose_again(self, is_asked: Callable[[], bool]) -> None:
+        """Choose anew after the ranks have ended; wait until enough nodes can, or this process `is_asked` to stop."""
+        said = ""
+        while self.is_elastic and not is_asked():
+            try:
+                there = self._that_answer(self._named())
+                if unfit := self._unfit(there):  # GPUs are free a while after the ranks have ended
+                    _pause(is_asked)
+                    unfit = self._unfit({host: there[host] for host in unfit})
+                hosts, _ = fitting(self.cfg, {host: gpus for host, gpus in there.items() if host not in unfit})
+            except LaunchError as error:
+                if said != str(error):
+                    said = str(error)
+                    say("Waiting for nodes: {reason}", reason=said)
+                _pause(is_asked)
+                continue
+            before = self.hosts
+            self._take(hosts)
+            if hosts != before:
+                self._show()
+            return
+
+    def _named(self) -> Resources:
+        """Return the nodes of the hostfile as it is now."""
+        return deepspeed.named_hosts(deepspeed.split_words(self._asked)[0])
+
+    def would_change(self) -> bool:
+        """Whether there are nodes for more ranks, or one that takes part has left the hostfile."""
+        named = self._named()
+        come = self._answering({host: gpus for host, gpus in named.items() if host not in self.hosts})
+        there = {host: gpus for host, gpus in named.items() if host in self.hosts or host in come}
+
+        def is_better(hosts: Resources) -> bool:
+            return not set(self.hosts) <= set(named) or ranks_on(hosts) > ranks_on(self.hosts)
+
+        hosts, _ = fitting(self.cfg, there)
+        if not is_better(hosts):
+            return False
+        unfit = self._unfit({host: gpus for host, gpus in hosts.items() if host not in self.hosts})
+        return is_better(fitting(self.cfg, {host: gpus for host, gpus in there.items() if host not in unfit})[0])
+
+    def lost(self, logs: Path) -> dict[str, float]:
+        """Return the nodes that are gone, with the seconds since their last sign of life: no heartbeat in `logs` of the
+        run directory, and no answer through ssh.
+        """
+        first, now = 0, time.monotonic()
+        for host, gpus in self.hosts.items():
+            with suppress(OSError, ValueError, KeyError):  # not begun
+                text = (logs / failure.heartbeat_file(first)).read_text(encoding="utf-8")
+                if self._beats.get(host, (-1, now))[0] != (beats := json.loads(text)["beats"]):
+                    self._beats[host] = beats, now
+            first += len(gpus)
+        seconds = {host: now - since for host, (_, since) in self._beats.items()}
+        silent = {
+            host: self.hosts[host] for host in seconds if seconds[host] > failure.SILENT_S * failure.stretch(first)
+        }
+        if len(silent) == len(seconds):  # none, or it is the file server that stands still
+            return {}
+        for _ in range(2):
+            silent = {host: silent[host] for host in set(silent).difference(self._answering(silent))}
+        return {host: seconds[host] for host in sorted(silent)}
+
+    def _that_answer(self, named: Resources) -> Resources:
+        """Return the nodes that ranks can be started on; LaunchError if they are too few."""
+        answering = self._answering(named)
+        silent = ", ".join(host for host in named if host not in answering)
+        if len(answering) < self.cfg.launch.min_nodes:
+            raise LaunchError(
+                "launch.min_nodes is {least}, but {count} of {named} nodes answer. No answer through ssh: {silent}.",
+                least=self.cfg.launch.min_nodes,
+                count=len(answering),
+                named=len(named),
+                silent=silent,
+            )
+        if silent:
+            say("No answer through ssh, left out: {hosts}", hosts=silent)
+        return {host: named[host] for host in answering}
+
+    def _answering(self, hosts: Resources) -> list[str]:
+        """Return the nodes that let us in."""
+        arguments = examine.plan_examination(self._as_several, [], self.cfg, hosts).ssh.arguments
+        command = ["ssh", *arguments, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_S}"]
+
+        def does_answer(host: str) -> bool:
+            with suppress(OSError, TimeoutExpired):
+                quiet = {"stdin": DEVNULL, "stdout": DEVNULL, "stderr": DEVNULL, "timeout": 3 * _ANSWER_S}
+                return hostfile.is_here(host) or not children.run([*command, host, "true"], **quiet).returncode
+            return False
+
+        with ThreadPoolExecutor(64) as pool:
+            return [host for host, does in zip(hosts, pool.map(does_answer, hosts), strict=True) if does]
+
+    def _unfit(self, hosts: Resources) -> set[str]:
+        """Return the nodes that would break the run, each by itself; say why once."""
+        if "--no_ssh_check" in self.options:
+            return set()
+
+        def errors(host: str) -> list[str]:
+            one = examine.plan_examination(self._as_several, self.words, self.cfg, {host: hosts[host]})
+            one.run(quick=True)
+            return one.lines(findings.ERROR)
+
+        with ThreadPoolExecutor(64) as pool:
+            found = {host: lines for host, lines in zip(hosts, pool.map(errors, hosts), strict=True) if lines}
+        for host in sorted(found.keys() - self._refused):
+            say("{host} would break the run, left out:\n{lines}", host=host, lines="\n".join(found[host]))
+        self._refused = {*self._refused.difference(hosts), *found}
+        return set(found)
+
+    def _take(self, hosts: Resources) -> None:
+        """Let the next start take these nodes, or as many of them as the batch divides over."""
+        self.hosts, self._beats = hosts, {}
+        if not self.is_elastic:
+            return
+        self.hosts, more = fitting(self.cfg, hosts)
+        included = "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in self.hosts.items())
+        self.typed = [*deepspeed.without_options(self._asked, hostfile.SELECTING), "--include", included]
+        if len(self.hosts) == 1 and not any(map(hostfile.is_here, self.hosts)) and "--force_multi" not in self.typed:
+            self.typed.append("--force_multi")
+        self.words = [*self._recipe, *more]
+
+    def _check(self) -> None:
+        """Refuse what DeepSpeed's launcher would misread or not start, and nodes that would break the run."""
+        hosts, options = self.hosts, self.options
+        if hosts:
+            hostfile.check_visible_devices(hosts)
+            deepspeed.check_machines(hosts, options)
+            deepspeed.check_backend_program(hosts, {} if self.is_elastic else options)
+        deepspeed.check_binding(hosts, options)
+        if not deepspeed.logs_in(hosts, options) or "--no_ssh_check" in options:
+            return
+        machines = examine.plan_examination(options, self.words, self.cfg, hosts)
+        machines.run(quick=True)
+        if wrong := machines.lines(findings.ERROR):
+            raise LaunchError(
+                "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the "
+                "same.",
+                lines="\n".join(wrong),
+            )
+        for line in machines.lines(findings.WARNING):
+            say("Note: {line}", line=line.strip())
+
+    def _show(self) -> None:
+        """Print which rank runs where."""
+        rows = hostfile.rank_table(self.hosts)
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+        for row in rows:
+            host, gpus, ranks = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
+        if len({len(gpus) for gpus in self.hosts.values()}) > 1:
+            say("Note: the nodes take part with different numbers of GPUs.")
+        for file, names in environment.variables_of_files(Path.cwd()).items() if len(self.hosts) > 1 else ():
+            say("{file} sets on all nodes: {names}", file=file, names=", ".join(names))
+
+
+def _pause(is_asked: Callable[[], bool]) -> None:
+    """Wait a while, or until this process is asked to stop."""
+    until = time.monotonic() + LOOK_EVERY_S
+    while time.monotonic() < until and not is_asked():
+        time.sleep(0.2)
+
+
+def ranks_on(hosts: Mapping[str, Sequence[int]]) -> int:
+    """Return how many ranks run on nodes."""
+    return sum(map(len, hosts.values()))
+
+
+def fitting(cfg: RunConfig, hosts: Resources) -> tuple[Resources, list[str]]:
+    """Return as many of the nodes, first ones first, as the global batch divides over, and the overrides for that.
+
+    No fewer than `launch.min_nodes` and no more than `launch.max_nodes`; LaunchError if there is no such number. The
+    micro-batch becomes smaller where it does not divide a rank's share: the step computes the same all the same.
+    """
+    least, most = cfg.launch.min_nodes, cfg.launch.max_nodes or len(hosts)
+    for count in range(min(most, len(hosts)), max(1, least) - 1, -1):
+        chosen = dict(islice(hosts.items(), count))
+        try:
+            sizes = mesh.micro_sizes(cfg, ranks_on(chosen))
+        except ConfigError:  # these ranks cannot be divided into groups that share a model
+            continue
+        if sizes and cfg.batch.micro_per_gpu == AUTO:
+            return chosen, []
+        if sizes:
+            rows = max(size for size in sizes if size <= mesh.micro_rows(cfg))
+            return chosen, [] if rows == mesh.micro_rows(cfg) else [f"batch.micro_per_gpu={rows}"]
+    raise LaunchError(
+        "batch.global_size = {size} cannot be divided over {least} to {most} of these nodes (ranks of each: {ranks}), "
+        "with parallel.* as set. Choose a size that can: nodes may come and go then.",
+        size=cfg.batch.global_size,
+        least=least,
+        most=min(most, len(hosts)),
+        ranks=", ".join(str(len(gpus)) for gpus in hosts.values()),
+    )
