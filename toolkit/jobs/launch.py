@@ -205,7 +205,10 @@ class Attempt:
                     self._end_without(lost, folder)
                     return
                 if self.stop is None and "first_step" in status and self.nodes.would_change():
-                    say("The nodes have changed: the run saves a checkpoint, stops and resumes on those that are available.")
+                    say(
+                        "The nodes have changed: the run saves a checkpoint, stops and resumes on those that are "
+                        "available."
+                    )
                     stop = folder / run_dir.STOP
                     stop.touch()
                     self.stop = stop
