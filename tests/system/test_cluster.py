@@ -117,11 +117,12 @@ def without_faults(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """Losses of three ranks on one machine."""
     folder = tmp_path_factory.mktemp("three")
     command = forked(3, str(REPOSITORY / "run.py"), *tiny(rows_file, folder, "run", *LONG))
-    finished = run(command, cwd=folder, timeout_s=300)
+    finished = run(command, cwd=folder, timeout_s=600)
     assert finished.code == 0, finished.output[-3000:]
     return losses(folder / "runs" / "run")
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("nodes", "here", "lost"), [(3, "node1", "node2"), (3, "node3", "node1"), (2, "node1", "node2")]
 )
@@ -147,10 +148,10 @@ def test_nodes_that_go_and_come(
             process = cluster.start(here, *launch, cwd=tmp_path, output=output)
             wait_for(lambda: process.poll() is not None or newest_step(folder) > 0, 120)
             cluster.off(lost)
-            wait_for(lambda: process.poll() is not None or goes_on(folder, nodes - 1), 120)
+            wait_for(lambda: process.poll() is not None or goes_on(folder, nodes - 1), 300)
             cluster.on(lost)
-            wait_for(lambda: process.poll() is not None or goes_on(folder, nodes), 120)
-            code = process.wait(timeout=300)
+            wait_for(lambda: process.poll() is not None or goes_on(folder, nodes), 300)
+            code = process.wait(timeout=600)
             output.seek(0)
             printed = output.read()
     finally:
@@ -171,4 +172,4 @@ def test_nodes_that_go_and_come(
 def goes_on(folder: Path, ranks: int) -> bool:
     """Whether a run has been started on so many ranks last, and has done steps since."""
     last = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()][-1]
-    return last["world_size"] == ranks and len(losses(folder)) > last["from_step"] + 20
+    return last["world_size"] == ranks and len(losses(folder)) > last["from_step"] + 5
