@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -91,8 +92,9 @@ def tiny(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]
     ]
 
 
+@cache
 def can_do_async_io() -> bool:
-    """Return whether DeepSpeed's aio op builds here (it needs libaio's headers)."""
+    """Return whether DeepSpeed's aio op builds here (it needs libaio's headers). It tries a compiler, so ask once."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder("AsyncIOBuilder")
