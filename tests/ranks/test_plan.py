@@ -114,7 +114,7 @@ def test_plan_auto_chooses_and_as_many_ranks_keep_it(tmp_path: Path, rows_file: 
     assert sum(plan["device_bytes"]["step"].values()) <= plan["usable_bytes"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(row["planned_memory_bytes"] > 0 for row in rows if "loss" in row)
-    # Nothing would fit any more, but a run that goes on on as many ranks is not laid out anew.
+    # Nothing would fit any more, but a run that resumes on as many ranks keeps its layout.
     _, again = train("again", f"resume={folder}/checkpoints/step-2", "plan.max_gpu_gib=0.001")
     kept = yaml.safe_load((again / "config.yaml").read_text())
     assert (kept["zero"], kept["batch"]) == (chosen["zero"], chosen["batch"])

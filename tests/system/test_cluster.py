@@ -135,7 +135,7 @@ def test_nodes_that_go_and_come(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """One loses its power, and gets it again: the run goes on without it and with it, to the losses of three ranks."""
+    """One loses its power, and gets it again: the run resumes without it and with it, to the losses of three ranks."""
     (tmp_path / "hostfile").write_text("".join(f"node{number} slots=1\n" for number in range(1, nodes + 1)))
     words = tiny(rows_file, tmp_path, "run", *LONG, "run.max_restarts=1", f"launch.min_nodes={nodes - 1}")
     launch = [sys.executable, "-m", "toolkit", "launch", "hostfile=hostfile", *words]
@@ -148,9 +148,9 @@ def test_nodes_that_go_and_come(
             process = cluster.start(here, *launch, cwd=tmp_path, output=output)
             wait_for(lambda: process.poll() is not None or newest_step(folder) > 0, 120)
             cluster.off(lost)
-            wait_for(lambda: process.poll() is not None or goes_on(folder, nodes - 1), 300)
+            wait_for(lambda: process.poll() is not None or has_resumed(folder, nodes - 1), 300)
             cluster.on(lost)
-            wait_for(lambda: process.poll() is not None or goes_on(folder, nodes), 300)
+            wait_for(lambda: process.poll() is not None or has_resumed(folder, nodes), 300)
             code = process.wait(timeout=600)
             output.seek(0)
             printed = output.read()
@@ -169,7 +169,7 @@ def test_nodes_that_go_and_come(
     assert [row["step"] for row in rows_of(folder) if "loss" in row] == list(range(1, STEPS + 1))
 
 
-def goes_on(folder: Path, ranks: int) -> bool:
+def has_resumed(folder: Path, ranks: int) -> bool:
     """Whether a run has been started on so many ranks last, and has done steps since."""
     last = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()][-1]
     return last["world_size"] == ranks and len(losses(folder)) > last["from_step"] + 5

@@ -1,4 +1,4 @@
-"""Which nodes of a hostfile a launch with `launch.min_nodes` takes, and when it asks a run to go on with others."""
+"""Which nodes of a hostfile a launch with `launch.min_nodes` takes, and when it asks a run to resume on others."""
 
 import json
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.cli import main
 from toolkit.config.schema import RunConfig
 from toolkit.jobs import nodes
 from toolkit.jobs.nodes import Nodes, fitting
@@ -162,7 +163,7 @@ def test_a_node_is_lost_without_heartbeat_and_answer(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """A clock that goes on when it is told to."""
+    """A clock that is set forward by hand."""
     now = [100.0]
     monkeypatch.setattr(nodes.time, "monotonic", lambda: now[0])
 
@@ -214,3 +215,16 @@ def test_too_few_are_an_error_first_and_waited_for_later(fleet: Fleet, capsys: p
 def test_what_has_no_nodes_to_choose_from(typed: list[str]) -> None:
     with pytest.raises(LaunchError, match="needs a hostfile, and DeepSpeed's launcher with pdsh"):
         Nodes(typed, [], config(12))
+
+
+def test_the_number_of_ranks_is_not_checked_before_nodes_are_chosen(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three nodes with two GPUs each, 32 divide over the GPUs of two."""
+    monkeypatch.setattr("toolkit.cli.launch.launch", lambda typed, words, cfg: 10 * len(Nodes(typed, words, cfg).hosts))
+    words = ["launch", f"hostfile={fleet.file}", "recipe=quickstart", "run.name=x", f"run.dir={tmp_path}/runs"]
+    words += ["batch.global_size=32", "checkpoint.every=5"]
+    assert main([*words, "run.max_restarts=1", "launch.min_nodes=1"]) == 20
+    assert "batch.global_size" not in capsys.readouterr().err
+    assert main(words) == 2
+    assert "batch.global_size = 32 is not a multiple" in capsys.readouterr().err

@@ -22,8 +22,10 @@ def run(words: list[str]) -> int:
     environment.refuse_ranks()
     problems = Problems()
     arguments = parse(rest, problems=problems)
-    # With the number of ranks: else each rank would report it, on all nodes, after their start.
-    ranks = problems.attempt(deepspeed.ranks_of, options) or arguments.world_size
+    # With the number of ranks: else each rank would report it, on all nodes, after their start. With `launch.min_nodes`
+    # as many nodes take part as the global batch divides over.
+    is_elastic = bool(arguments.loaded.cfg.launch.min_nodes)
+    ranks = None if is_elastic else problems.attempt(deepspeed.ranks_of, options) or arguments.world_size
     check_parsed(arguments.loaded, ranks, problems, files=False)
     problems.raise_all()
     return launch(typed, rest, arguments.loaded.cfg)

@@ -152,7 +152,7 @@ class Attempt:
         self.nodes, self.number, self.most, self.ended = nodes, number, most, ended
         """`ended`: when the ranks before these did, 0 without any."""
         self.stop: Path | None = None
-        """The file by which the run was asked to stop, and to go on with other nodes."""
+        """The file by which the run was asked to stop, and to resume on other nodes."""
         self._lost_at = 0.0
         self._over = threading.Event()
         if nodes.is_elastic:
@@ -194,7 +194,7 @@ class Attempt:
             self.stop.unlink(missing_ok=True)
 
     def _watch_nodes(self) -> None:
-        """End the run when a node is lost; stop it, once it has done a step, when it shall go on with others."""
+        """End the run when a node is lost; stop it, once it has done a step, when it is to resume on others."""
         while not self._over.wait(LOOK_EVERY_S):
             status = environment.read_status(self.environ)
             if "folder" not in status or "code" in status:

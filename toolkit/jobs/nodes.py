@@ -69,7 +69,7 @@ class Nodes:
         return {**self.options, "--force_multi": ""}
 
     def choose_again(self, is_asked: Callable[[], bool]) -> None:
-        """Choose anew after the ranks have ended; wait until enough nodes can, or this process `is_asked` to stop."""
+        """Choose again after the ranks have ended; wait until enough nodes can, or this process `is_asked` to stop."""
         said = ""
         while self.is_elastic and not is_asked():
             try:
@@ -77,16 +77,15 @@ class Nodes:
                 if unfit := self._unfit(there):  # GPUs are free a while after the ranks have ended
                     _pause(is_asked)
                     unfit = self._unfit({host: there[host] for host in unfit})
-                hosts, _ = fitting(self.cfg, {host: gpus for host, gpus in there.items() if host not in unfit})
+                before = self.hosts
+                self._take({host: gpus for host, gpus in there.items() if host not in unfit})
             except LaunchError as error:
                 if said != str(error):
                     said = str(error)
                     say("Waiting for nodes: {reason}", reason=said)
                 _pause(is_asked)
                 continue
-            before = self.hosts
-            self._take(hosts)
-            if hosts != before:
+            if self.hosts != before:
                 self._show()
             return
 
@@ -179,8 +178,9 @@ class Nodes:
 
     def _take(self, hosts: Resources) -> None:
         """Let the next start take these nodes, or as many of them as the batch divides over."""
-        self.hosts, self._beats = hosts, {}
+        self._beats = {}
         if not self.is_elastic:
+            self.hosts = hosts
             return
         self.hosts, more = fitting(self.cfg, hosts)
         included = "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in self.hosts.items())

@@ -85,8 +85,9 @@ def choose_layout(
     state = None
     if (checkpoint := origin.checkpoint) is not None:
         state = on_rank0(lambda: directory.read_run_state(checkpoint))
-    if state is not None and state.world_size == ranks.world_size:
-        before = state.config
+    before = state.config if state is not None and state.world_size == ranks.world_size else None
+    # Not where another global batch (`checkpoint.allow_changes`) cannot be divided in that way.
+    if before is not None and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
         return layouts.with_layout(
             cfg,
             before["zero"]["stage"],
