@@ -8,6 +8,9 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError
 
 ANSWERS = "the layers that an answer needs are on several ranks. Ask the model after the run: toolkit generate."
+LEARNED = (
+    "what it learns stands before the tokens of every stage, and a stage trains its own layers alone. Use tuning=lora."
+)
 ONE, OFF = "it was not tried. Set it to 1.", "it was not tried. Set it to false."
 # Words after `recipe=zero1 model=glm_tiny parallel=pipeline` -> key, value and reason.
 REFUSED = {
@@ -27,10 +30,9 @@ REFUSED = {
         "zero.stage = 0",
         "in bf16 gradients would be added up in bf16. Use zero=stage1, which adds them up in fp32.",
     ),
-    "tuning=lora": (
-        "tuning.method = lora",
-        "stages train all parameters of their layers. Use tuning=full, or leave parallel=pipeline out.",
-    ),
+    "tuning=qlora": ("tuning.method = qlora", "it was not tried. Use tuning=lora."),
+    "tuning=ptuning_v2": ("tuning.method = ptuning_v2", LEARNED),
+    "tuning=prompt": ("tuning.method = prompt", LEARNED),
     "evaluate.metrics=[bleu]": ("evaluate.metrics = [bleu]", ANSWERS),
     "evaluate.prompts=[Hello]": ("evaluate.prompts = [Hello]", ANSWERS),
     "parallel.tensor=2": ("parallel.tensor = 2", ONE),

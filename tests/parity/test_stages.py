@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from toolkit.messages import CheckpointError, ModelError
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import load_model
 from toolkit.models.loss import hidden_states, token_loss_sum
-from toolkit.models.pipeline import keep_only, own_parts, part_names, stage_parameters
+from toolkit.models.pipeline import keep_only, part_names, stage_bounds, stage_parameters
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -70,10 +71,10 @@ def test_a_cut_model_computes_the_same(kind: str, stages: int) -> None:
     whole, batch = built(kind).train(), rows()
     expected = token_loss_sum(whole, batch)
     expected.backward()
-    names, states, leaves, parts = part_names(whole, stages), None, [], []
+    names, bounds, states, leaves, parts = part_names(whole, stages), stage_bounds(whole, stages), None, [], []
     for stage in range(stages):
         part = deepcopy(built(kind)).train()
-        keep_only(part, names, own_parts(part, stages, stage))
+        keep_only(part, names, names[bounds[stage] : bounds[stage + 1]])
         given = batch if states is None else {**batch, "inputs_embeds": states.detach().requires_grad_()}
         leaves.append(given.get("inputs_embeds"))
         states = (token_loss_sum if stage == stages - 1 else hidden_states)(part, given)
@@ -89,11 +90,13 @@ def test_a_cut_model_computes_the_same(kind: str, stages: int) -> None:
     assert gradients == {}
 
 
-def test_parts_are_divided_by_parameters_and_no_stage_is_empty() -> None:
+def test_parts_are_divided_by_parameters_and_each_stage_has_a_layer() -> None:
     model = built("llama", vocab_size=4096)  # the embedding weighs more than all layers
-    held = [own_parts(model, 4, stage) for stage in range(4)]
-    assert [name for part in held for name in part] == part_names(model, 4)
-    assert all(held) and held[0] == ["model.embed_tokens"]
+    names, bounds = part_names(model, 4), stage_bounds(model, 4)
+    held = [names[begin:end] for begin, end in pairwise(bounds)]
+    assert [name for part in held for name in part] == names
+    assert held[0] == ["model.embed_tokens", "model.layers.0"]
+    assert held[3] == ["model.layers.4", "model.norm", "lm_head"]
     assert [Mesh(world_size=4, rank=rank, pipeline=2).stage for rank in range(4)] == [0, 0, 1, 1]
 
 
@@ -121,7 +124,7 @@ def test_a_stage_reads_its_own_weights_alone(kind: str, tmp_path: Path) -> None:
 
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ModelError, match=r"parallel\.pipeline = 6 is more than the model's 5 layers\. Use at most 5"):
-        part_names(built("glm"), 6)
+        stage_bounds(built("glm"), 6)
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16))
     with pytest.raises(ModelError, match=r"not supported for model type gpt2, .* Use zero=stage3"):
         part_names(gpt2, 2)

@@ -43,6 +43,8 @@ LAYOUTS |= {
     "lora0-1": (1, "data", ["zero=stage0", *LORA]),
     "lora1-2": (2, "data", ["zero=stage1", *LORA]),
     "lora3-2": (2, "data", ["zero=stage3", *LORA]),
+    "lora_stages-2": (2, "pipeline", ["zero=stage1", "parallel=pipeline", *LORA]),
+    "lora_stages-4": (4, "pipeline", ["zero=stage1", "parallel=pipeline", *LORA]),
     "bf16-0-2": (2, "data", ["zero=stage0", "precision=bf16"]),
     "bf16-1-1": (1, "data", ["zero=stage1", "precision=bf16"]),
     "bf16-3-2": (2, "data", ["zero=stage3", "precision=bf16", "checkpoint.allow_changes=[precision]"]),
@@ -54,6 +56,7 @@ LAYOUTS |= {
     "sgd-3-2": (2, "data", ["zero=stage3", *SGD]),
 }
 OTHERS = [("lora0-1", "lora3-2"), ("lora3-2", "lora1-2"), ("lora1-2", "lora0-1"), ("bf16-0-2", "bf16-1-1")]
+OTHERS += [("lora1-2", "lora_stages-2"), ("lora_stages-2", "lora_stages-4"), ("lora_stages-4", "lora3-2")]
 OTHERS += [("bf16-1-1", "bf16-3-2"), ("bf16-3-2", "bf16-0-2"), ("stage2-2", "bf16-3-2"), ("bf16-0-2", "fp16-0-2")]
 OTHERS += [("fp16-2-2", "fp16-0-2"), ("fp16-0-2", "fp16-2-2"), ("lion-0-2", "lion-3-1"), ("lion-3-1", "lion-0-2")]
 OTHERS += [("sgd-1-2", "sgd-3-2"), ("sgd-3-2", "sgd-1-2")]

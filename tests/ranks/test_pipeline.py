@@ -7,31 +7,44 @@ import pytest
 import torch
 import transformers
 from official import write
-from ranks import deepspeed, run
+from ranks import deepspeed, forked, run
 from safetensors.torch import load_file
-from shared import SHORT_FIRST, WORKER, check_short_first, eval_losses, losses, plain_loop, rows_of, tiny, trained
+from shared import (
+    LORA,
+    RECOMPUTE,
+    SHORT_FIRST,
+    WORKER,
+    check_short_first,
+    eval_losses,
+    losses,
+    plain_loop,
+    tiny,
+    trained,
+)
 
 from toolkit.checkpoint import fragments
 from toolkit.checkpoint.fragments import iter_weights
 from toolkit.cli import main
+from toolkit.models.adapters import BASE_FILE, WEIGHTS
 
 PIPELINE = "parallel=pipeline"
 BF16 = ["model=glm_tiny", "precision=bf16", "zero=stage1", "data.packing=packed", "batch.global_size=2"]
-SAVES = ["checkpoint.every=3", "train.rehearse=true", "train.activation_checkpointing.enabled=true"]
+SAVES = ["checkpoint.every=3", "train.rehearse=true", RECOMPUTE]
 STEPS = 6
 
 
-def tied_glm(folder: Path) -> Path:
-    """Write a tiny GLM of four layers whose head is its embedding."""
+def tiny_model(folder: Path, kind: str, is_tied: bool) -> Path:
+    """Write a model of four layers, of a type of transformers, whose head may be its embedding."""
     from toolkit.models.chat import load_tokenizer
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = transformers.GlmConfig(
+    config = transformers.AutoConfig.for_model(
+        kind,
         vocab_size=1024,
         **sizes,
         num_key_value_heads=1,
         head_dim=16,
-        tie_word_embeddings=True,
+        tie_word_embeddings=is_tied,
         eos_token_id=956,
         pad_token_id=956,
         bos_token_id=None,
@@ -46,7 +59,7 @@ def tied_glm(folder: Path) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     """Two stages on two ranks, and on four with two data-parallel pipelines."""
     folder = tmp_path_factory.mktemp("pipeline")
-    tied = ["model=hf", f"model.path={tied_glm(folder / 'tied')}", "zero=stage1"]
+    tied = ["model=hf", f"model.path={tiny_model(folder / 'tied', 'glm', True)}", "zero=stage1"]
     v1 = ["model=hf", f"model.path={write(folder / 'v1', 'v1', tokenizer=True)}", "zero=stage0"]
     step3 = f"resume={folder}/runs/tied-4/checkpoints/step-3"
     cases = {
@@ -80,7 +93,7 @@ def test_losses_are_those_of_a_plain_loop(name: str, model: str, runs: Path, row
     found = eval_losses(runs / name)
     assert [found[0], found[-1]] == pytest.approx(validation, rel=2e-5)
     assert validation[1] < validation[0] - 0.1
-    assert all(row["grad_norm"] > 1 for row in rows_of(runs / name) if "grad_norm" in row)
+    assert all(row["grad_norm"] > 1 for row in trained(runs / name) if "grad_norm" in row)
 
 
 def test_packed_rows_in_bf16(runs: Path) -> None:
@@ -138,3 +151,94 @@ def test_a_stage_writes_its_own_layers(runs: Path) -> None:
         names[rank // 2] |= {key.partition(":")[2] for key in held if ":" in key}
     assert names[0] and names[1] and not names[0] & names[1]
     assert names[0] | names[1] == set(transformers_names(runs.parent / "tied"))
+
+
+FROZEN = ["tuning=freeze", "optim.lr=0.01", "tuning.last_layers=0", "tuning.patterns=[*.mlp.*]"]
+# Model and what is trained of it -> its type, whether its head is its embedding, overrides.
+TUNED: dict[str, tuple[str, bool, list[str]]] = {
+    "glm": ("glm", False, [*LORA, "zero=stage0"]),
+    "llama": ("llama", False, [*LORA, "zero=stage1", RECOMPUTE, "tuning.dora=true", "tuning.rslora=true"]),
+    "qwen": ("qwen2", True, [*LORA, "zero=stage1", "tuning.save_modules=[lm_head]"]),
+    "freeze": (
+        "qwen2",
+        True,
+        [*FROZEN, "zero=stage1", RECOMPUTE],
+    ),
+}
+STAGED = {"glm": 2, "freeze": 2, "llama": 4, "qwen": 4}
+"""On how many ranks each is cut into two stages; on two ranks it is trained whole."""
+UNTRAINED = ["zero=stage1", "tuning=freeze", "tuning.last_layers=1"]
+
+
+@pytest.fixture(scope="module")
+def tuned_runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Each of `TUNED` whole and in stages; one with dropout, and once more from its checkpoint."""
+    folder = tmp_path_factory.mktemp("tuned")
+    paths = {name: tiny_model(folder / name, kind, is_tied) for name, (kind, is_tied, _) in TUNED.items()}
+
+    def case(name: str, model: str, *words: str) -> dict[str, object]:
+        own = ["model=hf", f"model.path={paths[model]}", "train.max_steps=4", "checkpoint.every=2"]
+        return {"overrides": tiny(rows_file, folder, name, *own, *TUNED[model][2], *words)}
+
+    staged: dict[int, list[dict[str, object]]] = {2: [], 4: []}
+    for name, ranks in STAGED.items():
+        staged[ranks].append(case(f"{name}-stages", name, PIPELINE))
+    dropout = [PIPELINE, "tuning.dropout=0.2"]
+    resume = f"resume={folder}/runs/dropout/checkpoints/step-2"
+    staged[4] += [case("dropout", "llama", *dropout), case("dropout-again", "llama", *dropout, resume)]
+    refused = tiny(rows_file, folder, "refused", "model=hf", f"model.path={paths['glm']}", PIPELINE, *UNTRAINED)
+    staged[2].append({"overrides": refused, "refused": f"{folder}/refused.txt"})
+    for ranks, cases in ((2, [case(name, name) for name in TUNED]), *staged.items()):
+        (folder / "cases.json").write_text(json.dumps(cases))
+        finished = run([*forked(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
+        assert finished.code == 0, finished.output[-6000:]
+    return folder / "runs"
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_what_is_tuned_is_what_is_tuned_without_stages(name: str, tuned_runs: Path) -> None:
+    """Adapters begin with the same numbers on whatever stage; tied weights that are frozen are exchanged by none."""
+    mine, theirs = (trained(tuned_runs / one) for one in (f"{name}-stages", name))
+    for one, other in zip(mine, theirs, strict=True):
+        for key in ("step", "loss", "grad_norm", "eval_loss"):
+            assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=2e-5), (key, one)
+    assert losses(tuned_runs / name)[-1] < losses(tuned_runs / name)[0] - 0.1
+    checkpoints = [fragments.Fragments(tuned_runs / one / "checkpoints" / "step-4") for one in (f"{name}-stages", name)]
+    assert checkpoints[0].names == checkpoints[1].names
+    described = [tuned_runs / one / "checkpoints" / "step-4" / "model" / BASE_FILE for one in (f"{name}-stages", name)]
+    assert described[0].read_bytes() == described[1].read_bytes()
+    file = "model.safetensors" if name == "freeze" else WEIGHTS
+    held, expected = (load_file(tuned_runs / one / "export" / file) for one in (f"{name}-stages", name))
+    assert set(held) == set(expected)
+    for key, value in expected.items():
+        assert (held[key] - value).abs().max() < 1e-4 * value.abs().max().clamp(min=1e-3), key
+
+
+@pytest.mark.filterwarnings("ignore:.*keys did not match any targeted module", "ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("name", TUNED)
+def test_what_is_tuned_in_stages_is_exported(name: str, tuned_runs: Path, tmp_path: Path) -> None:
+    """Checkpoints and export give the logits of the run; out of the checkpoint comes the same export, and a merged."""
+    run_folder = tuned_runs / f"{name}-stages"
+    assert main(["verify", str(run_folder)]) == 0
+    assert main(["export-model", f"{run_folder}/checkpoints/step-4", f"output={tmp_path}/same"]) == 0
+    file = "model.safetensors" if name == "freeze" else WEIGHTS
+    assert (tmp_path / "same" / file).read_bytes() == (run_folder / "export" / file).read_bytes()
+    if name in ("glm", "llama"):
+        assert main(["export-model", str(run_folder), "merge=true", f"output={tmp_path}/merged"]) == 0
+        assert main(["verify", str(tmp_path / "merged")]) == 0
+
+
+def test_dropout_goes_on_bit_by_bit(tuned_runs: Path) -> None:
+    straight = [row for row in trained(tuned_runs / "dropout") if row["step"] > 2]
+    assert trained(tuned_runs / "dropout-again") == straight and len(straight) == 3
+    mine, theirs = (tuned_runs / name / "export" / WEIGHTS for name in ("dropout-again", "dropout"))
+    assert mine.read_bytes() == theirs.read_bytes()
+    assert losses(tuned_runs / "dropout") != losses(tuned_runs / "llama-stages")
+
+
+def test_a_stage_with_nothing_to_train_is_refused(tuned_runs: Path) -> None:
+    assert (tuned_runs.parent / "refused.txt").read_text() == (
+        "ModelError: parallel.pipeline = 2: stage 1, from model.embed_tokens to model.layers.1, would have nothing to "
+        "train. Train something in each stage (tuning.last_layers, tuning.patterns, tuning.target_modules), or use "
+        "parallel=data with zero=stage3, which divides frozen parameters too."
+    )

@@ -9,6 +9,7 @@ import transformers
 from deepspeed.runtime.utils import partition_balanced
 
 from toolkit.config.load import load
+from toolkit.messages import ModelError
 from toolkit.models.pipeline import stage_parameters
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import Outline, balance_stages, published_models, shapes_of_config, stage_outlines, tuned
@@ -66,6 +67,33 @@ def test_a_stage_has_the_parameters_that_it_will_hold(tied: bool) -> None:
         assert {name for name in part.shapes if ".layers." in name} <= {
             name for name in known[0] if ".layers." in name and int(name.split(".")[2]) < part.sizes["layers"]
         }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_have_what_lora_adds_to_their_layers(tied: bool) -> None:
+    """Divided as without an adapter, as weights are read before one is added. A frozen tied head is not trained."""
+    config = published_models()["glm-4-9b-chat" if not tied else "Qwen3-1.7B"]
+    known = shapes_of_config(config)
+    assert known is not None
+    words = ["tuning=lora", "tuning.target_modules=[all-linear]", "tuning.rank=4"]
+    outline = tuned(*known, load([*WORDS, *words]).cfg.tuning)
+    parts, plain = (
+        stage_outlines(one, 4) for one in (outline, tuned(*known, load([*WORDS, "tuning=full"]).cfg.tuning))
+    )
+    assert sum(part.num_trained for part in parts) == outline.num_trained
+    for part, other in zip(parts, plain, strict=True):
+        added = {name for name in part.trained if ".lora_" in name}
+        assert part.num_parameters == other.num_parameters + sum(math.prod(part.shapes[name]) for name in added)
+        assert len(part.targets) == len(added) / 2 == part.sizes["layers"] * len(outline.targets) / known[1]["layers"]
+        assert not part.trains_head
+        assert {f"{name}.weight" for name in part.targets} < set(other.shapes)
+    assert any("hidden_states" in part.trained for part in parts[1:])
+
+
+def test_a_stage_that_would_train_nothing_has_no_plan() -> None:
+    outline = published("glm-4-9b-chat", "tuning=freeze", "tuning.last_layers=2")
+    with pytest.raises(ModelError, match=r"pipeline = 2: stage 1, from model\.embed_tokens.* nothing to train"):
+        stage_outlines(outline, 2)
 
 
 @pytest.mark.parametrize("name", ["glm-4-9b-chat", "ChatGLM-6B"])

@@ -27,7 +27,7 @@ def gathered_parameters(
     end. One parameter is full at a time.
     """
     if isinstance(module, PipelineModule):  # toolkit.models.pipeline.PipelineStage
-        yield from module.gathered()
+        yield from module.gathered(only)
         return
     is_rank0 = torch.distributed.get_rank() == 0
     for name, parameter in module.named_parameters():

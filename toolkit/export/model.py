@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from toolkit import disk, secrets
 from toolkit.checkpoint import directory, fragments
 from toolkit.config.schema import TuningMethod
-from toolkit.distributed.process_group import on_rank0
+from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.launch.processes import run_module
 from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofDiffers, ToolkitError, clauses, tr
@@ -36,7 +36,7 @@ from toolkit.models import adapters, chat, classifier, embedding, probe, weights
 from toolkit.models.chatglm.tokenizers import official_vocabulary
 from toolkit.models.directory import read_object
 from toolkit.models.load import empty, load_model, stream, streamed_model
-from toolkit.models.pipeline import capture_probe, unwrap_model
+from toolkit.models.pipeline import capture_probe, stage_model, unwrap_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model
 from toolkit.plan.outline import SCORE
 
@@ -205,13 +205,13 @@ def write_files(files: Mapping[str, bytes], folder: Path, probed: probe.Probe | 
 
 def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
     """Write the adapter of a tuned model (`engine.module.tuned`), and nothing else. A collective."""
-    probed = probe.capture(engine.module, probe_ids, engine.device)
+    probed = capture_probe(engine, probe_ids)
     state = _adapter_state(engine)
     on_rank0(lambda: write_adapter(state, files, folder, probed))
 
 
 def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    names = adapters.stored_names(engine.module)
+    names = adapters.stored_names(unwrap_model(engine.module))
     return {names[name]: value for name, value in gathered_parameters(engine.module, names)}
 
 
@@ -238,7 +238,8 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
     """Compare an adapter's directory with the adapter and base in memory; raises on every rank. A collective. Equal
     numbers, settings and base give the logits of the directory's probe, so no model is loaded.
     """
-    state, numbers, tuned = _adapter_state(engine), adapters.base_numbers(engine.module), engine.module.tuned
+    state, tuned = _adapter_state(engine), engine.module.tuned
+    parts = gather(adapters.base_numbers(stage_model(engine.module)))
 
     def compare() -> None:
         values, base = adapters.read_adapter_weights(folder), adapters.read_base(folder)
@@ -248,8 +249,9 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
         wrong += [adapters.BASE_FILE] * (base != tuned.base)
         if wrong or base is None:
             raise _not_as_trained(folder, wrong)
-        for name, found in numbers.items():
-            adapters.check_numbers(base, name, found, base.path, folder)
+        for part in parts:
+            for name, found in part.items():
+                adapters.check_numbers(base, name, found, base.path, folder)
 
     on_rank0(compare)
 

@@ -38,7 +38,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from toolkit import children, secrets
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.distributed.process_group import is_tensor_part
+from toolkit.distributed.process_group import gather, is_tensor_part
 from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr
 from toolkit.models import classifier, directory, probe, weights
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
@@ -330,18 +330,22 @@ class BaseModel:
 
 
 def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
-    """Return what identifies a model, as loaded from `path`. A collective under ZeRO-3."""
+    """Return what identifies a model, as loaded from `path`. A collective under ZeRO-3, and of stages of a pipeline."""
     # Not the head of a classifier, which is made for training.
     parameters = sorted((one for one in model.named_parameters() if one[0] != SCORE), key=lambda one: one[0])
     indices = torch.linspace(0, len(parameters) - 1, min(_PARAMETERS, len(parameters))).round().long().tolist()
     chosen = [parameters[index] for index in dict.fromkeys(indices)]  # from the first to the last
-    return BaseModel(
-        secrets.hide(str(path.absolute())), {name: fingerprint_of(parameter) for name, parameter in chosen}
-    )
+    numbers = {name: fingerprint_of(parameter) for name, parameter in chosen}
+    if any(parameter.is_meta for _, parameter in parameters):  # which another stage holds
+        for part in gather(numbers):
+            numbers |= {name: found for name, found in part.items() if found}
+    return BaseModel(secrets.hide(str(path.absolute())), numbers)
 
 
 def fingerprint_of(parameter: torch.Tensor) -> list[float]:
-    """Return some of a parameter's numbers, from all over it."""
+    """Return some of a parameter's numbers, from all over it; none of an empty one."""
+    if parameter.is_meta:
+        return []
     with weights.full_params([parameter]):
         flat = parameter.detach().flatten()
         indices = torch.linspace(0, flat.numel() - 1, _NUMBERS, dtype=torch.float64).long()
@@ -542,7 +546,8 @@ def attach_adapter(
             wanted=SCORING,
         )
     model.requires_grad_(False)
-    with torch.device("meta") if model.device.type == "meta" else nullcontext():
+    # A stage of a pipeline lacks the others' weights, and draws what they begin with all the same.
+    with torch.device("meta") if all(one.is_meta for one in model.parameters()) else nullcontext():
         if method is TuningMethod.ptuning_v2:
             attach_prefix(model, settings["pre_seq_len"], settings["prefix_projection"], dropout)
         elif method is TuningMethod.prompt:

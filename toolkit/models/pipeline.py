@@ -7,7 +7,7 @@ hidden states [B, S, H] travel: the ranks of a pipeline read the same rows.
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -17,15 +17,15 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import OptimizerStep
-from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from toolkit.config.mesh import FAMILIES
+from toolkit.config import mesh, schema
 from toolkit.messages import ModelError
-from toolkit.models import attention, loss, probe, weights
+from toolkit.models import adapters, attention, loss, probe
+from toolkit.plan import outline
 
 Finish = Callable[[PreTrainedModel, attention.Batch], torch.Tensor]
 
@@ -33,20 +33,13 @@ Finish = Callable[[PreTrainedModel, attention.Batch], torch.Tensor]
 def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
     """Return the names of the modules that stages of a (perhaps empty) model are made of, in the order of computing."""
     kind, embedding = model.config.model_type, model.get_input_embeddings()
-    layers = [name for name, part in model.named_modules() if isinstance(part, GradientCheckpointingLayer)]
-    if kind not in FAMILIES:
+    if kind not in mesh.FAMILIES:
         raise ModelError(
             "parallel.pipeline = {stages} is not supported for model type {kind}, which is not known to be a plain "
             "sequence of layers. Known: {known}. Use zero=stage3 or parallel=tensor.",
             stages=num_stages,
             kind=kind,
-            known=", ".join(FAMILIES),
-        )
-    if num_stages > len(layers):
-        raise ModelError(
-            "parallel.pipeline = {stages} is more than the model's {layers} layers. Use at most {layers}.",
-            stages=num_stages,
-            layers=len(layers),
+            known=", ".join(mesh.FAMILIES),
         )
     names = {part: name for name, part in model.named_modules()}
     norms = [
@@ -54,22 +47,40 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
         for part in model.base_model.children()
         if part is not embedding and not isinstance(part, nn.ModuleList) and any(True for _ in part.parameters())
     ]
+    layers = [name for part, name in names.items() if isinstance(part, GradientCheckpointingLayer)]
     return [names[embedding], *layers, *norms, names[model.get_output_embeddings()]]
 
 
-def own_parts(model: PreTrainedModel, num_stages: int, stage: int) -> list[str]:
-    """Return the names of the modules that a stage holds. The model may be empty."""
-    names = part_names(model, num_stages)
-    parts = [model.get_submodule(name) for name in names]
-    sizes = [sum(one.numel() for one in part.parameters() if one.requires_grad) for part in parts]
-    bounds = partition_balanced(sizes, num_stages)  # as PipelineModule's partition_method="parameters" (0.19.8)
-    return names[bounds[stage] : bounds[stage + 1]]
+def stage_bounds(model: PreTrainedModel, num_stages: int) -> list[int]:
+    """Return where stages begin and end in `part_names`. By all parameters of a model without adapter, even empty."""
+    parts = [model.get_submodule(name) for name in part_names(model, num_stages)]
+    layers = sum(isinstance(part, GradientCheckpointingLayer) for part in parts)
+    return outline.stage_bounds([sum(one.numel() for one in part.parameters()) for part in parts], layers, num_stages)
 
 
-def stage_parameters(model: PreTrainedModel, num_stages: int, stage: int) -> set[str]:
-    """Return the names of the parameters that a stage holds; of tied ones the first name."""
-    held = {id(one) for name in own_parts(model, num_stages, stage) for one in model.get_submodule(name).parameters()}
+def stage_parameters(
+    model: PreTrainedModel, num_stages: int, stage: int, tuning: schema.TuningConfig | None = None
+) -> set[str]:
+    """Return the names of the parameters that a stage of an empty model holds; of tied ones the first name. ModelError
+    where freezing by `tuning` would leave a stage nothing to train.
+    """
+    names, bounds = part_names(model, num_stages), stage_bounds(model, num_stages)
+    if tuning and tuning.method is schema.TuningMethod.freeze:
+        adapters.freeze(model, tuning)
+        check_trained(model, bounds)
+    own = names[bounds[stage] : bounds[stage + 1]]
+    held = {id(one) for name in own for one in model.get_submodule(name).parameters()}
     return {name for name, one in model.named_parameters() if id(one) in held}
+
+
+def check_trained(model: PreTrainedModel, bounds: list[int]) -> None:
+    """Reject stages in which nothing is trained; see `outline.untrained_stage`."""
+    stages = len(bounds) - 1
+    names = part_names(model, stages)
+    for stage in range(stages):
+        own = names[bounds[stage] : bounds[stage + 1]]
+        if not any(one.requires_grad for name in own for one in model.get_submodule(name).parameters()):
+            raise outline.untrained_stage(stages, stage + 1, own[0], own[-1])
 
 
 def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
@@ -91,15 +102,25 @@ class PipelineStage(PipelineModule):
         full.generation_config = model.generation_config
         if hasattr(model, "origin"):
             full.origin = model.origin
-        names = part_names(model, num_stages)
+        names, self.bounds = part_names(model, num_stages), stage_bounds(full, num_stages)
+        check_trained(model, self.bounds)
+        if (tuned := getattr(model, "tuned", None)) is not None:
+            full.tuned = self.__dict__["tuned"] = tuned
+            if tuned.settings:
+                adapters.attach_adapter(full, tuned.settings, tuned.base)
+            trained = {*adapters.trained_names(model)}
+            for name, one in full.named_parameters():
+                one.requires_grad_(name in trained)
         parts = [model.get_submodule(name) for name in names]
         specs: list[LayerSpec] = [LayerSpec(_Named, name, part) for name, part in zip(names, parts, strict=True)]
-        if weights.tied_names(model) and getattr(parts[-1], "weight", None) is not None:
-            for index in (0, -1):  # a head that is the embedding stands in it twice, under the embedding's name
+        in_head = {id(one) for one in parts[-1].parameters()}
+        if any(one.requires_grad and id(one) in in_head for one in parts[0].parameters()):
+            # A head that is the embedding stands in it twice, under the embedding's name. Frozen it needs no exchange.
+            for index in (0, -1):
                 weight = f"{names[0]}.weight"
                 specs[index] = TiedLayerSpec("embedding", _Named, names[0], parts[index], tied_weight_attr=weight)
-        with redirect_stdout(io.StringIO()):  # it prints the sequence, with all that the layers hold
-            super().__init__(layers=specs, num_stages=num_stages, partition_method="parameters", dynamic_shape=True)
+        with redirect_stdout(io.StringIO()):  # it prints its seeds
+            super().__init__(layers=specs, num_stages=num_stages, dynamic_shape=True)
         self._layer_specs.clear()  # they keep the other stages' parts
         keep_only(model, names, names[self._local_start : self._local_stop])
         model.to(next(self.parameters()).device)  # rotary frequencies, which no layer holds
@@ -111,6 +132,11 @@ class PipelineStage(PipelineModule):
         self.begins, self.ends = self.stage_id == 0, self.stage_id == num_stages - 1
         self.batches: deque[attention.Batch] = deque()
         self.finish: Finish | None = None
+
+    def _partition_layers(self, method: str = "") -> None:
+        """Divide as the weights were read, where DeepSpeed would count trained parameters alone (0.19.8)."""
+        self.parts = self.bounds
+        self._set_bounds(start=self.bounds[self.stage_id], stop=self.bounds[self.stage_id + 1])
 
     def train(self, mode: bool = True) -> "PipelineStage":
         """Switch to training, or back."""
@@ -131,9 +157,12 @@ class PipelineStage(PipelineModule):
         assert self.finish is not None
         return self.finish(model, batch)
 
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and value of all parameters, on rank 0's CPU, empty on others. A collective, tensor by tensor."""
-        own = {name: one.detach() for name, one in self.__dict__["stage"].named_parameters()}
+    def gathered(self, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and value of all parameters, or of `only` some, on rank 0's CPU, empty on others. A collective,
+        tensor by tensor.
+        """
+        named = self.__dict__["stage"].named_parameters()
+        own = {name: one.detach() for name, one in named if only is None or name in only}
         rank, per_stage = dist.get_rank(), dist.get_world_size() // self.num_stages
         for source in range(0, dist.get_world_size(), per_stage):
             listed = [[(name, one.shape, one.dtype) for name, one in own.items()]]

@@ -23,7 +23,7 @@ from typing import Any
 
 from toolkit import children, disk
 from toolkit.config import files, mesh, schema
-from toolkit.messages import ConfigError, did_you_mean, joined, say, tr
+from toolkit.messages import ConfigError, ModelError, did_you_mean, joined, say, tr
 
 Shapes = dict[str, tuple[int, ...]]
 Sizes = dict[str, int]
@@ -292,27 +292,76 @@ def check_matches(key: str, pattern: str, names: Collection[str]) -> list[str]:
 def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
     """Return the pipeline stages of a model as models, in the order in which they compute.
 
-    What a stage lacks is in it with no rows: an embedding, as the states that come in have a gradient, and a head.
+    Its head has no rows where a stage lacks it; states that come in are a trained parameter of no rows, as they have a
+    gradient. What tuning adds does not count where stages are divided. ModelError for a stage that would train nothing.
     """
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
     before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
-    head = {name: shape for name, shape in outline.shapes.items() if name == _HEAD} or before
-    norm = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in (before | head)}
+    after = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in before}
+    after |= {} if _HEAD in after else {name: shape for name, shape in before.items() if not _is_added(name)}
     inner = [{name: s for name, s in outline.shapes.items() if layer_of(name) == layer} for layer in range(layers)]
-    parts = [before, *inner, norm, head]
-    bounds = balance_stages([sum(map(math.prod, part.values())) for part in parts], num_stages)
+    parts = [before, *inner, after]
+    sizes = [sum(math.prod(shape) for name, shape in part.items() if not _is_added(name)) for part in parts]
+    bounds = stage_bounds(sizes, layers, num_stages)
     found = []
-    for first, end in pairwise(bounds):
-        own = [index for index in range(first, end) if 1 <= index <= layers]
-        start = own[0] - 1 if own else 0  # layers are counted from the stage's first
-        shapes: Shapes = {} if first == 0 else {name: (0, hidden) for name in before}
-        shapes |= {} if end == len(parts) else {_HEAD: (0, hidden)}
-        for name, shape in (pair for part in parts[first:end] for pair in part.items()):
-            number = layer_of(name)
-            shapes[name.replace(f".{number}.", f".{number - start}.", 1)] = shape
-        sizes = outline.sizes | {"layers": len(own)}
-        found.append(replace(outline, shapes=shapes, trained=frozenset(shapes), sizes=sizes))
+    for stage, (first, end) in enumerate(pairwise(bounds), 1):
+        held = {name: shape for part in parts[first:end] for name, shape in part.items()}
+        trained, names = held.keys() & outline.trained, list(held)
+        if not trained:
+            raise untrained_stage(num_stages, stage, names[0], names[-1])
+        before_it = max(first - 1, 0)  # layers, which are counted from the stage's first
+        states: Shapes = {"hidden_states": (0, hidden)} if first else {}
+        head: Shapes = {_HEAD: (0, hidden)} if end < len(parts) else {}
+        found.append(
+            replace(
+                outline,
+                shapes={_renumbered(name, before_it): shape for name, shape in held.items()} | states | head,
+                trained=frozenset(_renumbered(name, before_it) for name in trained) | states.keys(),
+                targets=frozenset(_renumbered(name, before_it) for name in outline.targets if f"{name}.weight" in held),
+                sizes=outline.sizes | {"layers": min(end, layers + 1) - max(first, 1)},
+            )
+        )
     return found
+
+
+def _renumbered(name: str, before: int) -> str:
+    """Return a parameter's name where so many layers before its own are left out."""
+    number = layer_of(name)
+    return name.replace(f".{number}.", f".{number - before}.", 1)
+
+
+def untrained_stage(stages: int, stage: int, first: str, last: str) -> ModelError:
+    """Return the error about a stage, from 1, without a parameter to train: DeepSpeed's optimizers want one, and what a
+    stage hands on has to have a gradient.
+    """
+    return ModelError(
+        "parallel.pipeline = {stages}: stage {stage}, from {first} to {last}, would have nothing to train. Train "
+        "something in each stage (tuning.last_layers, tuning.patterns, tuning.target_modules), or use parallel=data "
+        "with zero=stage3, which divides frozen parameters too.",
+        stages=stages,
+        stage=stage,
+        first=first,
+        last=last,
+    )
+
+
+def _is_added(name: str) -> bool:
+    """Whether a parameter is one that LoRA adds to the model."""
+    return ".lora_" in name or ".modules_to_save." in name
+
+
+def stage_bounds(sizes: Sequence[int], layers: int, num_stages: int) -> list[int]:
+    """Return where stages begin and end in a model's parts, by size: an embedding, `layers` layers, and the rest. Each
+    stage has a layer, so that each has what an adapter trains.
+    """
+    if num_stages > layers:
+        raise ModelError(
+            "parallel.pipeline = {stages} is more than the model's {layers} layers. Use at most {layers}.",
+            stages=num_stages,
+            layers=layers,
+        )
+    units = [sizes[0] + sizes[1], *sizes[2:layers], sum(sizes[layers:])]
+    return [0, *(bound + 1 for bound in balance_stages(units, num_stages)[1:-1]), len(sizes)]
 
 
 def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
