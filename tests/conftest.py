@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", default="default,ranks", help="tiers to run: default, ranks, nightly, or all")
     parser.addoption("--faults", default="", help="only the faults with these identifiers, such as 'K1 K2'")
     parser.addoption("--device", choices=("cpu", "cuda"), help="what tests/gpu runs on; DS_ACCELERATOR if not given")
+    parser.addoption("--record-combinations", default="", help="file that gets what the test of layouts finds")
     parser.addoption("--record-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS}")
 
 

@@ -35,15 +35,12 @@ REFUSED = {
     "tuning=prompt": ("tuning.method = prompt", LEARNED),
     "evaluate.metrics=[bleu]": ("evaluate.metrics = [bleu]", ANSWERS),
     "evaluate.prompts=[Hello]": ("evaluate.prompts = [Hello]", ANSWERS),
-    "parallel.tensor=2": ("parallel.tensor = 2", ONE),
     "parallel.sequence=2": ("parallel.sequence = 2", ONE),
     "batch.micro_per_gpu=auto": (
         "batch.micro_per_gpu = auto",
         "how much of a model a rank holds depends on its stage. Give a number.",
     ),
     "plan.auto=true": ("plan.auto = true", OFF),
-    "kernels.mlp_pieces=2": ("kernels.mlp_pieces = 2", ONE),
-    "compile.enabled=true": ("compile.enabled = true", OFF),
     "profile.flops.enabled=true": ("profile.flops.enabled = true", OFF),
     "train.activation_checkpointing.enabled=true train.activation_checkpointing.partition_activations=true": (
         "train.activation_checkpointing.partition_activations = true",

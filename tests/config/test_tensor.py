@@ -31,16 +31,12 @@ from toolkit.plan.outline import exchanged_bytes, shapes_of_config, tensor_part,
 
 WORDS = "recipe=zero1 model=glm_tiny parallel=tensor"
 REFUSED = {
-    "parallel.pipeline=2": "parallel.tensor = 2 cannot be together with parallel.pipeline = 2: it was not tried.",
-    "parallel.sequence=2": "the ranks of one model share either rows (sequence), matrices (tensor) or layers",
-    "zero=stage3": "parallel.tensor = 2 cannot be: zero.stage = 3 is not supported with it. Use zero=stage1",
-    "tuning=lora": "tuning.method = lora adds parameters that are not split with the layers that they belong to.",
-    "tuning=ptuning_v2": "tuning.method = ptuning_v2 adds parameters",
+    "tuning=qlora": "parallel.tensor = 2 cannot be: matrices of 4 bits are not split. Use tuning=lora, or",
+    "tuning=lora tuning.dora=true": "tuning.dora = true measures whole matrices, and ranks have parts. Leave dora out",
     "optim=adafactor zero=stage0": "optim.name = adafactor keeps a row and a column for each whole matrix,",
     "train.activation_checkpointing.enabled=true train.activation_checkpointing.partition_activations=true": (
         "parallel.tensor = 2 cannot be: train.activation_checkpointing.partition_activations = true has no effect"
     ),
-    "compile.enabled=true": "parallel.tensor = 2 cannot be: compile.enabled = true is not supported with it.",
     "zero=stage2_offload zero.zenflow.enabled=true": "zero.zenflow.enabled = true is not supported with it.",
     "plan.auto=true": "parallel.tensor = 2 cannot be: plan.auto = true looks for ZeRO's stages",
     "parallel.tensor=3": "parallel.tensor = 3 does not divide the model's 4 attention heads. Use a number that does.",

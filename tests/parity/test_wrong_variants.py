@@ -34,9 +34,9 @@ def residual_scale_of_the_depth(patch: pytest.MonkeyPatch, model: PreTrainedMode
 
 
 def residual_before_the_norm(patch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    def forward(block, hidden_states, rotary, attention_mask, past_key_values=None):
+    def forward(block, hidden_states, rotary, attention_mask, past_key_values=None, **options):
         normed = block.input_layernorm(hidden_states)
-        attended = block.attention(normed, rotary, attention_mask, past_key_values)
+        attended = block.attention(normed, rotary, attention_mask, past_key_values, **options)
         hidden_states = hidden_states * modeling._RESIDUAL_SCALE + attended
         return hidden_states * modeling._RESIDUAL_SCALE + block.mlp(block.post_attention_layernorm(hidden_states))
 

@@ -104,7 +104,7 @@ def room_for(extra_mib: list[float] | None, rank: int) -> Iterator[None]:
 
 
 def facts_of(engine: Any) -> dict[str, Any]:
-    """Return what an engine is made of, and the memory that it has taken of a GPU."""
+    """Return what an engine is made of, the graphs that were compiled, and the memory that it has taken of a GPU."""
     import torch
 
     optimizer = engine.optimizer
@@ -120,7 +120,8 @@ def facts_of(engine: Any) -> dict[str, Any]:
         "optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
         "masters_on": sorted({one.device.type for one in masters}),
         "page_locked": on_gpu and bool(masters) and all(one.is_pinned() for one in crossing),
-        "attention": engine.module.config._attn_implementation,
+        "attention": getattr(engine.module, "stage", engine.module).config._attn_implementation,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }
 

@@ -301,7 +301,8 @@ def global_batches(cfg: Any, data: Any, steps: int) -> Iterator[list[Any]]:
 def plain_loop(
     overrides: list[str], steps: int, data: Sequence[int] = (), without: Collection[int] = (), dtype: Any = None
 ) -> tuple[list[float], list[float]]:
-    """Train in a plain PyTorch loop without any of our training code; every sample on a padded row of its own.
+    """Train in a plain PyTorch loop without any of our training code; every sample on a padded row of its own. What
+    `tuning` adds to a model is ours.
 
     Args:
         overrides: of a `tiny` run: fp32, global batch 4, linear schedule with two warm-up steps.
@@ -317,6 +318,7 @@ def plain_loop(
 
     from toolkit.config.load import load
     from toolkit.data.loader import collate
+    from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model
     from toolkit.train.language_data import load_data
 
@@ -324,6 +326,7 @@ def plain_loop(
     prepared = load_data(cfg)
     assert prepared.validation is not None
     model = create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed)
+    apply_tuning(model, cfg.tuning, Path("base"), prepared.tokenizer, cfg.run.seed)
     model = model if dtype is None else model.to(dtype)
 
     def mean_loss(samples: list[tuple]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from peft import LoraConfig
 
 from toolkit.config.mesh import mesh_of
 from toolkit.config.schema import (
@@ -24,6 +25,7 @@ from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.parameters import count_parameters, gathered_parameters
 from toolkit.models import probe
+from toolkit.models.adapters import inject_lora
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.train.language_task import LanguageTask
@@ -64,15 +66,21 @@ KINDS: dict[str, Any] = {
 }
 
 
-def cases() -> Iterator[tuple[str, int, Dtype, bool]]:
-    """Yield family, ZeRO stage, precision, and whether the optimizer is on the CPU."""
-    yield from ((kind, 1, Dtype.fp32, False) for kind in KINDS)
-    yield from (("glm", stage, dtype, False) for stage in (0, 2) for dtype in (Dtype.fp32, Dtype.bf16))
-    yield "glm", 1, Dtype.bf16, False
-    yield "glm", 2, Dtype.fp32, True
+def cases() -> Iterator[tuple[str, int, Dtype, bool, bool]]:
+    """Yield family, ZeRO stage, precision, whether the optimizer is on the CPU, and whether LoRA alone is trained."""
+    yield from ((kind, 1, Dtype.fp32, False, False) for kind in KINDS)
+    yield from (("glm", stage, dtype, False, False) for stage in (0, 2) for dtype in (Dtype.fp32, Dtype.bf16))
+    yield "glm", 1, Dtype.bf16, False, False
+    yield "glm", 2, Dtype.fp32, True, False
+    yield from (("glm", 3, dtype, False, False) for dtype in (Dtype.fp32, Dtype.bf16))
+    yield "qwen3", 3, Dtype.fp32, False, False
+    yield "qwen2", 3, Dtype.fp32, True, False
+    yield from ((kind, 1, Dtype.fp32, False, True) for kind in ("chatglm", "glm", "qwen3"))
+    yield from (("glm", stage, Dtype.fp32, False, True) for stage in (0, 2, 3))
+    yield "llama", 2, Dtype.bf16, False, True
 
 
-def built(kind: str) -> transformers.PreTrainedModel:
+def built(kind: str, with_lora: bool) -> transformers.PreTrainedModel:
     """Return a model that is the same on every rank, biases and norms included."""
     torch.manual_seed(5)
     model = KINDS[kind]()
@@ -82,6 +90,14 @@ def built(kind: str) -> transformers.PreTrainedModel:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "embed" not in name:
                 parameter.mul_(4)  # so that layers matter
+    if with_lora:
+        targets = [
+            name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and "head" not in name
+        ]
+        inject_lora(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets), None)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # 0 at the beginning, behind which nothing of A is seen
+                torch.nn.init.normal_(parameter, std=0.1)
     return model
 
 
@@ -99,10 +115,11 @@ def batch_of(kind: str, step: int, rows: range) -> dict[str, torch.Tensor]:
     return {name: tensor[rows.start : rows.stop] for name, tensor in whole.items()}
 
 
-def alone(kind: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def alone(kind: str, with_lora: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Return losses, gradient norms and the weights at the end of a plain loop in float32."""
-    model = built(kind).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    model = built(kind, with_lora).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     losses, norms = [], []
     for step in range(STEPS):
         batch = batch_of(kind, step, range(ROWS))
@@ -111,7 +128,7 @@ def alone(kind: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, norms, {name: value.detach() for name, value in model.named_parameters()}
@@ -129,13 +146,13 @@ def config_of(stage: int, dtype: Dtype, offloads: bool) -> RunConfig:
     return cfg
 
 
-def check(kind: str, stage: int, dtype: Dtype, offloads: bool) -> None:
+def check(kind: str, stage: int, dtype: Dtype, offloads: bool, with_lora: bool) -> None:
     """Train one case and compare."""
-    losses, norms, weights = alone(kind)
+    losses, norms, weights = alone(kind, with_lora)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     cfg = config_of(stage, dtype, offloads)
     place = mesh_of(cfg, world, rank)
-    model = built(kind)
+    model = built(kind, with_lora)
     for parameter in model.parameters():  # not the rotary frequencies, which stay float32
         parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
     sizes = {group: one.total for group, one in count_parameters(model).items()}

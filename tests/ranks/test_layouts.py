@@ -10,6 +10,7 @@ from shared import LORA, STEADY, WORKER, can_do_async_io, rows_of, tiny
 
 from toolkit.checkpoint.fragments import WEIGHT, Fragments
 
+pytestmark = pytest.mark.timeout(1200)  # the runs that its tests share
 STEPS, SAVED = 8, 4
 CPU_ADAM = "optim.torch=false"
 # name -> (ranks, kind of engine, overrides). One process cannot build an engine that splits less after one that splits.
@@ -54,12 +55,25 @@ LAYOUTS |= {
     "lion-3-1": (1, "data", ["zero=stage3", *LION]),
     "sgd-1-2": (2, "data", ["zero=stage1", *SGD]),
     "sgd-3-2": (2, "data", ["zero=stage3", *SGD]),
+    "tensor3-2": (2, "tensor", ["zero=stage3", "parallel=tensor"]),
+    "sequence-tensor3-4": (4, "tensor", ["zero=stage3", "parallel.tensor=2", "parallel.sequence=2"]),
+    "pipeline-tensor-4": (4, "3d", ["zero=stage1", "parallel.tensor=2", "parallel.pipeline=2"]),
+    "lora-tensor-2": (2, "tensor", ["zero=stage1", "parallel=tensor", *LORA]),
+    "lora-tensor3-4": (4, "tensor", ["zero=stage3", "parallel=tensor", *LORA]),
 }
 OTHERS = [("lora0-1", "lora3-2"), ("lora3-2", "lora1-2"), ("lora1-2", "lora0-1"), ("bf16-0-2", "bf16-1-1")]
 OTHERS += [("lora1-2", "lora_stages-2"), ("lora_stages-2", "lora_stages-4"), ("lora_stages-4", "lora3-2")]
 OTHERS += [("bf16-1-1", "bf16-3-2"), ("bf16-3-2", "bf16-0-2"), ("stage2-2", "bf16-3-2"), ("bf16-0-2", "fp16-0-2")]
 OTHERS += [("fp16-2-2", "fp16-0-2"), ("fp16-0-2", "fp16-2-2"), ("lion-0-2", "lion-3-1"), ("lion-3-1", "lion-0-2")]
-OTHERS += [("sgd-1-2", "sgd-3-2"), ("sgd-3-2", "sgd-1-2")]
+OTHERS += [("sgd-1-2", "sgd-3-2"), ("sgd-3-2", "sgd-1-2"), ("stage3-4", "tensor3-2"), ("tensor3-2", "pipeline-2")]
+OTHERS += [
+    ("sequence-2", "sequence-tensor3-4"),
+    ("sequence-tensor3-4", "tensor3-2"),
+    ("tensor3-2", "pipeline-tensor-4"),
+]
+OTHERS += [("pipeline-tensor-4", "stage0-1"), ("tensor-2", "pipeline-tensor-4")]
+OTHERS += [("lora0-1", "lora-tensor-2"), ("lora-tensor-2", "lora3-2"), ("lora3-2", "lora-tensor3-4")]
+OTHERS += [("lora-tensor3-4", "lora-tensor-2")]
 # A sub-group goes to NVMe from 1 MiB on.
 WIDE = ["model.shape.hidden_size=96", "model.shape.intermediate_size=384", "model.shape.vocab_size=4096"]
 ON_NVME = ["zero=stage3_nvme", "zero.offload_optimizer.nvme_path=FOLDER/nvme", "zero.offload_param.buffer_size=2000000"]

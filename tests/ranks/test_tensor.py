@@ -4,15 +4,32 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import REPOSITORY, deepspeed, forked, run
-from shared import SHORT_FIRST, check_short_first, rows_of, tiny, trained
+from shared import LORA, SHORT_FIRST, STEADY, check_short_first, rows_of, tiny, trained
 
 from toolkit.checkpoint import directory
+from toolkit.export.load import load_any
 from toolkit.export.model import load_checkpoint
-from toolkit.models import load_model, probe
+from toolkit.models import probe
 
 HERE = REPOSITORY / "tests" / "ranks"
 STEPS = 6
+ADAPTER = [*LORA, "tuning.rank=4"]
+PREFIX = ["tuning=ptuning_v2", "tuning.num_tokens=4", "tuning.dropout=0", "tuning.projection=true", "optim.lr=0.01"]
+PROMPT = ["tuning=prompt", "tuning.num_tokens=4", "optim.lr=0.01"]
+WITH_SEQUENCE = ["parallel.tensor=2", "parallel.sequence=2"]
+WITHOUT = {
+    "split": "data",
+    "split3": "data",
+    "lora": "lora-data",
+    "lora3": "lora-data",
+    "ptuning": "ptuning-data",
+    "prompt": "prompt-data",
+    "sequence3": "data",
+    "sequence-lora": "lora-data",
+}
+"""Runs with split layers, the last two on four ranks -> the same without."""
 
 
 def test_every_family_trains_as_one_process_would() -> None:
@@ -26,43 +43,59 @@ def test_every_family_trains_as_one_process_would() -> None:
 def runs(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on two ranks, data-parallel and with split layers, and what became of them after a death."""
     folder = tmp_path_factory.mktemp("tensor")
-    own = ["zero=stage1", f"train.max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=0"]
+    own = ["zero=stage1", f"train.max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=0", STEADY]
     asks = ["evaluate.metrics=[bleu]", "evaluate.max_new_tokens=3", "evaluate.batch_size=2", "evaluate.every=3"]
     asks += ["data.packing=packed", "train.rehearse=true"]
 
     def words(name: str, *more: str) -> list[str]:
         return tiny(rows_file, folder, name, *own, *more)
 
-    died = {"of": str(folder / "runs" / "split"), "step": 4, "as": str(folder / "runs" / "again")}
+    def died(name: str) -> dict[str, object]:
+        return {"of": str(folder / "runs" / name), "step": 4, "as": str(folder / "runs" / f"{name}-again")}
+
     cases = [
         # First: an engine that splits nothing cannot follow one that does in the same process.
         {"overrides": words("data", *asks)},
         {"overrides": words("short-first-data", *SHORT_FIRST)},
+        {"overrides": words("lora-data", *ADAPTER)},
+        {"overrides": words("ptuning-data", *PREFIX)},
+        {"overrides": words("prompt-data", *PROMPT)},
         {"overrides": words("split", *asks, "parallel=tensor")},
-        {"overrides": words("again", *asks, "parallel=tensor"), "died": died},
+        {"overrides": words("split-again", *asks, "parallel=tensor"), "died": died("split")},
+        {"overrides": words("split3", *asks, "parallel=tensor", "zero=stage3")},
+        {"overrides": words("lora", *ADAPTER, "parallel=tensor", "zero=stage2")},
+        {"overrides": words("lora-again", *ADAPTER, "parallel=tensor", "zero=stage2"), "died": died("lora")},
+        {"overrides": words("lora3", *ADAPTER, "parallel=tensor", "zero=stage3")},
+        {"overrides": words("ptuning", *PREFIX, "parallel=tensor", "zero=stage3")},
+        {"overrides": words("prompt", *PROMPT, "parallel=tensor")},
         {"overrides": words("short-first", *SHORT_FIRST, "parallel=tensor", "kernels.mlp_pieces=2")},
         {"overrides": words("frozen", "parallel=tensor", "tuning=freeze", "tuning.last_layers=1")},
     ]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run(
-        deepspeed(2, str(HERE / "sessions_worker.py"), str(folder / "cases.json")), cwd=folder, timeout_s=480
-    )
-    assert finished.code == 0, finished.output[-5000:]
+    of_four = [
+        {"overrides": words("sequence3", "data.packing=packed", "zero=stage3", *asks, *WITH_SEQUENCE)},
+        {"overrides": words("sequence-lora", *ADAPTER, *WITH_SEQUENCE)},
+    ]
+    for ranks, some in ((2, cases), (4, of_four)):
+        (folder / "cases.json").write_text(json.dumps(some))
+        command = deepspeed(ranks, str(HERE / "sessions_worker.py"), str(folder / "cases.json"))
+        finished = run(command, cwd=folder, timeout_s=580)
+        assert finished.code == 0, finished.output[-5000:]
     return folder / "runs"
 
 
-def test_a_run_is_the_same_as_without(runs: Path) -> None:
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_run_is_the_same_as_without(name: str, runs: Path) -> None:
     """Losses, gradient norms, token counts, validation losses and answers."""
-    plain, split = rows_of(runs / "data"), rows_of(runs / "split")
+    plain, split = rows_of(runs / WITHOUT[name]), rows_of(runs / name)
     assert len(plain) == len(split) > STEPS
     for before, after in zip(plain, split, strict=True):
-        for name in ("step", "trained_tokens", "total_tokens", "eval_tokens", "eval_answers"):
-            assert after.get(name) == before.get(name), name
-        for name in ("loss", "grad_norm", "eval_loss", "eval_bleu"):
-            assert after.get(name, 0.0) == pytest.approx(before.get(name, 0.0), rel=1e-5), name
-    for step in (3, STEPS):
+        for key in ("step", "trained_tokens", "total_tokens", "eval_tokens", "eval_answers"):
+            assert after.get(key) == before.get(key), key
+        for key in ("loss", "grad_norm", "eval_loss", "eval_bleu"):
+            assert after.get(key, 0.0) == pytest.approx(before.get(key, 0.0), rel=1e-5), key
+    for step in (3, STEPS) if WITHOUT[name] == "data" else ():
         file = Path("evaluations") / f"step-{step}.jsonl"
-        before, after = ((runs / name / file).read_text() for name in ("data", "split"))
+        before, after = ((runs / one / file).read_text() for one in (WITHOUT[name], name))
         assert before and before == after
 
 
@@ -71,19 +104,23 @@ def test_the_same_samples_first_as_without(runs: Path) -> None:
     check_short_first(runs / "short-first", runs / "short-first-data", rel=1e-5)
 
 
-def test_it_goes_on_bit_for_bit(runs: Path) -> None:
-    assert trained(runs / "again") == trained(runs / "split")
+@pytest.mark.parametrize("name", ["split", "lora"])
+def test_it_goes_on_bit_for_bit(name: str, runs: Path) -> None:
+    assert trained(runs / f"{name}-again") == trained(runs / name)
 
 
-@pytest.mark.parametrize("name", ["split", "frozen"])
+@pytest.mark.parametrize("name", ["split", "split3", "frozen", "lora", "ptuning", "sequence3"])
 def test_checkpoints_and_exports_are_whole(name: str, runs: Path) -> None:
     """The same logits by the run, by its export, and by its last checkpoint without ranks."""
     export, checkpoint = runs / name / "export", runs / name / "checkpoints" / f"step-{STEPS}"
     assert not directory.manifest_problems(checkpoint)
-    for model in (load_model(export), load_checkpoint(checkpoint)):
+    for model in (load_any(str(export)).model, load_checkpoint(checkpoint)):
         taken = probe.read(export)
         assert taken is not None
         difference, tolerance = probe.compare(model, taken)
         assert difference <= tolerance
-    mine, kept = load_model(export).state_dict(), load_checkpoint(checkpoint).state_dict()
+    mine, kept = load_any(str(export)).model.state_dict(), load_checkpoint(checkpoint).state_dict()
     assert all((mine[key] == kept[key]).all() for key in mine)
+    if name in WITHOUT:
+        plain = load_any(str(runs / WITHOUT[name] / "export")).model.state_dict()
+        assert all(torch.allclose(mine[key], plain[key], atol=1e-4) for key in plain)

@@ -65,6 +65,13 @@ def test_trees_follow_their_copies(name: str, runs: Path) -> None:
         assert one["total_tokens"] < 0.8 * other["total_tokens"]
 
 
+def test_divided_over_ranks_as_on_one(runs: Path) -> None:
+    """Trees whose tokens ranks share have the losses of trees that a rank has alone."""
+    for one, other in zip(rows_of(runs / "sequence"), rows_of(runs / "stage2"), strict=True):
+        for key in ("loss", "grad_norm", "eval_loss", "trained_tokens", "total_tokens"):
+            assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=TOLERANCE, abs=TOLERANCE), (key, one)
+
+
 @pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))

@@ -42,6 +42,7 @@ from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
 from toolkit.distributed import process_group
 from toolkit.engine.parameters import are_finite
+from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError
 from toolkit.train import checkpointer, run_dir
 from toolkit.train.checkpointer import Checkpointer, Rotation, _Pending
@@ -966,3 +967,15 @@ def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path: Path, capsys: py
     assert main(["verify", str(made), "forward=no"]) == 74
     assert "DAMAGED" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "nosuch"), "forward=no"]) == 2
+
+
+def test_ranks_of_one_model_draw_the_same_in_another_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout of what each has whole; the generators' files are of ranks that had rows of their own."""
+    cfg, seeds = RunConfig(), []
+    RunState(step=3, world_size=4, config=to_dict(cfg)).write(tmp_path)
+    cfg.parallel.tensor = 2
+    monkeypatch.setattr(state_files, "seed_all", seeds.append)
+    for rank in range(4):
+        saver: Any = SimpleNamespace(load=lambda _: None)
+        checkpointer.resume_from(saver, tmp_path, RunState(step=3), Ranks(rank, rank, 4, 4, "single"), cfg)
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]

@@ -103,7 +103,7 @@ def test_refused_where_the_model_has_none(name: str) -> None:
         router_loss(build(name), configured("model=hf", "model.router_loss=0.1"))
 
 
-@pytest.mark.parametrize("key", ["parallel.tensor", "parallel.sequence", "parallel.pipeline", "compile.enabled"])
+@pytest.mark.parametrize("key", ["parallel.tensor", "parallel.pipeline", "compile.enabled"])
 def test_refused_together_with(key: str) -> None:
     cfg = configured("model=hf")
     section, name = key.split(".")

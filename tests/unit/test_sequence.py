@@ -28,17 +28,19 @@ def test_parts_together_are_the_rows(parts: int) -> None:
         "labels": labels,
         "position_ids": torch.arange(size).repeat(rows, 1),
         "segment_ids": torch.ones_like(ids),
+        "seen_until": 1 + ids % 3,
         "cu_seq_lens": torch.tensor([0, rows * size], dtype=torch.int32),
     }
     whole = with_label_positions(batch)
     whole["sources"] = sources.flatten()[whole["places"]]
     cut = [local_part(whole, part, parts) for part in range(parts)]
-    for name in ("input_ids", "position_ids", "segment_ids"):
+    for name in ("input_ids", "position_ids", "segment_ids", "seen_until"):
         assert torch.equal(torch.cat([one[name] for one in cut], dim=1), batch[name])
     assert sum(len(one["places"]) for one in cut) == len(whole["places"])
     found = torch.full((rows, parts, size // parts), -100)
     for part, one in enumerate(cut):
         assert one["part"].tolist() == [part, parts]
+        assert torch.equal(one["row_ids"], ids)
         assert torch.equal(one["cu_seq_lens"], batch["cu_seq_lens"])
         before = one["places"] - 1
         row, column = before // (size // parts), before % (size // parts)

@@ -153,7 +153,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
     """
     names, group = {id(one): name for name, one in held.parameters.items()}, engine.seq_data_parallel_group
     own, size = distributed.get_rank(group), distributed.get_world_size(group)
-    is_first = engine.autotp_size() <= 1 or distributed.get_rank(process_group.tensor_group()) == 0
+    is_first = process_group.tensor_rank() == 0
     fragments = list(_stored(held)) if is_first and own == 0 else []
     bound = is_bound(engine)
     for number, flat in enumerate(_flats(engine)):

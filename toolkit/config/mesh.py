@@ -12,10 +12,11 @@ from toolkit.messages import ConfigError, joined, tr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """One rank's place among all. Ranks that work on the same rows are a model's ranks; they lie side by side.
+    """One rank's place among all. Ranks that work on the same rows are a model's ranks; they lie side by side, and
+    among them those that split matrices.
 
     Only with pipeline stages do the ranks of one *stage* lie side by side, as DeepSpeed numbers them (0.19.8,
-    runtime/pipe/topology.py, PipeDataParallelTopology).
+    runtime/pipe/topology.py, PipeModelDataParallelTopology).
     """
 
     world_size: int
@@ -41,7 +42,9 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which of these parts is this rank's."""
-        return self.rank % self.data_ranks if self.pipeline > 1 else self.rank // self.model_ranks
+        if self.pipeline > 1:
+            return self.rank // self.tensor % self.data_ranks
+        return self.rank // self.model_ranks
 
     @property
     def stage(self) -> int:
@@ -51,7 +54,7 @@ class Mesh:
     @property
     def part(self) -> int:
         """Which part of each row's tokens is this rank's, from 0."""
-        return self.rank % self.sequence
+        return self.rank // self.tensor % self.sequence
 
     @property
     def copies(self) -> int:
@@ -94,11 +97,16 @@ class Split(Enum):
     """Each rank has some of a matrix's columns; what comes out is added up over the ranks."""
 
 
+# Of what peft puts in a matrix's place: the matrix itself or a trained copy, and LoRA's factor that has the split side.
+# The other factor is whole on every rank; what comes between the two is whole, too, or added up over the ranks.
+_IN_ITS_PLACE = r"\.base_layer|\.original_module|\.modules_to_save\.default"
+_ROWS = rf"({_IN_ITS_PLACE}|\.lora_B\.default)?\.(weight|bias)$"
 _PATTERNS = {
-    Split.rows: r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj|query_key_value|dense_h_to_4h)\.(weight|bias)$",
-    Split.pairs: r".*\.gate_up_proj\.(weight|bias)$",
+    Split.rows: rf".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj|query_key_value|dense_h_to_4h){_ROWS}",
+    Split.pairs: rf".*\.gate_up_proj{_ROWS}",
     # Their biases are added once, after the sum over the ranks.
-    Split.columns: r".*\.(o_proj|down_proj|attention\.dense|dense_4h_to_h)\.weight$",
+    Split.columns: r".*\.(o_proj|down_proj|attention\.dense|dense_4h_to_h)"
+    rf"({_IN_ITS_PLACE}|\.lora_A\.default)?\.weight$",
 }
 _ON_HEADS = r".*\.(q_norm|k_norm)\.weight$"
 """Whole on every rank, but each applies them to its own heads: their gradients are added up."""

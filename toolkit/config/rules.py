@@ -155,12 +155,6 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
     except ConfigError as error:
         yield loaded.about(key, str(error))
         return
-    if cfg.parallel.tensor > 1 and len(set(sizes)) > 1:
-        yield loaded.error(
-            key,
-            "{key} = {value}: with parallel.tensor = {parallel.tensor} a run can be resumed only on as many ranks as "
-            "it was saved on. Remove the key.",
-        )
     if sizes and size % unit:
         yield loaded.error(
             "batch.global_size",

@@ -426,14 +426,23 @@ def tensor_group() -> torch.distributed.ProcessGroup:
     return groups.get_tensor_model_parallel_group()
 
 
+def tensor_rank() -> int:
+    """Return which of them this rank is; 0 where the model is not split."""
+    from deepspeed.utils import groups
+
+    return 0 if groups._TENSOR_MODEL_PARALLEL_GROUP is None else dist.get_rank(tensor_group())
+
+
 def tensor_group_size() -> int:
-    """Return how many they are."""
-    return dist.get_world_size(tensor_group())
+    """Return how many they are; 1 where the model is not split."""
+    from deepspeed.utils import groups
+
+    return 1 if groups._TENSOR_MODEL_PARALLEL_GROUP is None else dist.get_world_size(tensor_group())
 
 
 def tensor_part(parameter: torch.Tensor) -> tuple[int, int]:
     """Return which part of a parameter this rank has, and of how many; (0, 1) of one that is not split."""
-    return (dist.get_rank(tensor_group()), tensor_group_size()) if is_tensor_part(parameter) else (0, 1)
+    return (tensor_rank(), tensor_group_size()) if is_tensor_part(parameter) else (0, 1)
 
 
 def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:

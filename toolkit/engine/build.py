@@ -76,13 +76,15 @@ def initialize_engine(
     """
     if activation_checkpointing.enabled:
         deepspeed_patches.checkpoint_activations(getattr(model, STAGE, model), activation_checkpointing)
+    if isinstance(model, PipelineModule):
+        ds_config = deepspeed_patches.split_stage(model, getattr(model, STAGE), ds_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     zero = ds_config["zero_optimization"]
     if "zenflow" in zero:
         deepspeed_patches.patch_zenflow(trained)
     engine = _initialize(
         model,
-        deepspeed_patches.fit_reduce_bucket(ds_config, trained),
+        deepspeed_patches.count_parts(deepspeed_patches.fit_reduce_bucket(ds_config, trained)),
         model_parameters=parameter_groups(model.named_parameters(), optim or schema.OptimConfig()),
         optimizer=client_optimizer(optim, "offload_optimizer" in zero) if optim else None,
         mpu=deepspeed_patches.patch_tensor_groups(model, ds_config),

@@ -1,25 +1,31 @@
-"""Every workaround of DeepSpeed or PyTorch, with the version in which it was seen; an import applies the first two."""
+"""Every workaround of DeepSpeed or PyTorch, with the version in which it was seen; an import applies some."""
 
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cpuinfo
 import deepspeed
 import torch
+from deepspeed.module_inject import layers
+from deepspeed.module_inject.auto_tp import AutoTP
+from deepspeed.module_inject.autotp_config import AutoTPConfig
 from deepspeed.ops.adam import ZenFlowSelectiveAdamW
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed.utils import groups
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config import mesh, schema
-from toolkit.distributed.process_group import is_tensor_part, tensor_group
+from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, tr
 
 # 1.2 s each time; for an op of the CPU DeepSpeed asks twice, to compare with what it was built on (0.19.8,
@@ -35,6 +41,25 @@ FP16_Optimizer.initialize_optimizer_states = FP16_UnfusedOptimizer.initialize_op
 deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **_options: None
 
 
+_REGISTER, _REPLACE = AutoTP.register_replicated_grad_hooks, AutoTP._replace_with_config
+
+
+def _register_hooks(autotp: AutoTP, model: torch.nn.Module) -> None:
+    """Register them for what is trained: PyTorch rejects a hook on anything else (0.19.8, module_inject/auto_tp.py)."""
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    _REGISTER(autotp, SimpleNamespace(named_parameters=lambda: trained))
+
+
+def _replace_inside(autotp: AutoTP, child: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    """Split what is within peft's layers: AutoTP takes each for a matrix, as it has a `weight` (0.19.8, peft 0.21)."""
+    if isinstance(child, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        return autotp._replace_module(child, name)
+    return _REPLACE(autotp, child, name)
+
+
+AutoTP.register_replicated_grad_hooks, AutoTP._replace_with_config = _register_hooks, _replace_inside
+
+
 def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> ModuleType | None:
     """Return what knows a rank's place where layers are split over ranks, None elsewhere.
 
@@ -43,13 +68,64 @@ def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> Mo
     size = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
     if size == 1:
         return None
+    check_split(model, size)
+    groups._init_tp_mesh_device(size)
+    if (prefix := getattr(model, "prefix_encoder", None)) is not None:
+        prefix.tensor_size = size
+    return groups
+
+
+def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[str, Any]) -> dict[str, Any]:
+    """Split the layers that a pipeline's stage holds, if the config says so; return it without that section.
+
+    DeepSpeed 0.19.8 would take ranks of other stages for data-parallel ones (engine._configure_tensor_parallel_states).
+    """
+    section = ds_config.get("tensor_parallel")
+    if section is None:
+        return ds_config
+    size, group = section["autotp_size"], module.mpu().get_slice_parallel_group()
+    check_split(model, size)
+    groups._TENSOR_MODEL_PARALLEL_GROUP = group
+    layers.set_autotp_mode(training=True)
+    autotp = AutoTP(
+        module=model,
+        all_reduce_linears=(),
+        prefix="",
+        state_dict=None,
+        linear_layer_setting=(torch.nn.Linear, torch.nn.Embedding),
+        orig_layer_impl=None,
+        partition_config=AutoTPConfig.from_dict(section["partition_config"]),
+        model_config=model.config,
+        training_mode=True,
+    )
+    autotp.set_tensor_parallel_config(size, group)
+    autotp.update_linear_policies()
+    autotp._replace_module(model)
+    autotp.register_replicated_grad_hooks(model)
+    for parameter in module.parameters():  # of what is whole on all, the norm counts the first rank's gradient
+        parameter.model_parallel &= process_group.tensor_rank() == 0 or process_group.is_tensor_part(parameter)
+    rest = {name: value for name, value in ds_config.items() if name != "tensor_parallel"}
+    # Each rank sends its peer all of the hidden states: gathering them from parts fails on gloo (0.19.8,
+    # runtime/utils.py, PartitionedTensor).
+    return {**rest, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
+
+
+def check_split(model: PreTrainedModel, size: int) -> None:
+    """Check that a model's layers can be split over so many ranks; a ConfigError if not."""
     config = model.config
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
     mesh.check_split({"model_type": config.model_type, "heads": heads, "key_heads": key_heads, "inner": inner}, size)
-    groups._init_tp_mesh_device(size)
-    return groups
+
+
+def count_parts(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with a global batch in which each part of a sequence counts, where layers are split, too.
+
+    DeepSpeed 0.19.8 then takes no notice of sequence_parallel_size, and wants a batch of that size (runtime/config.py).
+    """
+    parts = ds_config.get("sequence_parallel_size", 1) if "tensor_parallel" in ds_config else 1
+    return {**ds_config, "train_batch_size": ds_config["train_batch_size"] * parts} if parts > 1 else ds_config
 
 
 def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -216,7 +292,7 @@ class UpdateVeto:
             # In fp32: the squares of fp16 gradients that are in order would overflow.
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
             norm = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
-            if self.engine.pipeline_parallelism or self.engine.autotp_size() > 1:
+            if self.engine.pipeline_parallelism or process_group.tensor_group_size() > 1:
                 total = norm.square()  # over the ranks that share one model: stages, or ranks that split layers
                 torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())
                 norm = total.sqrt()
@@ -237,9 +313,9 @@ class UpdateVeto:
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
             return gradients
-        counts_replicated = self.engine.autotp_size() <= 1 or torch.distributed.get_rank(tensor_group()) == 0
+        counts_replicated = process_group.tensor_rank() == 0
         own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
-        return [p.grad for p in own if p.grad is not None and (counts_replicated or is_tensor_part(p))]
+        return [p.grad for p in own if p.grad is not None and (counts_replicated or process_group.is_tensor_part(p))]
 
 
 _STEP = ZenFlowSelectiveAdamW._step_with_offload

@@ -10,12 +10,12 @@ import torch
 from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
-from toolkit.distributed.process_group import full_shape, gather, gather_parts, is_tensor_part
+from toolkit.distributed.process_group import full_shape, gather, gather_parts, is_tensor_part, tensor_group_size
 
 
 def is_partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether no rank alone can run the model: its parameters are divided over ranks."""
-    return bool(engine.zero_optimization_partition_weights()) or engine.autotp_size() > 1
+    return bool(engine.zero_optimization_partition_weights()) or tensor_group_size() > 1
 
 
 def gathered_parameters(

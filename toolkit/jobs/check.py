@@ -39,7 +39,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
         say(_rows(cfg, ranks))
     if world_size and cfg.parallel.tensor > 1:
-        groups, size = mesh.mesh_of(cfg, world_size).data_ranks, cfg.parallel.tensor
+        groups, size = world_size // cfg.parallel.tensor, cfg.parallel.tensor
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if outlines:
         whole, mine = outlines

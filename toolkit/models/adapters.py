@@ -38,7 +38,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from toolkit import children, secrets
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.distributed.process_group import gather, is_tensor_part
+from toolkit.distributed import process_group
 from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr
 from toolkit.models import classifier, directory, probe, weights
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
@@ -200,6 +200,8 @@ class PrefixEncoder(nn.Module):
         self.num_tokens, self.num_layers, self.dropout = num_tokens, config.num_hidden_layers, dropout
         self.num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.tensor_size = 1
+        """Ranks that split the layers, of which each has some of the heads."""
         width, hidden = 2 * self.num_layers * self.num_heads * self.head_size, config.hidden_size
         self.trans: nn.Module | None = None
         if projection:
@@ -216,7 +218,13 @@ class PrefixEncoder(nn.Module):
         states = self.embedding(indices)  # looked up, so that ZeRO-3 fetches it
         if self.trans is not None:
             states = self.trans(states)  # [P, W]
-        states = states.view(self.num_tokens, 2 * self.num_layers, self.num_heads, self.head_size).permute(1, 2, 0, 3)
+        states = states.view(self.num_tokens, 2 * self.num_layers, -1)
+        if self.tensor_size > 1:
+            from deepspeed.module_inject.layers import ScatterToTensorParallelRegion  # seconds, as in `attention`
+
+            sizes, group = [states.size(-1) // self.tensor_size] * self.tensor_size, process_group.tensor_group()
+            states = ScatterToTensorParallelRegion.apply(group, states, sizes, torch.distributed.get_rank(group))
+        states = states.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
         states = states[:, None].expand(-1, batch_size, -1, -1, -1)
         states = functional.dropout(states, self.dropout, self.training)  # of each row for itself, as the original's
         return [(states[2 * layer], states[2 * layer + 1]) for layer in range(self.num_layers)]
@@ -228,7 +236,8 @@ class PrefixEncoder(nn.Module):
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
         cache: Cache | None = kwargs.get("past_key_values")
-        if not getattr(model, "builds_positions", False):  # to ChatGLM-6B, what precedes the mask is a prefix
+        # To ChatGLM-6B, what precedes the mask is a prefix; to parts of rows, what keys there are more than queries.
+        if not getattr(model, "builds_positions", False) and not kwargs.get("in_parts"):
             kwargs["attention_mask"], kwargs["position_ids"] = mask_and_positions(kwargs, ids, self.num_tokens)
         if not num_cached(kwargs):
             if cache is None:
@@ -337,7 +346,7 @@ def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
     chosen = [parameters[index] for index in dict.fromkeys(indices)]  # from the first to the last
     numbers = {name: fingerprint_of(parameter) for name, parameter in chosen}
     if any(parameter.is_meta for _, parameter in parameters):  # which another stage holds
-        for part in gather(numbers):
+        for part in process_group.gather(numbers):
             numbers |= {name: found for name, found in part.items() if found}
     return BaseModel(secrets.hide(str(path.absolute())), numbers)
 
@@ -446,7 +455,7 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
     known, found = model.tuned.base.numbers, {}
     for name, parameter in model.named_parameters():
         of_base = name.replace(".base_layer", "").replace(".original_module", "")
-        is_its_own = parameter.is_floating_point() and not is_tensor_part(parameter)
+        is_its_own = parameter.is_floating_point() and not process_group.is_tensor_part(parameter)
         if of_base in known and is_its_own and not parameter.requires_grad:
             found[of_base] = fingerprint_of(parameter)
     return found

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -143,9 +144,8 @@ def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], dev
     with evaluating(engine):
         logits: torch.Tensor = engine(
             input_ids=given["input_ids"],
-            position_ids=given["position_ids"],
             use_cache=False,
-            **attention_arguments(module, given),
+            **{"position_ids": given["position_ids"], **attention_arguments(module, given)},
         ).logits
     return logits.float()
 
@@ -195,11 +195,20 @@ def with_label_positions(batch: Batch) -> Batch:
 
 
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return forward's arguments that hide padding and other samples, of packed batches and of parts of rows."""
+    """Return forward's arguments that hide padding and other samples, of packed batches and of parts of rows; with
+    `position_ids` for a model that has its own.
+    """
     segments, bounds = batch["segment_ids"], batch.get("cu_seq_lens")
     implementation = module.config._attn_implementation
     if "part" in batch and implementation != SEQUENCE:
         raise RuntimeError("a model that does not attend over parts of rows got one")
+    if getattr(module, "builds_positions", False):
+        if "part" not in batch:
+            return {"attention_mask": segments > 0, "position_ids": None}
+        # Padding is on the right, where no token of a sample looks.
+        mask, positions = module.base_model.complete(batch["row_ids"], None, None)
+        mine = positions.chunk(dist.get_world_size(_group), dim=-1)[dist.get_rank(_group)]
+        return {"attention_mask": mask, "position_ids": mine, "in_parts": True}
     if "part" in batch or (bounds is not None and implementation == VARLEN):
         # It knows by itself what a token sees. transformers passes masks of four dimensions on as they are; this one is
         # never looked at.
@@ -242,7 +251,8 @@ def sample_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention within the segments of `cu_seq_lens_q`, int32 [segments + 1], [B, S, H, D]; `in_parts`
     over whole rows, of which this rank has S / P tokens, in segments or not; with neither `sdpa`'s. With `keys`, int64
-    [K], each segment attends to its tokens at these places, of `cu_seq_lens_k`: its own are the last of them.
+    [K], each segment attends to its tokens at these places, of `cu_seq_lens_k`: its own are the last of them. A module
+    that is not causal attends by the mask, of whole rows. `in_parts`, keys before those of the tokens are learned ones.
 
     `query`: [B, H, S, D], `in_parts` [B, H, S / P, D]; `key`, `value`: the same with as many heads as keys have.
     """
@@ -256,14 +266,19 @@ def sample_attention(
         copies = ranks // math.gcd(key.size(1), ranks)
         if copies > 1:
             key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
-        query, key, value = (_Exchange.apply(states, 1, 2) for states in (query, key, value))  # [B, heads / P, S, D]
+        learned = key.size(2) - query.size(2)
+        key, value = (_exchange_after(states, learned) for states in (key, value))  # [B, heads / P, learned + S, D]
+        query = _Exchange.apply(query, 1, 2)
     if bounds is not None:
         paths = None if keys is None else (keys, options["cu_seq_lens_k"])
         mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling, paths)
     else:
-        grouped = key.size(1) != query.size(1)
+        grouped, is_causal = key.size(1) != query.size(1), getattr(module, "is_causal", True)
+        mask = None if is_causal else attention_mask
+        if is_causal and key.size(2) > query.size(2):
+            is_causal, mask = False, causal_lower_right(query.size(2), key.size(2))
         mixed = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped
+            query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=grouped
         ).transpose(1, 2)
     return (_Exchange.apply(mixed, 1, 2) if in_parts else mixed), None
 
@@ -335,19 +350,18 @@ layers, a wrong layout 0.6 and more."""
 _group: dist.ProcessGroup | None = None
 
 
-def split_sequences(model: PreTrainedModel, ranks: int) -> None:
-    """Let a model take parts of rows (`local_part`) as well as whole ones. A collective of neighbours, P `ranks`."""
+def split_sequences(model: PreTrainedModel, ranks: int, tensor: int) -> None:
+    """Let a model take parts of rows (`local_part`) as well as whole ones. A collective of P `ranks`, which are
+    neighbours but for the `tensor` ranks that share each part.
+    """
     global _group  # attention is called by transformers, with nothing of ours
     config = model.config.get_text_config()
     reason = ""
-    if getattr(model, "builds_positions", False):
-        reason = tr("it finds positions and mask of a whole row from its one <sop>")
-    elif config._attn_implementation != Attention.sdpa.value or getattr(config, "attn_logit_softcapping", None):
+    if config._attn_implementation != Attention.sdpa.value or getattr(config, "attn_logit_softcapping", None):
         reason = tr("its attention is more than PyTorch's (sdpa)")
-    elif config.num_attention_heads % ranks:
-        reason = tr(
-            "its {heads} attention heads cannot be divided by {ranks}", heads=config.num_attention_heads, ranks=ranks
-        )
+    elif config.num_attention_heads % (ranks * tensor):
+        heads, divisor = config.num_attention_heads, ranks * tensor
+        reason = tr("its {heads} attention heads cannot be divided by {ranks}", heads=heads, ranks=divisor)
     if reason:
         raise ModelError(
             "parallel.sequence = {ranks} is incompatible with {model}: {reason}.",
@@ -356,14 +370,16 @@ def split_sequences(model: PreTrainedModel, ranks: int) -> None:
             reason=reason,
         )
     model.set_attn_implementation(SEQUENCE)
-    _group, _ = dist.new_subgroups(ranks)
+    members = torch.arange(dist.get_world_size()).view(-1, ranks, tensor).transpose(1, 2).reshape(-1, ranks)
+    _group, _ = dist.new_subgroups_by_enumeration(members.tolist())
 
 
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
     """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
 
-    There remain `input_ids`, `position_ids`, `segment_ids` [B, S / P]; `places`, `targets`, `sources` of the tokens
-    whose loss is this rank's, as a loss stands at the token before; what tells of segments; and `part`, int64 [2].
+    There remain `input_ids`, `position_ids`, `segment_ids`, `seen_until` [B, S / P]; `places`, `targets`, `sources` of
+    the tokens whose loss is this rank's, as a loss stands at the token before; what tells of segments; `part`,
+    int64 [2]; and `row_ids` [B, S], in which ChatGLM-6B finds positions and mask.
     """
     if parts == 1:
         return batch
@@ -374,14 +390,25 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     before = given["places"] - 1
     column = before % size - begin
     mine = (column >= 0) & (column < length)
-    names = ("input_ids", "position_ids", "segment_ids")
+    names = ("input_ids", "position_ids", "segment_ids", "seen_until")
     return {
-        **{name: batch[name][:, begin : begin + length].contiguous() for name in names},
+        **{name: batch[name][:, begin : begin + length].contiguous() for name in names if name in batch},
         **{name: given[name][mine] for name in ("targets", "sources") if name in given},
         **{name: batch[name] for name in ("cu_seq_lens", "keys", "cu_seq_lens_k") if name in batch},
         "places": (before // size * length + column)[mine] + 1,
         "part": torch.tensor([part, parts]),
+        "row_ids": batch["input_ids"],
     }
+
+
+def _exchange_after(states: torch.Tensor, learned: int) -> torch.Tensor:
+    """Exchange keys or values [B, heads, learned + S / P, D]; of the learned ones in front, which each rank has with
+    all heads, there remain those of its heads.
+    """
+    if not learned:
+        return _Exchange.apply(states, 1, 2)
+    mine = states[:, :, :learned].chunk(dist.get_world_size(_group), dim=1)[dist.get_rank(_group)]
+    return torch.cat((mine, _Exchange.apply(states[:, :, learned:], 1, 2)), dim=2)
 
 
 class _Exchange(torch.autograd.Function):
@@ -402,6 +429,15 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradients[0], joined, cut), None, None
 
 
+def sum_over_parts(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of what the ranks of a group found in their parts of rows; its gradient is that of each summand. A
+    collective.
+    """
+    others = values.detach().clone()
+    dist.all_reduce(others, group=_group)
+    return values + (others - values.detach())
+
+
 def check_sequence_parallel(
     engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool, shared: bool = False
 ) -> None:
@@ -412,6 +448,11 @@ def check_sequence_parallel(
     if not packed:
         batch = {"input_ids": batch["input_ids"], "segment_ids": torch.ones_like(batch["input_ids"])}
         batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])
+    module: Any = getattr(engine, "module", engine)
+    if getattr(module, "builds_positions", False):
+        # Contexts that end in the first part, in the middle and in the last part.
+        size = batch["input_ids"].size(1)
+        batch["input_ids"][torch.arange(3), torch.tensor([4, size // 2, size - 4])] = module.config.bos_token_id
     whole = evaluate_logits(engine, batch, device)
     mine = evaluate_logits(engine, local_part({**batch, "labels": batch["input_ids"]}, part, parts), device)
     length = mine.size(1)

@@ -344,16 +344,21 @@ def _check_safetensors(file: Path, size: int) -> None:
 
 
 def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
-    """Return why rows cannot hold several samples, or be divided over ranks: what mixes tokens otherwise than causal
-    attention does; "" if nothing in the model's config speaks against it.
-    """
+    """Return why rows cannot hold several samples; "" if nothing in the model's config speaks against it."""
     if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
     if model.init is Init.random:
         return ""
-    config = read_config(model.path)
-    if architecture_of(config) is Architecture.v1:
+    if architecture_of(read_config(model.path)) is Architecture.v1:
         return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
+    return division_unsupported(model, max_length)
+
+
+def division_unsupported(model: ModelConfig, max_length: int) -> str:
+    """Return why rows cannot be divided over ranks: what mixes tokens otherwise than attention to all before them; ""
+    if nothing in the model's config speaks against it.
+    """
+    config = {} if model.init is Init.random else read_config(model.path)
     layers = set(config.get("layer_types") or ["full_attention"])
     window = config.get("sliding_window")
     if window and config.get("use_sliding_window", True):

@@ -46,7 +46,9 @@ def load_model(
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype)
     config = directory.read_config(str(folder))
-    partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
+    # AutoTP splits whole layers, and the engine partitions what it has split.
+    is_stage3 = ds_config is not None and ds_config["zero_optimization"]["stage"] == 3
+    partitioned = ds_config if is_stage3 and "tensor_parallel" not in (ds_config or {}) else None
     if directory.architecture_of(config) is None and partitioned is None and own is None:
         return _load_by_transformers(folder, dtype)
     model, files, layout = _open(folder, config, dtype, partitioned)
@@ -151,7 +153,7 @@ def create_model(
     else:
         model = classifier.with_head(model, head, seed)
     if parts > 1:
-        attention.split_sequences(model, parts)
+        attention.split_sequences(model, parts, (ds_config or {}).get("tensor_parallel", {}).get("autotp_size", 1))
     else:
         attention.choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False

@@ -8,8 +8,8 @@ chunk of tokens at a time: nothing of the size [T, V] is ever held, and no logit
 The routers' loss of a layer and a micro-batch is E x sum over E experts of f x P: f how often an expert is chosen per
 token, P its mean probability, without padding (Fedus, Zoph, Shazeer 2021, Switch Transformers,
 https://arxiv.org/abs/2101.03961, equations 4 to 6). The mean over layers, micro-batches and data-parallel ranks is
-added, times the coefficient. transformers (5.23) pools all layers before it multiplies, by which one layer makes up for
-another.
+added, times the coefficient. Ranks that have parts of the same rows sum what f and P are means of. transformers (5.23)
+pools all layers before it multiplies, by which one layer makes up for another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -89,8 +89,9 @@ def on_device(engine: Any, batch: attention.Batch) -> attention.Batch:
     }
     # ChatGLM-6B finds positions from <sop>: checked here, as the model itself would make the host wait for the device.
     if getattr(module, "builds_positions", False):
-        check_rows(batch["input_ids"], module.config)
-        given["input_ids"].is_checked = True  # type: ignore[attr-defined]
+        rows = "row_ids" if "row_ids" in batch else "input_ids"
+        check_rows(batch[rows], module.config)
+        given[rows].is_checked = True  # type: ignore[attr-defined]
     return given
 
 
@@ -310,8 +311,7 @@ def _arguments(module: Any, batch: attention.Batch) -> dict[str, Any]:
     given: dict[str, Any] = {"use_cache": False}
     builds_positions = getattr(module, "builds_positions", False)
     if "segment_ids" in batch:
-        given |= attention.attention_arguments(module, batch)
-        given["position_ids"] = None if builds_positions else batch["position_ids"]
+        given |= {"position_ids": batch["position_ids"], **attention.attention_arguments(module, batch)}
     if "inputs_embeds" in batch:
         given["inputs_embeds"] = batch["inputs_embeds"]
     if "inputs_embeds" not in batch or builds_positions:
@@ -505,7 +505,7 @@ class RouterLoss:
         self._values: dict[int, torch.Tensor] = {}
         self._sum: torch.Tensor | float = 0.0
         self._samples: torch.Tensor | None = None
-        self._factor = 0.0
+        self._parts, self._factor = 1, 0.0
         for number, router in enumerate(routers):
             router.register_forward_hook(lambda _, __, output, number=number: self._add(number, output))
 
@@ -517,7 +517,9 @@ class RouterLoss:
         segments = batch["segment_ids"]
         samples = (segments > 0) * (batch.get("seen_until", segments) - segments + 1)
         self._samples = samples.to(device, non_blocking=True)
-        self._factor = scale * self.coefficient / self.num_layers
+        self._parts = int(batch["part"][1]) if "part" in batch else 1
+        # The mean over ranks adds up what the ranks of a group find for parts of the same rows.
+        self._factor = scale * self.coefficient / self.num_layers * self._parts
 
     def collect(self) -> torch.Tensor:
         """Return the rank's sum over micro-batches of the mean over layers, without coefficient, and stop observing."""
@@ -545,25 +547,28 @@ class RouterLoss:
         # Learned tokens may stand in front of each row (tuning=prompt).
         rows, size = self._samples.shape
         learned = logits.flatten(0, -2).size(0) // rows - size
-        value = balance(logits, chosen, nn.functional.pad(self._samples, (learned, 0), value=1).flatten())
+        samples = nn.functional.pad(self._samples, (learned, 0), value=1).flatten()
+        value = balance(logits, chosen, samples, self._parts)
         self._values[number] = value.detach()  # twice the same where the layer is computed again
         if not value.requires_grad:
             return None
         return (logits, _WithLoss.apply(weights, value, self._factor), chosen, *others)
 
 
-def balance(logits: torch.Tensor, chosen: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+def balance(logits: torch.Tensor, chosen: torch.Tensor, samples: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Return a router's loss, float32 scalar; `logits` [tokens, E], `chosen` [tokens, K]; `samples`: how often each
-    token counts, [tokens].
+    token counts, [tokens]; of the tokens of `parts` ranks, then a collective.
     """
     size, counts = logits.size(-1), samples.float()
-    total = counts.sum().clamp(min=1)
     probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
     chosen = chosen.flatten(0, -2)
     often = torch.zeros(size, device=logits.device).scatter_add_(
         0, chosen.flatten(), counts.repeat_interleave(chosen.size(-1))
     )
-    return size * torch.dot(often / total, counts @ probabilities / total)
+    sums = torch.cat((counts.sum()[None], often, counts @ probabilities))
+    total, often, probable = (attention.sum_over_parts(sums) if parts > 1 else sums).split((1, size, size))
+    total = total.clamp(min=1)
+    return size * torch.dot(often / total, probable / total)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -603,7 +608,6 @@ def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
         return None
     others = {
         "parallel.tensor": cfg.parallel.tensor > 1,
-        "parallel.sequence": cfg.parallel.sequence > 1,
         "parallel.pipeline": cfg.parallel.pipeline > 1,
         "compile.enabled": cfg.compile.enabled,
         "preference.loss": cfg.preference.is_on,

@@ -17,12 +17,14 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import OptimizerStep
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config import mesh, schema
+from toolkit.distributed import process_group
 from toolkit.messages import ModelError
 from toolkit.models import adapters, attention, loss, probe
 from toolkit.plan import outline
@@ -94,7 +96,7 @@ def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
 class PipelineStage(PipelineModule):
     """A cut model's stage; a pass takes a micro-batch from `batches` and ends on the last stage with `finish`."""
 
-    def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, num_stages: int, dtype: torch.dtype, tensor: int = 1) -> None:
         with no_init_weights(), torch.device("meta"):
             full = type(model)(model.config)  # the same model, as it will be trained, with empty parameters
         full.tie_weights()
@@ -120,7 +122,9 @@ class PipelineStage(PipelineModule):
                 weight = f"{names[0]}.weight"
                 specs[index] = TiedLayerSpec("embedding", _Named, names[0], parts[index], tied_weight_attr=weight)
         with redirect_stdout(io.StringIO()):  # it prints its seeds
-            super().__init__(layers=specs, num_stages=num_stages, dynamic_shape=True)
+            pipelines = dist.get_world_size() // (num_stages * tensor)
+            topology = PipeModelDataParallelTopology(num_stages, tensor, pipelines)
+            super().__init__(layers=specs, topology=topology, dynamic_shape=True)
         self._layer_specs.clear()  # they keep the other stages' parts
         keep_only(model, names, names[self._local_start : self._local_stop])
         model.to(next(self.parameters()).device)  # rotary frequencies, which no layer holds
@@ -145,6 +149,12 @@ class PipelineStage(PipelineModule):
             self.__dict__["stage"].train(mode)
         return self
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the layers that are called: DeepSpeed would compile its own sequence of them (0.19.8)."""
+        for part in self.__dict__["stage"].modules():
+            if isinstance(part, GradientCheckpointingLayer):
+                part.compile(*args, **options)
+
     def forward(self, received: torch.Tensor) -> Any:
         """Compute this stage's part of the next micro-batch: hidden states [B, S, H], or what `finish` makes of them.
         `received` are those of the stage before; on the first stage token ids.
@@ -162,17 +172,20 @@ class PipelineStage(PipelineModule):
         tensor by tensor.
         """
         named = self.__dict__["stage"].named_parameters()
-        own = {name: one.detach() for name, one in named if only is None or name in only}
+        own = {name: one for name, one in named if only is None or name in only}
         rank, per_stage = dist.get_rank(), dist.get_world_size() // self.num_stages
         for source in range(0, dist.get_world_size(), per_stage):
-            listed = [[(name, one.shape, one.dtype) for name, one in own.items()]]
+            listed = [[(name, process_group.full_shape(name, one), one.dtype) for name, one in own.items()]]
             dist.broadcast_object_list(listed, src=source)
             for name, shape, dtype in listed[0]:
-                value = torch.empty(0)
+                value, full = torch.empty(0), torch.empty(0)
+                if rank // per_stage == source // per_stage:
+                    full = own[name].detach()
+                    full = process_group.gather_parts(name, full) if process_group.is_tensor_part(own[name]) else full
                 if source == 0 == rank:
-                    value = own[name].to("cpu", copy=True)
+                    value = full.to("cpu", copy=True)
                 elif rank == source:
-                    dist.send(own[name].contiguous(), dst=0)
+                    dist.send(full.contiguous(), dst=0)
                 elif rank == 0:
                     received = torch.empty(shape, dtype=dtype, device=next(iter(own.values())).device)
                     dist.recv(received, src=source)

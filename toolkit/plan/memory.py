@@ -264,7 +264,8 @@ def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: 
     # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
     held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
     parts = zip(stage_outlines(outline, stages), held, strict=True)
-    found = [_Rank(part, cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in parts]
+    tensor = cfg.parallel.tensor
+    found = [_Rank(tensor_part(part, tensor), cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in parts]
     peaks = tuple(one.peak(one.worst) for one in found)
     return replace(found[peaks.index(max(peaks))], stages=peaks)
 

@@ -30,7 +30,7 @@ from deepspeed import DeepSpeedEngine
 import toolkit
 from toolkit import disk, secrets
 from toolkit.checkpoint import directory, engine_state, fragments, state_files
-from toolkit.config import load, rule_tables, schema
+from toolkit.config import load, mesh, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather, on_rank0, rank
 from toolkit.engine.parameters import is_partitioned, ruined_ranks
@@ -468,19 +468,20 @@ def _check_layout(saved: directory.RunState, config: Mapping[str, Any], world_si
 
 
 def resume_from(
-    checkpointer: Checkpointer, checkpoint: Path, state: directory.RunState, ranks: Ranks, seed: int
+    checkpointer: Checkpointer, checkpoint: Path, state: directory.RunState, ranks: Ranks, cfg: schema.RunConfig
 ) -> None:
     """Put engine and random generators into the state of a checkpoint, or raise CheckpointError. A collective."""
     saved = directory.read_run_state(checkpoint)
     checkpointer.load(checkpoint)
     path = checkpoint / state_files.generators_file(ranks.rank)
-    if saved.world_size == ranks.world_size:
+    if saved.world_size == ranks.world_size and saved.config.get("parallel") == load.to_dict(cfg)["parallel"]:
         try:
             state_files.load_generators(path)
         except (OSError, KeyError, ValueError, RuntimeError) as error:
             raise state_files.unreadable_error(path, error) from error
-    else:  # other ranks, other streams: dropout differs, the mathematics do not
-        state_files.seed_all(seed + 1_000_003 * state.step + ranks.rank)
+    else:  # another layout, other streams: dropout differs, the mathematics do not; one stream for ranks of one model
+        data_rank = mesh.mesh_of(cfg, ranks.world_size, ranks.rank).data_rank
+        state_files.seed_all(cfg.run.seed + 1_000_003 * state.step + data_rank)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

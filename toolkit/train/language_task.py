@@ -598,7 +598,7 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
     packed, parts, stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
-    if parts > 1 and (reason := directory.packing_unsupported(cfg.model, cfg.data.max_length)):
+    if parts > 1 and (reason := directory.division_unsupported(cfg.model, cfg.data.max_length)):
         raise messages.ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     build.use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
@@ -620,7 +620,9 @@ def build_engine(
         layers.add_neftune(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:
         model.token_dropping = layers.TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, mesh.data_rank)
-    module = pipeline.PipelineStage(model, stages, load.TORCH_DTYPES[dtype]) if stages > 1 else model
+    module = (
+        pipeline.PipelineStage(model, stages, load.TORCH_DTYPES[dtype], cfg.parallel.tensor) if stages > 1 else model
+    )
     engine = task.start_engine(module, cfg, ds, total_steps, source.folder)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()

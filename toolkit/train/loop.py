@@ -284,7 +284,7 @@ class TrainLoop:
         state = replace(saved, config=run.start.config, bad_steps=bad_steps, rewinds=rewinds)
         is_own = checkpoint.parent.parent == run.folder  # or the one that the run began with
         process_group.on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_own else 0))
-        resume_from(self.checkpointer, checkpoint, state, run.ranks, self.cfg.run.seed)
+        resume_from(self.checkpointer, checkpoint, state, run.ranks, self.cfg)
         self.progress.back_to(state.step)
         run.trackers.back_to(state.step)
         say(

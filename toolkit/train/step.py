@@ -419,7 +419,7 @@ def train_step(
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
     counts = sum_over_ranks([*mine, *map(float, votes)], engine.device)
     if has_stages:
-        sums = _pipeline_passes(engine, task, micro_batches, guard, counts)
+        sums = _pipeline_passes(engine, task, micro_batches, guard, counts, copies)
     else:
         sums = _data_parallel_passes(engine, task, micro_batches, guard, counts, world_size, forward)
     micro_losses, loss, router_sum, figures, (count, total, computed, pairs, trained, *heard) = sums
@@ -481,12 +481,17 @@ def _data_parallel_passes(
 
 
 def _pipeline_passes(
-    engine: DeepSpeedEngine, task: "Task", micro_batches: list[Any], guard: StepGuard, counts: torch.Tensor
+    engine: DeepSpeedEngine,
+    task: "Task",
+    micro_batches: list[Any],
+    guard: StepGuard,
+    counts: torch.Tensor,
+    copies: int,
 ) -> _Sums:
     """Do the same through pipeline stages. PipelineEngine divides by the number of micro-batches and averages over
     pipelines (deepspeed 0.19.8), hence the factor.
     """
-    factor = (engine.dp_world_size * len(micro_batches) / counts[0]).float()
+    factor = (engine.dp_world_size * copies * len(micro_batches) / counts[0]).float()
     micro_losses: list[torch.Tensor] = []
     read: list[_Sums] = []
 

@@ -104,7 +104,7 @@ class Trainer:
             cfg.distributed.timeout_s / 2,
         )
         if source.checkpoint is not None:
-            resume_from(checkpointer, source.checkpoint, start, ranks, cfg.run.seed)
+            resume_from(checkpointer, source.checkpoint, start, ranks, cfg)
         limits = cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
         self.run = RunContext(
             cfg=cfg,

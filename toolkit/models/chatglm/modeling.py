@@ -147,21 +147,26 @@ class ChatGLMAttention(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor,
         past_key_values: Cache | None,
+        **options: Any,
     ) -> torch.Tensor:
-        """Attend. `hidden_states` and the result are `[B, S, H]`, `attention_mask` `[B, 1, S, S + past]`."""
+        """Attend. `hidden_states` and the result are `[B, S, H]`, `attention_mask` `[B, 1, S, S + past]`; `options` are
+        for attention as it is implemented.
+        """
         batch, size, _ = hidden_states.shape
         mixed = self.query_key_value(hidden_states).view(batch, size, -1, 3 * self.head_size).transpose(1, 2)
         query, key, value = mixed.chunk(3, dim=-1)  # [B, N, S, D]
         query, key = rotate(query, *rotary), rotate(key, *rotary)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer)
-            free = key.size(2) - attention_mask.size(-1)  # slots of a static cache that are still empty
+            free = max(0, key.size(2) - attention_mask.size(-1))  # slots of a static cache that are still empty
             attention_mask = functional.pad(attention_mask, (0, free), value=torch.finfo(attention_mask.dtype).min)
         # The original divides by sqrt(D) * (layer + 1) and multiplies the scores again: mathematically 1 / sqrt(D).
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        output, _ = attend(self, query, key, value, attention_mask, scaling=self.head_size**-0.5, dropout=0.0)
+        output, _ = attend(
+            self, query, key, value, attention_mask, scaling=self.head_size**-0.5, dropout=0.0, **options
+        )
         return self.dense(output.reshape(batch, size, -1))
 
 
@@ -202,10 +207,12 @@ class ChatGLMBlock(GradientCheckpointingLayer):
         rotary: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor,
         past_key_values: Cache | None = None,
+        **options: Any,
     ) -> torch.Tensor:
         """Return `[B, S, H]` for `[B, S, H]`."""
         normed = self.input_layernorm(hidden_states)
-        hidden_states = normed * _RESIDUAL_SCALE + self.attention(normed, rotary, attention_mask, past_key_values)
+        attended = self.attention(normed, rotary, attention_mask, past_key_values, **options)
+        hidden_states = normed * _RESIDUAL_SCALE + attended
         normed = self.post_attention_layernorm(hidden_states)
         return normed * _RESIDUAL_SCALE + self.mlp(normed)
 
@@ -241,27 +248,28 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        in_parts: bool = False,
         **_: Any,
     ) -> torch.Tensor:
         """Return the hidden states `[B, S, H]`; arguments as `ChatGLMForConditionalGeneration.forward`."""
         if input_ids is not None and (attention_mask is None or attention_mask.dim() == 2 or position_ids is None):
-            attention_mask, position_ids = self._complete(input_ids, attention_mask, position_ids)
+            attention_mask, position_ids = self.complete(input_ids, attention_mask, position_ids)
         if attention_mask is None or position_ids is None:
             raise ValueError("with inputs_embeds, attention_mask [B, 1, S, S] and position_ids [B, 2, S] are needed")
         states = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         rotary = rotary_tables(position_ids, self.config.hidden_size // self.config.num_attention_heads, states.dtype)
         # Keys that precede the mask are a P-Tuning prefix, which every token sees.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        missing = int(past) + states.size(1) - attention_mask.size(-1)
+        missing = int(past) + attention_mask.size(-2) - attention_mask.size(-1)
         masked = functional.pad(attention_mask, (max(missing, 0), 0))
         # The smallest number instead of -inf: a padding query may see nothing at all, and must not become NaN.
         bias = torch.zeros(masked.shape, dtype=states.dtype, device=states.device)
         bias = bias.masked_fill(masked, torch.finfo(states.dtype).min)
         for layer in self.layers:
-            states = layer(states, rotary, bias, past_key_values)
+            states = layer(states, rotary, bias, past_key_values, in_parts=in_parts)
         return self.final_layernorm(states)
 
-    def _complete(
+    def complete(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
@@ -306,6 +314,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        in_parts: bool = False,
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """Run the model; a sequence without <sop> is a ModelError.
@@ -320,11 +329,12 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
             labels: `[B, S]`, -100 where untrained, at their own token's position; gives `loss`, their mean.
             use_cache: return the keys and values; by default as in the config.
             logits_to_keep: compute logits of so many last positions, or of these; 0: of all.
+            in_parts: `[B, S]` is this rank's part of rows; attention_mask is of whole ones, `[B, 1, P x S, P x S]`.
         """
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not (self.training and self.transformer.gradient_checkpointing):
             past_key_values = DynamicCache(config=self.config)
-        states = self.transformer(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+        states = self.transformer(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, in_parts)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
         if not (isinstance(kept, int) and kept == 0):
             states = states[:, kept]
@@ -339,7 +349,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
     ) -> torch.Tensor:
         """Build `[B, 2, S]` positions of the prompts, and turn a 2-D mask into the 4-D one that grows with them."""
         ids = model_kwargs.get("input_ids", inputs_tensor)
-        mask, positions = self.transformer._complete(ids, model_kwargs.get("attention_mask"), None)
+        mask, positions = self.transformer.complete(ids, model_kwargs.get("attention_mask"), None)
         model_kwargs["attention_mask"] = mask
         return positions
 
@@ -370,7 +380,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Cut ids, positions and the mask's rows to the tokens that are not cached yet."""
         if attention_mask is None or attention_mask.dim() == 2 or position_ids is None:
-            attention_mask, position_ids = self.transformer._complete(input_ids, attention_mask, position_ids)
+            attention_mask, position_ids = self.transformer.complete(input_ids, attention_mask, position_ids)
         size = input_ids.size(1) if next_sequence_length is None else next_sequence_length
         return {
             "input_ids": input_ids[:, -size:],

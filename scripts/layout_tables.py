@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Write the table of combinations in docs/parallelism.md and its Chinese from what the nightly test of them found."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
+
+from tests.ranks.combinations import LAYOUTS, OTHERS, STAGES, TUNINGS, Cell, cells  # noqa: E402
+from toolkit.messages import current_language, set_language  # noqa: E402
+
+MARK, END = "<!-- table combinations -->\n", "<!-- end -->"
+HEADS = {"en": ("layout", "ZeRO stage", "CPU ranks"), "zh": ("布局", "ZeRO 阶段", "CPU rank 数")}
+OTHER = {"en": "full, stage 0, with", "zh": "full、阶段 0，加上"}
+FROM = {
+    "en": "Largest difference of any loss, of six steps and two validations, to a plain PyTorch loop over whole "
+    "sequences, in fp32; `–` is rejected. Commit {commit}, DeepSpeed {deepspeed}: `{command}`.\n",
+    "zh": "与处理完整序列的普通 PyTorch 循环相比，六步训练和两次验证的 loss 的最大差值，fp32；`–` 表示报错。"
+    "提交 {commit}，DeepSpeed {deepspeed}：`{command}`。\n",
+}
+WHY = {"en": "Why something is rejected:", "zh": "报错的原因："}
+
+
+def newest() -> dict[str, Any]:
+    """Return the last result."""
+    file = max((ROOT / "benchmarks").glob("*-combinations.json"))
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))[-1]
+    return found
+
+
+def fill_page(page: str, language: str, result: dict[str, Any]) -> str:
+    """Return a page with its table; `language`: en or zh."""
+    head, _, rest = page.partition(MARK)
+    _, _, tail = rest.partition(END)
+    before = current_language()
+    set_language(language)
+    try:
+        return head + MARK + _tables(language, result) + END + tail
+    finally:
+        set_language(before)
+
+
+def _tables(language: str, result: dict[str, Any]) -> str:
+    known = result["environment"]
+
+    def shown(cell: Cell) -> str:
+        return f"{result['cells'][cell.name]:.0e}" if cell.name in result["cells"] else "–"
+
+    rows = [[*HEADS[language], *TUNINGS], ["---"] * (3 + len(TUNINGS))]
+    for layout in LAYOUTS:
+        for stage in STAGES:
+            some = [Cell(layout, stage, tuning) for tuning in TUNINGS]
+            rows.append([f"`{' '.join(LAYOUTS[layout])}`", str(stage), str(some[0].ranks), *map(shown, some)])
+    others = [[OTHER[language], *(f"`{' '.join(words)}`" for words in LAYOUTS.values())], ["---"] * (1 + len(LAYOUTS))]
+    others += [[f"`{other}`", *(shown(Cell(layout, 0, "full", other)) for layout in LAYOUTS)] for other in OTHERS]
+    reasons = dict.fromkeys(reason for cell in cells() for reason in cell.refusals())
+    texts = {"commit": known["commit"][:7], "deepspeed": known["packages"]["deepspeed"], "command": result["command"]}
+    return "\n".join(
+        [
+            *map(_row, rows),
+            "",
+            *map(_row, others),
+            "",
+            FROM[language].format(**texts),
+            WHY[language],
+            "",
+            *(f"- {reason}" for reason in reasons),
+            "",
+        ]
+    )
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Write both pages."""
+    for language, name in (("en", "parallelism.md"), ("zh", "parallelism_zh.md")):
+        path = ROOT / "docs" / name
+        path.write_text(fill_page(path.read_text(encoding="utf-8"), language, newest()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
