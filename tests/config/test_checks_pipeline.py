@@ -16,7 +16,8 @@ ONE, OFF = "it was not tried. Set it to 1.", "it was not tried. Set it to false.
 REFUSED = {
     "zero=stage2": (
         "zero.stage = 2",
-        "DeepSpeed's pipelines know stages 0 and 1. Use zero=stage1, or zero=stage3 without parallel=pipeline.",
+        "DeepSpeed's pipelines know stages 0 and 1 (DeepSpeed issue 1629). Use zero=stage1, or zero=stage3 without "
+        "parallel=pipeline.",
     ),
     "zero.offload_optimizer.device=cpu optim.torch=false": (
         "zero.offload_optimizer.device = cpu",

@@ -19,6 +19,6 @@ def test_the_table_is_fresh(page: str, language: str) -> None:
 def test_what_is_accepted_was_run() -> None:
     found = newest()["cells"]
     assert set(found) == {cell.name for cell in cells() if not cell.refusals()}, (
-        "run scripts/test nightly tests/ranks/test_combinations.py --record-combinations FILE"
+        "run scripts/test --tier=all tests/ranks/test_combinations.py --record-combinations FILE"
     )
     assert max(found.values()) < 5e-6

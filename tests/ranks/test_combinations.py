@@ -54,7 +54,7 @@ def found(runs: Path, rows_file: Path, request: pytest.FixtureRequest) -> dict[C
         assert reference(what)[0][0] - reference(what)[0][-1] > 0.01, "losses that do not move prove nothing"
     if output := request.config.getoption("--record-combinations"):
         figures = {"measured": "combinations", "cells": {cell.name: value for cell, value in differences.items()}}
-        command = ["scripts/test", "nightly", "tests/ranks/test_combinations.py", "--record-combinations", "FILE"]
+        command = ["scripts/test", "--tier=all", "tests/ranks/test_combinations.py", "--record-combinations", "FILE"]
         append_result(output, [], command, figures, max(cell.ranks for cell in TRIED))
     return differences
 
