@@ -9,7 +9,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ranks")]
 
-from tests.ranks.combinations import LAYOUTS, OTHERS, STAGES, TUNINGS, Cell, cells  # noqa: E402
+from combinations import LAYOUTS, OTHERS, STAGES, TUNINGS, Cell, cells  # noqa: E402
+
 from toolkit.messages import current_language, set_language  # noqa: E402
 
 MARK, END = "<!-- table combinations -->\n", "<!-- end -->"

@@ -21,7 +21,7 @@ from toolkit.config.mesh import (
     split_of,
 )
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import Init, RunConfig, TuningConfig
+from toolkit.config.schema import Init, RunConfig, TuningConfig, TuningMethod
 from toolkit.distributed.process_group import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json
@@ -144,6 +144,12 @@ def test_the_plan_knows_the_parts() -> None:
     # Each of the six matrices of a layer (q, k, v, o, gate and up in one, down) is one all-reduce.
     assert exchanged_bytes(outline, 2, 1000) == (12 * 1000, 12)
     assert exchanged_bytes(outline, 1, 1000) == (0, 0)
+    # Between LoRA's factors, of rank 4, an eighth of the 32 hidden states' width.
+    lora = tuned(*known, TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"], rank=4))
+    assert exchanged_bytes(lora, 2, 1000) == (12 * 1000 + 12 * 125, 24)
+    sizes = tensor_part(lora, 2)
+    assert sizes.shapes["model.layers.0.self_attn.o_proj.lora_A.default.weight"] == (4, 16)
+    assert sizes.shapes["model.layers.0.self_attn.q_proj.lora_A.default.weight"] == (4, 32)
     with pytest.raises(ConfigError, match="does not divide"):
         tensor_part(outline, 4)
     assert whole.model.init is Init.random and len(partition_config()["layer_specs"]) == 4

@@ -409,8 +409,10 @@ def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[flo
     """
     if size == 1:
         return 0.0, 0
-    times = sum(1 for name, shape in outline.shapes.items() if len(shape) == 2 and mesh.split_of(name))
-    return times * 2 * (size - 1) / size * states_bytes, times
+    kinds = {name: mesh.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
+    # What is added up is as wide as the hidden states, and between LoRA's two factors as their rank.
+    widths = [outline.shapes[name][0 if kind is mesh.Split.columns else 1] for name, kind in kinds.items() if kind]
+    return sum(widths) / outline.sizes["hidden"] * 2 * (size - 1) / size * states_bytes, len(widths)
 
 
 _MEASURE_S = 300
