@@ -39,6 +39,8 @@ RINGS = {
 # What is trained, and how, is the same on both sides.
 # At DeepSpeed's first scale of 2 ** 16 ZeRO-0 skips a step of this model, and ZeRO-2 none.
 FP16 = ["precision=fp16", "precision.initial_scale_power=8"]
+ADAFACTOR = ["optim=adafactor", "optim.lr=0.03"]
+MUON = ["optim=muon", "optim.lr=0.02", "optim.adam_lr=0.003", "train.gradient_clipping=0"]
 LION, SGD = ["optim=lion", "optim.torch=true", "optim.lr=0.0003"], ["optim=sgd", "optim.lr=0.1"]
 LAYOUTS |= {
     "lora0-1": (1, "data", ["zero=stage0", *LORA]),
@@ -55,6 +57,10 @@ LAYOUTS |= {
     "lion-3-1": (1, "data", ["zero=stage3", *LION]),
     "sgd-1-2": (2, "data", ["zero=stage1", *SGD]),
     "sgd-3-2": (2, "data", ["zero=stage3", *SGD]),
+    "adafactor-2": (2, "data", ["zero=stage0", *ADAFACTOR]),
+    "adafactor-1": (1, "data", ["zero=stage0", *ADAFACTOR]),
+    "muon-2": (2, "data", ["zero=stage0", *MUON]),
+    "muon-1": (1, "data", ["zero=stage0", *MUON]),
     "tensor3-2": (2, "tensor", ["zero=stage3", "parallel=tensor"]),
     "sequence-tensor3-4": (4, "tensor", ["zero=stage3", "parallel.tensor=2", "parallel.sequence=2"]),
     "pipeline-tensor-4": (4, "3d", ["zero=stage1", "parallel.tensor=2", "parallel.pipeline=2"]),
@@ -65,6 +71,7 @@ OTHERS = [("lora0-1", "lora3-2"), ("lora3-2", "lora1-2"), ("lora1-2", "lora0-1")
 OTHERS += [("lora1-2", "lora_stages-2"), ("lora_stages-2", "lora_stages-4"), ("lora_stages-4", "lora3-2")]
 OTHERS += [("bf16-1-1", "bf16-3-2"), ("bf16-3-2", "bf16-0-2"), ("stage2-2", "bf16-3-2"), ("bf16-0-2", "fp16-0-2")]
 OTHERS += [("fp16-2-2", "fp16-0-2"), ("fp16-0-2", "fp16-2-2"), ("lion-0-2", "lion-3-1"), ("lion-3-1", "lion-0-2")]
+OTHERS += [("adafactor-2", "adafactor-1"), ("adafactor-1", "adafactor-2"), ("muon-2", "muon-1"), ("muon-1", "muon-2")]
 OTHERS += [("sgd-1-2", "sgd-3-2"), ("sgd-3-2", "sgd-1-2"), ("stage3-4", "tensor3-2"), ("tensor3-2", "pipeline-2")]
 OTHERS += [
     ("sequence-2", "sequence-tensor3-4"),
@@ -102,7 +109,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             f"checkpoint.every={SAVED}",
             "checkpoint.export=false",
         ]
-        own += [STEADY] if not {*LION, *SGD} & {*words} else []
+        own += [STEADY] if not {*LION, *SGD, ADAFACTOR[0], MUON[0]} & {*words} else []
         case: dict[str, object] = {}
         if source:
             own.append(f"resume={folder}/runs/{source}/checkpoints/step-{SAVED}")
@@ -147,9 +154,14 @@ def test_what_is_loaded_is_what_was_saved(pair: tuple[str, str], runs: Path) -> 
     check_async_io(pair)
     saved = Fragments(runs / "runs" / pair[0] / "checkpoints" / f"step-{SAVED}")
     loaded = Fragments(runs / "echo" / "-to-".join(pair))
-    states = {"lion": {"exp_avg"}, "sgd": {"momentum_buffer"}}
+    states = {"lion": {"exp_avg"}, "sgd": {"momentum_buffer"}, "adafactor": set(), "muon": set()}
     assert saved.states(saved.names[0]) == states.get(pair[0].partition("-")[0], {"exp_avg", "exp_avg_sq"})
     assert compared(loaded, saved) == 0
+    # Of whole parameters, in the order of the model's, where a state is not a number for each of theirs.
+    names = [f"flat {number}" for number in range(len(saved.names)) if saved.bound(0, f"flat {number}")]
+    assert bool(names) == (pair[0].partition("-")[0] in ("adafactor", "muon"))
+    for name in names:
+        assert all(torch.equal(loaded.bound(0, name)[key], one) for key, one in saved.bound(0, name).items())
 
 
 @pytest.mark.parametrize("pair", ALL, ids="-to-".join)
@@ -159,11 +171,13 @@ def test_it_goes_on_as_if_nothing_had_happened(pair: tuple[str, str], runs: Path
     for key in ("loss", "eval_loss", "lr", "trained_tokens"):
         expected = {row["step"]: row[key] for row in straight if key in row and row["step"] > SAVED}
         found = {row["step"]: row[key] for row in again if key in row and row["step"] > SAVED}
-        bound = 1e-5 if not {"bf16", "fp16"} & {*"-".join(pair).split("-")} else 0.02
+        # Muon orthogonalizes in bf16.
+        bound = 1e-5 if not {"bf16", "fp16", "muon"} & {*"-".join(pair).split("-")} else 0.02
         assert found == pytest.approx(expected, abs=bound, rel=0) and found, key
     losses = [row["loss"] for row in straight if "loss" in row]
     assert losses[SAVED] - losses[-1] > 0.01, "losses that do not move prove nothing"
-    if bound > 1e-5 or "lion" in pair[0]:  # which steps by the signs of gradients that are rounding, too
+    # They make whole steps of gradients that are rounding, too.
+    if bound > 1e-5 or pair[0].partition("-")[0] in ("lion", "adafactor"):
         return
     last = [Fragments(runs / "runs" / one / "checkpoints" / f"step-{STEPS}") for one in (pair[0], "-to-".join(pair))]
     assert compared(*last) < 1e-4, "of each state's largest number"

@@ -46,7 +46,7 @@ CELLS = {
         else {}
     ),
 }
-AGAIN = ("sgd-2", "lion-3", "groups-2", "muon-2", "muon-3", "muon-2-offload", "8bit-2")
+AGAIN = ("adafactor-0", "adagrad-0", "sgd-2", "lion-3", "groups-2", "muon-2", "muon-3", "muon-2-offload", "8bit-2")
 """Those that go on from a checkpoint, and rehearse a step before they do."""
 PLAINLY: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda trained, lr: torch.optim.SGD(trained, lr=lr, momentum=0.9, weight_decay=0.1),

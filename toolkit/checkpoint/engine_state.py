@@ -247,7 +247,7 @@ def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) 
     flat.state.update(numbers)
     if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
         counting = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's, for what is no matrix
-        is_torch = type(counting).__module__.startswith("torch.optim.")
+        is_torch = type(counting).__module__.startswith("torch.optim")
         flat.state["step"] = torch.tensor(numbers["step"]) if is_torch else int(numbers["step"])
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):

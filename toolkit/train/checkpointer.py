@@ -445,7 +445,9 @@ def _check_layout(saved: directory.RunState, config: Mapping[str, Any], world_si
     """Reject what cannot go from the layout of a checkpoint into another one."""
     name = schema.OptimizerName(config["optim"]["name"])
     layouts = [(one["zero"], one.get("parallel"), one["precision"]) for one in (saved.config, config)]
-    is_same = saved.world_size == world_size and layouts[0] == layouts[1]
+    # Without ZeRO every rank has the states of whole parameters.
+    is_whole = not config["zero"]["stage"]
+    is_same = (is_whole or saved.world_size == world_size) and layouts[0] == layouts[1]
     if not is_same and not rule_tables.OPTIMIZERS[name].is_elementwise:
         raise CheckpointError(
             "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and the states of optim.name = {name} are "
