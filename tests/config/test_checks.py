@@ -452,14 +452,14 @@ ALL_AT_ONCE = {
         "train.gradient_clipping = 1.0 and optim.name = muon",
         "tuning.method = prompt cannot be together with parallel.pipeline = 2",
     ),
-    "parallel=pipeline parallel.pipeline=2 zero=stage3 precision=fp16 compile=inductor": (
+    "parallel=pipeline parallel.pipeline=2 zero=stage3 precision=fp16 plan.auto=true": (
         "zero.stage = 3 cannot be together with parallel.pipeline",
         "precision.dtype = fp16 cannot be together with parallel.pipeline",
-        "compile.enabled = true cannot be together with parallel.pipeline",
+        "plan.auto = true cannot be together with parallel.pipeline",
     ),
-    "parallel=tensor parallel.tensor=2 zero=stage3 tuning=lora": (
-        "parallel.tensor = 2 cannot be: zero.stage = 3",
-        "parallel.tensor = 2 cannot be: tuning.method = lora",
+    "parallel=tensor parallel.tensor=2 tuning=lora tuning.dora=true plan.auto=true": (
+        "parallel.tensor = 2 cannot be: tuning.dora = true",
+        "parallel.tensor = 2 cannot be: plan.auto = true",
     ),
     "parallel=sequence parallel.sequence=2 tuning=prompt model.attention=eager": (
         "parallel.sequence = 2 cannot be: what tuning=prompt learns",

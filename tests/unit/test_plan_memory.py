@@ -154,7 +154,7 @@ def test_answers_count_where_they_are_asked_for() -> None:
     assert sum(after.values()) > sum(before.values())
 
 
-@pytest.mark.parametrize(("options", "choices"), [([], 8), (["parallel=tensor", "zero=stage1"], 5)])
+@pytest.mark.parametrize(("options", "choices"), [([], 8), (["parallel=tensor", "zero=stage1"], 8)])
 def test_every_layout_keeps_the_batch_and_can_be_typed(options: list[str], choices: int) -> None:
     words = ["recipe=chatglm", "model.path=/models/none", *options]
     before = load(words).cfg

@@ -350,7 +350,7 @@ layers, a wrong layout 0.6 and more."""
 _group: dist.ProcessGroup | None = None
 
 
-def split_sequences(model: PreTrainedModel, ranks: int, tensor: int) -> None:
+def split_sequences(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None:
     """Let a model take parts of rows (`local_part`) as well as whole ones. A collective of P `ranks`, which are
     neighbours but for the `tensor` ranks that share each part.
     """
