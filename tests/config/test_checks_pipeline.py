@@ -31,7 +31,6 @@ REFUSED = {
         "zero.stage = 0",
         "in bf16 gradients would be added up in bf16. Use zero=stage1, which adds them up in fp32.",
     ),
-    "tuning=qlora": ("tuning.method = qlora", "it was not tried. Use tuning=lora."),
     "tuning=ptuning_v2": ("tuning.method = ptuning_v2", LEARNED),
     "tuning=prompt": ("tuning.method = prompt", LEARNED),
     "evaluate.metrics=[bleu]": ("evaluate.metrics = [bleu]", ANSWERS),

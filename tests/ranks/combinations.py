@@ -23,6 +23,7 @@ TUNINGS = {
     "full": [],
     "freeze": ["tuning=freeze", "tuning.patterns=[*.mlp.*]", "tuning.last_layers=0"],
     "lora": [*LORA, "tuning.rank=4"],
+    "qlora": [*LORA, "tuning=qlora", "tuning.rank=4"],
     "ptuning_v2": ["tuning=ptuning_v2", "tuning.num_tokens=4", "tuning.dropout=0", "optim.lr=0.01"],
     "prompt": ["tuning=prompt", "tuning.num_tokens=4", "optim.lr=0.01"],
 }

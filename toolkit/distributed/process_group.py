@@ -446,8 +446,9 @@ def tensor_part(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, however it is divided over ranks."""
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    """Return the shape of the whole parameter, however it is divided over ranks, or packed in 4 bits."""
+    packed = getattr(parameter, "quant_state", None)
+    shape = tuple(packed.shape if packed is not None else getattr(parameter, "ds_shape", parameter.shape))
     return mesh.part_shape(name, shape, tensor_group_size(), back=True) if is_tensor_part(parameter) else shape
 
 

@@ -171,7 +171,7 @@ def quantize(model: PreTrainedModel) -> None:
     device = torch.device(get_accelerator().current_device_name())
     for layer in decoder_layers(model):
         for name, linear in list(layer.named_modules()):
-            if not isinstance(linear, nn.Linear):
+            if not isinstance(linear, nn.Linear) or linear.weight.is_meta:  # another stage of a pipeline has it
                 continue
             small = bitsandbytes.nn.Linear4bit(
                 linear.in_features,
