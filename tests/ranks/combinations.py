@@ -76,7 +76,7 @@ class Cell:
         try:
             check_rules(_loaded(self), self.ranks, files=False)
         except ConfigError as error:
-            lines = [line for line in str(error).splitlines() if "parallel." in line]
+            lines = [line for line in str(error).splitlines() if "parallel." in line or "tuning." in line]
             return [re.sub(r"^(\d+\. )?(\S+:\d+|command line|命令行)[:：] ?", "", line) for line in lines]
         return []
 

@@ -212,7 +212,6 @@ def test_heads_that_cannot_be_divided(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["parallel.tensor=2"], "the ranks of one model share either rows"),
         (["tuning=prompt"], "what tuning=prompt learns stands before a row"),
         (["model.attention=eager"], "model.attention = eager is computed on one rank. Leave it at auto"),
     ],
