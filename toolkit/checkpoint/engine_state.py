@@ -154,6 +154,11 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
     names, group = {id(one): name for name, one in held.parameters.items()}, engine.seq_data_parallel_group
     own, size = distributed.get_rank(group), distributed.get_world_size(group)
     is_first = process_group.tensor_rank() == 0
+
+    def is_own(name: str, parameter: torch.nn.Parameter) -> bool:
+        """Whether this rank saves what it has of a parameter: of what a tensor group has whole, its first rank does."""
+        return name not in held.twice and (is_first or process_group.is_tensor_part(parameter))
+
     fragments = list(_stored(held)) if is_first and own == 0 else []
     bound = is_bound(engine)
     for number, flat in enumerate(_flats(engine)):
@@ -161,8 +166,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
         for piece in flat.pieces:
             name = names[id(piece.parameter)]
             piece = _share(piece, own, size) if flat.shared else piece
-            # Of what a tensor group has whole, its first rank saves it.
-            if name not in held.twice and (is_first or process_group.is_tensor_part(piece.parameter)):
+            if is_own(name, piece.parameter):
                 values = {
                     state: tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
                     for state, tensor in ((WEIGHT, flat.tensor), *states.items())
@@ -174,6 +178,8 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
             yield content_of(fragments)
             fragments = []
     for name, parameter in held.frozen():
+        if not is_own(name, parameter):
+            continue
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
             piece = _share(_Piece(parameter, 0, 0, parameter.numel()), own, size)
             value = parameter.detach().reshape(-1).narrow(0, piece.offset, piece.length)

@@ -46,9 +46,9 @@ def load_model(
     if isinstance(dtype, str):
         dtype = None if dtype == "auto" else getattr(torch, dtype)
     config = directory.read_config(str(folder))
-    # AutoTP splits whole layers, and the engine partitions what it has split.
-    is_stage3 = ds_config is not None and ds_config["zero_optimization"]["stage"] == 3
-    partitioned = ds_config if is_stage3 and "tensor_parallel" not in (ds_config or {}) else None
+    partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
+    if partitioned is not None and "tensor_parallel" in partitioned:
+        partitioned = None  # AutoTP splits whole layers, and the engine partitions what it has split
     if directory.architecture_of(config) is None and partitioned is None and own is None:
         return _load_by_transformers(folder, dtype)
     model, files, layout = _open(folder, config, dtype, partitioned)

@@ -602,11 +602,11 @@ def build_engine(
         raise messages.ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     build.use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
-    own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage, tuning=cfg.tuning)
+    own = None
+    if stages > 1:
+        own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage, tuning=cfg.tuning)
     head = language_data.head_of(cfg, data)
-    model = load.create_model(
-        cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own if stages > 1 else None, head
-    )
+    model = load.create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head)
     without_liger = layers.apply_liger(model, cfg.kernels)
     model.loss_head, model.router_loss = loss.LossHead(cfg.kernels.loss), loss.router_loss(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
