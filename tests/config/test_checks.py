@@ -28,10 +28,14 @@ REFUSED = {
         "batch.global_size = 8 cannot be divided on each of batch.world_sizes = [16]: with batch.micro_per_gpu = auto "
         "it must be a multiple of 16. Use 16."
     ),
+    "batch.global_size=24 model=hf parallel.sequence=2 parallel.expert=3": (
+        "8 ranks cannot be divided into groups of 6 (parallel.tensor 1 x parallel.sequence 2 x parallel.pipeline 1, "
+        "parallel.expert 3). Start on a multiple of 6 ranks."
+    ),
     "batch.world_sizes=[0,2]": "batch.world_sizes = [0, 2] must hold numbers of at least 1.",
     "batch.global_size=24 parallel.tensor=2 batch.world_sizes=[2,3]": (
-        "3 ranks cannot be divided into groups of 2 (parallel.tensor 2 x parallel.sequence 1 x parallel.pipeline 1). "
-        "Start on a multiple of 2 ranks."
+        "3 ranks cannot be divided into groups of 2 (parallel.tensor 2 x parallel.sequence 1 x parallel.pipeline 1, "
+        "parallel.expert 1). Start on a multiple of 2 ranks."
     ),
     "data.curriculum.steps=5 data.curriculum.start_length=2000": (
         "data.curriculum.start_length = 2000 must be less than data.max_length = 1024."
@@ -460,6 +464,19 @@ ALL_AT_ONCE = {
     "parallel=tensor parallel.tensor=2 tuning=lora tuning.dora=true plan.auto=true": (
         "parallel.tensor = 2 cannot be: tuning.dora = true",
         "parallel.tensor = 2 cannot be: plan.auto = true",
+    ),
+    "parallel=expert zero=stage3 parallel.tensor=2 parallel.pipeline=2 compile.enabled=true plan.auto=true": (
+        "parallel.expert = 2 cannot be: zero.stage = 3",
+        "parallel.expert = 2 cannot be: a random model has no experts",
+        "parallel.expert = 2 cannot be: parallel.tensor = 2",
+        "parallel.expert = 2 cannot be: parallel.pipeline = 2",
+        "parallel.expert = 2 cannot be: how many tokens",
+        "parallel.expert = 2 cannot be: plan.auto = true",
+    ),
+    "parallel=expert zero=stage0 optim=adafactor preference=dpo": (
+        "parallel.expert = 2 cannot be: zero.stage = 0",
+        "parallel.expert = 2 cannot be: optim.name = adafactor",
+        "parallel.expert = 2 cannot be: it is untested with preference.loss = sigmoid",
     ),
     "parallel=sequence parallel.sequence=2 tuning=prompt model.attention=eager": (
         "parallel.sequence = 2 cannot be: what tuning=prompt learns",

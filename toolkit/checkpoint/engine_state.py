@@ -157,7 +157,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
 
     def is_own(name: str, parameter: torch.nn.Parameter) -> bool:
         """Whether this rank saves what it has of a parameter: of what a tensor group has whole, its first rank does."""
-        return name not in held.twice and (is_first or process_group.is_tensor_part(parameter))
+        return name not in held.twice and (is_first or process_group.is_part(parameter))
 
     fragments = list(_stored(held)) if is_first and own == 0 else []
     bound = is_bound(engine)
@@ -180,6 +180,8 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
     for name, parameter in held.frozen():
         if not is_own(name, parameter):
             continue
+        group = _replicas(engine, parameter)
+        own, size = distributed.get_rank(group), distributed.get_world_size(group)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
             piece = _share(_Piece(parameter, 0, 0, parameter.numel()), own, size)
             value = parameter.detach().reshape(-1).narrow(0, piece.offset, piece.length)
@@ -187,6 +189,13 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
         fragments.append(_fragment(name, parameter, piece.place, {WEIGHT: value}, {}))
     if fragments:
         yield content_of(fragments)
+
+
+def _replicas(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) -> distributed.ProcessGroup:
+    """Return the ranks that have the same of a parameter that is not trained."""
+    if process_group.is_expert_part(parameter):
+        return engine.expert_data_parallel_group[parameter.group_name]  # type: ignore[attr-defined]
+    return engine.seq_data_parallel_group
 
 
 def _share(piece: _Piece, rank: int, size: int) -> _Piece:
@@ -214,7 +223,7 @@ def _fragment(
     name: str, parameter: torch.nn.Parameter, place: int, values: dict[str, torch.Tensor], numbers: dict[str, float]
 ) -> Fragment:
     shape = process_group.full_shape(name, parameter)
-    return Fragment(name, shape, place, parameter.dtype, process_group.tensor_part(parameter), values, numbers)
+    return Fragment(name, shape, place, parameter.dtype, process_group.part_of(parameter), values, numbers)
 
 
 def _stored(held: Held) -> Iterator[Fragment]:
@@ -248,7 +257,7 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> 
 
 
 def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) -> None:
-    part = process_group.tensor_part(piece.parameter)
+    part = process_group.part_of(piece.parameter)
     numbers, states = found.numbers(name), set() if bound else found.states(name)
     flat.state.update(numbers)
     if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
@@ -274,7 +283,7 @@ def _restore_stored(held: Held, found: Fragments) -> None:
     for name, parameter in held.frozen():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:
-                value = found.read(name, WEIGHT, 0, parameter.numel(), process_group.tensor_part(parameter))
+                value = found.read(name, WEIGHT, 0, parameter.numel(), process_group.part_of(parameter))
                 parameter.data.copy_(value.view(parameter.shape))
 
 

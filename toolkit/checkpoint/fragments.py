@@ -200,8 +200,23 @@ class Fragments:
             raise CheckpointError("{folder} holds no parameter {name}.", folder=self.folder, name=name)
         if part[1] == self.facts[name]["parts"]:
             return self._range(name, state, place, length, part[0])
+        if mesh.split_of(name) is mesh.Split.rows:
+            return self._across_parts(name, state, place, length, part)
         whole = process_group.take_part(name, self.whole(name, state), *part)
         return whole.reshape(-1)[place : place + length]
+
+    def _across_parts(self, name: str, state: str, place: int, length: int, part: Part) -> torch.Tensor:
+        """Return some numbers of a part where parts lie one after another in the whole, which need not be read then."""
+        facts, found = self.facts[name], []
+        size = math.prod(facts["shape"])
+        begin, per_part = size // part[1] * part[0] + place, size // facts["parts"]
+        end = begin + length
+        while begin < end:
+            number, first = divmod(begin, per_part)
+            count = min(end - begin, per_part - first)
+            found.append(self._range(name, state, first, count, number))
+            begin += count
+        return torch.cat(found)
 
     def whole(self, name: str, state: str = WEIGHT) -> torch.Tensor:
         """Return all of a parameter, or of a state of it, in its shape."""

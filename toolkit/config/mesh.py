@@ -1,5 +1,6 @@
 """How ranks share the work: which of them compute the same rows, and which hold parts of one model."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ class Mesh:
     """Ranks that split each row's tokens."""
     pipeline: int = 1
     """Ranks that split the layers."""
+    expert: int = 1
+    """Ranks that share one copy of all experts, whatever rows they work on; they lie side by side."""
 
     @property
     def model_ranks(self) -> int:
@@ -64,19 +67,20 @@ class Mesh:
 
 def model_ranks(cfg: RunConfig) -> int:
     """Return how many ranks share one model: the fewest that a run can have."""
-    return cfg.parallel.tensor * cfg.parallel.sequence * cfg.parallel.pipeline
+    return math.lcm(cfg.parallel.tensor * cfg.parallel.sequence * cfg.parallel.pipeline, cfg.parallel.expert)
 
 
 def mesh_of(cfg: RunConfig, world_size: int, rank: int = 0) -> Mesh:
     """Return a rank's place among all ranks of all nodes; a ConfigError if they cannot be divided so."""
-    sizes = {name: getattr(cfg.parallel, name) for name in ("tensor", "sequence", "pipeline")}
-    mesh = Mesh(world_size=world_size, rank=rank, **sizes)
-    if world_size % mesh.model_ranks:
+    sizes = {name: getattr(cfg.parallel, name) for name in ("tensor", "sequence", "pipeline", "expert")}
+    mesh, fewest = Mesh(world_size=world_size, rank=rank, **sizes), model_ranks(cfg)
+    if world_size % fewest:
         raise ConfigError(
             "{ranks} ranks cannot be divided into groups of {size} (parallel.tensor {tensor} x parallel.sequence "
-            "{sequence} x parallel.pipeline {pipeline}). Start on a multiple of {size} ranks.",
+            "{sequence} x parallel.pipeline {pipeline}, parallel.expert {expert}). Start on a multiple of {size} "
+            "ranks.",
             ranks=world_size,
-            size=mesh.model_ranks,
+            size=fewest,
             **sizes,
         )
     return mesh
@@ -108,12 +112,16 @@ _PATTERNS = {
     Split.columns: r".*\.(o_proj|down_proj|attention\.dense|dense_4h_to_h)"
     rf"({_IN_ITS_PLACE}|\.lora_A\.default)?\.weight$",
 }
+EXPERTS = r".*\.experts\.\w+$"
+"""Of all routed experts of a layer, one after another; ranks that divide them have some of them, whole."""
 _ON_HEADS = r".*\.(q_norm|k_norm)\.weight$"
 """Whole on every rank, but each applies them to its own heads: their gradients are added up."""
 
 
 def split_of(name: str) -> Split | None:
     """Return how a parameter is split; None for one that every rank has whole."""
+    if re.match(EXPERTS, name):
+        return Split.rows
     return next((split for split, pattern in _PATTERNS.items() if re.match(pattern, name)), None)
 
 

@@ -408,7 +408,7 @@ def _requirement(when_on: str, needs: Mapping[str, str], shared: str = "none", s
 
 
 _CANNOT_STAY = "{key} = {value} cannot be with the other settings; docs/zero.md says why. Add {words}, or leave it out."
-_DATA_PARALLEL = {f"{key}=1": "" for key in PARALLEL}
+_DATA_PARALLEL = {f"{key}=1": "" for key in (*PARALLEL, "parallel.expert")}
 _UPDATES_ADAMW: dict[str, str | Test] = {
     "optim.name=adamw": "",
     "optim.torch=false": "optim.torch!=true",

@@ -944,6 +944,8 @@ class ParallelConfig:
     """Sequence parallelism: ranks over which the tokens of each sequence are split (DeepSpeed's Ulysses), for sequences that are too long for one."""
     pipeline: PositiveInt = field(default=1, metadata=FREE)
     """Pipeline parallelism: ranks over which the layers are split, each a stage (DeepSpeed's PipelineModule)."""
+    expert: PositiveInt = field(default=1, metadata=FREE)
+    """Expert parallelism, for mixtures of experts: adjacent ranks over which the routed experts of each layer are divided; each sends its tokens to the ranks that have their experts. These ranks train on different rows, so it is not part of the product above."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -419,6 +419,25 @@ def is_tensor_part(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "tensor_model_parallel", False)
 
 
+def is_expert_part(parameter: torch.Tensor) -> bool:
+    """Whether this rank has some of a layer's experts, as DeepSpeed marks it (0.19.8, moe/utils.py, is_moe_param)."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def is_part(parameter: torch.Tensor) -> bool:
+    """Whether this rank has a part of a parameter, whatever divides it."""
+    return is_tensor_part(parameter) or is_expert_part(parameter)
+
+
+def part_group(parameter: torch.Tensor) -> torch.distributed.ProcessGroup:
+    """Return the ranks that share a parameter of which this one has a part."""
+    from deepspeed.utils import groups
+
+    if is_tensor_part(parameter):
+        return tensor_group()
+    return groups._get_expert_parallel_group(parameter.group_name)  # type: ignore[attr-defined]
+
+
 def tensor_group() -> torch.distributed.ProcessGroup:
     """Return the ranks that share each split parameter; only where the model is split."""
     from deepspeed.utils import groups  # takes seconds, which those who have whole models need not wait
@@ -440,22 +459,29 @@ def tensor_group_size() -> int:
     return 1 if groups._TENSOR_MODEL_PARALLEL_GROUP is None else dist.get_world_size(tensor_group())
 
 
-def tensor_part(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return which part of a parameter this rank has, and of how many; (0, 1) of one that is not split."""
-    return (tensor_rank(), tensor_group_size()) if is_tensor_part(parameter) else (0, 1)
+def part_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return which part of a parameter this rank has, and of how many; (0, 1) of one that is whole."""
+    if not is_part(parameter):
+        return 0, 1
+    group = part_group(parameter)
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def full_shape(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the whole parameter, however it is divided over ranks, or packed in 4 bits."""
     packed = getattr(parameter, "quant_state", None)
     shape = tuple(packed.shape if packed is not None else getattr(parameter, "ds_shape", parameter.shape))
-    return mesh.part_shape(name, shape, tensor_group_size(), back=True) if is_tensor_part(parameter) else shape
+    return mesh.part_shape(name, shape, part_of(parameter)[1], back=True)
 
 
-def gather_parts(name: str, part: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a parameter; a collective of the tensor group."""
-    parts = [torch.empty_like(part) for _ in range(tensor_group_size())]
-    torch.distributed.all_gather(parts, part.contiguous(), tensor_group())
+def gather_parts(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a parameter, which may be this rank's alone; a collective of the ranks that share it."""
+    part = parameter.detach()
+    if not is_part(parameter):
+        return part
+    group = part_group(parameter)
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    torch.distributed.all_gather(parts, part.contiguous(), group)
     return join_parts(name, parts)
 
 

@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
 from toolkit.config import rule_tables, schema
+from toolkit.distributed.process_group import is_expert_part
 from toolkit.engine import deepspeed_patches
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.outline import layer_of
@@ -79,6 +80,8 @@ def initialize_engine(
     if isinstance(model, PipelineModule):
         ds_config = deepspeed_patches.split_stage(model, getattr(model, STAGE), ds_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(map(is_expert_part, trained)):
+        model.expert_groups = deepspeed_patches.ExpertGroups()
     zero = ds_config["zero_optimization"]
     if "zenflow" in zero:
         deepspeed_patches.patch_zenflow(trained)
@@ -147,7 +150,7 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not rule_tables.is_grouped(optim):
-        return [parameter for _, parameter in trained]
+        return _apart([{"params": [parameter for _, parameter in trained]}])
     layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
     groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
@@ -161,10 +164,29 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
         # From the top: what is above the last layer 0, the last layer 1, embeddings `layers` + 1.
         depth = layers - layer if layer >= 0 else layers + 1 if "embed" in name.lower() else 0
         groups.setdefault((rate * optim.layer_lr_decay**depth, decays), []).append(parameter)
-    return [
-        {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
-        for rate, decays in sorted(groups, reverse=True)
-    ]
+    return _apart(
+        [
+            {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
+            for rate, decays in sorted(groups, reverse=True)
+        ]
+    )
+
+
+def _apart(given: list[dict[str, Any]]) -> Groups:
+    """Return groups in which experts that are divided over ranks are apart, as their gradients are summed over others.
+
+    Marked as in DeepSpeed's own (0.19.8, moe/utils.py, split_params_into_different_moe_groups_for_optimizer).
+    """
+    if len(given) == 1 and given[0].keys() == {"params"} and not any(map(is_expert_part, given[0]["params"])):
+        whole: list[torch.nn.Parameter] = given[0]["params"]
+        return whole
+    found = []
+    for group in given:
+        experts = [one for one in group["params"] if is_expert_part(one)]
+        others = [one for one in group["params"] if not is_expert_part(one)]
+        found += [group | {"params": others}] if others else []
+        found += [group | {"params": experts, "moe": True, "name": experts[0].group_name}] if experts else []
+    return found
 
 
 def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:

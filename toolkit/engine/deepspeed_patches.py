@@ -13,6 +13,7 @@ import torch
 from deepspeed.module_inject import layers
 from deepspeed.module_inject.auto_tp import AutoTP
 from deepspeed.module_inject.autotp_config import AutoTPConfig
+from deepspeed.moe.layer import MoE
 from deepspeed.ops.adam import ZenFlowSelectiveAdamW
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -115,6 +116,21 @@ def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> Mo
     if (prefix := getattr(model, "prefix_encoder", None)) is not None:
         prefix.tensor_size = size
     return groups
+
+
+class ExpertGroups(MoE):
+    """A part of a model that computes nothing, by which DeepSpeed knows that its ranks have different experts.
+
+    The engine looks for modules of this class or AutoEP's (0.19.8, engine._configure_distributed_model). AutoEP puts
+    routers and experts of its own into a model, under other names, and has none of GLM's.
+    """
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.num_experts = 0
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Leave groups as they are: the model's ranks have them (toolkit.models.experts)."""
 
 
 def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[str, Any]) -> dict[str, Any]:
@@ -331,10 +347,12 @@ class UpdateVeto:
         take_model_step = self.engine._take_model_step
 
         def judge_first(lr_kwargs: Any) -> None:
-            gradients = self._gradients()
-            # In fp32: the squares of fp16 gradients that are in order would overflow.
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-            norm = torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
+            gradients, experts = self._gradients()
+            norm = self._norm_of(gradients)
+            for name, own in experts.items():  # over the ranks that share one copy of all experts
+                total = self._norm_of(own).square()
+                torch.distributed.all_reduce(total, group=groups._get_expert_parallel_group(name))
+                norm = (norm.square() + total).sqrt()
             if self.engine.pipeline_parallelism or process_group.tensor_group_size() > 1:
                 total = norm.square()  # over the ranks that share one model: stages, or ranks that split layers
                 torch.distributed.all_reduce(total, group=self.engine.mpu.get_model_parallel_group())
@@ -351,14 +369,22 @@ class UpdateVeto:
         if not hasattr(self.optimizer, "overflow"):  # PyTorch's own or a fused one, in fp32
             self._wrap("step", step_unless_vetoed)
 
-    def _gradients(self) -> list[torch.Tensor]:
-        """Return this rank's; of what several ranks of one model have whole, one rank alone has the gradient."""
+    def _norm_of(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        # In fp32: the squares of fp16 gradients that are in order would overflow.
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        return torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
+
+    def _gradients(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+        """Return this rank's, those of divided experts apart, by group; of what several ranks of one model have whole,
+        one rank alone has the gradient.
+        """
         if hasattr(self.optimizer, "get_grads_for_norm"):
-            gradients: list[torch.Tensor] = self.optimizer.get_grads_for_norm()[0]
+            gradients: tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]] = self.optimizer.get_grads_for_norm()
             return gradients
         counts_replicated = process_group.tensor_rank() == 0
         own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
-        return [p.grad for p in own if p.grad is not None and (counts_replicated or process_group.is_tensor_part(p))]
+        counted = (p.grad for p in own if counts_replicated or process_group.is_tensor_part(p))
+        return [gradient for gradient in counted if gradient is not None], {}
 
 
 _STEP = ZenFlowSelectiveAdamW._step_with_offload

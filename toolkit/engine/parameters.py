@@ -10,12 +10,13 @@ import torch
 from deepspeed.pipe import PipelineModule
 from transformers import PreTrainedModel
 
-from toolkit.distributed.process_group import full_shape, gather, gather_parts, is_tensor_part, tensor_group_size
+from toolkit.distributed.process_group import full_shape, gather, gather_parts, is_part
 
 
 def is_partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether no rank alone can run the model: its parameters are divided over ranks."""
-    return bool(engine.zero_optimization_partition_weights()) or tensor_group_size() > 1
+    divided = any(is_part(parameter) for parameter in engine.module.parameters())
+    return bool(engine.zero_optimization_partition_weights()) or divided
 
 
 def gathered_parameters(
@@ -34,7 +35,7 @@ def gathered_parameters(
         if only is not None and name not in only:
             continue
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            full = gather_parts(name, parameter.detach()) if is_tensor_part(parameter) else parameter.detach()
+            full = gather_parts(name, parameter)
             value = full.to("cpu", copy=True) if is_rank0 else torch.empty(0)
         yield name, value
     stored = module.state_dict(keep_vars=True)

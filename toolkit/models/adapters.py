@@ -455,7 +455,7 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
     known, found = model.tuned.base.numbers, {}
     for name, parameter in model.named_parameters():
         of_base = name.replace(".base_layer", "").replace(".original_module", "")
-        is_its_own = parameter.is_floating_point() and not process_group.is_tensor_part(parameter)
+        is_its_own = parameter.is_floating_point() and not process_group.is_part(parameter)
         if of_base in known and is_its_own and not parameter.requires_grad:
             found[of_base] = fingerprint_of(parameter)
     return found

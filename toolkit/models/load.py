@@ -1,7 +1,7 @@
 """Models from a directory, or with random weights as a config says; streamed, so that ranks need little memory."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def load_model(
     *,
     dtype: torch.dtype | str | None = None,
     ds_config: dict[str, Any] | None = None,
-    own: Callable[[PreTrainedModel], set[str]] | None = None,
+    own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
 ) -> PreTrainedModel:
     """Load a model from a local directory; nothing in it is executed, nothing is downloaded.
 
@@ -33,7 +33,8 @@ def load_model(
         path: an official ChatGLM directory, or any causal language model in transformers' layout.
         dtype: of the parameters, by name too; None or "auto" keeps each tensor's. Rotary frequencies stay float32.
         ds_config: the DeepSpeed dict; with stage 3 a collective: rank 0 reads, every rank keeps its part.
-        own: gets the empty model and returns the names of the parameters that this process needs; None reads all.
+        own: gets the empty model and returns by name which rows of its parameters and stored buffers this process
+            needs, and may leave no more of them in the model; None reads all.
 
     Returns:
         The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
@@ -131,7 +132,7 @@ def create_model(
     ds_config: dict[str, Any] | None = None,
     packed: bool = False,
     parts: int = 1,
-    own: Callable[[PreTrainedModel], set[str]] | None = None,
+    own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
     head: classifier.Head | None = None,
 ) -> PreTrainedModel:
     """Build the model to train, with room for the vocabulary of `tokenizer`; random weights are the same on every rank.

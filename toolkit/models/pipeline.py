@@ -62,9 +62,9 @@ def stage_bounds(model: PreTrainedModel, num_stages: int) -> list[int]:
 
 def stage_parameters(
     model: PreTrainedModel, num_stages: int, stage: int, tuning: schema.TuningConfig | None = None
-) -> set[str]:
-    """Return the names of the parameters that a stage of an empty model holds; of tied ones the first name. ModelError
-    where freezing by `tuning` would leave a stage nothing to train.
+) -> dict[str, slice]:
+    """Return the names of the parameters that a stage of an empty model holds, and that it has all of their rows; of
+    tied ones the first name. ModelError where freezing by `tuning` would leave a stage nothing to train.
     """
     names, bounds = part_names(model, num_stages), stage_bounds(model, num_stages)
     if tuning and tuning.method is schema.TuningMethod.freeze:
@@ -72,7 +72,7 @@ def stage_parameters(
         check_trained(model, bounds)
     own = names[bounds[stage] : bounds[stage + 1]]
     held = {id(one) for name in own for one in model.get_submodule(name).parameters()}
-    return {name for name, one in model.named_parameters() if id(one) in held}
+    return {name: slice(None) for name, one in model.named_parameters() if id(one) in held}
 
 
 def check_trained(model: PreTrainedModel, bounds: list[int]) -> None:
@@ -180,8 +180,7 @@ class PipelineStage(PipelineModule):
             for name, shape, dtype in listed[0]:
                 value, full = torch.empty(0), torch.empty(0)
                 if rank // per_stage == source // per_stage:
-                    full = own[name].detach()
-                    full = process_group.gather_parts(name, full) if process_group.is_tensor_part(own[name]) else full
+                    full = process_group.gather_parts(name, own[name])
                 if source == 0 == rank:
                     value = full.to("cpu", copy=True)
                 elif rank == source:

@@ -221,6 +221,12 @@ def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
     with no_init_weights(), device:
         model = build()
     model.tie_weights()
+    # Routers' biases, which a model in half precision has in float32.
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in kept:
+                module._buffers[name] = buffer.float()
     # Frequencies are computed again in float32: the meta device leaves them empty, and zero.Init casts whatever a
     # constructor makes; in half precision they are noise beyond a few hundred positions.
     for module in model.modules():
@@ -238,14 +244,17 @@ def read_weights(
     files: WeightFiles,
     layout: Layout,
     dtype: torch.dtype | None,
-    own: Callable[[PreTrainedModel], set[str]] | None = None,
+    own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
 ) -> None:
-    """Fill what `own` names, or all; partitioned, a collective: rank 0 reads. `dtype` None keeps the files' own."""
+    """Fill the rows of what `own` says, or all; partitioned, a collective: rank 0 reads. `dtype` None keeps the files'
+    own.
+    """
     held = _stored_as(model)
     check_weights_fit(model, files, layout)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    groups = _by_target(files, layout, held if own is None else own(model))
+    rows = dict.fromkeys(held, slice(None)) if own is None else own(model)
+    groups = _by_target(files, layout, rows)
     num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
     total = sum(num_bytes[name] for names in groups.values() for name in names)
     with terminal.phase(tr("Loading weights"), total, terminal.BYTES) as advance:
@@ -253,18 +262,44 @@ def read_weights(
             partitioned = [held[target] for target in targets if hasattr(held[target], "ds_shape")]
             with full_params(partitioned, modifier_rank=0):  # what rank 0 writes is what all keep
                 for name in names:
-                    if is_rank0 or not partitioned:
+                    index = layout.index(name)
+                    if (is_rank0 or not partitioned) and _is_within(index, rows[targets[0]]):
                         with files.open(name) as value:
                             for target, part in zip(targets, layout.split(name, value), strict=True):
                                 if is_partitioned:
-                                    held[target].data[layout.index(name)].copy_(part)
+                                    held[target].data[index].copy_(part)
                                 else:
-                                    set_value(model, target, part.to(dtype or part.dtype, copy=True).contiguous())
+                                    _put(model, target, index, part, rows[target], dtype)
                     advance(num_bytes[name])
             if partitioned:
                 return_memory()
     if own is not None:  # a tied head has lost the parameter that was replaced
         model.tie_weights()
+
+
+def _is_within(index: Any, rows: slice) -> bool:
+    """Whether what is at an index of a parameter, perhaps one expert, is in some of its rows."""
+    if index is ... or rows == slice(None):
+        return True
+    number: int = index[0] if isinstance(index, tuple) else index
+    return number in range(rows.start, rows.stop)
+
+
+def _put(
+    model: PreTrainedModel, name: str, index: Any, part: torch.Tensor, rows: slice, dtype: torch.dtype | None
+) -> None:
+    """Put a stored tensor into an empty parameter or buffer, of which this process has some rows."""
+    target = model.get_parameter_or_buffer(name)
+    if not isinstance(target, torch.nn.Parameter):
+        dtype = target.dtype  # routers' biases are float32 in a model in half precision, too
+    if index is ...:
+        set_value(model, name, part[rows].to(dtype or part.dtype, copy=True).contiguous())
+        return
+    if target.is_meta:
+        set_value(model, name, torch.empty(target.shape, dtype=dtype or part.dtype))
+        target = model.get_parameter(name)
+    number, *inside = index if isinstance(index, tuple) else (index,)
+    target.data[number - (rows.start or 0)][tuple(inside)].copy_(part)
 
 
 def stored_values(
@@ -361,9 +396,15 @@ def return_memory() -> None:
 
 
 def set_value(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
-    """Put a value in an empty parameter's place."""
-    module, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(module), leaf, torch.nn.Parameter(value, requires_grad=value.is_floating_point()))
+    """Put a value in an empty parameter's or buffer's place."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
+        return
+    empty, parameter = getattr(module, leaf), torch.nn.Parameter(value, requires_grad=value.is_floating_point())
+    parameter.__dict__.update(empty.__dict__)  # what divides it over ranks
+    setattr(module, leaf, parameter)
 
 
 def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout) -> None:

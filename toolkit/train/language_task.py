@@ -29,7 +29,19 @@ from toolkit.evaluate import generate, metrics
 from toolkit.export import model as export, serving
 from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
-from toolkit.models import adapters, attention, classifier, directory, layers, load, loss, pipeline, probe, save
+from toolkit.models import (
+    adapters,
+    attention,
+    classifier,
+    directory,
+    experts,
+    layers,
+    load,
+    loss,
+    pipeline,
+    probe,
+    save,
+)
 from toolkit.models.loss import token_loss_sum
 from toolkit.plan.outline import tuning_of
 from toolkit.train import checkpointer, language_data, run_dir, schedule, task, tracking
@@ -605,6 +617,8 @@ def build_engine(
     own = None
     if stages > 1:
         own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage, tuning=cfg.tuning)
+    elif mesh.expert > 1:
+        own = partial(experts.divide, ranks=mesh.expert)
     head = language_data.head_of(cfg, data)
     model = load.create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head)
     without_liger = layers.apply_liger(model, cfg.kernels)

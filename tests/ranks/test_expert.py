@@ -1,0 +1,147 @@
+"""Experts divided over ranks (`parallel.expert`): losses are those of a plain loop with all experts in one place."""
+
+import json
+from pathlib import Path
+
+import official
+import pytest
+import torch
+import transformers
+from ranks import forked, run
+from shared import ALL, RECOMPUTE, STEADY, WORKER, eval_losses, losses, plain_loop, rows_of, tiny
+from test_trajectory import TOLERANCE, furthest
+
+from tests.architectures import write
+from toolkit.checkpoint.fragments import Fragments
+from toolkit.models import load_tokenizer
+
+STEPS, SAVED = 6, 3
+LORA = ["tuning=lora", "tuning.target_modules=[q_proj,v_proj]", "optim.lr=0.01"]
+# name -> (architecture, ranks, overrides beside parallel.expert=2)
+CELLS: dict[str, tuple[str, int, list[str]]] = {
+    "glm": ("glm4_moe", 2, ["zero=stage1"]),
+    "glm-saved": ("glm4_moe", 2, ["zero=stage2", f"checkpoint.every={SAVED}", "checkpoint.keep=0"]),
+    "glm-recomputed": ("glm4_moe", 2, ["zero=stage2", RECOMPUTE, "batch.micro_per_gpu=2"]),
+    "one-sided": ("one-sided", 2, ["zero=stage2"]),
+    "deepseek": ("deepseek_v3", 2, ["zero=stage1", RECOMPUTE]),
+    "gpt-oss": (
+        "gpt_oss",
+        2,
+        ["zero=stage2_offload", "evaluate.metrics=[exact_match]", "evaluate.max_new_tokens=4", "model.router_loss=0"],
+    ),
+    "mixtral": ("mixtral", 4, ["zero=stage1", "parallel.expert=4", "model.router_loss=0"]),
+    "lora": ("glm4_moe", 2, ["zero=stage2", *LORA]),
+    "frozen": ("glm4_moe", 2, ["zero=stage1", "tuning=freeze", "tuning.last_layers=1", f"checkpoint.every={SAVED}"]),
+}
+# The same, compared with a run in which every rank has all experts.
+PAIRS: dict[str, tuple[str, int, list[str]]] = {
+    "groups": (
+        "qwen3_moe",
+        2,
+        ["zero=stage2", "optim.layer_lr_decay=0.9", "optim.decay=matrices", "optim.weight_decay=0.1"],
+    ),
+    "bf16-stage1": ("glm4_moe", 2, ["zero=stage1", "precision=bf16"]),
+    "packed": ("glm4_moe", 4, ["zero=stage2", "data.packing=packed", RECOMPUTE]),
+    "routers": ("mixtral", 4, ["zero=stage1", "parallel.sequence=2", "model.router_loss=0.5"]),
+}
+# name -> (ranks, run and step whose checkpoint it goes on from, overrides)
+RESUMED: dict[str, tuple[int, str, list[str]]] = {
+    "same": (2, "glm-saved/checkpoints/step-3", ["parallel=expert", "zero=stage2"]),
+    "whole": (2, "glm-saved/checkpoints/step-3", ["zero=stage3", ALL, "checkpoint.every=4"]),
+    "four": (4, "glm-saved/checkpoints/step-3", ["zero=stage1", "parallel.expert=4"]),
+    "from-whole": (4, "whole/checkpoints/step-4", ["zero=stage2", "parallel.expert=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Train all cells, in one launch for each number of ranks; then those that go on."""
+    folder = tmp_path_factory.mktemp("expert")
+    tokenizer = load_tokenizer(official.write(folder / "vocabulary", "glm4", tokenizer=True))
+    for name in {model for model, *_ in (*CELLS.values(), *PAIRS.values())} - {"one-sided"}:
+        tokenizer.save_pretrained(write(folder / name, name))
+    biased = transformers.AutoModelForCausalLM.from_pretrained(folder / "glm4_moe")
+    biased.model.layers[1].mlp.gate.e_score_correction_bias[:2] += 10  # no token goes to the other rank's experts
+    biased.save_pretrained(folder / "one-sided")
+    tokenizer.save_pretrained(folder / "one-sided")
+    cases: dict[tuple[bool, int], list[dict[str, object]]] = {}
+    for name, (model, ranks, overrides) in (CELLS | PAIRS).items():
+        for whole in (False, True)[: 1 + (name in PAIRS)]:
+            layout = [] if whole else ["parallel.expert=2"]
+            own = words(rows_file, folder, f"{name}-whole" if whole else name, model, *layout, *overrides)
+            cases.setdefault((False, ranks), []).append({"overrides": own})
+    for name, (ranks, source, overrides) in RESUMED.items():
+        more = ["checkpoint.keep=0", f"resume={folder}/runs/{source}", *overrides]
+        cases.setdefault((True, ranks), []).append({"overrides": words(rows_file, folder, name, "glm4_moe", *more)})
+    for (_, ranks), some in sorted(cases.items(), key=lambda one: one[0]):
+        (folder / "cases.json").write_text(json.dumps(some))
+        finished = run([*forked(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=500)
+        assert finished.code == 0, finished.output[-6000:]
+    return folder
+
+
+def words(rows_file: Path, folder: Path, name: str, model: str, *overrides: str) -> list[str]:
+    common = ["model=hf", f"model.path={folder / model}", f"train.max_steps={STEPS}", STEADY]
+    return tiny(rows_file, folder, name, *common, *overrides)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_losses_are_those_of_a_plain_loop(name: str, folder: Path, rows_file: Path) -> None:
+    model, _, overrides = CELLS[name]
+    method = [word for word in overrides if word.startswith(("tuning", "optim"))]
+    training, validation = plain_loop(words(rows_file, folder, "plain", model, *method), STEPS)
+    assert furthest(losses(folder / "runs" / name), training) < TOLERANCE
+    assert furthest(eval_losses(folder / "runs" / name), validation) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_losses_are_those_of_whole_layers(name: str, folder: Path) -> None:
+    mine, theirs = (rows_of(folder / "runs" / run) for run in (name, f"{name}-whole"))
+    near = 2e-3 if "bf16" in name else TOLERANCE
+    for one, other in zip(mine, theirs, strict=True):
+        for key in ("loss", "grad_norm", "eval_loss", "router_loss"):
+            assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=near), (key, one)
+    assert name != "routers" or mine[-2]["router_loss"] > 1
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_it_goes_on_in_any_layout(name: str, folder: Path) -> None:
+    """Bit for bit in the same one; also from and into ranks that have all experts, or parts of each under ZeRO-3."""
+    straight, again = (losses(folder / "runs" / run) for run in ("glm-saved", name))
+    again = again[-(STEPS - SAVED) :]
+    assert again[-1] == pytest.approx(straight[-1], rel=0 if name == "same" else TOLERANCE)
+    assert furthest(again, straight[-len(again) :]) < (1e-12 if name == "same" else TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["glm-saved", "frozen"])
+def test_checkpoints_hold_each_expert_once(name: str, folder: Path) -> None:
+    found = Fragments(folder / "runs" / name / "checkpoints" / f"step-{SAVED}")
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder / "glm4_moe").state_dict()
+    for expert in (one for one in found.names if ".experts." in one):
+        assert found.facts[expert]["parts"] == 2
+        assert found.whole(expert).shape == own[expert].shape
+        begin, part = own[expert].numel() // 2, found.read(expert, "weight", 0, 8, (1, 2))
+        assert part.equal(found.whole(expert).flatten()[begin : begin + 8])
+        assert found.read(expert, "weight", 5, 300, (1, 4)).equal(found.whole(expert).flatten()[begin // 2 :][5:305])
+
+
+@pytest.mark.parametrize("name", ["glm", "gpt-oss", "packed", "frozen"])
+def test_exports_are_whole(name: str, folder: Path) -> None:
+    """Loaded by transformers alone, every weight there; those of `packed` are what ranks with all experts learn."""
+    export = folder / "runs" / name / "export"
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    if name == "packed":
+        other = transformers.AutoModelForCausalLM.from_pretrained(folder / "runs" / "packed-whole" / "export")
+        for key, value in other.state_dict().items():
+            assert torch.allclose(model.state_dict()[key], value, atol=2e-6), key
+
+
+def test_the_other_rank_had_no_token(folder: Path) -> None:
+    """Or the test of a rank without work would not be one: its experts' weights have only decayed."""
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()["model.layers.1.mlp.experts.down_proj"]
+        for path in (folder / "one-sided", folder / "runs" / "one-sided" / "export")
+    )
+    assert not torch.allclose(before[:2], after[:2], atol=1e-4)
+    assert torch.allclose(before[2:], after[2:], atol=1e-4)
