@@ -28,10 +28,6 @@ REFUSED = {
         "batch.global_size = 8 cannot be divided on each of batch.world_sizes = [16]: with batch.micro_per_gpu = auto "
         "it must be a multiple of 16. Use 16."
     ),
-    "batch.global_size=24 model=hf parallel.sequence=2 parallel.expert=3": (
-        "8 ranks cannot be divided into groups of 6 (parallel.tensor 1 x parallel.sequence 2 x parallel.pipeline 1, "
-        "parallel.expert 3). Start on a multiple of 6 ranks."
-    ),
     "batch.world_sizes=[0,2]": "batch.world_sizes = [0, 2] must hold numbers of at least 1.",
     "batch.global_size=24 parallel.tensor=2 batch.world_sizes=[2,3]": (
         "3 ranks cannot be divided into groups of 2 (parallel.tensor 2 x parallel.sequence 1 x parallel.pipeline 1, "
