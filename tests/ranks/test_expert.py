@@ -4,19 +4,23 @@ import json
 from pathlib import Path
 
 import official
+import peft
 import pytest
 import torch
 import transformers
 from ranks import forked, run
+from safetensors.torch import load_file
 from shared import ALL, RECOMPUTE, STEADY, WORKER, eval_losses, losses, plain_loop, rows_of, tiny
 from test_trajectory import TOLERANCE, furthest
 
 from tests.architectures import write
 from toolkit.checkpoint.fragments import Fragments
+from toolkit.cli import main
 from toolkit.models import load_tokenizer
 
 STEPS, SAVED = 6, 3
 LORA = ["tuning=lora", "tuning.target_modules=[q_proj,v_proj]", "optim.lr=0.01"]
+EXPERTS = ["tuning=lora", "tuning.target_modules=[q_proj,*.experts.*]", "optim.lr=0.01", "model.router_loss=0"]
 # name -> (architecture, ranks, overrides beside parallel.expert=2)
 CELLS: dict[str, tuple[str, int, list[str]]] = {
     "glm": ("glm4_moe", 2, ["zero=stage1"]),
@@ -31,6 +35,8 @@ CELLS: dict[str, tuple[str, int, list[str]]] = {
     ),
     "mixtral": ("mixtral", 4, ["zero=stage1", "parallel.expert=4", "model.router_loss=0"]),
     "lora": ("glm4_moe", 2, ["zero=stage2", *LORA]),
+    "lora-experts": ("qwen3_moe", 2, ["zero=stage2", *EXPERTS, f"checkpoint.every={SAVED}", "checkpoint.keep=0"]),
+    "lora-zero3": ("qwen3_moe", 2, ["parallel.expert=1", "zero=stage3", ALL, RECOMPUTE, *EXPERTS]),
     "frozen": ("glm4_moe", 2, ["zero=stage1", "tuning=freeze", "tuning.last_layers=1", f"checkpoint.every={SAVED}"]),
 }
 # The same, compared with a run in which every rank has all experts.
@@ -50,6 +56,8 @@ RESUMED: dict[str, tuple[int, str, list[str]]] = {
     "whole": (2, "glm-saved/checkpoints/step-3", ["zero=stage3", ALL, "checkpoint.every=4"]),
     "four": (4, "glm-saved/checkpoints/step-3", ["zero=stage1", "parallel.expert=4"]),
     "from-whole": (4, "whole/checkpoints/step-4", ["zero=stage2", "parallel.expert=2"]),
+    "lora-whole": (2, "lora-experts/checkpoints/step-3", ["zero=stage3", ALL, *EXPERTS]),
+    "lora-four": (4, "lora-experts/checkpoints/step-3", ["zero=stage1", "parallel.expert=4", *EXPERTS]),
 }
 
 
@@ -72,7 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
             cases.setdefault((False, ranks), []).append({"overrides": own})
     for name, (ranks, source, overrides) in RESUMED.items():
         more = ["checkpoint.keep=0", f"resume={folder}/runs/{source}", *overrides]
-        cases.setdefault((True, ranks), []).append({"overrides": words(rows_file, folder, name, "glm4_moe", *more)})
+        model = "qwen3_moe" if "lora" in name else "glm4_moe"
+        cases.setdefault((True, ranks), []).append({"overrides": words(rows_file, folder, name, model, *more)})
     for (_, ranks), some in sorted(cases.items(), key=lambda one: one[0]):
         (folder / "cases.json").write_text(json.dumps(some))
         finished = run([*forked(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=500)
@@ -107,7 +116,8 @@ def test_losses_are_those_of_whole_layers(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", RESUMED)
 def test_it_goes_on_in_any_layout(name: str, folder: Path) -> None:
     """Bit for bit in the same one; also from and into ranks that have all experts, or parts of each under ZeRO-3."""
-    straight, again = (losses(folder / "runs" / run) for run in ("glm-saved", name))
+    run = "lora-experts" if "lora" in name else "glm-saved"
+    straight, again = (losses(folder / "runs" / one) for one in (run, name))
     again = again[-(STEPS - SAVED) :]
     assert again[-1] == pytest.approx(straight[-1], rel=0 if name == "same" else TOLERANCE)
     assert furthest(again, straight[-len(again) :]) < (1e-12 if name == "same" else TOLERANCE)
@@ -145,3 +155,23 @@ def test_the_other_rank_had_no_token(folder: Path) -> None:
     )
     assert not torch.allclose(before[:2], after[:2], atol=1e-4)
     assert torch.allclose(before[2:], after[2:], atol=1e-4)
+
+
+def test_an_adapter_of_experts_is_pefts(folder: Path, tmp_path: Path) -> None:
+    """peft loads it, merged it is a plain model, and both compute what was trained; from a checkpoint, too."""
+    run = folder / "runs" / "lora-experts"
+    ids = torch.randint(0, 900, (1, 30), generator=torch.Generator().manual_seed(1))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen3_moe")
+    before = base(ids).logits
+    theirs = peft.PeftModel.from_pretrained(base, run / "export").eval()
+    expected = theirs(ids).logits
+    assert not torch.allclose(before, expected, atol=1e-3)
+    assert main(["export-model", str(run / "export"), "merge=true", f"output={tmp_path}/merged", "dtype=fp32"]) == 0
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(merged(ids).logits, expected, atol=1e-5)
+    checkpoint = run / "checkpoints" / f"step-{STEPS}"
+    assert main(["export-model", str(checkpoint), f"output={tmp_path}/adapter"]) == 0
+    names = [path / "adapter_model.safetensors" for path in (run / "export", tmp_path / "adapter")]
+    one, other = map(load_file, names)
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+    assert {value.dim() for value in one.values()} == {2}

@@ -1,15 +1,19 @@
 """Experts divided over ranks: what each reads of a directory, and what cannot be divided. Training: tests/ranks."""
 
+import zlib
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, inject_adapter_in_model
 
 from tests.architectures import CONFIGS, write
-from toolkit.messages import ModelError
+from toolkit.config.load import load
+from toolkit.messages import ConfigError, ModelError
 from toolkit.models import experts, load_model
+from toolkit.models.adapters import ADAPTER, apply_tuning, inject_lora, without_adapter
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
@@ -47,3 +51,53 @@ def test_what_cannot_be_divided(name: str, ranks: int, message: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     with pytest.raises(ModelError, match=message):
         experts.check_divides(model, ranks)
+
+
+TARGETS = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+
+
+def lora_of(folder: Path, *, computed_by_peft: bool = False) -> transformers.PreTrainedModel:
+    """Return a directory's model with LoRA on its experts, which changes what it computes."""
+    model = load_model(folder, dtype=torch.float32).train()
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS[:1], target_parameters=TARGETS[1:])
+    torch.manual_seed(4)
+    if computed_by_peft:
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    else:
+        inject_lora(model, config, None)
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_" in name:
+            draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data = torch.randn(parameter.numel(), generator=draw).view(parameter.shape) * 0.1
+    return model
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe", "gpt_oss"])
+def test_lora_of_experts_computes_what_peft_does(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / name, name)
+    ours, theirs = lora_of(folder), lora_of(folder, computed_by_peft=True)
+    ids = torch.randint(0, 900, (2, 12), generator=torch.Generator().manual_seed(2))
+    assert sum("lora_" in key and "experts" in key for key, _ in ours.named_parameters()) == 4 * (
+        2 if name != "glm4_moe" else 1
+    )
+    for model in (ours, theirs):
+        model(ids, use_cache=False).logits.square().mean().backward()
+    expected = dict(theirs.named_parameters())
+    for key, parameter in ours.named_parameters():
+        assert (parameter.grad is None) == (expected[key].grad is None), key
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[key].grad.view(parameter.shape), atol=1e-6, rtol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-5, rtol=1e-5)
+        with without_adapter(ours):
+            plain = load_model(folder, dtype=torch.float32)
+            torch.testing.assert_close(ours(ids).logits, plain(ids).logits, atol=1e-5, rtol=1e-5)
+            assert not torch.allclose(plain(ids).logits, theirs(ids).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("words", ["tuning.dropout=0.1", "tuning.dora=true"])
+def test_what_peft_has_for_linear_layers_alone(words: str, tmp_path: Path) -> None:
+    model = load_model(write(tmp_path / "m", "qwen3_moe"))
+    cfg = load(["recipe=quickstart", "model=hf", "tuning=lora", "tuning.target_modules=[experts.down_proj]", words]).cfg
+    with pytest.raises(ConfigError, match=r"peft has it for linear layers alone, and .*0\.mlp\.experts\.down_proj is"):
+        apply_tuning(model, cfg.tuning, tmp_path / "m", None, 1)  # type: ignore[arg-type]

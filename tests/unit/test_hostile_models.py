@@ -13,7 +13,7 @@ from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import PeakMemory
 from toolkit.messages import BaseMissing, ConfigError, ModelError, RowError, reading
-from toolkit.models import adapters
+from toolkit.models import adapter_settings, adapters
 from toolkit.models.adapters import BaseModel
 from toolkit.models.chat import fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
@@ -329,12 +329,14 @@ NAMED = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "
 
 
 def test_expressions_of_adapters_become_names() -> None:
-    found = adapters.with_names({"target_modules": r".*\.1\.(self_attn\.q_proj|mlp\.up_proj)", "r": 2}, ["", *NAMED])
+    found = adapter_settings.with_names(
+        {"target_modules": r".*\.1\.(self_attn\.q_proj|mlp\.up_proj)", "r": 2}, ["", *NAMED]
+    )
     assert found == {"target_modules": NAMED[1:], "r": 2}
     both = {"target_modules": ".*proj", "exclude_modules": "no such"}
-    assert adapters.with_names(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
+    assert adapter_settings.with_names(both, NAMED) == {"target_modules": NAMED, "exclude_modules": []}
     for kept in ({"target_modules": "all-linear"}, {"target_modules": ["q_proj"]}, {"target_modules": None}):
-        assert adapters.with_names(kept, NAMED) == kept
+        assert adapter_settings.with_names(kept, NAMED) == kept
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,7 @@ def test_expressions_of_adapters_become_names() -> None:
 def test_expressions_of_adapters_are_bounded(
     expression: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "_MATCHING_S", 0.5 if "takes" in reason else 60)
+    monkeypatch.setattr(adapter_settings, "_MATCHING_S", 0.5 if "takes" in reason else 60)
     settings = adapters.read_settings(adapter_of(tmp_path, target_modules=expression))
     with torch.device("meta"):
         model: Any = torch.nn.Sequential()

@@ -99,6 +99,8 @@ class Split(Enum):
     """Two matrices lie on top of each other, and each rank has rows of both."""
     columns = "columns"
     """Each rank has some of a matrix's columns; what comes out is added up over the ranks."""
+    last = "last"
+    """Each rank has some of the numbers along the last axis."""
 
 
 # Of what peft puts in a matrix's place: the matrix itself or a trained copy, and LoRA's factor that has the split side.
@@ -112,8 +114,10 @@ _PATTERNS = {
     Split.columns: r".*\.(o_proj|down_proj|attention\.dense|dense_4h_to_h)"
     rf"({_IN_ITS_PLACE}|\.lora_A\.default)?\.weight$",
 }
-EXPERTS = r".*\.experts\.\w+$"
+EXPERTS = r".*\.experts(\.base_layer)*\.(\w+|lora_A\.\w+\.weight)$"
 """Of all routed experts of a layer, one after another; ranks that divide them have some of them, whole."""
+_LORA_OF_EXPERTS = r".*\.experts(\.base_layer)*\.lora_B\.\w+\.weight$"
+"""The same, but experts are the last axis."""
 _ON_HEADS = r".*\.(q_norm|k_norm)\.weight$"
 """Whole on every rank, but each applies them to its own heads: their gradients are added up."""
 
@@ -122,6 +126,8 @@ def split_of(name: str) -> Split | None:
     """Return how a parameter is split; None for one that every rank has whole."""
     if re.match(EXPERTS, name):
         return Split.rows
+    if re.match(_LORA_OF_EXPERTS, name):
+        return Split.last
     return next((split for split, pattern in _PATTERNS.items() if re.match(pattern, name)), None)
 
 
@@ -130,7 +136,7 @@ def part_shape(name: str, shape: tuple[int, ...], size: int, *, back: bool = Fal
 
     A parameter that is not split keeps its shape.
     """
-    axis = {None: -1, Split.columns: 1}.get(split_of(name), 0)
+    axis = {None: -1, Split.columns: 1, Split.last: len(shape) - 1}.get(split_of(name), 0)
     lengths = (length * size if back else length // size for length in shape)
     return tuple(new if number == axis else old for number, (old, new) in enumerate(zip(shape, lengths, strict=True)))
 
@@ -141,7 +147,7 @@ def partition_config() -> dict[str, Any]:
     Its own guess (heuristics, or transformers' plan) would gather logits and guess fused matrices from class names
     (deepspeed 0.19.8, engine._apply_autotp_partitioning).
     """
-    rows, pairs, columns = (_PATTERNS[split] for split in Split)
+    rows, pairs, columns = _PATTERNS.values()
     return {
         "use_default_specs": False,
         "layer_specs": [

@@ -17,10 +17,7 @@ base.json, which identifies the base.
 
 import inspect
 import json
-import re
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -36,11 +33,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache
 
-from toolkit import children, secrets
+from toolkit import secrets
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed import process_group
 from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr
-from toolkit.models import classifier, directory, probe, weights
+from toolkit.models import adapter_settings, classifier, directory, experts, probe, weights
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
 
 
@@ -119,7 +116,9 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
             # name keeps the config, to which transformers has a weak reference.
             _config = HfDeepSpeedConfig(ds_config)
             stack.callback(unset_hf_deepspeed_config)
+        stack.enter_context(experts.shown_whole(model))
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    experts.attach_lora(model, ADAPTER)
     for parameter in model.parameters():  # peft keeps additions to half-precision models in float32
         if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
             parameter.data = parameter.data.to(precision)
@@ -352,13 +351,19 @@ def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
 
 
 def fingerprint_of(parameter: torch.Tensor) -> list[float]:
-    """Return some of a parameter's numbers, from all over it; none of an empty one."""
+    """Return some of a parameter's numbers, from all over it; none of an empty one. A collective of divided experts."""
     if parameter.is_meta:
         return []
+    part, count = process_group.part_of(parameter)
     with weights.full_params([parameter]):
         flat = parameter.detach().flatten()
-        indices = torch.linspace(0, flat.numel() - 1, _NUMBERS, dtype=torch.float64).long()
-        return [float(value) for value in flat[indices.to(flat.device)].float()]
+        size = flat.numel()
+        indices = torch.linspace(0, size * count - 1, _NUMBERS, dtype=torch.float64).long().tolist()
+        found = {index: float(flat[index % size]) for index in indices if index // size == part}
+    if count > 1:  # of experts, some on each rank
+        for others in process_group.gather(found):
+            found |= others
+    return [found[index] for index in indices]
 
 
 def read_base(folder: Path) -> BaseModel | None:
@@ -475,6 +480,11 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in found.items()}
 
 
+def as_stored(value: torch.Tensor) -> torch.Tensor:
+    """Return an adapter's tensor in peft's shape: of the experts of a layer LoRA's second factor is a matrix there."""
+    return value.flatten(1) if value.dim() == 3 else value
+
+
 # Of peft's settings: what names modules to import, or data and states to read while an adapter is put in (peft 0.21).
 _OUTSIDE = {
     *("auto_mapping", "megatron_config", "megatron_core", "runtime_config"),
@@ -508,7 +518,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             known=", ".join(_METHODS),
         )
     directory.check_sizes(settings, folder / CONFIG)
-    check_names(settings, folder / CONFIG)
+    adapter_settings.check_names(settings, folder / CONFIG)
     return settings
 
 
@@ -566,7 +576,7 @@ def attach_adapter(
             # Another version of peft may have settings that this one does not know.
             names = LoraConfig.__dataclass_fields__.keys() - _OUTSIDE
             known = {name: value for name, value in settings.items() if name in names}
-            known = with_names(known, [name for name, _ in model.named_modules()])
+            known = adapter_settings.with_names(known, [name for name, _ in model.named_modules()])
             inject_lora(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
     model.tuned = AdapterState(method, settings, base, classifier.head_of(model))
 
@@ -605,9 +615,11 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
     wrong = sorted({*values} ^ {*stored.values()})
     for name, stored_name in stored.items():
         parameter, value = model.get_parameter(name), values.get(stored_name)
-        if value is not None and value.shape != parameter.shape:
-            wrong.append(f"{stored_name} {tuple(value.shape)} != {tuple(parameter.shape)}")
+        expected = process_group.full_shape(name, parameter)
+        if value is not None and value.shape != as_stored(torch.empty(expected, device="meta")).shape:
+            wrong.append(f"{stored_name} {tuple(value.shape)} != {expected}")
         elif value is not None:
+            value = process_group.take_part(name, value.view(expected), *process_group.part_of(parameter))
             parameter.data.copy_(value)
     if wrong:
         raise ModelError(
@@ -682,13 +694,25 @@ def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> di
         layers = f"{decoder_layers_name(model)}."
         linear = {name for name, part in modules.items() if isinstance(part, nn.Linear) and name.startswith(layers)}
         targets = config.target_modules or default_targets(model.config.model_type, linear)
+        of_experts: list[str] = []
         if ALL_LINEAR in targets:
             targets = sorted({name.rpartition(".")[2] for name in linear})
         else:
             fitting = {name for name, part in modules.items() if isinstance(part, nn.Linear | nn.Embedding)}
+            stacked = experts.names_of(model)
             for pattern in targets:
-                check_matches("tuning.target_modules", pattern, fitting)
-            if any(sign in pattern for pattern in targets for sign in "*?["):
+                check_matches("tuning.target_modules", pattern, fitting | stacked)
+            of_experts = sorted(select_names(stacked, targets))
+            for key, value in (("tuning.dropout", config.dropout), ("tuning.dora", config.dora)):
+                if of_experts and value:
+                    raise ConfigError(
+                        "{key} = {value} cannot be: peft has it for linear layers alone, and {name} is a tensor of all "
+                        "experts. Leave it out, or the experts (tuning.target_modules).",
+                        key=key,
+                        value=value,
+                        name=of_experts[0],
+                    )
+            if of_experts or any(sign in pattern for pattern in targets for sign in "*?["):
                 targets = sorted(select_names(fitting, targets))
         settings = LoraConfig(
             task_type=SCORING if probe.is_classifier(model) else "CAUSAL_LM",
@@ -699,6 +723,7 @@ def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> di
             use_rslora=config.rslora,
             use_dora=config.dora,
             target_modules=targets,
+            target_parameters=of_experts or None,
             modules_to_save=config.save_modules or None,
         )
     values = settings.to_dict() | {"inference_mode": True}
@@ -718,76 +743,3 @@ def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreT
         chosen = torch.randint(len(tokenizer), (number,))
     with weights.full_params([embedding.weight]):
         return embedding.weight.detach()[chosen.to(embedding.weight.device)].cpu()
-
-
-_MATCHING_S = 20.0
-"""For all modules of a model; hundredths of a second are usual."""
-_LONGEST = 20_000
-"""Characters of an expression."""
-_EXPRESSIONS = ("target_modules", "exclude_modules")
-"""Where a single text is an expression; in a list they are names, or ends of names."""
-_NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
-"""What peft puts into expressions of its own."""
-_PLAIN = re.compile(r"(?:[\w.^$-]|\\[.d-]\+?)*")
-_MOST_WILDCARDS = 2
-"""Matching takes that power of a name's length; peft itself writes one, as in `.*\\.gate_up_proj`."""
-_MATCH = """
-import json, re, sys
-pattern, names = json.load(sys.stdin)
-try:
-    json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
-except (re.error, RecursionError, OverflowError) as error:
-    sys.exit(str(error))
-"""
-
-
-def check_names(settings: dict[str, Any], file: Path) -> None:
-    """Reject an adapter's settings that hold expressions where names belong."""
-    for key in _NAMES:
-        value = settings.get(key) or ()
-        for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
-            if not isinstance(name, str) or not _PLAIN.fullmatch(name.replace(".*", "", _MOST_WILDCARDS)):
-                raise ModelError(
-                    "{file}: {key} holds {value}, which is no name of a module. Write names, or ends of names, "
-                    "with two wildcards .* at most.",
-                    file=file,
-                    key=key,
-                    value=repr(name)[:200],
-                )
-
-
-def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
-    """Return an adapter's settings with the modules that its expressions match in their place; none matched is an
-    error. They are matched in a process of their own, which is ended if it takes too long.
-    """
-    names = [name for name in modules if name]
-    for key in _EXPRESSIONS:
-        expression, reason = settings.get(key), ""
-        if not isinstance(expression, str) or expression == ALL_LINEAR:
-            continue
-        if len(expression) > _LONGEST:
-            reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
-        else:
-            try:
-                ended = children.run(
-                    [sys.executable, "-I", "-S", "-c", _MATCH],
-                    input=json.dumps([expression, names]),
-                    capture_output=True,
-                    text=True,
-                    timeout=_MATCHING_S,
-                )
-                settings = settings | {key: json.loads(ended.stdout) if ended.returncode == 0 else []}
-                if ended.returncode or (not settings[key] and key == "target_modules"):
-                    reason = ended.stderr.strip() or tr("it matches no module of the model")
-            except subprocess.TimeoutExpired:
-                reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
-        if reason:
-            raise ModelError(
-                "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
-                "names, or of ends of names, such as {example}.",
-                key=key,
-                value=repr(expression)[:200],
-                reason=reason,
-                example='["q_proj", "v_proj"]',
-            )
-    return settings

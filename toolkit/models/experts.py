@@ -1,4 +1,4 @@
-"""Routed experts divided over ranks (`parallel.expert`): each token goes to the ranks that have its experts, and back.
+"""Routed experts, with LoRA or divided over ranks (`parallel.expert`): tokens go to the ranks that have their experts.
 
 Routers, shared experts and all else of a layer stay transformers' own: only the function that computes routed experts
 is replaced, through transformers' interface for it (5.20 to 5.23, integrations/moe.py). The exchange is GShard's:
@@ -9,21 +9,25 @@ hidden width.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from toolkit.config import mesh
+from toolkit.distributed import process_group
 from toolkit.messages import ModelError, tr
 from toolkit.models import weights
 
-DIVIDED = "divided"
-"""transformers' name of the way in which experts are computed here."""
+SORTED = "sorted"
+"""transformers' name of the way in which experts are computed here: from rows in the order of their experts."""
 
 
 def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
@@ -41,6 +45,11 @@ def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
     groups._create_expert_and_data_parallel(ranks)
     group = f"ep_size_{ranks}"
     return keep(model, groups._get_expert_parallel_rank(group), ranks, group)
+
+
+def names_of(model: PreTrainedModel) -> set[str]:
+    """Return the names of the matrices of a model's routed experts, each of all experts of a layer."""
+    return {name for name, one in _experts_of(model).items() if len(getattr(one, "ds_shape", one.shape)) == 3}
 
 
 def _experts_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -73,7 +82,7 @@ def keep(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str,
         stored[name] = slice(rank * size, (rank + 1) * size)
         setattr(layer, leaf, mark(nn.Parameter(whole.data[stored[name]], requires_grad=whole.requires_grad), group))
         layer.num_experts, layer.expert_group = size, group
-    model.set_experts_implementation(DIVIDED)
+    model.set_experts_implementation(SORTED)
     return stored
 
 
@@ -81,6 +90,52 @@ def mark(parameter: nn.Parameter, group: str) -> nn.Parameter:
     """Let DeepSpeed know that the ranks of a group have different parts of a parameter (0.19.8, moe/experts.py)."""
     parameter.allreduce, parameter.group_name = False, group  # type: ignore[attr-defined]
     return parameter
+
+
+class ExpertLora(ParamWrapper):
+    """LoRA of all experts of a layer, which are one tensor, for the module that has it.
+
+    peft's own adds both factors' product, as large as all experts, to the tensor in each pass (0.21, ParamWrapper).
+    Here the factors multiply each expert's rows (`_product`). The second one is `[out, rank, E]`; peft's `[out, rank x
+    E]` has its numbers in the same order.
+    """
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Compute the experts, which look for their additions themselves."""
+        return self.base_layer(*args, **options)
+
+
+@contextmanager
+def shown_whole(model: PreTrainedModel) -> Iterator[None]:
+    """Let divided experts look as large as all of a layer, so that what LoRA draws does not depend on the ranks."""
+    divided = {name: one for name, one in model.named_parameters() if process_group.is_expert_part(one)}
+    for name, one in divided.items():  # what peft reads of partitioned ones
+        one.ds_shape = torch.Size(process_group.full_shape(name, one))
+    yield
+    for one in divided.values():
+        del one.ds_shape
+
+
+def attach_lora(model: PreTrainedModel, adapter: str) -> None:
+    """Let what peft put around experts be computed as `ExpertLora`; of divided ones, leave this rank's part."""
+    found = [(name, one) for name, one in model.named_modules() if type(one) is ParamWrapper]
+    for name, layer in found:
+        base: Any = layer.get_base_layer()
+        first: Any = layer.lora_A[adapter]
+        second: Any = layer.lora_B[adapter]
+        if not hasattr(base, "has_gate") or not model._can_set_experts_implementation():
+            continue
+        second.weight = nn.Parameter(second.weight.data.unflatten(1, (-1, layer.num_experts)))
+        if base.num_experts < layer.num_experts:
+            for key, factor in (("lora_A", first), ("lora_B", second)):
+                whole = f"{name}.{key}.{adapter}.weight"
+                part = process_group.part_of(base.get_parameter(layer.parameter_name))
+                own = process_group.take_part(whole, factor.weight.data, *part)
+                factor.weight = mark(nn.Parameter(own.clone()), base.expert_group)
+            layer.num_experts = base.num_experts
+        layer.__class__ = ExpertLora
+        base.__dict__.setdefault("lora", {})[layer.parameter_name] = (layer, adapter)
+        model.set_experts_implementation(SORTED)
 
 
 def _forward(
@@ -94,24 +149,36 @@ def _forward(
         top_k_index: numbers of their experts, among all [T, K].
         top_k_weights: [T, K].
     """
+    choices = top_k_index.size(-1)
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    rows = hidden_states[order // choices]
+    if (group := getattr(self, "expert_group", None)) is None:
+        counts = torch.bincount(chosen, minlength=self.num_experts)
+        computed = _compute(self, rows, counts.tolist(), chosen)
+    else:
+        computed = _compute_elsewhere(self, rows, chosen, group)
+    of_tokens = computed[order.argsort()].view(-1, choices, computed.size(-1)) * top_k_weights.unsqueeze(-1)
+    return of_tokens.sum(dim=1).to(hidden_states.dtype)
+
+
+def _compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor, name: str) -> torch.Tensor:
+    """Return what experts make of rows [T x K, H] that are sorted by expert, on the ranks that have them."""
     from deepspeed.utils import groups
 
-    group = groups._get_expert_parallel_group(self.expert_group)
-    own, ranks, choices = self.num_experts, dist.get_world_size(group), top_k_index.size(-1)
-    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    group = groups._get_expert_parallel_group(name)
+    own, ranks = self.num_experts, dist.get_world_size(group)
     counts = torch.bincount(chosen, minlength=own * ranks)
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
     received = received.view(ranks, own)
     sizes = torch.cat((counts.view(ranks, own).sum(1), received.sum(1), received.sum(0))).tolist()  # the one wait
     sent, came, per_expert = sizes[:ranks], sizes[ranks : 2 * ranks], sizes[2 * ranks :]
-    rows = _Exchange.apply(hidden_states[order // choices], sent, came, group)  # [N, H], by rank and expert
+    rows = _Exchange.apply(rows, sent, came, group)  # [N, H], by rank and expert
     expert = torch.arange(own, device=rows.device).repeat(ranks).repeat_interleave(received.flatten())
     place = expert.argsort(stable=True)
     computed = _compute(self, rows[place], per_expert, expert[place])
-    back = _Exchange.apply(computed[place.argsort()], came, sent, group)
-    of_tokens = back[order.argsort()].view(-1, choices, back.size(-1)) * top_k_weights.unsqueeze(-1)
-    return of_tokens.sum(dim=1).to(hidden_states.dtype)
+    back: torch.Tensor = _Exchange.apply(computed[place.argsort()], came, sent, group)
+    return back
 
 
 def _compute(self: Any, rows: torch.Tensor, sizes: list[int], expert: torch.Tensor) -> torch.Tensor:
@@ -123,19 +190,27 @@ def _compute(self: Any, rows: torch.Tensor, sizes: list[int], expert: torch.Tens
 
 
 def _product(self: Any, name: str, rows: torch.Tensor, sizes: list[int], expert: torch.Tensor) -> torch.Tensor:
-    """Return the product of each row with its expert's matrix.
+    """Return the product of each row with its expert's matrix, and with what LoRA adds to it."""
+    turned = self.is_transposed
+    found = _grouped(rows, getattr(self, name), sizes, turned)
+    layer, adapter = getattr(self, "lora", {}).get(name, (None, ""))
+    if layer is not None and not layer.disable_adapters:
+        left, right, scaling = layer.get_delta_factors(adapter)  # of scaling * left @ right, as large as the matrix
+        first, second = (left, right) if turned else (right, left)
+        found = found + _grouped(_grouped(rows, first, sizes, turned), second, sizes, turned) * scaling
+    return found + getattr(self, f"{name}_bias")[expert] if self.has_bias else found
 
-    Every expert takes part, also one without a row: its gradient is 0, and all ranks reduce the same.
+
+def _grouped(rows: torch.Tensor, matrices: torch.Tensor, sizes: list[int], turned: bool) -> torch.Tensor:
+    """Return the products of rows [N, I] with matrices [E, O, I], `turned` [E, I, O], of which each has `sizes` rows.
+
+    Every matrix takes part, also one without a row: its gradient is 0, and all ranks reduce the same.
     """
-    weight = getattr(self, name)
     if rows.is_cuda and rows.dtype is torch.bfloat16 and len(rows):
         ends = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)
-        found = functional.grouped_mm(rows, weight if self.is_transposed else weight.transpose(1, 2), offs=ends)
-    else:
-        matrices = (weight.transpose(1, 2) if self.is_transposed else weight).unbind()
-        parts = zip(rows.split(sizes), matrices, strict=True)
-        found = torch.cat([functional.linear(part, matrix) for part, matrix in parts])
-    return found + getattr(self, f"{name}_bias")[expert] if self.has_bias else found
+        return functional.grouped_mm(rows, matrices if turned else matrices.transpose(1, 2), offs=ends)
+    parts = zip(rows.split(sizes), (matrices.transpose(1, 2) if turned else matrices).unbind(), strict=True)
+    return torch.cat([functional.linear(part, matrix) for part, matrix in parts])
 
 
 class _Exchange(torch.autograd.Function):
@@ -154,4 +229,4 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradients[0], came, sent, ctx.group), None, None, None
 
 
-ALL_EXPERTS_FUNCTIONS.register(DIVIDED, _forward)
+ALL_EXPERTS_FUNCTIONS.register(SORTED, _forward)

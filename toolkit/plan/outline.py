@@ -230,13 +230,19 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
     modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
     linear = [name for name in modules if layer_of(name) >= 0]
     patterns = tuning.target_modules or default_targets("", linear)
-    targets = linear
+    targets, experts = linear, {name: shape for name, shape in shapes.items() if len(shape) == 3}
     if ALL_LINEAR not in patterns:
-        targets = [name for one in patterns for name in check_matches("tuning.target_modules", one, modules)]
+        fitting = modules.keys() | experts.keys()
+        targets = [name for one in patterns for name in check_matches("tuning.target_modules", one, fitting)]
     owners = {name.rpartition(".")[0] for name in shapes}
     saved = {name for one in tuning.save_modules for name in check_matches("tuning.save_modules", one, owners)}
     added: Shapes = {}
     for name in dict.fromkeys(targets):
+        if name in experts:
+            number, out, width = experts[name]
+            added[f"{name}.lora_A.default.weight"] = (tuning.rank * number, width)
+            added[f"{name}.lora_B.default.weight"] = (out, tuning.rank, number)
+            continue
         out, width = modules[name]
         added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
         added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)

@@ -1,0 +1,85 @@
+"""Names and expressions in the settings of an adapter that somebody else wrote: what is matched, and for how long."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from toolkit import children
+from toolkit.messages import ModelError, tr
+from toolkit.plan.outline import ALL_LINEAR
+
+_MATCHING_S = 20.0
+"""For all modules of a model; hundredths of a second are usual."""
+_LONGEST = 20_000
+"""Characters of an expression."""
+_EXPRESSIONS = ("target_modules", "exclude_modules")
+"""Where a single text is an expression; in a list they are names, or ends of names."""
+_NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""What peft puts into expressions of its own."""
+_PLAIN = re.compile(r"(?:[\w.^$-]|\\[.d-]\+?)*")
+_MOST_WILDCARDS = 2
+"""Matching takes that power of a name's length; peft itself writes one, as in `.*\\.gate_up_proj`."""
+_MATCH = """
+import json, re, sys
+pattern, names = json.load(sys.stdin)
+try:
+    json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
+except (re.error, RecursionError, OverflowError) as error:
+    sys.exit(str(error))
+"""
+
+
+def check_names(settings: dict[str, Any], file: Path) -> None:
+    """Reject an adapter's settings that hold expressions where names belong."""
+    for key in _NAMES:
+        value = settings.get(key) or ()
+        for name in [value] if isinstance(value, str) else value if isinstance(value, (list, dict)) else ():
+            if not isinstance(name, str) or not _PLAIN.fullmatch(name.replace(".*", "", _MOST_WILDCARDS)):
+                raise ModelError(
+                    "{file}: {key} holds {value}, which is no name of a module. Write names, or ends of names, "
+                    "with two wildcards .* at most.",
+                    file=file,
+                    key=key,
+                    value=repr(name)[:200],
+                )
+
+
+def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """Return an adapter's settings with the modules that its expressions match in their place; none matched is an
+    error. They are matched in a process of their own, which is ended if it takes too long.
+    """
+    names = [name for name in modules if name]
+    for key in _EXPRESSIONS:
+        expression, reason = settings.get(key), ""
+        if not isinstance(expression, str) or expression == ALL_LINEAR:
+            continue
+        if len(expression) > _LONGEST:
+            reason = tr("it has more than {count} characters", count=f"{_LONGEST:,}")
+        else:
+            try:
+                ended = children.run(
+                    [sys.executable, "-I", "-S", "-c", _MATCH],
+                    input=json.dumps([expression, names]),
+                    capture_output=True,
+                    text=True,
+                    timeout=_MATCHING_S,
+                )
+                settings = settings | {key: json.loads(ended.stdout) if ended.returncode == 0 else []}
+                if ended.returncode or (not settings[key] and key == "target_modules"):
+                    reason = ended.stderr.strip() or tr("it matches no module of the model")
+            except subprocess.TimeoutExpired:
+                reason = tr("matching it takes more than {seconds} s", seconds=f"{_MATCHING_S:g}")
+        if reason:
+            raise ModelError(
+                "adapter_config.json: the expression {key} = {value} cannot be used: {reason}. Write a list of module "
+                "names, or of ends of names, such as {example}.",
+                key=key,
+                value=repr(expression)[:200],
+                reason=reason,
+                example='["q_proj", "v_proj"]',
+            )
+    return settings
