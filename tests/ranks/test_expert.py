@@ -1,6 +1,7 @@
 """Experts divided over ranks (`parallel.expert`): losses are those of a plain loop with all experts in one place."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import official
@@ -50,6 +51,8 @@ PAIRS: dict[str, tuple[str, int, list[str]]] = {
     "packed": ("glm4_moe", 4, ["zero=stage2", "data.packing=packed", RECOMPUTE]),
     "routers": ("mixtral", 4, ["zero=stage1", "parallel.sequence=2", "model.router_loss=0.5"]),
 }
+if find_spec("bitsandbytes") is not None:
+    PAIRS["qlora"] = ("qwen3_moe", 2, ["zero=stage2", *EXPERTS, "tuning=qlora"])
 # name -> (ranks, run and step whose checkpoint it goes on from, overrides)
 RESUMED: dict[str, tuple[int, str, list[str]]] = {
     "same": (2, "glm-saved/checkpoints/step-3", ["parallel=expert", "zero=stage2"]),
@@ -106,7 +109,8 @@ def test_losses_are_those_of_a_plain_loop(name: str, folder: Path, rows_file: Pa
 @pytest.mark.parametrize("name", PAIRS)
 def test_losses_are_those_of_whole_layers(name: str, folder: Path) -> None:
     mine, theirs = (rows_of(folder / "runs" / run) for run in (name, f"{name}-whole"))
-    near = 2e-3 if "bf16" in name else TOLERANCE
+    # Scales of 4-bit blocks are rounded together for all that a rank has.
+    near = TOLERANCE if name not in ("bf16-stage1", "qlora") else 2e-3
     for one, other in zip(mine, theirs, strict=True):
         for key in ("loss", "grad_norm", "eval_loss", "router_loss"):
             assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=near), (key, one)

@@ -13,7 +13,7 @@ from tests.architectures import CONFIGS, write
 from toolkit.config.load import load
 from toolkit.messages import ConfigError, ModelError
 from toolkit.models import experts, load_model
-from toolkit.models.adapters import ADAPTER, apply_tuning, inject_lora, without_adapter
+from toolkit.models.adapters import ADAPTER, apply_tuning, inject_lora, quantize, without_adapter
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
@@ -101,3 +101,34 @@ def test_what_peft_has_for_linear_layers_alone(words: str, tmp_path: Path) -> No
     cfg = load(["recipe=quickstart", "model=hf", "tuning=lora", "tuning.target_modules=[experts.down_proj]", words]).cfg
     with pytest.raises(ConfigError, match=r"peft has it for linear layers alone, and .*0\.mlp\.experts\.down_proj is"):
         apply_tuning(model, cfg.tuning, tmp_path / "m", None, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss"])
+def test_experts_in_4_bits(name: str, tmp_path: Path) -> None:
+    """They compute what their values of 4 bits do in 32; half a byte a number, and nothing of it kept expanded."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    folder = write(tmp_path / name, name)
+    small, plain = (load_model(folder, dtype=torch.float32).train() for _ in range(2))
+    quantize(small)
+    for key in experts.names_of(plain):
+        packed, whole = small.get_parameter(key), plain.get_parameter(key)
+        assert packed.data.nbytes * 2 == whole.numel()
+        assert packed.quant_state.shape == whole.shape
+        whole.data = bitsandbytes.functional.dequantize_4bit(packed.data, packed.quant_state)
+    for key, part in small.named_modules():
+        if isinstance(part, bitsandbytes.nn.Linear4bit):
+            state = part.weight.quant_state
+            plain.get_parameter(f"{key}.weight").data = bitsandbytes.functional.dequantize_4bit(part.weight.data, state)
+    ids = torch.randint(0, 900, (2, 12), generator=torch.Generator().manual_seed(2))
+    sizes = {plain.get_parameter(key).nbytes for key in experts.names_of(plain)}
+    kept: list[torch.Tensor] = []
+    for model in (small, plain):
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+            logits = model(inputs_embeds=embedded, use_cache=False).logits
+        logits.square().mean().backward()
+        model.found = logits.detach(), embedded.grad, sum(one.untyped_storage().nbytes() in sizes for one in kept)
+        kept.clear()
+    torch.testing.assert_close(small.found[0], plain.found[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(small.found[1], plain.found[1], atol=1e-6, rtol=1e-3)
+    assert small.found[2] == 0 < plain.found[2]

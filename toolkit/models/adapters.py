@@ -161,8 +161,8 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Put the linear layers of a model's decoder on this rank's device in 4 bits, one after another; embedding and head
-    stay.
+    """Put the linear layers and experts of a model's decoder on this rank's device in 4 bits, one after another;
+    embedding and head stay.
     """
     import bitsandbytes
     from deepspeed.accelerator import get_accelerator  # as in `attention`
@@ -184,6 +184,7 @@ def quantize(model: PreTrainedModel) -> None:
             small.support_avx512bf16_for_cpu = False
             small.load_state_dict(linear.state_dict())
             layer.set_submodule(name, small.to(device))
+    experts.quantize(model, device)
     model.is_loaded_in_4bit = True  # asked for by peft 0.21
 
 

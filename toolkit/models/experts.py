@@ -49,7 +49,7 @@ def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
 
 def names_of(model: PreTrainedModel) -> set[str]:
     """Return the names of the matrices of a model's routed experts, each of all experts of a layer."""
-    return {name for name, one in _experts_of(model).items() if len(getattr(one, "ds_shape", one.shape)) == 3}
+    return {name for name, one in _experts_of(model).items() if len(process_group.full_shape(name, one)) == 3}
 
 
 def _experts_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -107,13 +107,55 @@ class ExpertLora(ParamWrapper):
 
 @contextmanager
 def shown_whole(model: PreTrainedModel) -> Iterator[None]:
-    """Let divided experts look as large as all of a layer, so that what LoRA draws does not depend on the ranks."""
-    divided = {name: one for name, one in model.named_parameters() if process_group.is_expert_part(one)}
+    """Let divided experts look as large as all of a layer, so that what LoRA draws does not depend on the ranks, and
+    experts in 4 bits as if they were not.
+    """
+    divided = {
+        name: one
+        for name, one in _experts_of(model).items()
+        if process_group.is_expert_part(one) or hasattr(one, "quant_state")
+    }
     for name, one in divided.items():  # what peft reads of partitioned ones
-        one.ds_shape = torch.Size(process_group.full_shape(name, one))
+        one.__dict__["ds_shape"] = torch.Size(process_group.full_shape(name, one))
     yield
     for one in divided.values():
-        del one.ds_shape
+        del one.__dict__["ds_shape"]
+
+
+def quantize(model: PreTrainedModel, device: torch.device) -> None:
+    """Put a model's experts, all or this rank's, on a device in 4 bits, as linear layers are (`adapters.quantize`)."""
+    from bitsandbytes import nn as bnb
+
+    names = names_of(model) if model._can_set_experts_implementation() else ()
+    for name in sorted(names):
+        path, _, leaf = name.rpartition(".")
+        layer = model.get_submodule(path)
+        whole = getattr(layer, leaf)
+        small = bnb.Params4bit(whole.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
+        setattr(layer, leaf, mark(small, whole.group_name) if process_group.is_expert_part(whole) else small)
+        model.set_experts_implementation(SORTED)
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    """`_grouped` with frozen matrices in 4 bits, which are expanded once more in the backward pass and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, packed: Any, sizes: list[int], turned: bool) -> torch.Tensor:
+        ctx.of = packed, sizes, turned
+        return _grouped(rows, _expanded(packed, rows.dtype), sizes, turned)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        packed, sizes, turned = ctx.of
+        found = _grouped(gradients[0], _expanded(packed, gradients[0].dtype), sizes, not turned)
+        return found, None, None, None
+
+
+def _expanded(packed: Any, dtype: torch.dtype) -> torch.Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    found: torch.Tensor = dequantize_4bit(packed.data, packed.quant_state)
+    return found.to(dtype)
 
 
 def attach_lora(model: PreTrainedModel, adapter: str) -> None:
@@ -191,13 +233,17 @@ def _compute(self: Any, rows: torch.Tensor, sizes: list[int], expert: torch.Tens
 
 def _product(self: Any, name: str, rows: torch.Tensor, sizes: list[int], expert: torch.Tensor) -> torch.Tensor:
     """Return the product of each row with its expert's matrix, and with what LoRA adds to it."""
-    turned = self.is_transposed
-    found = _grouped(rows, getattr(self, name), sizes, turned)
+    matrices, turned = getattr(self, name), self.is_transposed
+    if hasattr(matrices, "quant_state"):
+        found = _QuantizedProduct.apply(rows, matrices, sizes, turned)
+    else:
+        found = _grouped(rows, matrices, sizes, turned)
     layer, adapter = getattr(self, "lora", {}).get(name, (None, ""))
     if layer is not None and not layer.disable_adapters:
-        left, right, scaling = layer.get_delta_factors(adapter)  # of scaling * left @ right, as large as the matrix
-        first, second = (left, right) if turned else (right, left)
-        found = found + _grouped(_grouped(rows, first, sizes, turned), second, sizes, turned) * scaling
+        first = layer.lora_A[adapter].weight.unflatten(0, (layer.num_experts, -1))  # [E, rank, I]
+        second = layer.lora_B[adapter].weight.permute(2, 0, 1)  # [E, O, rank]
+        added = _grouped(_grouped(rows, first, sizes, False), second, sizes, False)
+        found = found + added * layer.scaling[adapter]
     return found + getattr(self, f"{name}_bias")[expert] if self.has_bias else found
 
 
