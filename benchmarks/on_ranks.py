@@ -69,11 +69,22 @@ def _trees(
     return compare(cfg, prepared, ranks, positive_int(given, "pairs") or 5, folder)
 
 
+def _experts(
+    cfg: RunConfig, prepared: "LanguageData", ranks: environment.Ranks, given: dict[str, str], folder: Path
+) -> dict[str, Any]:
+    from benchmarks.experts import compare
+
+    pairs, steps = positive_int(given, "pairs") or 5, positive_int(given, "steps") or 3
+    counts = [int(count) for count in given.get("counts", "8,16,32,64").split(",")]
+    return compare(cfg, prepared, ranks, counts, pairs, steps, folder)
+
+
 MEASURES: dict[str, tuple[tuple[str, ...], Measure]] = {
     "step": (("pairs", "steps"), _step),
     "checkpoint": (("repeats",), _checkpoint),
     "plan": ((), _plan),
     "trees": (("pairs",), _trees),
+    "experts": (("pairs", "steps", "counts"), _experts),
 }
 """By name, the benchmark's own words and what measures."""
 

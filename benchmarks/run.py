@@ -170,6 +170,7 @@ ARGUMENTS = {
     "resume": ("ranks", "pairs"),
     "nvme": ("directory", "gib", "repeats"),
     "trees": ("ranks", "pairs", "turns"),
+    "experts": ("ranks", "pairs", "steps", "counts"),
 }
 """What is measured, and the words of its own that it takes beside `output`."""
 _MEASURES: dict[str, Measure] = {

@@ -92,7 +92,7 @@ def test_the_command_runs_the_program_of_its_checkout(
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "everything"]) == 2
     assert (
-        "Known: step, data, encode, memory, checkpoint, start, plan, resume, nvme, trees, faults."
+        "Known: step, data, encode, memory, checkpoint, start, plan, resume, nvme, trees, experts, faults."
         in capfd.readouterr().err
     )
     monkeypatch.setattr(door, "PACKAGE", tmp_path / "site-packages" / "toolkit")

@@ -17,6 +17,9 @@ toolkit bench faults [only="K1 K2"] [output=FILE]
                                DeepSpeed's reading and writing, by settings of zero.aio; prints the best as overrides
   trees [pairs=5] [turns=6,12] tokens and time per epoch with and without data.share_prefixes, in turns; of the data as
                                it is, or joined to conversations of so many turns
+  experts [pairs=5] [steps=3] [counts=8,16,32,64]
+                               a step of made-up models with so many experts a layer, divided over the ranks and under
+                               ZeRO-3, in turns; bytes that a rank sends for it, and the formula's
   faults                       inject kills, full disks, signals … and check the recovery; takes an hour
 
   ranks=2         ranks of each launch, on this machine; not of data, encode and nvme

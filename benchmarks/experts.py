@@ -1,0 +1,145 @@
+"""Mixtures of experts under expert parallelism and under ZeRO-3: seconds of a step, in turns, and the bytes sent.
+
+Both sides train the same made-up Qwen 3 MoE on the same batches in one process group; the ratio is taken pair by pair.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+
+from toolkit.config.mesh import accumulation
+from toolkit.config.schema import Init, RunConfig
+from toolkit.distributed.process_group import barrier, on_rank0, world_size
+from toolkit.engine.ds_config import build_ds_config
+from toolkit.launch.environment import Ranks
+from toolkit.models import experts
+from toolkit.train.language_data import LanguageData, training_batches
+from toolkit.train.language_task import LanguageTask, build_engine
+from toolkit.train.run_dir import RunSource
+from toolkit.train.step import StepGuard, train_step
+
+_STEPS = 1_000_000
+"""Of a schedule that is never run to its end."""
+SHAPE = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts_per_tok": 2}
+"""Of the made-up models, whose numbers of experts differ alone."""
+
+
+def compare(
+    cfg: RunConfig, prepared: LanguageData, ranks: Ranks, counts: list[int], pairs: int, steps: int, folder: Path
+) -> dict[str, Any]:
+    """Time models of so many experts on both sides. A collective.
+
+    Args:
+        cfg: checked config; its model, `zero.stage` and `parallel.expert` are replaced.
+        prepared: its data.
+        ranks: who this process is.
+        counts: experts of a layer, each a multiple of the ranks.
+        pairs: interleaved pairs of blocks; one more warms up.
+        steps: optimizer steps of each block.
+        folder: of the models and the engines' own files.
+
+    Returns:
+        By number of experts: seconds per step of both sides, the ratio ZeRO-3 : experts divided, and bytes that a rank
+        sends to others in a step's exchanges of tokens, counted and by the formula.
+    """
+    return {
+        "shape": SHAPE,
+        "load_average": os.getloadavg()[0],
+        "by_experts": {str(count): _compare(cfg, prepared, ranks, count, pairs, steps, folder) for count in counts},
+    }
+
+
+def _compare(
+    cfg: RunConfig, prepared: LanguageData, ranks: Ranks, count: int, pairs: int, steps: int, folder: Path
+) -> dict[str, Any]:
+    path = folder / f"model-{count}"
+    on_rank0(lambda: _write(path, count, prepared))
+    model = replace(cfg.model, init=Init.pretrained, path=str(path), router_loss=0.0)
+    sides = {"divided": (2, world_size()), "zero3": (3, 1)}
+    engines = {}
+    for side, (stage, parts) in sides.items():
+        parallel = replace(cfg.parallel, expert=parts)
+        own = replace(cfg, model=model, zero=replace(cfg.zero, stage=stage), parallel=parallel)
+        engines[side] = build_engine(
+            own, prepared, build_ds_config(own, world_size(), _STEPS), _STEPS, RunSource(folder, None)
+        )
+    times, task = accumulation(cfg, world_size()), LanguageTask()
+    loader = training_batches(cfg, prepared, ranks, steps)
+    windows = [list(islice(loader, times)) for _ in range(steps)]
+    guards = {side: StepGuard(engine, cfg.train) for side, engine in engines.items()}
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for pair in range(pairs + 1):
+        for side in sorted(sides, reverse=bool(pair % 2)):
+            barrier()
+            started = time.perf_counter()
+            for window in windows:
+                train_step(engines[side], task, window, world_size(), guards[side])
+                guards[side].check()
+            barrier()
+            if pair:
+                seconds[side].append((time.perf_counter() - started) / steps)
+    with _counted() as sent:
+        for window in windows:
+            train_step(engines["divided"], task, window, world_size(), guards["divided"])
+    tokens = sum(batch["input_ids"].numel() for window in windows for batch in window)
+    ratios = [whole / divided for whole, divided in zip(seconds["zero3"], seconds["divided"], strict=True)]
+    return {
+        "parameters": sum(one.numel() for one in transformers.AutoModelForCausalLM.from_pretrained(path).parameters()),
+        "divided_s": statistics.median(seconds["divided"]),
+        "zero3_s": statistics.median(seconds["zero3"]),
+        "ratio": statistics.median(ratios),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "sent_bytes": sent[0] / steps,
+        "formula_bytes": exchanged_bytes(tokens / steps, world_size()),
+    }
+
+
+def exchanged_bytes(tokens: float, ranks: int) -> float:
+    """Return the bytes that a rank sends to others for so many of its tokens, in fp32, if routing is even.
+
+    Of each layer there and back, forward and backward: 4 x tokens x experts of a token x width x (P - 1) / P.
+    """
+    per_layer = 4 * tokens * SHAPE["num_experts_per_tok"] * SHAPE["hidden_size"] * 4 * (ranks - 1) / ranks
+    return SHAPE["num_hidden_layers"] * per_layer
+
+
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """Give a list whose one number grows by the bytes of rows that this rank sends to other ranks."""
+    found = [0]
+    exchange = experts._Exchange.apply
+
+    def counting(rows: torch.Tensor, sent: list[int], came: list[int], group: Any) -> torch.Tensor:
+        others = sum(sent) - sent[torch.distributed.get_rank(group)]
+        found[0] += others * rows.size(1) * rows.element_size()
+        return exchange(rows, sent, came, group)
+
+    with mock.patch.object(experts._Exchange, "apply", counting):
+        yield found
+
+
+def _write(path: Path, count: int, prepared: LanguageData) -> None:
+    """Write a random model of `SHAPE` with so many experts, and the tokenizer of the data."""
+    config = transformers.Qwen3MoeConfig(
+        **SHAPE,
+        num_experts=count,
+        vocab_size=len(prepared.tokenizer),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        eos_token_id=prepared.tokenizer.eos_token_id,
+        pad_token_id=prepared.pad_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
