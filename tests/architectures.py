@@ -38,6 +38,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm": lambda: transformers.GlmConfig(**HEADS, attention_bias=True),
     "glm4": lambda: transformers.Glm4Config(**HEADS),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**HEADS, **ROUTED, num_nextn_predict_layers=0),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**SIZES, **ROUTED, **LATENT, num_key_value_heads=2),
     "phi3": lambda: transformers.Phi3Config(**GROUPED),
     "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
     "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),

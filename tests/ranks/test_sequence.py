@@ -179,12 +179,13 @@ def test_goes_on_where_it_died(runs: Path) -> None:
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "short-first"])
 def test_as_with_whole_rows(name: str, runs: Path) -> None:
     mine, whole = runs / name, runs / f"{name}-whole"
-    for key in ("loss", "eval_loss", "grad_norm", "router_loss"):
+    of_experts = ("router_loss", "expert_load_max", "router_entropy")
+    for key in ("loss", "eval_loss", "grad_norm", *of_experts):
         found, wanted = ([row[key] for row in rows_of(one) if key in row] for one in (mine, whole))
-        assert len(found) == len(wanted) and (found or key == "router_loss")
+        assert len(found) == len(wanted) and (found or key in of_experts)
         assert found == pytest.approx(wanted, abs=TOLERANCE), key
     assert eval_losses(mine)[0] - eval_losses(mine)[-1] > 0.01, "it must learn, or the comparison says little"
-    assert ("router_loss" in rows_of(mine)[-2]) == (name == "experts")
+    assert {*of_experts} & {*rows_of(mine)[-2]} == ({*of_experts} if name == "experts" else set())
 
 
 def test_the_same_samples_first_as_with_whole_rows(runs: Path) -> None:

@@ -208,9 +208,10 @@ def test_runs_of_one_name_are_told_apart(quick: None, tmp_path: Path) -> None:
 def test_every_chart_is_known_by_name(tmp_path: Path) -> None:
     folders = [fake_run(tmp_path / name) for name in ("a", "b")]
     rewards = {f"rewards/{name}": 0.1 for name in ("chosen", "rejected", "margins", "accuracies")}
-    taught = {"loss_scale": 2.0, "distill/kl": 0.3, **rewards}
+    taught = {"loss_scale": 2.0, "distill/kl": 0.3, "expert_load_max": 1.5, **rewards}
     scores = {"eval_loss": 1.0, "eval_general_loss": 1.5, **{f"eval_{metric.value}": 0.5 for metric in Metric}}
     for folder in folders:
+        (folder / "experts.json").write_text(json.dumps({"step": 42, "loads": {"1": [2, 2]}}))
         with (folder / "metrics.jsonl").open("a") as file:
             for step in (41, 42):
                 file.write(json.dumps(row(step, **taught)) + "\n" + json.dumps({"step": step, **scores}) + "\n")
@@ -234,6 +235,23 @@ def test_pairs_have_charts_of_rewards_and_of_the_reference(tmp_path: Path) -> No
     assert '"y": -0.3' in found["divergence"] and '"y": 0.2' in found["divergence"]
     assert all(f'"s": "{name}"' in found["rewards"] for name in ("chosen", "rejected", "margins"))
     assert '"y": 0.9' in found["reward-accuracy"]
+
+
+def test_experts_loads_are_a_heat_map(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "mixture", 3)
+    damaged = {"2": [1, "x"], "3": None, "4": [], "5": [0, 0], "6": [-1, 2], "7": [True, 2]}
+    loads = {"1": [6, 2, 0, 4], HOSTILE: [1, 1, 1, 1], **damaged}
+    (folder / "experts.json").write_text(json.dumps({"step": 3, "loads": loads}))
+    report(str(folder))
+    page = Page((folder / "report.html").read_text())
+    chart = json.loads(page.data["charts"])["specs"]["experts"]
+    rows = {one["row"]: one["v"] for one in next(iter(chart["datasets"].values()))}
+    assert rows.pop("1") == [2, 0.66667, 0, 1.3333] and list(rows.values()) == [[1, 1, 1, 1]]
+    assert "up to step 3" in page.text and not {"img"} & set(page.elements)
+    assert (folder / "report" / "experts.png").stat().st_size > 10_000
+    for broken in ("[]", "{", '{"loads": 3}', json.dumps({"loads": {str(one): [1] * 2**10 for one in range(65)}})):
+        (folder / "experts.json").write_text(broken)
+        assert "experts" not in {one.name for one in draw([read_run(folder)])["learning"]}, broken[:20]
 
 
 def test_a_sweep_is_compared(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

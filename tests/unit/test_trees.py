@@ -26,7 +26,7 @@ from toolkit.models.loss import (
     answer_log_probabilities,
     loss_head,
     num_trained_tokens,
-    router_loss,
+    routers_of,
     token_loss_sum,
 )
 
@@ -130,19 +130,19 @@ def test_recomputed_layers_see_the_same_tree() -> None:
 
 
 def test_routers_count_a_token_for_each_of_its_samples() -> None:
-    """So their loss is that of the copies, but for which tokens of a sample are computed together."""
+    """So their loss is that of the copies, and the experts' loads too, but for which tokens are computed together."""
     rows, samples = made_rows()
     found = []
     for given in (rows, [[sample] for sample in samples]):
         model = build("qwen3_moe")
         choose_attention(model, Attention.auto, True, torch.float32)
-        routers = router_loss(model, load(["recipe=quickstart", "model=hf", "model.router_loss=0.1"]).cfg)
+        routers = routers_of(model, load(["recipe=quickstart", "model=hf", "model.router_loss=0.1"]).cfg)
         assert routers is not None
         batch = collate(given, 0, packed=True)
         loss_head(model).path(model)
         routers.begin(batch, torch.device("cpu"), 1.0)
         (token_loss_sum(model, batch) * 0).backward()
-        found.append((routers.collect(), gradients(model)))
+        found.append((routers.collect(torch.device("cpu")), gradients(model)))
     torch.testing.assert_close(found[0], found[1], rtol=TOLERANCE, atol=TOLERANCE)
 
 

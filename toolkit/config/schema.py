@@ -416,6 +416,8 @@ class ModelConfig:
     """Run the Python files in the model's directory, with all your permissions, if its architecture is not part of transformers; otherwise such models are rejected."""
     router_loss: Annotated[float, Ge(-1)] = -1.0
     """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
+    router_bias_rate: NonNegativeFloat = 0.0
+    """Mixture of experts whose routers balance with a bias (GLM-4.5, DeepSeek-V3): by how much each expert's bias moves after a step, up with fewer tokens than the mean of its layer, down with more; 0 leaves biases as they are. DeepSeek-V3 was trained with 0.001."""
     init: Init = Init.pretrained
     """pretrained: read the weights in `model.path`; random: a small GLM of `model.shape` with random weights."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)

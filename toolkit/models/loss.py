@@ -1,4 +1,4 @@
-"""The losses of a micro-batch: of its tokens, without the logits, and of a mixture's routers.
+"""The losses of a micro-batch: of its tokens, without the logits, and of a mixture's routers; and how these balance.
 
 B batch, S sequence, T trained tokens, H hidden width, V vocabulary. The model's output layer yields losses in place of
 logits, inside its own forward pass, so that ZeRO-3's hooks see an ordinary one. Gradients are made next to the loss, a
@@ -10,9 +10,15 @@ token, P its mean probability, without padding (Fedus, Zoph, Shazeer 2021, Switc
 https://arxiv.org/abs/2101.03961, equations 4 to 6). The mean over layers, micro-batches and data-parallel ranks is
 added, times the coefficient. Ranks that have parts of the same rows sum what f and P are means of. transformers (5.23)
 pools all layers before it multiplies, by which one layer makes up for another.
+
+Models that balance with a bias of each expert's score (GLM-4.5, DeepSeek-V3) have no such loss. After a step the bias
+moves by a rate, up where an expert got fewer tokens of the global batch than the mean of its layer, down where more:
+Wang et al. 2024, https://arxiv.org/abs/2408.15664; DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -23,7 +29,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from toolkit.config.schema import LossKernel, RunConfig, TaskKind
+from toolkit.config.schema import LossKernel, PreferenceLoss, RunConfig, TaskKind
 from toolkit.messages import ConfigError, tr
 from toolkit.models import attention, probe
 from toolkit.models.chatglm.modeling import check_rows
@@ -494,49 +500,79 @@ def _scaled(gradient: torch.Tensor | None, factor: torch.Tensor, dtype: torch.dt
     return None if gradient is None else gradient.mul_(factor).to(dtype)
 
 
-class RouterLoss:
-    """The routers' loss; `model.router_loss`, or None. Its gradient enters at the chosen experts' weights, so it
-    reaches recomputed layers too. `routers` return logits [tokens, E]; weights and numbers [tokens, K] of the
-    chosen.
+class Routers:
+    """A mixture's routers in training; `model.routers`, or None. Of what passes in training mode between `begin` and
+    `collect` they count each expert's tokens, and add a loss whose gradient enters at the chosen experts' weights, so
+    it reaches recomputed layers too; after a step a bias may move. `routers` return logits [tokens, E]; weights and
+    numbers [tokens, K] of the chosen. One that returns less is counted nowhere.
     """
 
-    def __init__(self, coefficient: float, routers: list[nn.Module]) -> None:
-        self.coefficient, self.num_layers = coefficient, len(routers)
-        self._values: dict[int, torch.Tensor] = {}
-        self._sum: torch.Tensor | float = 0.0
+    def __init__(self, routers: Mapping[str, nn.Module], coefficient: float = 0.0, bias_rate: float = 0.0) -> None:
+        self.coefficient, self.bias_rate, self.num_layers = coefficient, bias_rate, len(routers)
+        self._routers = list(routers.values())
+        numbers = [(re.findall(r"\d+", name) or [name])[0] for name in routers]
+        self.layers = numbers if len(set(numbers)) == len(numbers) else list(routers)
+        """Numbers of their layers, or their names where a layer has several."""
+        self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sizes: dict[int, int] = {}
+        self._sum: torch.Tensor | None = None
         self._samples: torch.Tensor | None = None
-        self._parts, self._factor = 1, 0.0
-        for number, router in enumerate(routers):
-            router.register_forward_hook(lambda _, __, output, number=number: self._add(number, output))
+        self._parts, self._factor, self._is_filler = 1, 0.0, False
+        for number, router in enumerate(self._routers):
+            router.register_forward_hook(lambda router, _, output, number=number: self._add(number, router, output))
 
     def begin(self, batch: attention.Batch, device: torch.device, scale: float) -> None:
         """Observe the next micro-batch; `scale` is that of its token loss. Tokens count once for each sample that they
-        are in.
+        are in, as if samples shared none; those of a filler (loader.collate) are no expert's load.
         """
         self._end()
-        segments = batch["segment_ids"]
+        segments, rows = batch["segment_ids"], batch.get("row_ids", batch["input_ids"])
         samples = (segments > 0) * (batch.get("seen_until", segments) - segments + 1)
         self._samples = samples.to(device, non_blocking=True)
+        self._is_filler = bool((rows == rows[0, 0]).all())
         self._parts = int(batch["part"][1]) if "part" in batch else 1
         # The mean over ranks adds up what the ranks of a group find for parts of the same rows.
         self._factor = scale * self.coefficient / self.num_layers * self._parts
 
-    def collect(self) -> torch.Tensor:
-        """Return the rank's sum over micro-batches of the mean over layers, without coefficient, and stop observing."""
+    def collect(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's sums over micro-batches, and stop observing: of the mean over layers of the losses,
+        without coefficient; then each expert's tokens, layer after layer.
+        """
         self._end()
-        total, self._sum, self._samples = self._sum, 0.0, None
-        assert isinstance(total, torch.Tensor)
-        return total
+        total, self._sum, self._samples = self._sum, None, None
+        return torch.zeros(1, device=device) if total is None else total
+
+    def move_biases(self, loads: torch.Tensor) -> None:
+        """Raise the biases of experts with fewer tokens than the mean of their layer by the rate, and lower those of
+        experts with more; `loads` of the global batch, in the order of `collect`.
+        """
+        for number, load in self._by_layer(loads) if self.bias_rate else ():
+            bias: Any = self._routers[number].e_score_correction_bias
+            bias.add_(torch.sign(load.mean() - load).to(bias), alpha=self.bias_rate)
+
+    def table(self, loads: torch.Tensor) -> dict[str, list[int]]:
+        """Return each expert's tokens, by layer."""
+        return {self.layers[number]: load.long().tolist() for number, load in self._by_layer(loads)}
+
+    def _by_layer(self, loads: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        return zip(self._sizes, loads.split(list(self._sizes.values())), strict=True)
 
     def _end(self) -> None:
-        if self._values:
-            self._sum = self._sum + torch.stack(list(self._values.values())).mean()
-            self._values = {}
+        if self._found:
+            self._sizes = {number: len(self._found[number][1]) for number in sorted(self._found)}
+            losses, loads = zip(*(self._found[number] for number in self._sizes), strict=True)
+            found = torch.cat((torch.stack(losses).mean()[None], *loads))
+            if self._is_filler:
+                found[1:] = 0
+            self._sum = found if self._sum is None else self._sum + found
+            self._found = {}
 
-    def _add(self, number: int, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if self._samples is None:
+    def _add(self, number: int, router: nn.Module, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._samples is None or not router.training:
             return None
         if not isinstance(output, tuple) or len(output) < 3:
+            if not self.coefficient:
+                return None
             raise ConfigError(
                 tr(
                     "model.router_loss: the routers of this model give no more than their logits, so the loss cannot "
@@ -548,24 +584,45 @@ class RouterLoss:
         rows, size = self._samples.shape
         learned = logits.flatten(0, -2).size(0) // rows - size
         samples = nn.functional.pad(self._samples, (learned, 0), value=1).flatten()
-        value = balance(logits, chosen, samples, self._parts)
-        self._values[number] = value.detach()  # twice the same where the layer is computed again
+        load = expert_loads(chosen, samples, logits.size(-1))
+        value = balance(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
+        self._found[number] = value.detach(), load  # twice the same where the layer is computed again
         if not value.requires_grad:
             return None
         return (logits, _WithLoss.apply(weights, value, self._factor), chosen, *others)
 
 
-def balance(logits: torch.Tensor, chosen: torch.Tensor, samples: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Return a router's loss, float32 scalar; `logits` [tokens, E], `chosen` [tokens, K]; `samples`: how often each
-    token counts, [tokens]; of the tokens of `parts` ranks, then a collective.
+def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torch.Tensor:
+    """Return how many tokens each of `size` experts gets, float32; `chosen` [tokens, K]; `samples`: how often each
+    token counts, [tokens].
+    """
+    chosen, counts = chosen.flatten(0, -2), samples.float()
+    return torch.zeros(size, device=chosen.device).scatter_add_(
+        0, chosen.flatten(), counts.repeat_interleave(chosen.size(-1))
+    )
+
+
+def load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
+    """Return what metrics.jsonl says of the experts' tokens, by layer."""
+    layers = [torch.tensor(load, dtype=torch.float64) for load in loads]
+    entropies = [
+        float(torch.special.entr(load / load.sum()).sum()) / math.log(len(load)) if len(load) > 1 else 1.0
+        for load in layers
+    ]
+    return {
+        "expert_load_max": max(float(load.max() / load.mean()) for load in layers),
+        "expert_unused": float((torch.cat(layers) == 0).double().mean()),
+        "router_entropy": sum(entropies) / len(entropies),
+    }
+
+
+def balance(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """Return a router's loss, float32 scalar; `logits` [tokens, E], `load` [E] as `expert_loads` has it; `samples`: how
+    often each token counts, [tokens]; of the tokens of `parts` ranks, then a collective.
     """
     size, counts = logits.size(-1), samples.float()
     probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
-    chosen = chosen.flatten(0, -2)
-    often = torch.zeros(size, device=logits.device).scatter_add_(
-        0, chosen.flatten(), counts.repeat_interleave(chosen.size(-1))
-    )
-    sums = torch.cat((counts.sum()[None], often, counts @ probabilities))
+    sums = torch.cat((counts.sum()[None], load, counts @ probabilities))
     total, often, probable = (attention.sum_over_parts(sums) if parts > 1 else sums).split((1, size, size))
     total = total.clamp(min=1)
     return size * torch.dot(often / total, probable / total)
@@ -584,40 +641,64 @@ class _WithLoss(torch.autograd.Function):
         return outer[0], outer[0].new_full((), ctx.factor, dtype=torch.float32), None
 
 
-def router_loss(model: PreTrainedModel, cfg: RunConfig) -> RouterLoss | None:
-    """Return a model's loss of its routers as `model.router_loss` says; None where it is not wanted."""
-    wanted, own = cfg.model.router_loss, getattr(model.config, "router_aux_loss_coef", None)
-    routers: dict[nn.Module, None] = {}  # what transformers records as router_logits, the first of what they return
-    for part in model.modules() if own is not None else ():
-        recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
-        recorder = (recorders or {}).get("router_logits")
-        if isinstance(recorder, OutputRecorder) and recorder.index == 0:
-            layer = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
-            for name, module in part.named_modules():
-                if isinstance(module, recorder.target_class) and layer in f".{name}.":
-                    routers[module] = None
-    if wanted > 0 and not routers:
+def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
+    """Return a model's routers, with the loss and the moving bias that `model.router_*` asks for; None without any, and
+    where what they choose cannot be seen and nothing is asked for.
+    """
+    wanted, rate = cfg.model.router_loss, cfg.model.router_bias_rate
+    own = getattr(model.config, "router_aux_loss_coef", None)
+    routers = _routers_in(model)
+    if wanted > 0 and (own is None or not routers):
         raise ConfigError(
             "model.router_loss = {value}, but {architecture} has no routers with such a loss (no "
             "router_aux_loss_coef in its config). Leave it out.",
             value=wanted,
             architecture=type(model).__name__,
         )
+    if rate and (not routers or not all("e_score_correction_bias" in one._buffers for one in routers.values())):
+        raise ConfigError(
+            "model.router_bias_rate = {value}, but {architecture} has no routers with a bias (e_score_correction_bias) "
+            "that could be moved. Leave it out; experts of other models are balanced with model.router_loss.",
+            value=rate,
+            architecture=type(model).__name__,
+        )
     coefficient = float(own or 0) if wanted < 0 else wanted
-    if not routers or not coefficient:
+    if not routers:
         return None
-    others = {
+    hidden = {  # what routers return is not seen
         "parallel.tensor": cfg.parallel.tensor > 1,
         "parallel.pipeline": cfg.parallel.pipeline > 1,
         "compile.enabled": cfg.compile.enabled,
-        "preference.loss": cfg.preference.is_on,
-        "task.kind": cfg.task.kind is not TaskKind.language,
     }
-    if used := [key for key, is_used in others.items() if is_used]:
+    others = {"preference.loss": cfg.preference.is_on, "task.kind": cfg.task.kind is not TaskKind.language}
+    used = [key for key, is_used in (hidden | others).items() if is_used]
+    if used and coefficient:
         raise ConfigError(
             "the loss of this model's routers ({value}, model.router_loss) is incompatible with {key}. Remove that, or "
             "set model.router_loss=0.",
             value=coefficient,
             key=used[0],
         )
-    return RouterLoss(coefficient, list(routers))
+    if used and rate:
+        raise ConfigError(
+            "model.router_bias_rate = {value} is incompatible with {key}. Remove one of the two.",
+            value=rate,
+            key=used[0],
+        )
+    if any(hidden.values()) or cfg.preference.loss is PreferenceLoss.kto:  # which passes half of a micro-batch at once
+        return None
+    return Routers(routers, coefficient, rate)
+
+
+def _routers_in(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return by name what transformers records as router_logits, the first of what they return."""
+    routers: dict[nn.Module, str] = {}
+    for prefix, part in model.named_modules():
+        recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
+        recorder = (recorders or {}).get("router_logits")
+        if isinstance(recorder, OutputRecorder) and recorder.index == 0:
+            layer = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
+            for name, module in part.named_modules():
+                if isinstance(module, recorder.target_class) and layer in f".{name}.":
+                    routers.setdefault(module, f"{prefix}.{name}")
+    return {name: module for module, name in routers.items()}

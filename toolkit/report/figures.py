@@ -254,6 +254,33 @@ def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: 
     return _drawing(definition, **said)
 
 
+def heat_map(rows: dict[str, list[float]], axes: Axes, colors: dict[float, str], **said: Any) -> Drawing:
+    """Return a chart of a cell for each value of rows of numbers; `colors` of some values, the others between these.
+    The page gets a list for each row and no record for each cell, of which there are thousands.
+    """
+    y = alt.Y("row:N", title=axes.y, sort=list(rows), axis=alt.Axis(labelOverlap=True, domain=False))
+    scale = alt.Scale(domain=list(colors), range=list(colors.values()), clamp=True, interpolate="rgb")
+    keys = [Key(f"{value:g}" if value < max(colors) else f"≥ {value:g}", color) for value, color in colors.items()]
+    definition = (
+        alt.Chart(alt.InlineData(values=[{"row": name, "v": values} for name, values in rows.items()]))
+        .transform_flatten(["v"])
+        .transform_window(count="row_number()", groupby=["row"])
+        .transform_calculate(x="datum.count - 1")
+        .mark_rect()
+        .encode(
+            x=alt.X("x:O", title=axes.x, axis=alt.Axis(labelAngle=0)),
+            y=y,
+            color=alt.Color("v:Q", scale=scale, legend=alt.Legend(title=None)),
+            tooltip=[
+                alt.Tooltip("row:N", title=axes.y),
+                alt.Tooltip("x:O", title=axes.x),
+                alt.Tooltip("v:Q", title=axes.series, format=".3~g"),
+            ],
+        )
+    )
+    return _drawing(definition, keys, **said)
+
+
 def config(ink: str, font: str) -> dict[str, Any]:
     """Return Vega-Lite's configuration."""
     quiet = {"gridColor": ink, "gridOpacity": 0.12, "domainColor": ink, "domainOpacity": 0.35, "tickOpacity": 0}
@@ -448,6 +475,28 @@ def _preferred(run: Run) -> list[Drawing]:
     return [*drawn, lines(records, axes, looks, name="reward-accuracy", title=tr("Reward accuracy"))]
 
 
+_MOST_EXPERTS = 1 << 16
+"""Of all layers: a file with more is no run's."""
+
+
+def _experts(run: Run) -> list[Drawing]:
+    """Return a chart of each expert's tokens, by layer, divided by the mean of the layer."""
+    loads, shares = run.experts.get("loads"), {}
+    for layer, load in loads.items() if isinstance(loads, dict) else ():
+        if isinstance(load, list) and all(type(count) is int and count >= 0 for count in load) and sum(load):
+            shares[printable(layer)] = [rounded(count * len(load) / sum(load)) for count in load]
+    if not 0 < sum(map(len, shares.values())) <= _MOST_EXPERTS:
+        return []
+    axes = Axes(x=tr("expert"), y=tr("layer"), series=tr("times the mean"))
+    note = tr(
+        "Tokens of each expert, divided by the mean of its layer (1: balanced), in the steps of the last row of "
+        "metrics.jsonl, up to step {step}.",
+        step=run.experts.get("step", "?"),
+    )
+    colors = {0.0: ORANGE, 1.0: GREY, 4.0: BLUE}
+    return [heat_map(shares, axes, colors, name="experts", title=tr("Load of the experts"), note=note, is_wide=True)]
+
+
 def _scores(runs: Sequence[Run]) -> list[Drawing]:
     """Return a chart of the answers' metrics, for several runs one of each metric."""
     left_out = {"eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples"}
@@ -598,6 +647,11 @@ _RATE: dict[str, Any] = {"format": "~s", "from_zero": True, "smooth": True}
 _WORDS: dict[str, Callable[[], Sequence[str]]] = {
     "lr": lambda: (tr("Learning rate"), tr("learning rate"), ""),
     "grad_norm": lambda: (tr("Gradient norm"), tr("norm"), tr("Before clipping.")),
+    "expert_load_max": lambda: (
+        tr("Largest load of an expert"),
+        tr("times the mean"),
+        tr("Tokens of the expert that gets most, divided by the mean of its layer; 1: balanced."),
+    ),
     "loss_scale": lambda: (tr("Loss scale"), tr("scale"), ""),
     "tokens_per_s": lambda: (
         tr("Tokens per second"),
@@ -630,6 +684,8 @@ FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
     ("learning", ["answers", *(f"answers-{metric.value}" for metric in Metric)], _scores),
     ("learning", ["rewards", "reward-accuracy"], _of_one(_preferred)),
     ("learning", ["divergence", "forgetting"], _of_one(_apart)),
+    ("learning", ["expert-load"], _lines("expert-load", "expert_load_max", smooth=True)),
+    ("learning", ["experts"], _of_one(_experts)),
     ("learning", ["loss-scale"], _lines("loss-scale", "loss_scale", format="~s")),
     ("speed", ["tokens"], _throughput),
     ("speed", ["step-parts"], _of_one(_parts)),

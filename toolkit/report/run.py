@@ -34,7 +34,7 @@ COUNTERS = ("skipped_steps", "bad_steps", "rewinds")
 NAMES = (
     *("step", *COUNTERS, "slowest_rank", "padding_fraction", "step_s", "time", "epoch", "loss", "lr", "grad_norm"),
     *("loss_scale", "tokens_per_s", "rank_tokens_per_s", "trained_tokens", "total_tokens", "mfu", "mfu_matmul"),
-    *("samples_per_s", "samples", "distill/kl", "kl"),
+    *("samples_per_s", "samples", "distill/kl", "kl", "expert_load_max"),
     *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     *("data_wait_s", "fastest_rank_s", "median_rank_s", "slowest_rank_s", "communication_fraction"),
     *("host_memory_peak_bytes", "device_memory_peak_bytes", "planned_memory_bytes"),
@@ -271,6 +271,8 @@ SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
 """Samples and evaluations shown at most; lines of a file that are looked at; letters of a text."""
 _TEXTS = ("where", "prompt", "reference", "output")
 
+EXPERTS = "experts.json"
+"""Tokens of each expert between the last two rows of metrics.jsonl, in a run's directory."""
 PAGE = "report.html"
 """The report of a run, in its directory."""
 
@@ -361,6 +363,8 @@ class Run:
     """To validation samples, over time."""
     collectives: list[dict[str, Any]]
     """What DeepSpeed's log of collectives counted on rank 0, an operation each."""
+    experts: dict[str, Any]
+    """Tokens of each expert by layer, and the step up to which they are counted."""
     samples: list[dict[str, Any]]
     """Answers to the recipe's own questions, at the end."""
 
@@ -427,6 +431,7 @@ def read_run(path: Path) -> Run:
         bad_steps=_bad_steps(folder),
         answers=read_answers(folder / "evaluations"),
         collectives=[one for one in listed if isinstance(one, dict)],
+        experts=_mapping(folder / EXPERTS),
         samples=_lines(folder / "samples.jsonl"),
     )
 

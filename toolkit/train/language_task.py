@@ -491,8 +491,8 @@ class LanguageTask(task.Task):
         """Return the sum of the cross entropies of trained tokens, nats."""
         return token_loss_sum(engine, batch)
 
-    def router_loss(self, engine: DeepSpeedEngine) -> loss.RouterLoss | None:
-        return getattr(engine.module, "router_loss", None)
+    def routers(self, engine: DeepSpeedEngine) -> loss.Routers | None:
+        return getattr(engine.module, "routers", None)
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate loss, answers and their scores; the answers are kept in evaluations/ and handed to trackers."""
@@ -622,7 +622,7 @@ def build_engine(
     head = language_data.head_of(cfg, data)
     model = load.create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head)
     without_liger = layers.apply_liger(model, cfg.kernels)
-    model.loss_head, model.router_loss = loss.LossHead(cfg.kernels.loss), loss.router_loss(model, cfg)
+    model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), loss.routers_of(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
         base = _base_folder(cfg, data, model, source.folder)
         adapters.apply_tuning(model, tuning_of(cfg), base, data.tokenizer, cfg.run.seed, ds.values)
@@ -650,14 +650,28 @@ def build_engine(
     if parts > 1:
         attention.check_sequence_parallel(*of_model, packed, data.shares_prefixes)
     say(_in_use(engine, cfg, without_liger))
-    if model.router_loss is not None:
+    _tell_routers(model.routers)
+    return engine
+
+
+def _tell_routers(routers: loss.Routers | None) -> None:
+    """Report how the experts of a mixture are kept in use."""
+    if routers is None:
+        return
+    if routers.coefficient:
         say(
             "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
             "(model.router_loss).",
-            count=model.router_loss.num_layers,
-            coefficient=model.router_loss.coefficient,
+            count=routers.num_layers,
+            coefficient=routers.coefficient,
         )
-    return engine
+    if routers.bias_rate:
+        say(
+            "Routers: after each step the experts' biases in {count} layers move by {rate} towards an equal load "
+            "(model.router_bias_rate).",
+            count=routers.num_layers,
+            rate=routers.bias_rate,
+        )
 
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:

@@ -298,9 +298,11 @@ class TrainLoop:
         pace = self.meter.pace()
         self.steps += pace.steps
         self.steps_s += pace.seconds
+        routers, loads = self.task.routers(self.engine), self.meter.expert_loads
         row = self.meter.row(self.step, self.step / self.task.steps_per_epoch, lr, pace)
         row |= {"bad_steps": self.state.bad_steps, "rewinds": self.state.rewinds}
         row |= self.task.order_metrics(self.began) | dropping_metrics(self.engine.module)
+        row |= tracking.expert_metrics(routers, loads, self.step, self.run.folder)
         if process_group.rank() == 0:
             self.metrics.append(row)
             if self.collectives.is_on:

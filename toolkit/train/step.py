@@ -27,7 +27,7 @@ from toolkit.distributed.process_group import gather, on_rank0, sum_over_ranks
 from toolkit.engine.deepspeed_patches import UpdateVeto
 from toolkit.messages import Diverged, tr
 from toolkit.models import pipeline
-from toolkit.models.loss import RouterLoss
+from toolkit.models.loss import Routers
 
 if TYPE_CHECKING:
     from toolkit.train.task import Task
@@ -382,13 +382,15 @@ class StepResult:
     forward_s: float
     router_loss: float | None = None
     """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
+    expert_loads: torch.Tensor | None = None
+    """Each expert's tokens of the global batch, float64 on the device, in the order of `Routers.collect`."""
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Further sums over the global batch, each with over how many: `Task.take_figures`."""
 
 
-_Sums = tuple[torch.Tensor, float, float | None, dict[str, tuple[float, float]], list[float]]
-"""This rank's micro-batch losses; the global batch's loss, the sum of the routers' losses, those of the task's figures,
-and all other counts.
+_Sums = tuple[torch.Tensor, float, float | None, torch.Tensor, dict[str, tuple[float, float]], list[float]]
+"""This rank's micro-batch losses; the global batch's loss, the sum of the routers' losses, the experts' tokens, the
+task's figures, and all other counts.
 """
 
 
@@ -422,7 +424,7 @@ def train_step(
         sums = _pipeline_passes(engine, task, micro_batches, guard, counts, copies)
     else:
         sums = _data_parallel_passes(engine, task, micro_batches, guard, counts, world_size, forward)
-    micro_losses, loss, router_sum, figures, (count, total, computed, pairs, trained, *heard) = sums
+    micro_losses, loss, router_sum, loads, figures, (count, total, computed, pairs, trained, *heard) = sums
     return StepResult(
         loss=loss,
         count=int(count) // copies,
@@ -438,6 +440,7 @@ def train_step(
         arrived=arrived,
         forward_s=forward.seconds(),
         router_loss=None if router_sum is None else router_sum / (world_size * len(micro_batches)),
+        expert_loads=loads if len(loads) else None,
         figures=figures,
     )
 
@@ -455,7 +458,10 @@ def _data_parallel_passes(
     `world_size`; with `scale_wrt_gas=False` it divides by nothing else (deepspeed 0.19.8, backward).
     """
     factor = (world_size / counts[0]).float()
-    micro_losses, routers = torch.zeros(len(micro_batches), device=engine.device), task.router_loss(engine)
+    micro_losses, routers = torch.zeros(len(micro_batches), device=engine.device), task.routers(engine)
+    skipped = engine.skipped_steps
+    if routers is not None:
+        routers.collect(engine.device)  # drops what a step that failed has left, as in a dry run without enough memory
     for place, batch in enumerate(micro_batches):
         forward.mark()
         if routers is not None:  # their gradient comes from no loss that the engine could scale
@@ -477,6 +483,8 @@ def _data_parallel_passes(
                 "rate do not fit into fp16. Use precision=bf16 or precision=fp32, or lower optim.lr.",
                 scale=engine.optimizer.loss_scale,
             ) from error
+    if routers is not None and engine.skipped_steps == skipped:
+        routers.move_biases(sums[3])
     return sums
 
 
@@ -509,20 +517,19 @@ def _pipeline_passes(
 
 
 def _read(
-    task: "Task", micro_losses: torch.Tensor, routers: RouterLoss | None, counts: torch.Tensor, guard: StepGuard
+    task: "Task", micro_losses: torch.Tensor, routers: Routers | None, counts: torch.Tensor, guard: StepGuard
 ) -> _Sums:
     """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device."""
-    of_routers = routers.collect() if routers else micro_losses.new_zeros(())
+    of_routers = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)
     figures = task.take_figures()
-    sums = sum_over_ranks(
-        torch.cat((micro_losses.sum()[None], of_routers[None], *(pair.to(micro_losses) for pair in figures.values()))),
-        micro_losses.device,
-    )
-    total, router_sum, *others = torch.cat((sums, counts)).tolist()
-    of_figures, others = others[: 2 * len(figures)], others[2 * len(figures) :]
+    pairs = [pair.to(micro_losses) for pair in figures.values()]
+    sums = sum_over_ranks(torch.cat((micro_losses.sum()[None], *pairs, of_routers)), micro_losses.device)
+    known, loads = sums.tensor_split([2 + 2 * len(figures)])
+    total, *others = torch.cat((known, counts)).tolist()
+    of_figures, (router_sum, *others) = others[: 2 * len(figures)], others[2 * len(figures) :]
     if not others[0]:
         raise ValueError("no token of this global batch is trained")
     loss = total / others[0]
     guard.see_loss(loss)
     found = dict(zip(figures, zip(of_figures[::2], of_figures[1::2], strict=True), strict=True))
-    return micro_losses, loss, router_sum if routers else None, found, others
+    return micro_losses, loss, router_sum if routers and routers.coefficient else None, loads, found, others

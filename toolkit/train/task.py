@@ -16,7 +16,7 @@ from toolkit.distributed.failure import Watchdog
 from toolkit.engine import build, ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.models.loss import RouterLoss
+from toolkit.models.loss import Routers
 from toolkit.terminal import phase
 from toolkit.track.queue import Trackers
 from toolkit.train import run_dir
@@ -208,8 +208,8 @@ class Task(ABC):
         """
         return {}
 
-    def router_loss(self, engine: DeepSpeedEngine) -> RouterLoss | None:
-        """Return the load-balancing loss that is added to each micro-batch's; None without one."""
+    def routers(self, engine: DeepSpeedEngine) -> Routers | None:
+        """Return what adds a load-balancing loss to each micro-batch's and counts experts' tokens; None without any."""
         return None
 
     @abstractmethod

@@ -97,7 +97,7 @@ def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) 
     )
     model.config.use_cache = False
     model.get_input_embeddings().padding_idx = None
-    model.loss_head, model.router_loss = loss.LossHead(cfg.kernels.loss), None
+    model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), None
     if cfg.tuning.method is not schema.TuningMethod.full:
         adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
 

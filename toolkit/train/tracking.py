@@ -31,9 +31,10 @@ from toolkit.distributed.process_group import full_shape, gather, rank, sum_over
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import Stopped, current_language, say, tr, warn
 from toolkit.models import load, pipeline
+from toolkit.models.loss import Routers, load_metrics
 from toolkit.plan import machine, outline
 from toolkit.plan.speed import Formula, Work, formula, is_countable
-from toolkit.report.run import PAGE
+from toolkit.report.run import EXPERTS, PAGE
 from toolkit.track import backends, metrics, queue
 from toolkit.train import task
 from toolkit.train.step import RankTimes, StepResult
@@ -246,12 +247,16 @@ class ThroughputMeter:
     def _reset(self) -> None:
         self.results: list[StepResult] = []
         self.step_seconds: list[float] = []
+        self.expert_loads: torch.Tensor | None = None
         self.own_s = self.data_wait_s = self.communication_s = 0.0
         self.started = self.step_began = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
         """Count one step."""
         self.results.append(result)
+        if result.expert_loads is not None:
+            more = 0 if self.expert_loads is None else self.expert_loads
+            self.expert_loads, result.expert_loads = result.expert_loads + more, None
         self.trained_tokens_so_far += result.trained_tokens
         self.total_tokens_so_far += result.total_tokens
         self.own_s += result.arrived - self.on_its_own_since + result.forward_s
@@ -344,6 +349,19 @@ class ThroughputMeter:
         self.step_began += gone
         self.collectives.take(counts=False)
         self.on_its_own_since += gone
+
+
+def expert_metrics(routers: Routers | None, loads: torch.Tensor | None, step: int, folder: Path) -> dict[str, float]:
+    """Return what metrics.jsonl says of the experts' tokens since the last row; rank 0 writes each expert's into a run
+    directory, where the report finds them.
+    """
+    if routers is None or loads is None:
+        return {}
+    table = routers.table(loads.cpu())
+    if rank() == 0:
+        with suppress(OSError):  # a full disk has been reported by what has to be saved
+            disk.write_atomically(folder / EXPERTS, json.dumps({"step": step, "loads": table}).encode() + b"\n")
+    return load_metrics(table.values())
 
 
 def memory_peaks(device: torch.device) -> tuple[float, float]:
