@@ -81,6 +81,18 @@ def test_zero_divides_experts_over_the_ranks_that_have_the_same(way: str, stage:
         assert rest["optimizer"] == 12 * (-(-others // world) + -(-of_trained // size // (world // size)))
 
 
+def test_experts_are_in_4_bits_under_qlora(tmp_path: Path) -> None:
+    outline = mixture("qwen3_moe", tmp_path, TuningConfig(method=TuningMethod.qlora))
+    routed = routed_of(outline, frozenset(outline.shapes))
+    frozen = (shape for name, shape in outline.shapes.items() if ".layers." in name and name not in outline.trained)
+    matrices = sum(math.prod(shape) for shape in frozen if len(shape) == 2)
+    for size in (1, 2):
+        cfg = config("tuning=qlora", "zero=stage2", "precision=bf16", f"parallel.expert={size}")
+        small = matrices + routed // size
+        rest = 2 * (outline.num_parameters - matrices - routed)
+        assert plan_rank(outline, cfg, 8).device["save"]["weights"] == rest + small // 2 + small // 64
+
+
 def test_what_is_sent_between_the_ranks_that_divide_experts(tmp_path: Path) -> None:
     outline = mixture("deepseek_v3", tmp_path, TuningConfig())  # one layer of two has experts, two of a token
     assert dispatched_bytes(outline, 1000, recomputes=False) == (0, 0)

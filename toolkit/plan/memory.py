@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from toolkit.config import mesh, rule_tables, schema
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.outline import Outline, expert_part, layer_of, rank_part, stage_outlines, zero_groups
+from toolkit.plan.outline import Outline, expert_part, is_routed, layer_of, rank_part, stage_outlines, zero_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,13 +365,13 @@ class _Rank:
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def weights(self) -> int:
-        """Bytes of all weights; QLoRA has those of the layers' matrices in 4 bits, and 1/64 byte of statistics."""
+        """Bytes of all weights; QLoRA has the layers' matrices and experts in 4 bits, and 1/64 byte of statistics."""
         if self.cfg.tuning.method is not schema.TuningMethod.qlora:
             return self.weight * self.all
         small = sum(
             math.prod(shape)
             for name, shape in self.outline.shapes.items()
-            if len(shape) == 2 and layer_of(name) >= 0 and name not in self.outline.trained
+            if len(shape) == 2 + is_routed(name) and layer_of(name) >= 0 and name not in self.outline.trained
         )
         return self.weight * (self.all - small) + small // 2 + small // 64
 
