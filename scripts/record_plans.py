@@ -66,7 +66,7 @@ def plan(recipe: str, gpus: str, overrides: str) -> Card:
     assert mine["fits"], f"{recipe} does not fit on {gpus}"
     worst = [max(sum(kinds.values()) for kinds in mine[name].values()) for name in ("device_bytes", "host_bytes")]
     device, host, checkpoint = (f"{number / GIB:.3g}" for number in (*worst, planned["checkpoint_bytes"]))
-    # Neither the speed of a disk is known nor the FLOPs of a mixture of experts.
+    # Neither the speed of a disk is known nor the FLOPs of every mixture of experts.
     is_known = mine["offload_param"] != "nvme" and mine["step_s"] is not None
     seconds = format(float(format(mine["step_s"], ".2g")), "g") if is_known else ""
     return Card(recipe, gpus, overrides, device, host, checkpoint, seconds)

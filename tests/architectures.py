@@ -43,6 +43,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo2": lambda: transformers.Olmo2Config(**GROUPED),
     "mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**HEADS, **EXPERTS, num_experts=4),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **GROUPED, **EXPERTS, num_experts=4, shared_expert_intermediate_size=24
+    ),
     "granitemoe": lambda: transformers.GraniteMoeConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**SIZES, **ROUTED, **LATENT, num_key_value_heads=2),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**SIZES),

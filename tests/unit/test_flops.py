@@ -11,13 +11,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.architectures import CONFIGS
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.deepspeed_patches import _with_gradient
 from toolkit.messages import ConfigError
+from toolkit.models.adapters import inject_lora
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
-from toolkit.plan.outline import Shapes, published_models, shapes_of_config, tuned
-from toolkit.plan.speed import Work, causal_pairs, formula
+from toolkit.plan.outline import MIXTURES, Shapes, flop_sizes, published_models, shapes_of_config, tuned
+from toolkit.plan.speed import Work, causal_pairs, formula, is_countable
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
 RANK = 5
@@ -56,11 +58,20 @@ def usual(kind: Callable[..., Any], **more: Any) -> transformers.PreTrainedModel
     )
 
 
+def mixture(name: str, **more: Any) -> transformers.PreTrainedModel:
+    """Return a mixture whose experts are computed one by one: of PyTorch's product of them all nothing is counted."""
+    config = CONFIGS[name]()
+    config.update({"_experts_implementation": "eager", **more})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "chatglm-6b": chatglm_6b,
     "glm": lambda: usual(transformers.GlmConfig, attention_bias=True),
     "llama": lambda: usual(transformers.LlamaConfig),
     "llama, tied": lambda: usual(transformers.LlamaConfig, tie_word_embeddings=True),
+    **{name: partial(mixture, name) for name in MIXTURES},
+    "deepseek_v3, other sizes": lambda: mixture("deepseek_v3", q_lora_rank=None, v_head_dim=24),
 }
 
 
@@ -97,10 +108,22 @@ def test_torch_counts_the_same(name: str, way: str, checkpointing: bool) -> None
     model = MODELS[name]()
     model.set_attn_implementation("eager")  # whose products are of whole squares, and counted as they are
     linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and ".layers." in name]
-    sizes = {"layers": LAYERS, "heads": HEADS, "head_size": HIDDEN // HEADS}
+    sizes = flop_sizes(lambda key: getattr(model.config, key, None))
     shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert is_countable(shapes, sizes)
     if way == "lora":
-        ends = ["query_key_value", "q_proj", "k_proj", "v_proj", "down_proj"]
+        ends = [
+            "query_key_value",
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "q_a_proj",
+            "q_b_proj",
+            "kv_a_proj_with_mqa",
+            "kv_b_proj",
+        ]
+        # peft (0.21) takes down_proj for the routed experts' where these were linear layers once.
+        ends += ["o_proj"] if "chosen" in sizes else ["down_proj"]
         ends = [end for end in ends if any(one.endswith(end) for one in linear)]
         planned = tuned(shapes, sizes, TuningConfig(method=TuningMethod.lora, rank=RANK, target_modules=ends))
         shapes, trained = planned.shapes, set(planned.trained)
@@ -109,7 +132,7 @@ def test_torch_counts_the_same(name: str, way: str, checkpointing: bool) -> None
     elif way == "full":
         trained = set(shapes)
     else:
-        trained = {name for name in shapes if f".layers.{LAYERS - 1}." in name}
+        trained = {name for name in shapes if f".layers.{sizes['layers'] - 1}." in name}
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(parameter_name in trained)
     work = Work(ROWS * TOKENS, ROWS * TOKENS**2, ROWS * int(TRAINED.sum()))
@@ -152,6 +175,24 @@ def test_a_saved_module_counts_once() -> None:
     assert with_head.forward == without.forward
     head = with_head.backward.per_trained_token
     assert head == 2 * without.backward.per_trained_token == 4 * HIDDEN * VOCAB
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "gpt_oss", "qwen3_moe"])
+def test_lora_on_routed_experts_counts_for_the_chosen_ones(name: str) -> None:
+    torch.manual_seed(0)
+    model = mixture(name)
+    model.set_attn_implementation("eager")
+    sizes = flop_sizes(lambda key: getattr(model.config, key, None))
+    before: Shapes = {one: tuple(parameter.shape) for one, parameter in model.named_parameters()}
+    queries, experts = ["q_proj", "k_proj", "v_proj"], ["experts.gate_up_proj", "experts.down_proj"]
+    inject_lora(model, LoraConfig(r=RANK, target_modules=queries, target_parameters=experts), None)
+    shapes: Shapes = {one: tuple(parameter.shape) for one, parameter in model.named_parameters()}
+    expected = formula(shapes, sizes, {one for one in shapes if "lora_" in one})
+    work = Work(ROWS * TOKENS, ROWS * TOKENS**2, ROWS * int(TRAINED.sum()))
+    assert counted(model, checkpointing=False) == (expected.forward.flops(work), expected.backward.flops(work))
+    lora = TuningConfig(method=TuningMethod.lora, rank=RANK, target_modules=[*queries, *experts])
+    planned = tuned(before, sizes, lora)
+    assert formula(planned.shapes, sizes, planned.trained) == expected
 
 
 def test_a_learned_prefix_is_seen_by_every_token() -> None:

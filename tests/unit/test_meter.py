@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.architectures import CONFIGS
 from tests.unit.metric_table import documented
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import set_language
@@ -154,6 +155,19 @@ def test_account_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefix
     assert prefix.forward.per_token - found.formula.forward.per_token == 7 * 4 * 2 * 4 * 8
     model.config.num_attention_heads = 0
+    assert measure_baseline(engine, TuningConfig(), recomputes=False).formula is None
+
+
+def test_account_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.train.tracking._CPU_S", 0.0)
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS["glm4_moe_lite"]())
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    engine: Any = SimpleNamespace(module=model, device=torch.device("cpu"))
+    heads = {"layers": 2, "heads": 2, "head_size": 16, "value_size": 16}
+    expected = formula(shapes, {**heads, "experts": 4, "chosen": 2})
+    assert measure_baseline(engine, TuningConfig(), recomputes=False).formula == expected
+    assert expected.forward.per_token < formula(shapes, {**heads, "experts": 4, "chosen": 3}).forward.per_token
+    monkeypatch.setattr("toolkit.plan.outline.MIXTURES", ())
     assert measure_baseline(engine, TuningConfig(), recomputes=False).formula is None
 
 

@@ -10,7 +10,8 @@ import transformers
 
 from toolkit.config.load import load
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.plan.outline import outline_of, published_models, shapes_of_config
+from toolkit.plan.outline import active_line, outline_of, published_models, shapes_of_config
+from toolkit.plan.speed import formula
 
 COMMON = {
     "hidden_size": 48,
@@ -90,6 +91,18 @@ def test_published_experts_are_measured(tmp_path: Path) -> None:
     outline = outline_of(load(["recipe=glm45_air_lora", f"prepare.dir={tmp_path}"]).cfg)
     assert outline.num_parameters - outline.num_trained == 106_852_245_504
     assert {name.split(".")[-4] for name in outline.trained} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    # "106B total and 12B active": its makers count neither the embedding nor the output layer as active.
+    assert active_line(outline) == [
+        "Mixture of experts: 13,439,950,848 of 106,868,072,448 parameters are active per token, 12,198,432,768 of "
+        "those in layers (8 of 128 routed experts in each)."
+    ]
+    whole = outline_of(load(["recipe=glm45_air_lora", "tuning=full", f"prepare.dir={tmp_path}"]).cfg)
+    dense, routed = 10944, 128 * 1408
+    per_layer = 4096 * 128 * (2 * 96 + 2 * 8)
+    met = 46 * per_layer + 3 * 4096 * (dense + 45 * (1 + 8) * 1408) + 45 * 128 * 4096
+    assert formula(whole.shapes, whole.sizes).forward.per_token == 2 * met
+    idle = 45 * 3 * 4096 * (routed - 8 * 1408)
+    assert whole.num_parameters - whole.num_active == idle
 
 
 @pytest.mark.parametrize("name", sorted({*published_models()} - {"GLM-4.5-Air"}))

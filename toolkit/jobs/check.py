@@ -10,7 +10,7 @@ from toolkit.data.sources import check_distinct, check_sources, estimate, local_
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import read_config, trust_code
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
-from toolkit.plan.outline import Outline, shapes_of_config, tensor_part, tuned
+from toolkit.plan.outline import Outline, active_line, cached_outline, rank_part
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 _USUAL = "8x80GB"
@@ -45,6 +45,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         whole, mine = outlines
         trained, total = f"{whole.num_trained:,}", f"{whole.num_parameters:,}"
         say(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
+        for line in active_line(whole):
+            say(line)
         if mine is not whole:
             say(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
     name = cfg.tuning.method.value
@@ -69,11 +71,11 @@ def _outlines(loaded: load.LoadedConfig, problems: Problems) -> tuple[Outline, O
     if cfg.model.trust_remote_code:
         trust_code(cfg.model.path)
     problems.attempt(_check_teacher, loaded)
-    shapes = shapes_of_config(read_config(cfg.model.path, with_weights=has_weights))
-    if not shapes or cfg.tuning.adapter:
+    read_config(cfg.model.path, with_weights=has_weights)
+    whole = cached_outline(replace(cfg, task=schema.TaskConfig()))  # no other model, and no head
+    if not whole or cfg.tuning.adapter:
         return None
-    outline = tuned(*shapes, cfg.tuning)
-    return outline, tensor_part(outline, cfg.parallel.tensor)
+    return whole, rank_part(whole, cfg)
 
 
 def _check_teacher(loaded: load.LoadedConfig) -> None:

@@ -12,6 +12,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
+from toolkit.plan.outline import flop_sizes
+
 _LENGTH = 64
 _LAYERS = 2
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -41,18 +43,16 @@ def outline(folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    sizes = flop_sizes(lambda name: getattr(text, name, None))
+    heads, size = text.num_attention_heads, sizes["head_size"]
     dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
     keys = (getattr(text, "num_key_value_heads", None) or heads) * size
     return {
         "shapes": {name: list(one.shape) for name, one in model.named_parameters()},
         "sizes": {
-            "layers": text.num_hidden_layers,
+            **sizes,
             "hidden": text.hidden_size,
             "inner": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            "heads": heads,
-            "head_size": size,
             "keys": keys,
             "prefix": 2 * text.num_hidden_layers * keys,
             "norms": 2,
@@ -68,8 +68,9 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[-1]] * layers
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if getattr(text, kinds, None):
+            setattr(text, kinds, [getattr(text, kinds)[-1]] * layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).train()
     if any("expert" in name for name, _ in model.named_parameters()):

@@ -48,7 +48,7 @@ def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
             small[name] = heads if value == own_heads else min(value, heads // 2)
         elif ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
             small[name] = 0.0
-        elif name == "layer_types":
+        elif name in ("layer_types", "mlp_layer_types"):
             kinds = list(dict.fromkeys(value))
             small[name] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
         elif name in ("rope_scaling", "rope_parameters"):  # factors are one per rotated pair of numbers

@@ -12,7 +12,7 @@ from toolkit.config.schema import Device, Init, RunConfig, get_value
 from toolkit.messages import listed, read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import Parts, RankMemory, checkpoint_bytes, export_bytes, longest_rows, plan_host, plan_rank
-from toolkit.plan.outline import Outline
+from toolkit.plan.outline import MIXTURES, Outline, active_line
 from toolkit.plan.speed import Rates, StepTime, step_time
 from toolkit.terminal import text_table
 
@@ -178,6 +178,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         advice = tr("The fastest that fits is the recipe as it is.")
     return [
         _head(outline, mine, machine, cfg.model.name or cfg.model.path),
+        *active_line(outline),
         "",
         tr(
             "The recipe as it is: {layout}, micro-batch {micro}. {fits}",
@@ -285,6 +286,7 @@ def plan_json(outline: Outline, machine: Machine, mine: Layout, found: Sequence[
     best = fastest(found)
     return {
         "parameters": outline.num_parameters,
+        "active_parameters": outline.num_active,
         "trained_parameters": outline.num_trained,
         "machine": {**asdict(machine), "card": machine.card.name if machine.card else None},
         "checkpoint_bytes": checkpoint_bytes(outline, mine.cfg),
@@ -333,7 +335,10 @@ def _bytes_table(title: str, phases: Mapping[str, Parts]) -> list[str]:
 def _time_line(layout: Layout, rates: Rates) -> str:
     time = layout.time
     if not time.is_known:
-        return tr("Step: no estimate, as the FLOPs of a mixture of experts are not known here.")
+        return tr(
+            "Step: no estimate, as the FLOPs of this mixture of experts are not known here. Known are {kinds}.",
+            kinds=", ".join(MIXTURES),
+        )
     return tr(
         "Step, estimated: {seconds} s ({compute} s computing, {communication} s communicating{overlapped}, {update} s "
         "updating), {tokens} tokens/s in all on full rows. {how}: {flops} TFLOP/s per rank, {link} GB/s between ranks, "

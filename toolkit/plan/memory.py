@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from toolkit.config import mesh, rule_tables, schema
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.outline import Outline, layer_of, stage_outlines, tensor_part
+from toolkit.plan.outline import Outline, expert_part, is_routed, layer_of, rank_part, stage_outlines, zero_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +260,11 @@ class RankMemory:
 def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
     """Return the memory of one rank on the longest rows that the config allows; of CPU ranks the host's is in it."""
     if (stages := cfg.parallel.pipeline) == 1:
-        return _Rank(tensor_part(outline, cfg.parallel.tensor), cfg, world_size, on_cpu).memory()
+        return _Rank(rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
     # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
     held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
     parts = zip(stage_outlines(outline, stages), held, strict=True)
-    tensor = cfg.parallel.tensor
-    found = [_Rank(tensor_part(part, tensor), cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in parts]
+    found = [_Rank(rank_part(part, cfg), cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in parts]
     peaks = tuple(one.peak(one.worst) for one in found)
     return replace(found[peaks.index(max(peaks))], stages=peaks)
 
@@ -298,6 +297,9 @@ class _Rank:
     def __init__(self, outline: Outline, cfg: schema.RunConfig, world: int, on_cpu: bool, in_flight: int = 1) -> None:
         self.outline, self.cfg, self.world, self.on_cpu, self.in_flight = outline, cfg, world, on_cpu, in_flight
         self.all, self.trained = outline.num_parameters, outline.num_trained  # P, X
+        self.ranks = world // (cfg.parallel.pipeline * cfg.parallel.tensor)  # N, with equal parameters
+        groups = zero_groups(outline, self.ranks)
+        self.own_all, self.own_trained = (sum(-(-group[kind] // group[2]) for group in groups) for kind in (0, 1))
         self.weight = WIDTHS[cfg.precision.dtype]
         self.is_half = self.weight == 2
         # Bytes of a number of an added-up gradient, and of the optimizer's states of a trained parameter.
@@ -313,8 +315,8 @@ class _Rank:
         self.bucket = 0 if zero.stage == 0 else min(zero.reduce_bucket_size, self.trained) * copies
 
     def part(self, elements: int) -> int:
-        """Return a rank's share."""
-        return -(-elements // (self.world // (self.cfg.parallel.pipeline * self.cfg.parallel.tensor)))
+        """Return a rank's share of what all have."""
+        return -(-elements // self.ranks)
 
     def memory(self) -> RankMemory:
         stage = _STAGES[self.cfg.zero.stage](self)
@@ -363,13 +365,13 @@ class _Rank:
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def weights(self) -> int:
-        """Bytes of all weights; QLoRA has those of the layers' matrices in 4 bits, and 1/64 byte of statistics."""
+        """Bytes of all weights; QLoRA has the layers' matrices and experts in 4 bits, and 1/64 byte of statistics."""
         if self.cfg.tuning.method is not schema.TuningMethod.qlora:
             return self.weight * self.all
         small = sum(
             math.prod(shape)
             for name, shape in self.outline.shapes.items()
-            if len(shape) == 2 and layer_of(name) >= 0 and name not in self.outline.trained
+            if len(shape) == 2 + is_routed(name) and layer_of(name) >= 0 and name not in self.outline.trained
         )
         return self.weight * (self.all - small) + small // 2 + small // 64
 
@@ -437,14 +439,14 @@ class _Rank:
             answers = {
                 "activations": layer * asked.batch_size * rows.length,
                 "loss": 4 * asked.batch_size * self.outline.vocabulary[0],
-                "cache": 2 * self.weight * sizes["keys"] * sizes["layers"] * tokens,
+                "cache": self.weight * sizes.get("cached", 2 * sizes["keys"]) * sizes["layers"] * tokens,
             }
             parts = max(parts, answers, key=lambda found: sum(found.values()))
         return parts | self.gathered()
 
     def host(self) -> Parts:
         """What is offloaded."""
-        zero, part = self.cfg.zero, self.part(self.trained)
+        zero, part = self.cfg.zero, self.own_trained
         parts: Counter[str] = Counter()
         if zero.offload_optimizer.device is schema.Device.cpu:
             parts["optimizer"] = int((4 + self.states) * part)
@@ -459,7 +461,7 @@ class _Rank:
             if zero.offload_optimizer.super_offload:  # the process's own copy of a tile's gradients
                 parts["gradients"] += 4 * min(part, zero.sub_group_size)
         if zero.offload_param.device is schema.Device.cpu:
-            parts["weights"] = self.weight * self.part(self.all)
+            parts["weights"] = self.weight * self.own_all
         elif zero.offload_param.device is schema.Device.nvme:
             parts["weights"] = self.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
         return {kind: count for kind, count in parts.items() if count}
@@ -501,7 +503,7 @@ def _stage1(rank: _Rank) -> _Stage:
     In bf16 by DeepSpeed's BF16_Optimizer: gradients w X, and 4 X in float32.
     """
     weight, trained = rank.weight, rank.trained
-    own, bucket = weight * rank.part(trained), weight * rank.bucket
+    own, bucket = weight * rank.own_trained, weight * rank.bucket
     at_rest = _at_rest_below_3(rank)
     if rank.cfg.precision.dtype is schema.Dtype.bf16 and not rank.offloads:
         at_rest |= {"gradients": 4 * trained}
@@ -517,13 +519,13 @@ def _stage1(rank: _Rank) -> _Stage:
         at_rest=at_rest,
         accumulated={"gradients": weight * trained, "buckets": bucket},
         backward={"gradients": weight * trained, "buckets": bucket + own - rank.part(own)},
-        update={} if rank.offloads else {"gradients": (rank.grad + 4) * rank.part(trained)},
+        update={} if rank.offloads else {"gradients": (rank.grad + 4) * rank.own_trained},
     )
 
 
 def _stage2(rank: _Rank) -> _Stage:
     """Weights w P, states (4 + s) X / N, gradients g X / N."""
-    cfg, weight, part = rank.cfg, rank.weight, rank.part(rank.trained)
+    cfg, weight, part = rank.cfg, rank.weight, rank.own_trained
     is_bf16, bucket = cfg.precision.dtype is schema.Dtype.bf16, weight * rank.bucket
     gradients = 0 if rank.offloads else rank.grad * part
     flush = weight * min(rank.trained, cfg.zero.reduce_bucket_size) + weight * rank.largest // 2
@@ -554,10 +556,10 @@ def _stage2(rank: _Rank) -> _Stage:
 
 def _stage3(rank: _Rank) -> _Stage:
     """Weights w P / N, states (4 + s) X / N, gradients g X / N; and the layers that are gathered."""
-    zero, weight, part = rank.cfg.zero, rank.weight, rank.part(rank.trained)
+    zero, weight, part = rank.cfg.zero, rank.weight, rank.own_trained
     sizes = map(math.prod, rank.outline.shapes.values())
     persistent = sum(size for size in sizes if size <= zero.stage3_param_persistence_threshold)
-    own = rank.part(rank.all) if zero.offload_param.device is schema.Device.none else 0
+    own = rank.own_all if zero.offload_param.device is schema.Device.none else 0
     states = {} if rank.offloads else {"optimizer": int((4 + rank.states) * part), "gradients": rank.grad * part}
     at_rest = {"weights": weight * (own + persistent), **states, "buckets": weight * rank.bucket}
     if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one node
@@ -577,7 +579,7 @@ _STAGES = (_stage0, _stage1, _stage2, _stage3)
 def _at_rest_below_3(rank: _Rank) -> Parts:
     """Return what stages 1 and 2 hold between two steps."""
     if not rank.offloads:
-        return {"weights": rank.weights(), "optimizer": int((4 + rank.states) * rank.part(rank.trained))}
+        return {"weights": rank.weights(), "optimizer": int((4 + rank.states) * rank.own_trained)}
     parts = {"weights": rank.weights(), "buckets": (rank.weight + rank.grad) * rank.largest // 2}
     zenflow = rank.cfg.zero.zenflow
     if zenflow.enabled:  # gradients of the chosen columns on every rank, and two states of the weights' type
@@ -589,7 +591,7 @@ def _before_states(rank: _Rank, at_rest: Parts, is_flattened: bool = True) -> Pa
     """Return what is there before the optimizer's states; a copy of weights to flatten is freed before them."""
     if rank.offloads:
         return at_rest
-    optimizer = at_rest["optimizer"] - int(rank.states * rank.part(rank.trained))
+    optimizer = at_rest["optimizer"] - int(rank.states * rank.own_trained)
     copy = max(0, rank.weight * rank.trained - optimizer) if is_flattened else 0
     return at_rest | {"optimizer": optimizer, "weights": at_rest["weights"] + copy}
 
@@ -622,7 +624,8 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     # What a rank has in host memory before it goes to its device.
-    weights = (4 if cfg.model.init is schema.Init.random else width) * outline.num_parameters
+    whole = expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
+    weights = (4 if cfg.model.init is schema.Init.random else width) * whole.num_parameters
     if cfg.model.init is not schema.Init.random and cfg.zero.stage == 3:
         rows, columns = outline.vocabulary
         weights = width * max(rows * columns, outline.num_parameters // machine.world_size)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -28,12 +28,17 @@ from toolkit.messages import ConfigError, ModelError, did_you_mean, joined, say,
 Shapes = dict[str, tuple[int, ...]]
 Sizes = dict[str, int]
 """layers, hidden, inner, heads, head_size, keys (width of all keys of a token), prefix (where P-Tuning's network
-begins), norms (in a layer), rotary (dimensions of a head that turn with the position)."""
+begins), norms (in a layer), rotary (dimensions of a head that turn with the position); and `flop_sizes`."""
 _HEAD = "lm_head.weight"
 SCORE = "score.weight"
 """What transformers calls the head of a sequence classifier."""
 _OUTPUT = (_HEAD, "lm_head.modules_to_save.default.weight", SCORE, "score.modules_to_save.default.weight")
 _DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
+MIXTURES = (
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "mixtral", "qwen2_moe", "qwen3_moe"),
+)
+"""`model_type` of the mixtures of experts whose FLOPs are known, as a test compares: the routed experts of a layer are
+one tensor, and num_experts_per_tok of them compute a token."""
 
 
 def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
@@ -57,6 +62,35 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
         )
     is_known = config.get("model_type") in _DENSE and "quantization_config" not in config
     return _dense(config) if is_known else None
+
+
+def flop_sizes(read: Callable[[str], Any]) -> Sizes:
+    """Return what FLOPs depend on besides shapes, by the values of a config: layers, heads, head_size; of latent
+    attention value_size, and cached (numbers of a token and layer); of MIXTURES experts, and chosen ones of a token.
+
+    {} for a model whose attention is not known.
+    """
+    layers, heads, hidden = (read(name) or 0 for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if not (layers and heads and hidden):
+        return {}
+    sizes = {"layers": layers, "heads": heads, "head_size": read("head_dim") or hidden // heads}
+    if latent := read("kv_lora_rank"):
+        turned, value = read("qk_rope_head_dim"), read("v_head_dim")
+        sizes |= {"head_size": read("qk_nope_head_dim") + turned, "value_size": value, "cached": latent + turned}
+    if read("model_type") in MIXTURES:
+        sizes["experts"] = next(filter(None, map(read, ("n_routed_experts", "num_local_experts", "num_experts"))))
+        sizes["chosen"] = read("num_experts_per_tok")
+    return sizes
+
+
+def is_routed(name: str) -> bool:
+    """Whether a parameter is of the experts that a router chooses among; shared ones see every token."""
+    return ".experts." in name
+
+
+def met_by_token(name: str, count: int, sizes: Mapping[str, int]) -> int:
+    """Return how many of the `count` numbers of a parameter one token meets: of routed experts the chosen ones'."""
+    return count * sizes["chosen"] // sizes["experts"] if "chosen" in sizes and is_routed(name) else count
 
 
 def shape_of_random(vocab_size: int, shape: schema.ShapeConfig) -> tuple[Shapes, Sizes]:
@@ -194,9 +228,14 @@ class Outline:
         return sum(map(math.prod, self.shapes.values()))
 
     @property
+    def num_active(self) -> int:
+        """Those that one token meets; all of a mixture of experts that MIXTURES does not name."""
+        return sum(met_by_token(name, math.prod(shape), self.sizes) for name, shape in self.shapes.items())
+
+    @property
     def num_trained(self) -> int:
         """Those that are trained."""
-        return sum(math.prod(self.shapes[name]) for name in self.trained)
+        return _count(self, self.trained)
 
 
 def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
@@ -227,7 +266,11 @@ def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
 
 
 def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
-    modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if len(shape) == 2}
+    modules = {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
+    }
     linear = [name for name in modules if layer_of(name) >= 0]
     patterns = tuning.target_modules or default_targets("", linear)
     targets, experts = linear, {name: shape for name, shape in shapes.items() if len(shape) == 3}
@@ -264,6 +307,8 @@ def layer_of(name: str) -> int:
 
 
 ALL_LINEAR = "all-linear"
+_ROUTERS = (".gate.weight", ".router.weight")
+"""What transformers (5.23) calls the matrices of routers, which are no linear layers of PyTorch's."""
 _ATTENTION = {"chatglm": ["query_key_value"], "glm": ["q_proj", "k_proj", "v_proj"]}
 """By model type, what the ChatGLM repositories train: query, key and value, one matrix in their own code."""
 _USUAL = (["q_proj", "k_proj", "v_proj"], ["query_key_value"], ["qkv_proj"], ["c_attn"], ["Wqkv"])
@@ -406,6 +451,80 @@ def tensor_part(outline: Outline, size: int) -> Outline:
     return replace(outline, shapes=shapes, sizes=sizes | own)
 
 
+def active_line(outline: Outline) -> list[str]:
+    """Return a line on a mixture of experts whose active parameters are known."""
+    sizes, shapes = outline.sizes, outline.shapes
+    if "chosen" not in sizes:
+        return []
+    inner = sum(met_by_token(name, math.prod(shape), sizes) for name, shape in shapes.items() if layer_of(name) >= 0)
+    text = tr(
+        "Mixture of experts: {active} of {total} parameters are active per token, {inner} of those in layers ({chosen} "
+        "of {count} routed experts in each).",
+        active=f"{outline.num_active:,}",
+        total=f"{outline.num_parameters:,}",
+        inner=f"{inner:,}",
+        chosen=sizes["chosen"],
+        count=sizes["experts"],
+    )
+    return [text]
+
+
+def _count(outline: Outline, names: Iterable[str]) -> int:
+    return sum(math.prod(outline.shapes[name]) for name in names)
+
+
+def expert_part(outline: Outline, size: int) -> Outline:
+    """Return a rank's part of a model whose routed experts are divided over `size` ranks; all else is whole."""
+    if size == 1:
+        return outline
+    routed = {name: shape for name, shape in outline.shapes.items() if is_routed(name)}
+    counts = {shape[0] for name, shape in routed.items() if not _is_added(name)} or {0}
+    if uneven := [count for count in counts if count % size or not count]:
+        raise ConfigError(
+            "parallel.expert = {size} cannot divide the {count} routed experts of a layer of this model. Use a divisor "
+            "of that number, or 1 for a model without them.",
+            size=size,
+            count=uneven[0],
+        )
+    parts = {
+        name: (*shape[:-1], shape[-1] // size) if "lora_B" in name else (shape[0] // size, *shape[1:])
+        for name, shape in routed.items()
+    }
+    # The tokens of as many ranks meet these experts, so that those of one rank cost what they did.
+    sizes = outline.sizes | {"experts": outline.sizes.get("experts", 0) // size, "expert_ranks": size}
+    return replace(outline, shapes=outline.shapes | parts, sizes=sizes)
+
+
+def rank_part(outline: Outline, cfg: schema.RunConfig) -> Outline:
+    """Return what a rank has of a model, or of a pipeline stage of it, before ZeRO divides that."""
+    return expert_part(tensor_part(outline, cfg.parallel.tensor), cfg.parallel.expert)
+
+
+def zero_groups(part: Outline, ranks: int) -> list[tuple[int, int, int]]:
+    """Return of a rank's part parameters, trained ones, and over how many of `ranks` ZeRO divides them: routed experts
+    over those that have the same ones.
+    """
+    size = part.sizes.get("expert_ranks", 1)
+    routed = {name for name in part.shapes if size > 1 and is_routed(name)}
+    groups = ((part.shapes.keys() - routed, ranks), (routed, ranks // size))
+    return [(_count(part, names), _count(part, names & part.trained), over) for names, over in groups]
+
+
+def dispatched_bytes(part: Outline, states_bytes: int, recomputes: bool) -> tuple[float, int]:
+    """Return the bytes that a rank sends to those which have other experts for a micro-batch, and in how many
+    collectives: the states of each token go to each chosen expert and back, forward, backward, and in recomputation;
+    before they go, how many will.
+
+    Experts are assumed to be chosen equally often. `states_bytes`: hidden states of a micro-batch.
+    """
+    size = part.sizes.get("expert_ranks", 1)
+    if size == 1:
+        return 0.0, 0
+    layers, passes = len({layer_of(name) for name in part.shapes if is_routed(name)}), 3 if recomputes else 2
+    once = part.sizes.get("chosen", 0) * states_bytes * (size - 1) / size
+    return layers * passes * 2 * once, layers * (3 * passes - 1)
+
+
 def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[float, int]:
     """Return the bytes that a rank sends to its neighbours for a micro-batch, and in how many collectives.
 
@@ -422,7 +541,7 @@ def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[flo
 
 
 _MEASURE_S = 300
-_FORM = 1
+_FORM = 2
 """Of what is remembered; another one is measured anew."""
 
 

@@ -4,10 +4,12 @@ What is not measured is assumed, and the assumptions are shown beside the estima
 measures it on this machine by a program per rank; its rates are kept next to the tokenized data.
 
 FLOPs come from the shapes of a model's parameters. Counted are matrix products, 2 FLOPs for each multiplication and
-addition, and nothing else: of a dense decoder they are nearly everything. What is counted is what the result needs,
+addition, and nothing else: of a decoder they are nearly everything. What is counted is what the result needs,
 whoever computes more:
 
-- Linear layers, for each token that is not padding. Looking up an embedding is no FLOP.
+- Linear layers, for each token that is not padding. Looking up an embedding is no FLOP. Of routed experts those that
+  are chosen for a token, K of E, and the router's choice among all; in a first trained layer what runs side by side
+  (router, shared and routed experts) counts as if one followed the other.
 - Attention, for each pair of a token and one that it sees: L (L + 1) / 2 of a sample of L tokens, also for samples that
   share a row. A kernel that knows no causality computes L x L, one that knows no samples the square of the row: that is
   no one's need. ChatGLM-6B's prompts see all of themselves; they are counted as if they did not, as elsewhere.
@@ -17,7 +19,8 @@ whoever computes more:
   count whole, also where LoRA leaves out the queries, keys or values: kernels compute them together.
 - `recomputed` is what activation checkpointing adds, and belongs to no model FLOPs: hardware FLOPs are both.
 
-Not counted: DoRA's norms, P-Tuning's projection, the tokens of a soft prompt. Mixtures of experts are not known.
+Not counted: DoRA's norms, P-Tuning's projection, the tokens of a soft prompt. Mixtures of experts are known by
+`outline.MIXTURES`.
 """
 
 import json
@@ -37,9 +40,10 @@ from toolkit import children
 from toolkit.config import load, mesh, rule_tables, schema
 from toolkit.launch.environment import free_port
 from toolkit.messages import ConfigError, tr
+from toolkit.plan import outline as outlines
 from toolkit.plan.machine import Machine, this_machine
 from toolkit.plan.memory import WIDTHS, longest_rows
-from toolkit.plan.outline import Outline, Shapes, cache_file, exchanged_bytes, layer_of, tensor_part, write_cache
+from toolkit.plan.outline import Outline, Shapes, is_routed, layer_of, met_by_token
 
 _UNKNOWN_FLOPS = 100e12
 _CPU_FLOPS = 20e9
@@ -103,7 +107,7 @@ class StepTime:
     tokens: int
     """Tokens of the global batch, rows full."""
     is_known: bool = True
-    """Whether the FLOPs are: those of experts are not, and then nothing is computed here."""
+    """Whether the FLOPs are: those of some mixtures of experts are not, and then nothing is computed here."""
 
     @property
     def seconds(self) -> float:
@@ -119,16 +123,13 @@ class StepTime:
 
 def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> StepTime:
     """Return an estimate for full rows, all of whose tokens are trained; ring algorithms are assumed."""
-    rows, size, zero = longest_rows(outline, cfg), outline.sizes, cfg.zero
+    rows, zero, part = longest_rows(outline, cfg), cfg.zero, outlines.rank_part(outline, cfg)
     weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
-    stages, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
-    world = machine.world_size // (stages * tensor)  # ranks with equal parameters
-    recomputes = cfg.train.activation_checkpointing.enabled
-    exchanged, exchanges = exchanged_bytes(outline, tensor, rows.tokens * size["hidden"] * weight)
-    outline = tensor_part(outline, tensor)
+    stages = cfg.parallel.pipeline
+    world = machine.world_size // (stages * cfg.parallel.tensor)  # ranks with equal parameters
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
-    cost = formula(outline.shapes, outline.sizes, outline.trained, rows.prefix)
-    flops = cost.hardware_flops(work) if recomputes else cost.model_flops(work)
+    cost = formula(part.shapes, part.sizes, part.trained, rows.prefix)
+    flops = cost.hardware_flops(work) if cfg.train.activation_checkpointing.enabled else cost.model_flops(work)
     # Passes without gradients: of the reference, and for KTO as many again of questions with others' answers.
     is_kto, by_reference = cfg.preference.loss is schema.PreferenceLoss.kto, schema.has_reference_in_step(cfg)
     flops += cost.forward.flops(work) * (by_reference + is_kto * (1 + by_reference))
@@ -137,14 +138,39 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     teacher = outline.teacher if schema.has_live_teacher(cfg) else None
     if teacher:
         flops += formula(teacher.shapes, teacher.sizes).forward.flops(work)
-    is_known = is_countable(outline.shapes) and (teacher is None or is_countable(teacher.shapes))
+    is_known = all(is_countable(one.shapes, one.sizes) for one in (outline, teacher) if one)
     # A pipeline's last stage begins when the first has done as many micro-batches as there are stages before it.
     compute = (times + stages - 1) * ((flops / stages / rates.flops if is_known else 0) + rates.micro_s)
 
-    trained = weight * outline.num_trained * (world - 1) / world  # of gradients, and of updated weights
-    gathered = gathered_bytes(outline.num_parameters, outline.num_trained, weight, world)
-    if teacher:  # of its forward pass alone
-        gathered += weight * teacher.num_parameters * (world - 1) / world
+    own = sum(
+        trained // stages / (ranks if zero.stage else 1) for _, trained, ranks in outlines.zero_groups(part, world)
+    )
+    states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
+    moved = own * (4 + 8 + 2 * states + 2 * weight)
+    is_offloaded = zero.offload_optimizer.device is not schema.Device.none
+    return StepTime(
+        compute=compute,
+        communication=_communication(outline, part, cfg, machine, rates),
+        update=moved / rates.host + 2 * own * weight / rates.pcie if is_offloaded else moved / rates.memory,
+        overlapped=not machine.on_cpu and (zero.stage == 3 or zero.overlap_comm),
+        tokens=rows.tokens * times * world,
+        is_known=is_known,
+    )
+
+
+def _communication(outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> float:
+    """Return the seconds of a step in which ranks send; `part`: a rank's of the model."""
+    rows, size, zero = longest_rows(outline, cfg), outline.sizes, cfg.zero
+    weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
+    stages, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
+    world = machine.world_size // (stages * tensor)
+    recomputes = cfg.train.activation_checkpointing.enabled
+    groups = outlines.zero_groups(part, world)
+    # Of gradients, and of updated weights.
+    trained = weight * sum(trained * (ranks - 1) / ranks for _, trained, ranks in groups)
+    gathered = sum(gathered_bytes(count, trained, weight, ranks) for count, trained, ranks in groups)
+    if outline.teacher and schema.has_live_teacher(cfg):  # of its forward pass alone
+        gathered += weight * outline.teacher.num_parameters * (world - 1) / world
     sent = (2 * trained, 3 * trained, (times + 1) * trained, times * gathered)[zero.stage]
     collectives = 0 if world == 1 else 3 * size["layers"] * times if zero.stage == 3 else 2 + times  # large buckets
     if zero.stage == 3 and rates.gather:
@@ -153,30 +179,23 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
         communication = sent / stages / rates.link + collectives * rates.latency_s
     copies = zero.zero_hpz_partition_size
     if rates.node_link and 1 < copies <= machine.ranks:  # ZeRO++: weights for the backward pass come from the own node
-        all_weights = weight * outline.num_parameters
+        all_weights = weight * part.num_parameters
         communication += times * all_weights * (copies - 1) / copies / rates.node_link
         communication -= times * all_weights * (world - 1) / world / rates.link
-    communication += times * (exchanged / rates.link + exchanges * rates.latency_s)
+    states = rows.tokens * size["hidden"] * weight
+    for exchanged, exchanges in (
+        outlines.exchanged_bytes(outline, tensor, states),
+        outlines.dispatched_bytes(part, states, recomputes),
+    ):
+        communication += times * (exchanged / rates.link + exchanges * rates.latency_s)
     if rows.parts > 1:  # queries, keys, values and results, forward, backward, and in what is computed again
-        keys = outline.sizes["keys"] * rows.key_copies(outline.sizes["keys"] // size["head_size"])
-        per_token = 2 * (outline.sizes["heads"] * size["head_size"] + keys) * weight * size["layers"]
+        keys = part.sizes["keys"] * rows.key_copies(part.sizes["keys"] // size["head_size"])
+        per_token = 2 * (part.sizes["heads"] * size["head_size"] + keys) * weight * size["layers"]
         once = rows.tokens * per_token * (rows.parts - 1) / rows.parts
         communication += times * (3 if recomputes else 2) * once / rates.link
     if zero.offload_param.device is not schema.Device.none:  # a rank's part goes to its GPU, forward and backward
-        communication += times * 2 * weight * outline.num_parameters / world / rates.pcie
-
-    part = outline.num_trained // stages / (world if zero.stage else 1)
-    states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
-    moved = part * (4 + 8 + 2 * states + 2 * weight)
-    is_offloaded = zero.offload_optimizer.device is not schema.Device.none
-    return StepTime(
-        compute=compute,
-        communication=communication,
-        update=moved / rates.host + 2 * part * weight / rates.pcie if is_offloaded else moved / rates.memory,
-        overlapped=not machine.on_cpu and (zero.stage == 3 or zero.overlap_comm),
-        tokens=rows.tokens * times * world,
-        is_known=is_known,
-    )
+        communication += times * 2 * weight * part.num_parameters / world / rates.pcie
+    return communication
 
 
 def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) -> float:
@@ -187,15 +206,19 @@ def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) 
 _HEAD_NAMES = ("lm_head", "score.", "embed_out", "output_layer")
 _ORDER = (
     ("input_layernorm", "ln_1"),
-    ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn", "Wqkv", "q_norm", "k_norm"),
+    (
+        *("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn", "Wqkv", "q_norm", "k_norm"),
+        *("q_a_proj", "kv_a_proj"),  # of latent attention, as what follows them
+    ),
+    ("q_b_proj", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm"),
     (),  # attention itself
     ("o_proj", "out_proj", "attention.dense", "attn.c_proj"),
     ("norm", "ln_2"),
-    ("gate_proj", "up_proj", "dense_h_to_4h", "c_fc", "fc1"),
-    ("down_proj", "dense_4h_to_h", "c_proj", "fc2"),
+    ("gate_proj", "up_proj", "dense_h_to_4h", "c_fc", "fc1", "experts.base_layer.lora_"),
+    ("down_proj", "dense_4h_to_h", "c_proj", "fc2", "mlp.gate.", "router", "expert_gate", "experts.lora_"),
 )
 """Parts of the names of a layer's parameters, in the order in which the layer uses them."""
-_KEYS, _ATTENTION = 2, 4
+_KEYS, _ATTENTION = 4, 6
 """Twice their place in that order: between a matrix and the next lies what LoRA adds behind its own first one."""
 
 Place = tuple[int, int]
@@ -249,17 +272,17 @@ class Formula:
         return self.model_flops(work) + self.recomputed.flops(work)
 
 
-def is_countable(shapes: Shapes) -> bool:
-    """Whether `formula` knows such a model: no mixture of experts."""
-    return not any("expert" in name for name in shapes)
+def is_countable(shapes: Shapes, sizes: Mapping[str, int]) -> bool:
+    """Whether `formula` knows such a model: no mixture of experts but those of `outline.MIXTURES`."""
+    return "chosen" in sizes or not any("expert" in name for name in shapes)
 
 
 def formula(
     shapes: Shapes, sizes: Mapping[str, int], trained: Collection[str] | None = None, prefix_tokens: int = 0
 ) -> Formula:
-    """Return the FLOPs of a dense decoder.
+    """Return the FLOPs of a decoder.
 
-    `shapes` include what tuning adds; of `sizes` `layers`, `heads` and `head_size` are read; `trained` None is all;
+    `shapes` include what tuning adds; `sizes` are those of `outline.flop_sizes`; `trained` None is all;
     `prefix_tokens` are learned keys and values that every token sees besides (P-Tuning v2).
     """
     layers = sizes["layers"]
@@ -267,9 +290,9 @@ def formula(
     first = min((_place_of(name, layers) for name in names), default=(layers + 1, 0))
     # Tokens are multiplied with matrices; LoRA's `save_modules` has trained copies, which are computed with instead.
     costs = {
-        name: 2 * math.prod(shape)
+        name: 2 * met_by_token(name, math.prod(shape), sizes)
         for name, shape in shapes.items()
-        if len(shape) == 2
+        if len(shape) == 2 + (is_routed(name) and "lora_A" not in name)
         and not name.startswith(("prefix_encoder.", "soft_prompt."))
         and "original_module" not in name
         and ".modules_to_save.default.".join(name.rsplit(".", 1)) not in shapes
@@ -280,7 +303,7 @@ def formula(
         outer = [max(outside, key=costs.__getitem__)]
     matrices = [(costs[name], name in names, _place_of(name, layers)) for name in costs if name not in outside]
     heads = [(costs[name], name in names, (layers, 1)) for name in outer]
-    pair = 4 * sizes["heads"] * sizes["head_size"]
+    pair = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
     behind = sum((layer, _ATTENTION) > first for layer in range(layers))
     again = sum(layer >= first[0] for layer in range(layers))
 
@@ -331,7 +354,7 @@ def _cache_of(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> Path
         cfg.precision.dtype.value,
         cfg.data.max_length,
     ]
-    return cache_file(cfg, f"rates-{os.uname().nodename}", inputs)
+    return outlines.cache_file(cfg, f"rates-{os.uname().nodename}", inputs)
 
 
 def rates_of(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> Rates:
@@ -363,7 +386,7 @@ def calibrate(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> None
         name: (max if name in ("micro_s", "latency_s") else min)(rates[name] for rates in measured)
         for name in measured[0]
     }
-    write_cache(_cache_of(cfg, machine, outline), slowest)
+    outlines.write_cache(_cache_of(cfg, machine, outline), slowest)
 
 
 def _measure(cfg: schema.RunConfig, machine: Machine, folder: Path) -> list[dict[str, float]]:

@@ -197,12 +197,9 @@ def measure_baseline(
         if parameter.requires_grad:
             trained.add(name)
     config = getattr(model, "config", None)
-    layers, heads, hidden = (
-        getattr(config, name, 0) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    )
+    sizes = outline.flop_sizes(lambda name: getattr(config, name, None))
     flops = None
-    if layers and heads and hidden and is_countable(shapes):  # of another model attention's size is not known
-        sizes = {"layers": layers, "heads": heads, "head_size": getattr(config, "head_dim", None) or hidden // heads}
+    if sizes and is_countable(shapes, sizes):
         prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
         flops = formula(shapes, sizes, trained, prefix)
     dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
