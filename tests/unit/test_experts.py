@@ -13,7 +13,16 @@ from tests.architectures import CONFIGS, write
 from toolkit.config.load import load
 from toolkit.messages import ConfigError, ModelError
 from toolkit.models import experts, load_model
-from toolkit.models.adapters import ADAPTER, apply_tuning, inject_lora, quantize, without_adapter
+from toolkit.models.adapters import (
+    ADAPTER,
+    BaseModel,
+    apply_tuning,
+    attach_adapter,
+    inject_lora,
+    quantize,
+    trained_names,
+    without_adapter,
+)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
@@ -132,3 +141,31 @@ def test_experts_in_4_bits(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(small.found[0], plain.found[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(small.found[1], plain.found[1], atol=1e-6, rtol=1e-3)
     assert small.found[2] == 0 < plain.found[2]
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("all-linear", {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"}),
+        ("q_proj,down_proj", {"self_attn.q_proj", "mlp.experts"}),
+        ("*.mlp.*", {"mlp.experts", "mlp.experts.base_layer"}),
+    ],
+)
+def test_what_peft_would_put_at_the_experts(
+    targets: str, expected: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Linear layers that are called as single experts were are left out and told, and never become the experts'."""
+    folder = write(tmp_path / "m", "glm4_moe")
+    model = load_model(folder)
+    words = ["recipe=quickstart", "model=hf", "tuning=lora", f"tuning.target_modules=[{targets}]"]
+    apply_tuning(model, load(words).cfg.tuning, folder, None, 1)  # type: ignore[arg-type]
+    added = {name.partition(".lora_")[0].split(".", 3)[3] for name in trained_names(model)}
+    assert added == expected
+    assert "such as model.layers.0.mlp.down_proj: peft takes them" in capsys.readouterr().out
+    loaded = load_model(folder)
+    attach_adapter(loaded, model.tuned.settings, BaseModel("", {}))
+    assert trained_names(loaded) == trained_names(model)
+    model = load_model(folder)
+    words[-1] = "tuning.target_modules=[shared_experts.up_proj]"
+    with pytest.raises(ConfigError, match=r"peft takes .*1\.mlp\.shared_experts\.up_proj for a matrix of the routed"):
+        apply_tuning(model, load(words).cfg.tuning, folder, None, 1)  # type: ignore[arg-type]

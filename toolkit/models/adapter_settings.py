@@ -1,12 +1,17 @@
 """Names and expressions in the settings of an adapter that somebody else wrote: what is matched, and for how long."""
 
+import contextlib
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
+
+from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from transformers import PreTrainedModel
 
 from toolkit import children
 from toolkit.messages import ModelError, tr
@@ -46,6 +51,19 @@ def check_names(settings: dict[str, Any], file: Path) -> None:
                     key=key,
                     value=repr(name)[:200],
                 )
+
+
+def taken_for_experts(model: PreTrainedModel, names: Collection[str]) -> set[str]:
+    """Return which linear layers peft (0.21) would leave out, and put what they get at the routed experts.
+
+    It takes their names, however they are written (shared_experts.down_proj), for those that single experts had before
+    transformers 5 (utils/transformers_weight_conversion.py); so does whoever loads the adapter.
+    """
+    config = LoraConfig(target_modules=list(names))
+    with contextlib.suppress(ValueError):  # of two that were joined it wants both or none
+        convert_peft_config_for_transformers(config, model, None)
+        return {*names} - {*(config.target_modules or ())}
+    return {name for name in names if taken_for_experts(model, [name])}
 
 
 def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from toolkit import secrets
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed import process_group
-from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr
+from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr, warn
 from toolkit.models import adapter_settings, classifier, directory, experts, probe, weights
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
 
@@ -672,6 +672,47 @@ def apply_tuning(
                 model.soft_prompt.embedding.weight.data.copy_(_prompt_values(model, config, tokenizer))
 
 
+def _targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[str], list[str]]:
+    """Return which linear layers and matrices of experts get additions, as peft is told."""
+    modules, layers = dict(model.named_modules()), f"{decoder_layers_name(model)}."
+    linear = {name for name, part in modules.items() if isinstance(part, nn.Linear) and name.startswith(layers)}
+    patterns, stacked = config.target_modules or default_targets(model.config.model_type, linear), set[str]()
+    fitting = linear
+    if ALL_LINEAR in patterns:
+        patterns = sorted({name.rpartition(".")[2] for name in linear})
+    else:
+        fitting = {name for name, part in modules.items() if isinstance(part, nn.Linear | nn.Embedding)}
+        stacked = experts.names_of(model)
+        for pattern in patterns:
+            check_matches("tuning.target_modules", pattern, fitting | stacked)
+    of_experts, chosen = sorted(select_names(stacked, patterns)), sorted(select_names(fitting, patterns))
+    for key, value in (("tuning.dropout", config.dropout), ("tuning.dora", config.dora)):
+        if of_experts and value:
+            raise ConfigError(
+                "{key} = {value} cannot be: peft has it for linear layers alone, and {name} is a tensor of all "
+                "experts. Leave it out, or the experts (tuning.target_modules).",
+                key=key,
+                value=value,
+                name=of_experts[0],
+            )
+    if lost := adapter_settings.taken_for_experts(model, chosen):
+        others = sorted({*chosen} - lost)
+        if not (others or of_experts):
+            raise ConfigError(
+                "tuning.target_modules: peft takes {name} for a matrix of the routed experts, so its adapter could not "
+                "be loaded. Name the experts (experts.down_proj), or layers of the attention.",
+                name=min(lost),
+            )
+        warn(
+            "LoRA leaves out {count} linear layers, such as {name}: peft takes them for matrices of the experts.",
+            count=len(lost),
+            name=min(lost),
+        )
+        return others, of_experts
+    by_name = of_experts or any(sign in one for one in patterns for sign in "*?[")
+    return (chosen if by_name else patterns), of_experts
+
+
 def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
     """Return adapter_config.json of an adapter that training begins with."""
     settings: PeftConfig
@@ -692,29 +733,7 @@ def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> di
         held = {name for name, part in modules.items() if next(part.parameters(recurse=False), None) is not None}
         for name in config.save_modules:
             check_matches("tuning.save_modules", name, held)
-        layers = f"{decoder_layers_name(model)}."
-        linear = {name for name, part in modules.items() if isinstance(part, nn.Linear) and name.startswith(layers)}
-        targets = config.target_modules or default_targets(model.config.model_type, linear)
-        of_experts: list[str] = []
-        if ALL_LINEAR in targets:
-            targets = sorted({name.rpartition(".")[2] for name in linear})
-        else:
-            fitting = {name for name, part in modules.items() if isinstance(part, nn.Linear | nn.Embedding)}
-            stacked = experts.names_of(model)
-            for pattern in targets:
-                check_matches("tuning.target_modules", pattern, fitting | stacked)
-            of_experts = sorted(select_names(stacked, targets))
-            for key, value in (("tuning.dropout", config.dropout), ("tuning.dora", config.dora)):
-                if of_experts and value:
-                    raise ConfigError(
-                        "{key} = {value} cannot be: peft has it for linear layers alone, and {name} is a tensor of all "
-                        "experts. Leave it out, or the experts (tuning.target_modules).",
-                        key=key,
-                        value=value,
-                        name=of_experts[0],
-                    )
-            if of_experts or any(sign in pattern for pattern in targets for sign in "*?["):
-                targets = sorted(select_names(fitting, targets))
+        targets, of_experts = _targets(model, config)
         settings = LoraConfig(
             task_type=SCORING if probe.is_classifier(model) else "CAUSAL_LM",
             base_model_name_or_path=base,

@@ -271,9 +271,12 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
         for name, shape in shapes.items()
         if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
     }
+    experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    if experts:  # peft takes their names for the routed experts' (adapter_settings.taken_for_experts)
+        modules = {name: shape for name, shape in modules.items() if not name.endswith(_OF_SINGLE_EXPERTS)}
     linear = [name for name in modules if layer_of(name) >= 0]
     patterns = tuning.target_modules or default_targets("", linear)
-    targets, experts = linear, {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    targets = linear
     if ALL_LINEAR not in patterns:
         fitting = modules.keys() | experts.keys()
         targets = [name for one in patterns for name in check_matches("tuning.target_modules", one, fitting)]
@@ -311,7 +314,15 @@ _ROUTERS = (".gate.weight", ".router.weight")
 """What transformers (5.23) calls the matrices of routers, which are no linear layers of PyTorch's."""
 _ATTENTION = {"chatglm": ["query_key_value"], "glm": ["q_proj", "k_proj", "v_proj"]}
 """By model type, what the ChatGLM repositories train: query, key and value, one matrix in their own code."""
-_USUAL = (["q_proj", "k_proj", "v_proj"], ["query_key_value"], ["qkv_proj"], ["c_attn"], ["Wqkv"])
+_OF_SINGLE_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
+_USUAL = (
+    ["q_proj", "k_proj", "v_proj"],
+    ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"],
+    ["query_key_value"],
+    ["qkv_proj"],
+    ["c_attn"],
+    ["Wqkv"],
+)
 """What query, key and value are called elsewhere."""
 
 
