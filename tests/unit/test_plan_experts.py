@@ -12,6 +12,7 @@ from toolkit.config.load import load
 from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod
 from toolkit.jobs.check import check_recipe
 from toolkit.messages import ConfigError
+from toolkit.models.adapter_settings import taken_for_experts
 from toolkit.models.outline import outline as measured
 from toolkit.plan.layouts import evaluate_layout, plan_json, plan_lines
 from toolkit.plan.machine import parse_machine
@@ -116,13 +117,13 @@ def test_answers_cache_what_latent_attention_keeps(tmp_path: Path) -> None:
     assert evaluation["cache"] == 2 * (8 + 8) * 2 * 64 * (2048 + 64)
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["gpt_oss", "glm4_moe"])
 def test_lora_is_added_to_linear_layers(name: str, tmp_path: Path) -> None:
-    """Neither to routers nor to the biases of experts, which are matrices, too."""
+    """Neither to routers nor to the biases of experts, which are matrices, too, nor to what peft takes for experts."""
     lora = TuningConfig(method=TuningMethod.lora, target_modules=["all-linear"])
     model = transformers.AutoModelForCausalLM.from_config(architectures.CONFIGS[name]())
     linear = {one for one, part in model.named_modules() if isinstance(part, torch.nn.Linear) and ".layers." in one}
-    assert mixture(name, tmp_path, lora).targets == linear
+    assert mixture(name, tmp_path, lora).targets == linear - taken_for_experts(model, linear)
 
 
 def test_plan_and_check_name_active_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """Names and expressions in the settings of an adapter that somebody else wrote: what is matched, and for how long."""
 
-import contextlib
 import json
 import re
 import subprocess
@@ -59,11 +58,15 @@ def taken_for_experts(model: PreTrainedModel, names: Collection[str]) -> set[str
     It takes their names, however they are written (shared_experts.down_proj), for those that single experts had before
     transformers 5 (utils/transformers_weight_conversion.py); so does whoever loads the adapter.
     """
-    config = LoraConfig(target_modules=list(names))
-    with contextlib.suppress(ValueError):  # of two that were joined it wants both or none
-        convert_peft_config_for_transformers(config, model, None)
-        return {*names} - {*(config.target_modules or ())}
-    return {name for name in names if taken_for_experts(model, [name])}
+    lost = set()
+    for name in names:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+            lost |= {name} - {*(config.target_modules or ())}
+        except ValueError:  # it wants the other one of two that were joined, too
+            lost.add(name)
+    return lost
 
 
 def with_names(settings: dict[str, Any], modules: Iterable[str]) -> dict[str, Any]:
