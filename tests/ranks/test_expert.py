@@ -110,7 +110,7 @@ def test_losses_are_those_of_a_plain_loop(name: str, folder: Path, rows_file: Pa
 def test_losses_are_those_of_whole_layers(name: str, folder: Path) -> None:
     mine, theirs = (rows_of(folder / "runs" / run) for run in (name, f"{name}-whole"))
     # Scales of 4-bit blocks are rounded together for all that a rank has.
-    near = TOLERANCE if name not in ("bf16-stage1", "qlora") else 2e-3
+    near = {"bf16-stage1": 2e-3, "qlora": 5e-3}.get(name, TOLERANCE)
     for one, other in zip(mine, theirs, strict=True):
         for key in ("loss", "grad_norm", "eval_loss", "router_loss"):
             assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=near), (key, one)
