@@ -11,7 +11,9 @@ from toolkit.config.preflight import _has_fp16
 
 # Needs fp16 arithmetic, which DeepSpeed 0.19.8's CPU accelerator has on few processors; the last test shows it.
 # QLoRA's weights in 4 bits are bitsandbytes' kernels for NVIDIA GPUs.
-NEEDS_GPU = {"fp16", "chatglm3_qlora"}
+NEEDS_GPU = {"fp16", "chatglm3_qlora", "glm45_air_qlora"}
+# glm_tiny has no experts to divide.
+DIVIDED = {"glm45_air_lora", "glm47_flash", "qwen3_30b_a3b"}
 # They learn from pairs of answers.
 PAIRS = {"chatglm3_dpo_lora", "qwen3_dpo", "qwen3_reward_lora"}
 # It learns labels.
@@ -55,6 +57,8 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
         "report.enabled=false",
         "evaluate.ngram_baselines=false",
     ]
+    if recipe in DIVIDED:
+        words.append("parallel.expert=1")
     if recipe in TAUGHT:
         general = folder / "general.jsonl"
         general.write_text(rows_file.read_text(encoding="utf-8").replace("red", "general"), encoding="utf-8")

@@ -91,7 +91,7 @@ def test_published_experts_are_measured(tmp_path: Path) -> None:
     outline = outline_of(load(["recipe=glm45_air_lora", f"prepare.dir={tmp_path}"]).cfg)
     assert outline.num_parameters - outline.num_trained == 106_852_245_504
     assert {name.split(".")[-4] for name in outline.trained} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    # "106B total and 12B active": its makers count neither the embedding nor the output layer as active.
+    # "106B total and 12B active" is near the number in layers.
     assert active_line(outline) == [
         "Mixture of experts: 13,439,950,848 of 106,868,072,448 parameters are active per token, 12,198,432,768 of "
         "those in layers (8 of 128 routed experts in each)."
@@ -105,7 +105,21 @@ def test_published_experts_are_measured(tmp_path: Path) -> None:
     assert whole.num_parameters - whole.num_active == idle
 
 
-@pytest.mark.parametrize("name", sorted({*published_models()} - {"GLM-4.5-Air"}))
+MIXTURES = {"GLM-4.5-Air", "GLM-4.7-Flash", "Qwen3-30B-A3B"}
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "active"), [("glm47_flash", 29.9e9, 3.9e9), ("qwen3_30b_a3b", 30.5e9, 3.35e9)]
+)
+def test_published_mixtures_are_as_large_as_they_are_called(
+    model: str, total: float, active: float, tmp_path: Path
+) -> None:
+    outline = outline_of(load(["recipe=chatglm", f"model={model}", f"prepare.dir={tmp_path}"]).cfg)
+    assert outline.num_parameters == pytest.approx(total, rel=0.005)
+    assert outline.num_active == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted({*published_models()} - MIXTURES))
 def test_published_models_are_those_that_transformers_builds(name: str) -> None:
     config = published_models()[name]
     if "model_type" not in config:

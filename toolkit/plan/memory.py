@@ -365,7 +365,9 @@ class _Rank:
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def weights(self) -> int:
-        """Bytes of all weights; QLoRA has the layers' matrices and experts in 4 bits, and 1/64 byte of statistics."""
+        """Bytes of all weights; QLoRA has the layers' matrices and experts in 4 bits, and 1/64 byte of statistics, and
+        expands one matrix of a layer's experts at a time.
+        """
         if self.cfg.tuning.method is not schema.TuningMethod.qlora:
             return self.weight * self.all
         small = sum(
@@ -373,7 +375,10 @@ class _Rank:
             for name, shape in self.outline.shapes.items()
             if len(shape) == 2 + is_routed(name) and layer_of(name) >= 0 and name not in self.outline.trained
         )
-        return self.weight * (self.all - small) + small // 2 + small // 64
+        stacks = (
+            math.prod(shape) for name, shape in self.outline.shapes.items() if len(shape) == 3 and is_routed(name)
+        )
+        return self.weight * (self.all - small + max(stacks, default=0)) + small // 2 + small // 64
 
     def forward(self, stage: "_Stage") -> Parts:
         """At the end of a forward pass, when everything is kept for the backward pass, and its beginning."""
