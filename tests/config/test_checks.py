@@ -469,10 +469,10 @@ ALL_AT_ONCE = {
         "parallel.expert = 2 cannot be: how many tokens",
         "parallel.expert = 2 cannot be: plan.auto = true",
     ),
-    "parallel=expert zero=stage0 optim=adafactor preference=dpo": (
+    "parallel=expert zero=stage0 optim=adafactor preference=kto": (
         "parallel.expert = 2 cannot be: zero.stage = 0",
         "parallel.expert = 2 cannot be: optim.name = adafactor",
-        "parallel.expert = 2 cannot be: it is untested with preference.loss = sigmoid",
+        "parallel.expert = 2 cannot be: it is untested with preference.loss = kto",
     ),
     "parallel=sequence parallel.sequence=2 tuning=prompt model.attention=eager": (
         "parallel.sequence = 2 cannot be: what tuning=prompt learns",
