@@ -7,6 +7,7 @@ import torch
 from device import DEVICE, needs
 
 from toolkit.models.attention import attend_to_segments
+from toolkit.models.experts import _grouped
 from toolkit.models.loss import token_loss_sum
 from toolkit.train.step import Stopwatch
 
@@ -101,6 +102,27 @@ def test_the_chunked_loss(dtype: torch.dtype) -> None:
     rough = 1e-5 if dtype is torch.float32 else 0.02
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=rough)
     assert distance(gradient, exact.lm_head.weight.grad) < rough
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_of_experts(turned: bool, dtype: torch.dtype) -> None:
+    """Of any numbers of rows, also none: in bf16 on a GPU one grouped product; its gradients, too."""
+    sizes, draw = [3, 0, 17, 1, 8, 0, 35], torch.Generator().manual_seed(1)
+    rows = torch.randn(sum(sizes), 64, generator=draw).to(DEVICE, dtype).requires_grad_()
+    shape = (len(sizes), 64, 96) if turned else (len(sizes), 96, 64)
+    matrices = torch.randn(shape, generator=draw).to(DEVICE, dtype).requires_grad_()
+    true = [one.detach().cpu().double().requires_grad_() for one in (rows, matrices)]
+    found = _grouped(rows, matrices, sizes, turned)
+    parts = zip(true[0].split(sizes), true[1].unbind(), strict=True)
+    expected = torch.cat([part @ (one if turned else one.T) for part, one in parts])
+    for output in (found, expected):
+        output.square().mean().backward()
+    bound = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}[dtype]
+    assert distance(found, expected) < bound
+    for one, other in zip((rows, matrices), true, strict=True):
+        assert distance(one.grad, other.grad) < bound
+    assert not matrices.grad[1].any()
 
 
 @needs("cuda")

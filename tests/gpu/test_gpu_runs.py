@@ -20,6 +20,7 @@ STEPS = 10
 SAVED = ["checkpoint.every=5"]
 DEEPSPEED_ADAM = "optim.torch=false"
 BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # Inductor's C++ takes minutes
+LORA_EXPERTS = "tuning.target_modules=[q_proj,experts.gate_up_proj,experts.down_proj]"
 HALF = ["precision=fp16", "precision.initial_scale_power=8"]
 
 # name -> what it needs, overrides; against the plain loop in float64
@@ -58,6 +59,7 @@ ALIKE: dict[str, tuple[str, list[str]]] = {
     "ptuning": ("", ["zero=stage1", "tuning=ptuning_v2", "tuning.num_tokens=4", "tuning.dropout=0"]),
     "freeze": ("", ["zero=stage2", "tuning=freeze", "tuning.last_layers=1"]),
     "experts": ("", ["zero=stage1", "model=hf", "model.path=EXPERTS", "optim.lr=0.001"]),
+    "experts-lora": ("", ["zero=stage1", "model=hf", "model.path=EXPERTS", *LORA[:1], LORA_EXPERTS, "optim.lr=0.01"]),
     "dpo": ("", ["zero=stage1", "preference=dpo", *LORA]),
     "trees": ("", ["zero=stage1", "batch.global_size=4", *LORA]),
 }
