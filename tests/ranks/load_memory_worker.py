@@ -1,9 +1,13 @@
-"""Run on every rank: load a folder under ZeRO-3 and print by how much this process's memory grew, in MB."""
+"""Run on every rank: load a folder, print by how much this process's memory grew, in MB.
+
+Under ZeRO-3; with a second argument `experts` without ZeRO, the experts divided over the ranks.
+"""
 
 import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import deepspeed  # noqa: F401 -- a library's code is not what is measured
@@ -12,7 +16,7 @@ import torch
 from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
 from toolkit.launch import environment
-from toolkit.models import load_model
+from toolkit.models import experts, load_model
 
 DS_CONFIG = {
     "train_batch_size": 2,
@@ -30,14 +34,17 @@ def memory_mb() -> dict[str, float]:
 
 def main() -> None:
     """Load and report."""
-    path = environment.strip_launcher_arguments(sys.argv[1:])[0]
+    path, *divided = environment.strip_launcher_arguments(sys.argv[1:])
     process_group.start(DistributedConfig())
     torch.ones(8, 8) @ torch.ones(8, 8)
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_mb()
-    model = load_model(path, dtype=torch.float32, ds_config=DS_CONFIG)
+    if divided:
+        model = load_model(path, dtype=torch.float32, own=partial(experts.divide, ranks=2))
+    else:
+        model = load_model(path, dtype=torch.float32, ds_config=DS_CONFIG)
     after = memory_mb()
-    partitioned = sum(parameter.ds_tensor.numel() for parameter in model.parameters())
+    held = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
     print(
         "MEMORY "
         + json.dumps(
@@ -45,8 +52,8 @@ def main() -> None:
                 "rank": int(os.environ["RANK"]),
                 "grown": after["VmRSS"] - before["VmRSS"],
                 "peak": after["VmHWM"] - before["VmRSS"],
-                "partitioned": partitioned,
-                "bytes": sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in model.parameters()),
+                "partitioned": sum(one.numel() for one in held),
+                "bytes": sum(one.numel() * one.element_size() for one in held),
             }
         ),
         flush=True,

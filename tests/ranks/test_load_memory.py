@@ -62,3 +62,27 @@ def test_each_rank_grows_by_half_the_model_at_most(make: Callable[[Path], None],
         assert report["bytes"] == report["partitioned"] * 4, "fp32 that is not fp32"
         assert report["grown"] <= model_mb / 2 + largest_mb + 200, report
         assert report["peak"] <= model_mb / 2 + largest_mb + 200, report
+
+
+def test_each_rank_reads_its_experts_alone(tmp_path: Path) -> None:
+    """Of 430 MB, nearly all of them experts, one by one in the files, a rank never has more than half in memory."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=512,
+        moe_intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_experts=16,
+    )
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="150MB")
+    finished = run(forked(2, WORKER, str(tmp_path / "model"), "experts"), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    reports = [json.loads(found) for found in re.findall(r"MEMORY (\{.*?\})", finished.output)]
+    experts_mb = 8 * 16 * 3 * 512 * 512 * 4 / 1e6
+    print(reports)
+    for report in reports:
+        assert report["bytes"] / 1e6 == pytest.approx(experts_mb / 2 + 38, abs=2)
+        assert report["peak"] <= report["bytes"] / 1e6 + 60, report
