@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Record the DeepSpeed JSON of every recipe (2 ranks, 1000 steps) for the snapshot test; look at `git diff` after."""
+"""Record the DeepSpeed JSON of every recipe for the snapshot test; look at `git diff` after.
+
+For 2 ranks, or as many as share its experts, and 1000 steps.
+"""
 
 import json
 import os
@@ -7,6 +10,7 @@ from pathlib import Path
 
 from toolkit.config.files import known_recipes
 from toolkit.config.load import load
+from toolkit.config.mesh import model_ranks
 from toolkit.engine.ds_config import build_ds_config
 
 FOLDER = Path(__file__).parents[1] / "tests" / "golden" / "ds_config"
@@ -19,7 +23,8 @@ def main() -> None:
     for old in FOLDER.glob("*.json"):
         old.unlink()
     for recipe in known_recipes():
-        values = build_ds_config(load([f"recipe={recipe}"]).cfg, 2, 1000).values
+        cfg = load([f"recipe={recipe}"]).cfg
+        values = build_ds_config(cfg, max(2, model_ranks(cfg)), 1000).values
         (FOLDER / f"{recipe}.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

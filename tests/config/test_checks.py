@@ -469,6 +469,10 @@ ALL_AT_ONCE = {
         "parallel.expert = 2 cannot be: how many tokens",
         "parallel.expert = 2 cannot be: plan.auto = true",
     ),
+    "parallel=expert zero=stage1 zero.contiguous_gradients=false zero.reduce_scatter=false": (
+        "parallel.expert = 2 cannot be: zero.contiguous_gradients = false",
+        "parallel.expert = 2 cannot be: zero.reduce_scatter = false",
+    ),
     "parallel=expert zero=stage0 optim=adafactor preference=kto": (
         "parallel.expert = 2 cannot be: zero.stage = 0",
         "parallel.expert = 2 cannot be: optim.name = adafactor",

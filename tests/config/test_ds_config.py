@@ -12,6 +12,7 @@ from generate_ds_keys import key_table
 
 from toolkit.config.files import known_recipes
 from toolkit.config.load import load
+from toolkit.config.mesh import model_ranks
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, leaves
 from toolkit.engine.ds_config import OWNED, build_ds_config, dotted_keys, explain, read_key
 from toolkit.messages import ConfigError
@@ -206,8 +207,10 @@ def test_key_table_is_fresh() -> None:
 @pytest.mark.parametrize("recipe", known_recipes())
 def test_recipe_snapshot(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    values = build_ds_config(load([f"recipe={recipe}"]).cfg, 2, 1000).values
-    parsed(values, monkeypatch, world=2)
+    cfg = load([f"recipe={recipe}"]).cfg
+    ranks = max(2, model_ranks(cfg))
+    values = build_ds_config(cfg, ranks, 1000).values
+    parsed(values, monkeypatch, world=ranks)
     golden = ROOT / "tests" / "golden" / "ds_config" / f"{recipe}.json"
     assert values == json.loads(golden.read_text(encoding="utf-8")), "run scripts/record_golden.py if this is meant"
 

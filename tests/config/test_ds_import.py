@@ -9,6 +9,7 @@ import pytest
 from toolkit.arguments import parse_checked
 from toolkit.config.files import known_recipes
 from toolkit.config.load import LoadedConfig, load
+from toolkit.config.mesh import model_ranks
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
@@ -303,9 +304,10 @@ def test_round_trip_of_every_kind(tmp_path: Path, stage: int, dtype: Dtype, sche
 @pytest.mark.parametrize("name", known_recipes())
 def test_round_trip(name: str, tmp_path: Path) -> None:
     loaded = load([f"recipe={name}"])
-    exported = build_ds_config(loaded.cfg, 2, 1000).values
-    result, _ = import_json(write(tmp_path, exported), loaded, 2)
-    assert build_ds_config(result.cfg, 2, 1000).values == exported
+    ranks = max(2, model_ranks(loaded.cfg))
+    exported = build_ds_config(loaded.cfg, ranks, 1000).values
+    result, _ = import_json(write(tmp_path, exported), loaded, ranks)
+    assert build_ds_config(result.cfg, ranks, 1000).values == exported
 
 
 FOUND = sorted((Path(__file__).parent / "deepspeed_json").glob("*.json"))

@@ -1,6 +1,7 @@
 """Experts divided over ranks: what each reads of a directory, and what cannot be divided. Training: tests/ranks."""
 
 import zlib
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from tests.architectures import CONFIGS, write
 from toolkit.config.load import load
 from toolkit.messages import ConfigError, ModelError
-from toolkit.models import experts, load_model
+from toolkit.models import experts, load_model, weights
 from toolkit.models.adapters import (
     ADAPTER,
     BaseModel,
     apply_tuning,
+    as_stored,
     attach_adapter,
     inject_lora,
     quantize,
@@ -169,3 +171,69 @@ def test_what_peft_would_put_at_the_experts(
     words[-1] = "tuning.target_modules=[shared_experts.up_proj]"
     with pytest.raises(ConfigError, match=r"peft takes .*1\.mlp\.shared_experts\.up_proj for a matrix of the routed"):
         apply_tuning(model, load(words).cfg.tuning, folder, None, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+def test_the_grouped_kernel_takes_what_lora_gives_it(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU computes in bf16, with PyTorch's kernel for CPUs, which is as strict about how numbers lie."""
+    model = load_model(write(tmp_path / "m", "qwen3_moe"), dtype=torch.bfloat16).train()
+    torch.manual_seed(4)
+    inject_lora(model, LoraConfig(r=rank, target_modules=[], target_parameters=TARGETS[1:]), None)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    ids = torch.randint(0, 900, (2, 12), generator=torch.Generator().manual_seed(2))
+    found = []
+    for has_kernel in (False, True):
+        monkeypatch.setattr(experts, "_has_kernel", lambda rows, has_kernel=has_kernel: has_kernel)
+        model.zero_grad()
+        logits = model(ids, use_cache=False).logits
+        logits.float().square().mean().backward()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        found.append([logits.detach().float(), *(one.grad.float() for one in trained)])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 0.02 * other.norm()
+
+
+def test_what_replaces_their_forward_pass_is_undone(tmp_path: Path) -> None:
+    """liger-kernel binds a function to each layer's experts, which knows neither LoRA nor other ranks."""
+    model = load_model(write(tmp_path / "m", "qwen3_moe"))
+    ids = torch.arange(12)[None]
+    before = model(ids).logits
+    for layer in model.model.layers:
+        layer.mlp.experts.forward = lambda states, *_: states
+    assert not torch.equal(model(ids).logits, before)
+    experts.keep_interface(model)
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_only_loras_second_factor_is_written_as_a_matrix(tmp_path: Path) -> None:
+    """Experts that are trained in full beside an adapter keep their shape in its file."""
+    folder = write(tmp_path / "m", "qwen3_moe")
+    model = load_model(folder)
+    words = ["recipe=quickstart", "model=hf", "tuning=lora", "tuning.target_modules=[q_proj]"]
+    cfg = load([*words, "tuning.save_modules=[experts]"]).cfg
+    apply_tuning(model, cfg.tuning, folder, None, 1)  # type: ignore[arg-type]
+    kept = [name for name in trained_names(model) if "modules_to_save" in name]
+    assert len(kept) == 4
+    for name in kept:
+        assert as_stored(name, model.get_parameter(name)).shape == model.get_parameter(name).shape
+
+
+def test_divided_experts_are_not_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(write(tmp_path / "m", "qwen3_moe"))
+    for name in experts.names_of(model):
+        experts.mark(model.get_parameter(name), "group")
+    monkeypatch.setattr(experts, "shown_whole", nullcontext)
+    with pytest.raises(ConfigError, match=r"tuning.save_modules: .*mlp.experts holds experts, which parallel.expert"):
+        inject_lora(model, LoraConfig(r=2, target_modules=["k_proj"], modules_to_save=["experts"]), None)
+
+
+def test_buffers_that_no_file_holds_are_computed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", "gemma3")
+    model = load_model(folder, own=lambda empty: dict.fromkeys(weights.shapes_of(empty), slice(None)))
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    ids = torch.arange(12)[None]
+    assert torch.equal(model(ids).logits, load_model(folder, dtype="auto")(ids).logits)

@@ -81,6 +81,15 @@ def initialize_engine(
         ds_config = deepspeed_patches.split_stage(model, getattr(model, STAGE), ds_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(map(is_expert_part, trained)):
+        in_bf16 = ds_config.get("bf16", {}).get("enabled") and ds_config["zero_optimization"]["stage"] == 1
+        if in_bf16 and all(map(is_expert_part, trained)):
+            # Its BF16_Optimizer takes the norm of no tensor (0.19.8, runtime/utils.py, get_global_norm_of_tensors).
+            raise ConfigError(
+                tr(
+                    "zero.stage = 1: nothing but divided experts is trained, and DeepSpeed's first stage "
+                    "wants something else, too. Use zero=stage2."
+                )
+            )
         model.expert_groups = deepspeed_patches.ExpertGroups()
     zero = ds_config["zero_optimization"]
     if "zenflow" in zero:

@@ -212,7 +212,7 @@ def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_id
 
 def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     names = adapters.stored_names(unwrap_model(engine.module))
-    return {names[name]: adapters.as_stored(value) for name, value in gathered_parameters(engine.module, names)}
+    return {names[name]: adapters.as_stored(name, value) for name, value in gathered_parameters(engine.module, names)}
 
 
 def write_adapter(
@@ -326,7 +326,7 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
         values = {name: value for name, value in values.items() if name not in frozen}
         if wrong := sorted({*values} ^ {*stored}):
             raise CheckpointError("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
-        values = {stored[name]: adapters.as_stored(value) for name, value in values.items()}
+        values = {stored[name]: adapters.as_stored(name, value) for name, value in values.items()}
     config = read_object(described / "config.json")
     head = (
         classifier.Head(tuple(config["id2label"].values()), config["pad_token_id"])

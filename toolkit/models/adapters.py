@@ -119,6 +119,13 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
         stack.enter_context(experts.shown_whole(model))
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     experts.attach_lora(model, ADAPTER)
+    for name, part in model.named_modules():
+        if isinstance(part, AuxiliaryTrainingWrapper) and any(map(process_group.is_expert_part, part.parameters())):
+            raise ConfigError(
+                "tuning.save_modules: {name} holds experts, which parallel.expert divides over ranks. Add LoRA to them "
+                "(tuning.target_modules=[experts.down_proj]), or set parallel.expert=1.",
+                name=name,
+            )
     for parameter in model.parameters():  # peft keeps additions to half-precision models in float32
         if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
             parameter.data = parameter.data.to(precision)
@@ -481,9 +488,9 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in found.items()}
 
 
-def as_stored(value: torch.Tensor) -> torch.Tensor:
+def as_stored(name: str, value: torch.Tensor) -> torch.Tensor:
     """Return an adapter's tensor in peft's shape: of the experts of a layer LoRA's second factor is a matrix there."""
-    return value.flatten(1) if value.dim() == 3 else value
+    return value.flatten(1) if ".lora_B." in name and value.dim() == 3 else value
 
 
 # Of peft's settings: what names modules to import, or data and states to read while an adapter is put in (peft 0.21).
@@ -617,7 +624,7 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
     for name, stored_name in stored.items():
         parameter, value = model.get_parameter(name), values.get(stored_name)
         expected = process_group.full_shape(name, parameter)
-        if value is not None and value.shape != as_stored(torch.empty(expected, device="meta")).shape:
+        if value is not None and value.shape != as_stored(name, torch.empty(expected, device="meta")).shape:
             wrong.append(f"{stored_name} {tuple(value.shape)} != {expected}")
         elif value is not None:
             value = process_group.take_part(name, value.view(expected), *process_group.part_of(parameter))

@@ -11,6 +11,7 @@ hidden width.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,16 @@ def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
     groups._create_expert_and_data_parallel(ranks)
     group = f"ep_size_{ranks}"
     return keep(model, groups._get_expert_parallel_rank(group), ranks, group)
+
+
+def keep_interface(model: nn.Module) -> None:
+    """Let experts be computed by transformers' interface again, where something has replaced their forward pass.
+
+    liger-kernel does (0.8.5, LigerExperts), and knows no other ranks, no LoRA and no 4 bits.
+    """
+    for part in model.modules():
+        if hasattr(part, "has_gate"):
+            part.__dict__.pop("forward", None)
 
 
 def names_of(model: PreTrainedModel) -> set[str]:
@@ -131,6 +142,13 @@ def quantize(model: PreTrainedModel, device: torch.device) -> None:
         path, _, leaf = name.rpartition(".")
         layer = model.get_submodule(path)
         whole = getattr(layer, leaf)
+        if whole.numel() >= 1 << 31:
+            raise ModelError(
+                "tuning.method = qlora: {name} has {count} numbers on a rank, and bitsandbytes counts to 2 ** 31. "
+                "Divide the experts: parallel.expert.",
+                name=name,
+                count=f"{whole.numel():,}",
+            )
         small = bnb.Params4bit(whole.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
         setattr(layer, leaf, mark(small, whole.group_name) if process_group.is_expert_part(whole) else small)
         model.set_experts_implementation(SORTED)
@@ -140,14 +158,14 @@ class _QuantizedProduct(torch.autograd.Function):
     """`_grouped` with frozen matrices in 4 bits, which are expanded once more in the backward pass and not kept."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, packed: Any, sizes: list[int], turned: bool) -> torch.Tensor:
-        ctx.of = packed, sizes, turned
-        return _grouped(rows, _expanded(packed, rows.dtype), sizes, turned)
+    def forward(ctx: Any, rows: torch.Tensor, packed: Any, groups: "_Groups", turned: bool) -> torch.Tensor:
+        ctx.of = packed, groups, turned
+        return _grouped(rows, _expanded(packed, rows.dtype), groups, turned)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        packed, sizes, turned = ctx.of
-        found = _grouped(gradients[0], _expanded(packed, gradients[0].dtype), sizes, not turned)
+        packed, groups, turned = ctx.of
+        found = _grouped(gradients[0], _expanded(packed, gradients[0].dtype), groups, not turned)
         return found, None, None, None
 
 
@@ -191,16 +209,33 @@ def _forward(
         top_k_index: numbers of their experts, among all [T, K].
         top_k_weights: [T, K].
     """
-    choices = top_k_index.size(-1)
+    choices, own = top_k_index.size(-1), self.num_experts
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     rows = hidden_states[order // choices]
     if (group := getattr(self, "expert_group", None)) is None:
-        counts = torch.bincount(chosen, minlength=self.num_experts)
-        computed = _compute(self, rows, counts.tolist(), chosen)
+        computed = _compute(self, rows, _Groups(_count(chosen, own)), chosen)
     else:
         computed = _compute_elsewhere(self, rows, chosen, group)
     of_tokens = computed[order.argsort()].view(-1, choices, computed.size(-1)) * top_k_weights.unsqueeze(-1)
     return of_tokens.sum(dim=1).to(hidden_states.dtype)
+
+
+def _count(chosen: torch.Tensor, number: int) -> torch.Tensor:
+    """Return how often each of so many experts is chosen; not `bincount`, for which the host waits for a GPU."""
+    return chosen.new_zeros(number).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+class _Groups:
+    """How many rows each expert has, in the order of the rows; the host asks for numbers where it computes by them."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self._counts = counts
+        self.ends = counts.cumsum(0).to(torch.int32)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The same on the host."""
+        return self._counts.tolist()
 
 
 def _compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor, name: str) -> torch.Tensor:
@@ -209,54 +244,58 @@ def _compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor, name
 
     group = groups._get_expert_parallel_group(name)
     own, ranks = self.num_experts, dist.get_world_size(group)
-    counts = torch.bincount(chosen, minlength=own * ranks)
+    counts = _count(chosen, own * ranks)
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
     received = received.view(ranks, own)
-    sizes = torch.cat((counts.view(ranks, own).sum(1), received.sum(1), received.sum(0))).tolist()  # the one wait
-    sent, came, per_expert = sizes[:ranks], sizes[ranks : 2 * ranks], sizes[2 * ranks :]
+    sent, came = torch.stack((counts.view(ranks, own).sum(1), received.sum(1))).tolist()  # the host waits here
     rows = _Exchange.apply(rows, sent, came, group)  # [N, H], by rank and expert
-    expert = torch.arange(own, device=rows.device).repeat(ranks).repeat_interleave(received.flatten())
+    expert = torch.arange(own, device=rows.device).repeat(ranks)
+    expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
     place = expert.argsort(stable=True)
-    computed = _compute(self, rows[place], per_expert, expert[place])
+    computed = _compute(self, rows[place], _Groups(received.sum(0)), expert[place])
     back: torch.Tensor = _Exchange.apply(computed[place.argsort()], came, sent, group)
     return back
 
 
-def _compute(self: Any, rows: torch.Tensor, sizes: list[int], expert: torch.Tensor) -> torch.Tensor:
-    """Return what experts make of rows [N, H], sorted by `expert` [N], `sizes` of each; as transformers does."""
-    inner = _product(self, "gate_up_proj" if self.has_gate else "up_proj", rows, sizes, expert)
+def _compute(self: Any, rows: torch.Tensor, groups: _Groups, expert: torch.Tensor) -> torch.Tensor:
+    """Return what experts make of rows [N, H] in the order of their experts, `expert` [N]; as transformers does."""
+    inner = _product(self, "gate_up_proj" if self.has_gate else "up_proj", rows, groups, expert)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    outer = _product(self, "down_proj", inner, sizes, expert)
+    outer = _product(self, "down_proj", inner, groups, expert)
     return self.post_expert_norm(outer) if getattr(self, "has_post_expert_norm", False) else outer
 
 
-def _product(self: Any, name: str, rows: torch.Tensor, sizes: list[int], expert: torch.Tensor) -> torch.Tensor:
+def _product(self: Any, name: str, rows: torch.Tensor, groups: _Groups, expert: torch.Tensor) -> torch.Tensor:
     """Return the product of each row with its expert's matrix, and with what LoRA adds to it."""
     matrices, turned = getattr(self, name), self.is_transposed
     if hasattr(matrices, "quant_state"):
-        found = _QuantizedProduct.apply(rows, matrices, sizes, turned)
+        found = _QuantizedProduct.apply(rows, matrices, groups, turned)
     else:
-        found = _grouped(rows, matrices, sizes, turned)
+        found = _grouped(rows, matrices, groups, turned)
     layer, adapter = getattr(self, "lora", {}).get(name, (None, ""))
     if layer is not None and not layer.disable_adapters:
         first = layer.lora_A[adapter].weight.unflatten(0, (layer.num_experts, -1))  # [E, rank, I]
-        second = layer.lora_B[adapter].weight.permute(2, 0, 1)  # [E, O, rank]
-        added = _grouped(_grouped(rows, first, sizes, False), second, sizes, False)
+        # [E, rank, O] in that order: what the kernel multiplies has one axis of neighbours, in steps of 16 bytes.
+        second = layer.lora_B[adapter].weight.permute(2, 1, 0).contiguous()
+        added = _grouped(_grouped(rows, first, groups, False), second, groups, True)
         found = found + added * layer.scaling[adapter]
     return found + getattr(self, f"{name}_bias")[expert] if self.has_bias else found
 
 
-def _grouped(rows: torch.Tensor, matrices: torch.Tensor, sizes: list[int], turned: bool) -> torch.Tensor:
-    """Return the products of rows [N, I] with matrices [E, O, I], `turned` [E, I, O], of which each has `sizes` rows.
+def _grouped(rows: torch.Tensor, matrices: torch.Tensor, groups: _Groups, turned: bool) -> torch.Tensor:
+    """Return the products of rows [N, I] with matrices [E, O, I], `turned` [E, I, O], each with its group of rows.
 
     Every matrix takes part, also one without a row: its gradient is 0, and all ranks reduce the same.
     """
-    if rows.is_cuda and rows.dtype is torch.bfloat16 and len(rows):
-        ends = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)
-        return functional.grouped_mm(rows, matrices if turned else matrices.transpose(1, 2), offs=ends)
-    parts = zip(rows.split(sizes), (matrices.transpose(1, 2) if turned else matrices).unbind(), strict=True)
+    if _has_kernel(rows):
+        return functional.grouped_mm(rows, matrices if turned else matrices.transpose(1, 2), offs=groups.ends)
+    parts = zip(rows.split(groups.sizes), (matrices.transpose(1, 2) if turned else matrices).unbind(), strict=True)
     return torch.cat([functional.linear(part, matrix) for part, matrix in parts])
+
+
+def _has_kernel(rows: torch.Tensor) -> bool:
+    return rows.is_cuda and rows.dtype is torch.bfloat16 and len(rows) > 0
 
 
 class _Exchange(torch.autograd.Function):

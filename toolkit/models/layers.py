@@ -25,7 +25,7 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from toolkit.config.schema import KernelsConfig, LossKernel, RandomLtdConfig, When
 from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models import adapters
+from toolkit.models import adapters, experts
 from toolkit.models.attention import segment_arguments, trains_on_gpu
 
 
@@ -53,6 +53,7 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
 
         # Losses are ours to compute (kernels.loss): they are summed over the global batch.
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+        experts.keep_interface(model)
     return reason
 
 
