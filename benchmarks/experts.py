@@ -22,7 +22,8 @@ from toolkit.config.schema import Init, RunConfig
 from toolkit.distributed.process_group import barrier, on_rank0, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.models import experts
+from toolkit.models import experts, weights
+from toolkit.plan.outline import Outline, dispatched_bytes, expert_part
 from toolkit.train.language_data import LanguageData, training_batches
 from toolkit.train.language_task import LanguageTask, build_engine
 from toolkit.train.run_dir import RunSource
@@ -92,25 +93,19 @@ def _compare(
         for window in windows:
             train_step(engines["divided"], task, window, world_size(), guards["divided"])
     tokens = sum(batch["input_ids"].numel() for window in windows for batch in window)
-    ratios = [whole / divided for whole, divided in zip(seconds["zero3"], seconds["divided"], strict=True)]
+    # Whole under ZeRO-3, however it is divided.
+    whole = Outline(weights.shapes_of(engines["zero3"].module), frozenset(), {"chosen": SHAPE["num_experts_per_tok"]})
+    states_bytes = 4 * tokens // steps * SHAPE["hidden_size"]
+    ratios = [zero3 / divided for zero3, divided in zip(seconds["zero3"], seconds["divided"], strict=True)]
     return {
-        "parameters": sum(one.numel() for one in transformers.AutoModelForCausalLM.from_pretrained(path).parameters()),
+        "parameters": whole.num_parameters,
         "divided_s": statistics.median(seconds["divided"]),
         "zero3_s": statistics.median(seconds["zero3"]),
         "ratio": statistics.median(ratios),
         "ratios": [round(ratio, 3) for ratio in ratios],
         "sent_bytes": sent[0] / steps,
-        "formula_bytes": exchanged_bytes(tokens / steps, world_size()),
+        "formula_bytes": dispatched_bytes(expert_part(whole, world_size()), states_bytes, recomputes=False)[0],
     }
-
-
-def exchanged_bytes(tokens: float, ranks: int) -> float:
-    """Return the bytes that a rank sends to others for so many of its tokens, in fp32, if routing is even.
-
-    Of each layer there and back, forward and backward: 4 x tokens x experts of a token x width x (P - 1) / P.
-    """
-    per_layer = 4 * tokens * SHAPE["num_experts_per_tok"] * SHAPE["hidden_size"] * 4 * (ranks - 1) / ranks
-    return SHAPE["num_hidden_layers"] * per_layer
 
 
 @contextmanager

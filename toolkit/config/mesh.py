@@ -103,6 +103,9 @@ class Split(Enum):
     """Each rank has some of the numbers along the last axis."""
 
 
+AXES = {Split.columns: 1, Split.last: -1}
+"""The axis that is divided, where it is not the first."""
+
 # Of what peft puts in a matrix's place: the matrix itself or a trained copy, and LoRA's factor that has the split side.
 # The other factor is whole on every rank; what comes between the two is whole, too, or added up over the ranks.
 _IN_ITS_PLACE = r"\.base_layer|\.original_module|\.modules_to_save\.default"
@@ -136,7 +139,8 @@ def part_shape(name: str, shape: tuple[int, ...], size: int, *, back: bool = Fal
 
     A parameter that is not split keeps its shape.
     """
-    axis = {None: -1, Split.columns: 1, Split.last: len(shape) - 1}.get(split_of(name), 0)
+    split = split_of(name)
+    axis = -1 if split is None else AXES.get(split, 0) % len(shape)
     lengths = (length * size if back else length // size for length in shape)
     return tuple(new if number == axis else old for number, (old, new) in enumerate(zip(shape, lengths, strict=True)))
 

@@ -485,16 +485,13 @@ def gather_parts(name: str, parameter: torch.Tensor) -> torch.Tensor:
     return join_parts(name, parts)
 
 
-_AXES = {mesh.Split.columns: 1, mesh.Split.last: -1}
-
-
 def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a parameter, or a stored buffer, from what the ranks of a tensor group have of it, in their order."""
     split = mesh.split_of(name)
     if split is None or len(parts) == 1:  # one part is not copied: it may be a view of a mapped file
         return parts[0]
-    if split in _AXES:
-        return torch.cat(list(parts), dim=_AXES[split])
+    if split in mesh.AXES:
+        return torch.cat(list(parts), dim=mesh.AXES[split])
     if split is mesh.Split.pairs:
         above, below = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat([*above, *below])
@@ -508,4 +505,4 @@ def take_part(name: str, whole: torch.Tensor, number: int, count: int) -> torch.
         return whole
     if split is mesh.Split.pairs:
         return torch.cat([half.chunk(count)[number] for half in whole.chunk(2)])
-    return whole.chunk(count, dim=_AXES.get(split, 0))[number]
+    return whole.chunk(count, dim=mesh.AXES.get(split, 0))[number]

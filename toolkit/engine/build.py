@@ -159,7 +159,8 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not rule_tables.is_grouped(optim):
-        return _apart([{"params": [parameter for _, parameter in trained]}])
+        parameters = [parameter for _, parameter in trained]
+        return _apart([{"params": parameters}]) if any(map(is_expert_part, parameters)) else parameters
     layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
     groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
@@ -181,14 +182,11 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
     )
 
 
-def _apart(given: list[dict[str, Any]]) -> Groups:
+def _apart(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return groups in which experts that are divided over ranks are apart, as their gradients are summed over others.
 
     Marked as in DeepSpeed's own (0.19.8, moe/utils.py, split_params_into_different_moe_groups_for_optimizer).
     """
-    if len(given) == 1 and given[0].keys() == {"params"} and not any(map(is_expert_part, given[0]["params"])):
-        whole: list[torch.nn.Parameter] = given[0]["params"]
-        return whole
     found = []
     for group in given:
         experts = [one for one in group["params"] if is_expert_part(one)]

@@ -151,6 +151,7 @@ def quantize(model: PreTrainedModel, device: torch.device) -> None:
             )
         small = bnb.Params4bit(whole.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
         setattr(layer, leaf, mark(small, whole.group_name) if process_group.is_expert_part(whole) else small)
+    if names:
         model.set_experts_implementation(SORTED)
 
 
@@ -178,13 +179,15 @@ def _expanded(packed: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def attach_lora(model: PreTrainedModel, adapter: str) -> None:
     """Let what peft put around experts be computed as `ExpertLora`; of divided ones, leave this rank's part."""
-    found = [(name, one) for name, one in model.named_modules() if type(one) is ParamWrapper]
+    wrapped = [(name, one) for name, one in model.named_modules() if type(one) is ParamWrapper]
+    found = [(name, one) for name, one in wrapped if hasattr(one.get_base_layer(), "has_gate")]
+    if not found or not model._can_set_experts_implementation():
+        return
+    model.set_experts_implementation(SORTED)
     for name, layer in found:
         base: Any = layer.get_base_layer()
         first: Any = layer.lora_A[adapter]
         second: Any = layer.lora_B[adapter]
-        if not hasattr(base, "has_gate") or not model._can_set_experts_implementation():
-            continue
         second.weight = nn.Parameter(second.weight.data.unflatten(1, (-1, layer.num_experts)))
         if base.num_experts < layer.num_experts:
             for key, factor in (("lora_A", first), ("lora_B", second)):
@@ -195,7 +198,6 @@ def attach_lora(model: PreTrainedModel, adapter: str) -> None:
             layer.num_experts = base.num_experts
         layer.__class__ = ExpertLora
         base.__dict__.setdefault("lora", {})[layer.parameter_name] = (layer, adapter)
-        model.set_experts_implementation(SORTED)
 
 
 def _forward(

@@ -275,8 +275,8 @@ def read_weights(
                 return_memory()
     if own is not None:  # a tied head has lost the parameter that was replaced
         model.tie_weights()
-    if own is not None and not any(parameter.is_meta for parameter in model.parameters()):
-        compute_buffers(model)
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            compute_buffers(model)
 
 
 def _is_within(index: Any, rows: slice) -> bool:
