@@ -101,15 +101,21 @@ def can_do_async_io() -> bool:
     return builder is not None and bool(builder.is_compatible(verbose=False))
 
 
-def of_tier(request: pytest.FixtureRequest, cells: dict[str, Cell], short: Collection[str]) -> dict[str, Cell]:
-    """Return the cells that a launch runs: where the default tier runs alone, those of its tests."""
-    is_short = request.config.getoption("--tier") == "default"
-    return {name: cell for name, cell in cells.items() if not is_short or name in short}
+def of_tier(
+    request: pytest.FixtureRequest, cells: dict[str, Cell], short: Collection[str] = (), late: Collection[str] = ()
+) -> dict[str, Cell]:
+    """Return the cells that a launch runs: those of the tests of the tiers that run; see `by_tier`."""
+    tiers = request.config.getoption("--tier")
+    is_short, is_late = tiers == "default", "nightly" in tiers or tiers == "all"
+    return {
+        name: cell for name, cell in cells.items() if (not is_short or name in short) and (is_late or name not in late)
+    }
 
 
-def default_first(names: Collection[str], short: Collection[str]) -> list[Any]:
-    """Return the parameters of a test, those in `short` marked as tests of the default tier."""
-    return [pytest.param(name, marks=pytest.mark.default) if name in short else name for name in names]
+def by_tier(names: Collection[str], short: Collection[str] = (), late: Collection[str] = ()) -> list[Any]:
+    """Return the parameters of a test, those in `short` marked as of the default tier, in `late` of the nightly one."""
+    tier = dict.fromkeys(short, pytest.mark.default) | dict.fromkeys(late, pytest.mark.nightly)
+    return [pytest.param(name, marks=tier[name]) if name in tier else name for name in names]
 
 
 def train_cells(

@@ -7,7 +7,7 @@ import official
 import pytest
 import transformers
 from ranks import forked, run
-from shared import WORKER, losses, rows_of, tiny
+from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny
 
 from tests.architectures import write
 from toolkit.models import load_model, load_tokenizer, probe
@@ -39,16 +39,18 @@ NAMES: dict[str, dict[str, object]] = {
     "gpt_neox": PACKED,
     "falcon": {},
 }
+LATE = ("qwen2", "mistral", "gemma2", "olmo2", "falcon")
+"""Those of the nightly tier: built as others here, or older."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     """Each architecture once through, and once more from its checkpoint at step 2, in one launch on two ranks."""
     folder = tmp_path_factory.mktemp("architectures")
     tokenizer = load_tokenizer(official.write(folder / "vocabulary", "glm4", tokenizer=True))
     common = tiny(rows_file, folder, "any", *COMMON, f"model.path={folder / 'llama'}")
     cases: list[dict] = []
-    for name, more in NAMES.items():
+    for name, more in of_tier(request, NAMES, late=LATE).items():
         tokenizer.save_pretrained(write(folder / name, name))
         values = {"model.path": str(folder / name), **more}
         died = {"of": f"{folder}/runs/{name}", "step": 2, "as": f"{folder}/runs/{name}-again"}
@@ -60,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_tier(NAMES, late=LATE))
 def test_it_learns_and_goes_on_bit_by_bit(name: str, folder: Path) -> None:
     found, again = (losses(folder / "runs" / run) for run in (name, f"{name}-again"))
     assert len(found) == 4
@@ -71,7 +73,7 @@ def test_it_learns_and_goes_on_bit_by_bit(name: str, folder: Path) -> None:
     assert all(1.9 < value < 4 for value in counted)  # of the 4 experts each token goes to 2: 2 if balanced
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_tier(NAMES, late=LATE))
 def test_its_export_is_what_was_trained(name: str, folder: Path) -> None:
     """The engine's last logits, from our loading and from transformers' own alike, and no longer the first ones."""
     export = folder / "runs" / name / "export"

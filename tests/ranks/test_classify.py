@@ -15,7 +15,7 @@ from shared import (
     STEADY,
     WORDS,
     PlainOptimizer,
-    default_first,
+    by_tier,
     global_batches,
     losses,
     rows_of,
@@ -117,7 +117,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", default_first([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, labels_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(labels_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.1, "the reference must learn, or the comparison says little"
@@ -129,13 +129,13 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, labels_file:
     assert whole[0]["grad_norm"] == pytest.approx(expected["grad_norm"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
     assert len(whole) >= STEPS - 6 and whole == resumed
 
 
-@pytest.mark.parametrize("name", default_first(EXPORTED, SHORT))
+@pytest.mark.parametrize("name", by_tier(EXPORTED, SHORT))
 def test_held_out_samples_get_their_labels_also_in_transformers_alone(name: str, runs: Path, tmp_path: Path) -> None:
     """An export, for LoRA by peft alone and merged: its accuracy over the held-out texts is the run's."""
     import transformers

@@ -15,7 +15,7 @@ from shared import (
     RECOMPUTE,
     WORDS,
     PlainOptimizer,
-    default_first,
+    by_tier,
     global_batches,
     losses,
     rows_of,
@@ -182,7 +182,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", default_first([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
 def test_every_layout_follows_the_plain_loop(
     name: str, runs: Path, files: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
@@ -216,7 +216,7 @@ def test_held_out_answers_are_nearer_to_the_teacher_than_labels_bring_them(runs:
     assert taught < 0.8 * labels and taught < 0.5 * rows_of(runs / "taught")[0]["eval_kl"]
 
 
-@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 3 and whole == resumed

@@ -15,7 +15,7 @@ from shared import (
     STEADY,
     WORDS,
     PlainOptimizer,
-    default_first,
+    by_tier,
     global_batches,
     losses,
     rows_of,
@@ -118,7 +118,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", default_first([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
 def test_every_layout_follows_one_process_with_the_whole_batch(
     name: str, runs: Path, texts_file: Path, tmp_path: Path
 ) -> None:
@@ -135,14 +135,14 @@ def test_every_layout_follows_one_process_with_the_whole_batch(
     assert [row["pairs"] for row in whole] == expected["pairs"]
 
 
-@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
     assert len(whole) >= STEPS - 6 and whole == resumed
 
 
 @pytest.mark.parametrize(
-    "name", default_first(["full-stage3", "negatives-stage3-micro2", "full-stage2-micro2", "lora-stage2"], SHORT)
+    "name", by_tier(["full-stage3", "negatives-stage3-micro2", "full-stage2-micro2", "lora-stage2"], SHORT)
 )
 def test_held_out_pairs_find_each_other_also_in_transformers_alone(name: str, runs: Path, tmp_path: Path) -> None:
     """An export in the base model of transformers, pooled as it says, has the figures of the run's last evaluation."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from ranks import forked, run
-from shared import WORDS, WORKER, losses, tiny
+from shared import WORDS, WORKER, by_tier, losses, of_tier, tiny
 
 STEPS, ROWS = 4, 32
 SMALL = ["zero.reduce_bucket_size=100000", "zero.stage3_prefetch_bucket_size=1000"]
@@ -22,6 +22,8 @@ CELLS: dict[str, list[str]] = {
     "grouped": ["zero=stage1", "precision=bf16", "data.packing=grouped", SMALL[0], "train.max_steps=0"],
 }
 LIMITED = ["stage0", "stage2", "stage3", "sequence", "tensor"]
+LATE = ("stage0", "stage2-offload")
+"""Cells of the nightly tier."""
 TOGETHER = ["sequence", "tensor"]
 """Both ranks compute the same rows."""
 LARGE, LITTLE = 8192.0, 30.0
@@ -33,7 +35,7 @@ def rows_of_rank(name: str) -> int:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every cell with room for all rows, with their number, and with less room on the last rank. One launch."""
     folder = tmp_path_factory.mktemp("micro")
     draw, file = random.Random(5), folder / "rows.jsonl"
@@ -46,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     cases: list[dict[str, Any]] = []
     auto = "batch.micro_per_gpu=auto"
-    for name, overrides in CELLS.items():
+    for name, overrides in of_tier(request, CELLS, late=LATE).items():
         cases.append({"overrides": words(name, *overrides, auto), "room_mib": [LARGE, LARGE]})
         number = f"batch.micro_per_gpu={rows_of_rank(name)}"
         cases.append({"overrides": words(f"{name}-number", *overrides, number)})
@@ -77,7 +79,7 @@ def rows_at_once(run_folder: Path, rows_in_step: int) -> int:
     return int(rows)
 
 
-@pytest.mark.parametrize("name", [*CELLS, "stage2-again"])
+@pytest.mark.parametrize("name", by_tier([*CELLS, "stage2-again"], late=LATE))
 def test_it_is_the_run_with_that_number(name: str, runs: Path) -> None:
     number = runs / f"{name.removesuffix('-again')}-number"
     rows = rows_of_rank(name)
@@ -86,13 +88,15 @@ def test_it_is_the_run_with_that_number(name: str, runs: Path) -> None:
     assert len(set(losses(number))) == len(losses(number)) > 1, "losses that do not move prove nothing"
 
 
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("name", by_tier(LIMITED, late=LATE))
 def test_the_rank_with_the_least_room_decides(name: str, runs: Path) -> None:
     rows = rows_of_rank(name)
     assert 1 < rows_at_once(runs / f"{name}-limited", rows) < rows
     assert losses(runs / f"{name}-limited") == pytest.approx(losses(runs / name), abs=1e-4)
 
 
-def test_cpu_ranks_need_a_bound(runs: Path) -> None:
+def test_cpu_ranks_need_a_bound(request: pytest.FixtureRequest, runs: Path) -> None:
     assert "plan.max_gpu_gib=4" in (runs.parent / "no bound.txt").read_text()
-    assert (runs.parent / "output").read_text().count("batch.micro_per_gpu = auto: ") == len(CELLS) + len(LIMITED)
+    cells = of_tier(request, CELLS, late=LATE)
+    found = (runs.parent / "output").read_text().count("batch.micro_per_gpu = auto: ")
+    assert found == len(cells) + len({*cells} & {*LIMITED})

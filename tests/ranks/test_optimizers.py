@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import deepspeed, run
-from shared import WORKER, losses, plain_loop, tiny
+from shared import WORKER, by_tier, losses, of_tier, plain_loop, tiny
 
 from toolkit.engine.build import Lion
 
@@ -48,6 +48,8 @@ CELLS = {
 }
 AGAIN = ("adafactor-0", "adagrad-0", "sgd-2", "lion-3", "groups-2", "muon-2", "muon-3", "muon-2-offload", "8bit-2")
 """Those that go on from a checkpoint, and rehearse a step before they do."""
+LATE = ("lion-1", "groups-3", "muon-2-offload", "muon-1-bf16")
+"""Cells of the nightly tier."""
 PLAINLY: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda trained, lr: torch.optim.SGD(trained, lr=lr, momentum=0.9, weight_decay=0.1),
     "lion": lambda trained, lr: Lion(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.1),
@@ -62,11 +64,11 @@ def words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     """Every cell, and some of them again from a checkpoint; all in one launch."""
     folder = tmp_path_factory.mktemp("optimizers")
     cases: list[dict[str, Any]] = []
-    for name, overrides in CELLS.items():
+    for name, overrides in of_tier(request, CELLS, late=LATE).items():
         cases.append({"overrides": words(rows_file, folder, name, *overrides)})
         if name in AGAIN:
             died = {"of": f"{folder}/runs/{name}", "step": SAVED, "as": f"{folder}/runs/{name}-again"}
@@ -88,7 +90,7 @@ def furthest(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in CELLS if name.split("-")[0] in PLAINLY])
+@pytest.mark.parametrize("name", by_tier([name for name in CELLS if name.split("-")[0] in PLAINLY], late=LATE))
 def test_as_in_a_plain_loop(
     name: str, runs: Path, rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,11 +107,11 @@ def test_as_in_a_plain_loop(
     ("name", "other", "tolerance"),
     [
         ("groups-2", "groups-0", TOLERANCE),
-        ("groups-3", "groups-0", TOLERANCE),
         ("muon-2", "muon-0", MUON_TOLERANCE),
         ("muon-3", "muon-0", MUON_TOLERANCE),
-        ("muon-2-offload", "muon-0", MUON_TOLERANCE),
-        ("muon-1-bf16", "muon-0", 0.05),
+        pytest.param("groups-3", "groups-0", TOLERANCE, marks=pytest.mark.nightly),
+        pytest.param("muon-2-offload", "muon-0", MUON_TOLERANCE, marks=pytest.mark.nightly),
+        pytest.param("muon-1-bf16", "muon-0", 0.05, marks=pytest.mark.nightly),
     ],
 )
 def test_stages_agree(name: str, other: str, tolerance: float, runs: Path) -> None:
@@ -125,7 +127,7 @@ def test_8_bits_are_near_32(runs: Path) -> None:
     assert furthest(left, right) < 0.01
 
 
-@pytest.mark.parametrize("name", [name for name in AGAIN if name in CELLS])
+@pytest.mark.parametrize("name", by_tier([name for name in AGAIN if name in CELLS], late=LATE))
 def test_goes_on_as_if_nothing_had_happened(name: str, runs: Path) -> None:
     """Momentum is there again, and the rehearsal of a step has not touched it."""
     assert losses(runs / f"{name}-again") == losses(runs / name)

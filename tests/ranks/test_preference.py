@@ -15,7 +15,7 @@ from shared import (
     LORA,
     RECOMPUTE,
     PlainOptimizer,
-    default_first,
+    by_tier,
     global_batches,
     losses,
     rows_of,
@@ -164,7 +164,7 @@ def mismatched(samples: Any, number: int) -> tuple[Any, Any]:
     return np.array([token for token, _ in joined], np.uint16), np.array([mark for _, mark in joined], np.bool_)
 
 
-@pytest.mark.parametrize("name", default_first([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(pairs_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.02, "the reference must learn, or the comparison says little"
@@ -195,7 +195,7 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: 
         assert rows[0]["loss"] == pytest.approx(begin, abs=0.051 if is_kto else 1e-6), "it begins as the reference"
 
 
-@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 4] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 4 and whole == resumed
@@ -205,7 +205,7 @@ def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
         assert one.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.parametrize("name", default_first(["full-stage3", "lora-stage2"], SHORT))
+@pytest.mark.parametrize("name", by_tier(["full-stage3", "lora-stage2"], SHORT))
 def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
     first, last = (rows_of(runs / name)[index] for index in (0, -1))
     assert (first["eval_loss"], first["eval_rewards/margins"]) == pytest.approx((0.6931472, 0.0), abs=1e-6)

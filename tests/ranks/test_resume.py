@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import REPOSITORY, deepspeed, forked, run
 from safetensors.torch import load_file
-from shared import WORKER, default_first, losses, of_tier, rows_of, tiny, trained
+from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny, trained
 
 from toolkit.checkpoint.directory import FRAGMENTS, manifest_problems, published_checkpoints, step_of
 from toolkit.cli import main
@@ -69,6 +69,11 @@ OTHERS: dict[str, tuple[str, int, list[str]]] = {
 
 SHORT = ("stage2-fp32", "2-to-1-stage2-micro4")
 """Cells of the default tier."""
+LATE = (
+    *("stage0-fp32", "stage1-fp32-grouped", "stage1-bf16", "stage2-fp32-offload", "stage2-bf16-packed", "stage3-fp32"),
+    *(name for name in OTHERS if name not in ("2-to-1-mixture", "2-to-1-curriculum", *SHORT)),
+)
+"""Those of the nightly tier: each axis is met in another cell, and layouts change in test_layouts.py."""
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +85,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (folder / "more.jsonl").write_text("".join(more))
     cases: list[dict[str, Any]] = []
     common = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={STEPS}", "checkpoint.export=false"]
-    for name, (step, overrides) in of_tier(request, CELLS, SHORT).items():
+    for name, (step, overrides) in of_tier(request, CELLS, SHORT, LATE).items():
         cases.append({"overrides": tiny(rows_file, folder, name, *common, *overrides)})
         again = f"{name}-again"
         died = {"of": f"{folder}/runs/{name}", "step": step, "as": f"{folder}/runs/{again}"}
@@ -107,12 +112,16 @@ def others(request: pytest.FixtureRequest, runs: Path, rows_file: Path) -> Path:
     folder = runs.parent
     common = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={STEPS}", "checkpoint.export=false"]
     whole = tiny(rows_file, folder, "stage2-fp32-4", *common, "zero=stage2")
-    cells = of_tier(request, OTHERS, SHORT)
-    by_ranks: dict[int, list[dict[str, Any]]] = {4: [{"overrides": whole}] if cells == OTHERS else [], 2: [], 1: []}
+    cells = of_tier(request, OTHERS, SHORT, LATE)
+    by_ranks: dict[int, list[dict[str, Any]]] = {
+        4: [{"overrides": whole}] if "4-to-2-stage2" in cells else [],
+        2: [],
+        1: [],
+    }
     for name, (straight, num_ranks, overrides) in cells.items():
         died = {"of": f"{runs}/{straight}", "step": EVERY, "as": f"{runs}/{name}"}
         by_ranks[num_ranks].append({"overrides": tiny(rows_file, folder, name, *common, *overrides), "died": died})
-    for num_ranks in (1, 2) if cells == OTHERS else ():
+    for num_ranks in (1, 2) if len(cells) > 1 else ():
         name = f"changed-{num_ranks}"
         died = {"of": f"{runs}/stage2-fp32", "step": EVERY, "as": f"{runs}/{name}"}
         overrides = tiny(rows_file, folder, name, *common, "zero=stage2", *CHANGED)
@@ -158,7 +167,7 @@ def compared(one: Path, other: Path) -> list[str]:
 
 
 @pytest.mark.fault("R1")
-@pytest.mark.parametrize("name", default_first(CELLS, SHORT))
+@pytest.mark.parametrize("name", by_tier(CELLS, SHORT, LATE))
 def test_the_rest_of_the_run_is_the_same(name: str, runs: Path) -> None:
     straight, again = trained(runs / name), trained(runs / f"{name}-again")
     assert again == straight
@@ -172,7 +181,7 @@ def test_the_rest_of_the_run_is_the_same(name: str, runs: Path) -> None:
 
 
 @pytest.mark.fault("R1")
-@pytest.mark.parametrize("name", default_first(CELLS, SHORT))
+@pytest.mark.parametrize("name", by_tier(CELLS, SHORT, LATE))
 def test_the_last_checkpoint_is_the_same(name: str, runs: Path) -> None:
     straight, again = (runs / one / "checkpoints" / f"step-{STEPS}" for one in (name, f"{name}-again"))
     assert not manifest_problems(straight)
@@ -189,7 +198,7 @@ def test_the_last_checkpoint_is_the_same(name: str, runs: Path) -> None:
 
 
 @pytest.mark.fault("R1")
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", by_tier(TWINS, late=LATE))
 @pytest.mark.parametrize("step", [4, 8, STEPS])
 def test_an_asynchronous_save_holds_what_a_synchronous_one_does(name: str, step: int, runs: Path) -> None:
     """Though it is copied as late as can be: the worker holds copies back until the next update."""
@@ -198,7 +207,7 @@ def test_an_asynchronous_save_holds_what_a_synchronous_one_does(name: str, step:
 
 
 @pytest.mark.fault("W1")
-@pytest.mark.parametrize("name", default_first(OTHERS, SHORT))
+@pytest.mark.parametrize("name", by_tier(OTHERS, SHORT, LATE))
 def test_other_ranks_and_stages_compute_the_same(name: str, others: Path) -> None:
     straight, again = rows_of(others / OTHERS[name][0]), rows_of(others / name)
     for key in ("loss", "eval_loss", "lr", "epoch", "trained_tokens"):

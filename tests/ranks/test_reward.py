@@ -14,7 +14,7 @@ from shared import (
     STEADY,
     WORDS,
     PlainOptimizer,
-    default_first,
+    by_tier,
     global_batches,
     rows_of,
     tiny,
@@ -108,7 +108,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", default_first([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(margins_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.1, "the reference must learn, or the comparison says little"
@@ -124,20 +124,20 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file
     assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies"} <= rows[0].keys()
 
 
-@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
     assert len(whole) >= STEPS - 6 and whole == resumed
 
 
-@pytest.mark.parametrize("name", default_first(["full-stage3", "lora-stage2"], SHORT))
+@pytest.mark.parametrize("name", by_tier(["full-stage3", "lora-stage2"], SHORT))
 def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
     first, last = (rows_of(runs / name)[index] for index in (0, -1))
     assert first["eval_pairs"] == 12 and last["eval_loss"] < first["eval_loss"]
     assert last["eval_rewards/accuracies"] >= 0.9 and last["eval_rewards/margins"] > 0.5
 
 
-@pytest.mark.parametrize("name", default_first(["full-stage3", "lora-stage2", "freeze-stage2"], SHORT))
+@pytest.mark.parametrize("name", by_tier(["full-stage3", "lora-stage2", "freeze-stage2"], SHORT))
 def test_transformers_alone_gives_the_same_scores(name: str, runs: Path, tmp_path: Path) -> None:
     """An export, for LoRA by peft alone and merged, and what is exported from the checkpoint."""
     import transformers

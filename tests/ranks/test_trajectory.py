@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import forked, run
-from shared import WORKER, default_first, eval_losses, losses, of_tier, plain_loop, rows_of, tiny
+from shared import WORKER, by_tier, eval_losses, losses, of_tier, plain_loop, rows_of, tiny
 
 from toolkit.report.page import collectives
 from toolkit.report.run import read_run
@@ -73,6 +73,8 @@ ONE_RANK_CELLS = {
 }
 SHORT = ("stage0", "stage1", "stage2", "stage3")
 """Cells of the default tier."""
+LATE = ("stage2-recompute", "one-rank-1x4", "bf16-stage0", "bf16-stage1")
+"""Those of the nightly tier."""
 SEED_STEPS = 10
 
 
@@ -82,7 +84,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("trajectory")
     two_ranks = {**FP32_CELLS, **BF16_CELLS, **PACKED_CELLS, **GROUPED_CELLS, **ZENFLOW_CELLS, **HPZ_CELLS}
     for all_cells, command in ((two_ranks, forked(2, WORKER)), (ONE_RANK_CELLS, forked(0, WORKER))):
-        cells = of_tier(request, all_cells, SHORT)
+        cells = of_tier(request, all_cells, SHORT, LATE)
         if not cells:
             continue
         cases = [{"overrides": tiny(rows_file, folder, name, *overrides)} for name, overrides in cells.items()]
@@ -105,7 +107,7 @@ def furthest(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", default_first([*FP32_CELLS, *HPZ_CELLS, *ONE_RANK_CELLS], SHORT))
+@pytest.mark.parametrize("name", by_tier([*FP32_CELLS, *HPZ_CELLS, *ONE_RANK_CELLS], SHORT, LATE))
 def test_fp32_follows_the_plain_loop(name: str, runs: Path, reference: tuple[list[float], list[float]]) -> None:
     training, validation = reference
     assert training[0] - training[-1] > 0.1, "the reference itself must learn, or the comparison says little"
@@ -157,7 +159,7 @@ def test_packed_follows_the_plain_loop(
         assert sum(padding) / len(padding) < (0.12 if cells is PACKED_CELLS else 0.2), name
 
 
-@pytest.mark.parametrize("name", BF16_CELLS)
+@pytest.mark.parametrize("name", by_tier(BF16_CELLS, late=LATE))
 def test_bf16_stays_near_fp32(name: str, runs: Path, reference: tuple[list[float], list[float]]) -> None:
     found = losses(runs / name)
     assert furthest(found, reference[0]) < BF16_TOLERANCE
@@ -165,7 +167,11 @@ def test_bf16_stays_near_fp32(name: str, runs: Path, reference: tuple[list[float
 
 
 @pytest.mark.parametrize(
-    "name", [*FP32_CELLS, *BF16_CELLS, *PACKED_CELLS, *GROUPED_CELLS, *ZENFLOW_CELLS, *HPZ_CELLS, *ONE_RANK_CELLS]
+    "name",
+    by_tier(
+        [*FP32_CELLS, *BF16_CELLS, *PACKED_CELLS, *GROUPED_CELLS, *ZENFLOW_CELLS, *HPZ_CELLS, *ONE_RANK_CELLS],
+        late=LATE,
+    ),
 )
 def test_every_run_is_whole(name: str, runs: Path) -> None:
     folder = runs / name

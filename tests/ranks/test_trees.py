@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import forked, run
-from shared import ALL, LORA, RECOMPUTE, WORKER, conversations, default_first, of_tier, rows_of, trained
+from shared import ALL, LORA, RECOMPUTE, WORKER, by_tier, conversations, of_tier, rows_of, trained
 
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
@@ -50,7 +50,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-@pytest.mark.parametrize("name", default_first(CELLS, SHORT))
+@pytest.mark.parametrize("name", by_tier(CELLS, SHORT))
 def test_trees_follow_their_copies(name: str, runs: Path) -> None:
     trees, copies = (rows_of(runs / one) for one in (name, f"{name}-copies"))
     assert len(trees) == len(copies)
@@ -72,7 +72,7 @@ def test_divided_over_ranks_as_on_one(runs: Path) -> None:
             assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=TOLERANCE, abs=TOLERANCE), (key, one)
 
 
-@pytest.mark.parametrize("name", default_first(RESUMED, SHORT))
+@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 3 and whole == resumed
