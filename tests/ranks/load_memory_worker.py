@@ -1,6 +1,6 @@
 """Run on every rank: load a folder, print by how much this process's memory grew, in MB.
 
-Under ZeRO-3; with a second argument `experts` without ZeRO, the experts divided over the ranks.
+Under ZeRO-3; with a second argument without ZeRO: `experts`, which are divided over the ranks, or `4-bits` as in QLoRA.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
 from toolkit.launch import environment
-from toolkit.models import experts, load_model
+from toolkit.models import adapters, experts, load_model
 
 DS_CONFIG = {
     "train_batch_size": 2,
@@ -34,12 +34,16 @@ def memory_mb() -> dict[str, float]:
 
 def main() -> None:
     """Load and report."""
-    path, *divided = environment.strip_launcher_arguments(sys.argv[1:])
+    path, *way = environment.strip_launcher_arguments(sys.argv[1:])
     process_group.start(DistributedConfig())
+    if way == ["4-bits"]:
+        import bitsandbytes  # noqa: F401
     torch.ones(8, 8) @ torch.ones(8, 8)
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_mb()
-    if divided:
+    if way == ["4-bits"]:
+        model = load_model(path, dtype=torch.bfloat16, ready=adapters.quantize_layer)
+    elif way:
         model = load_model(path, dtype=torch.float32, own=partial(experts.divide, ranks=2))
     else:
         model = load_model(path, dtype=torch.float32, ds_config=DS_CONFIG)

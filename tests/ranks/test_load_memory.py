@@ -64,25 +64,50 @@ def test_each_rank_grows_by_half_the_model_at_most(make: Callable[[Path], None],
         assert report["peak"] <= model_mb / 2 + largest_mb + 200, report
 
 
-def test_each_rank_reads_its_experts_alone(tmp_path: Path) -> None:
-    """Of 430 MB, nearly all of them experts, one by one in the files, a rank never has more than half in memory."""
+REST = (2 * 1000 * 128 + 32 * (4 * 128 * 128 + 16 * 128 + 2 * 128 + 2 * 64) + 128) / 1e6
+"""Millions of parameters of what in a `mixture` are no experts."""
+
+
+def mixture(path: Path) -> float:
+    """A mixture of 103 million parameters, nearly all of them experts, one by one in the files; returns how many
+    millions the experts have.
+    """
     config = transformers.Qwen3MoeConfig(
         vocab_size=1000,
-        hidden_size=512,
+        hidden_size=128,
         moe_intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
+        num_hidden_layers=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
         head_dim=64,
         num_experts=16,
     )
     torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="150MB")
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(path, max_shard_size="150MB")
+    return 32 * 16 * 3 * 128 * 512 / 1e6
+
+
+def test_each_rank_reads_its_experts_alone(tmp_path: Path) -> None:
+    """Of 412 MB a rank never has more than half in memory."""
+    of_experts = mixture(tmp_path / "model")
     finished = run(forked(2, WORKER, str(tmp_path / "model"), "experts"), cwd=tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     reports = [json.loads(found) for found in re.findall(r"MEMORY (\{.*?\})", finished.output)]
-    experts_mb = 8 * 16 * 3 * 512 * 512 * 4 / 1e6
     print(reports)
     for report in reports:
-        assert report["bytes"] / 1e6 == pytest.approx(experts_mb / 2 + 38, abs=2)
+        assert report["bytes"] / 1e6 == pytest.approx(4 * (of_experts / 2 + REST), abs=0.1)
         assert report["peak"] <= report["bytes"] / 1e6 + 60, report
+
+
+def test_weights_are_quantized_as_they_are_read(tmp_path: Path) -> None:
+    """QLoRA of a model that has 205 MB in 16 bits needs the 55 MB of its 4 bits, and what one matrix of experts takes
+    while bitsandbytes (0.50) computes on a CPU: several times its size in fp32.
+    """
+    pytest.importorskip("bitsandbytes")
+    of_experts = mixture(tmp_path / "model")
+    finished = run(forked(1, WORKER, str(tmp_path / "model"), "4-bits"), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    [report] = [json.loads(found) for found in re.findall(r"MEMORY (\{.*?\})", finished.output)]
+    print(report)
+    assert of_experts / 2 < report["bytes"] / 1e6 < of_experts / 2 + 2 * REST
+    assert report["peak"] <= report["bytes"] / 1e6 + 6 * 4 * of_experts * 2 / 3 / 32 + 20, report

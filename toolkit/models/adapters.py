@@ -168,31 +168,45 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Put the linear layers and experts of a model's decoder on this rank's device in 4 bits, one after another;
-    embedding and head stay.
+    """Put what has values of a model's decoder on this rank's device in 4 bits; see `quantize_layer`."""
+    for name, _ in list(model.named_parameters()):
+        quantize_layer(model, name)
+    experts.compute_sorted(model)
+    model.is_loaded_in_4bit = True  # asked for by peft 0.21
+
+
+def quantize_layer(model: PreTrainedModel, name: str) -> None:
+    """Put the linear layer of a parameter, or the experts that it is, on this rank's device in 4 bits, unless they are,
+    or lack values yet; embedding, head and all else stay. A collective of divided experts.
     """
+    if not name.startswith(f"{decoder_layers_name(model)}."):
+        return
     import bitsandbytes
     from deepspeed.accelerator import get_accelerator  # as in `attention`
 
     device = torch.device(get_accelerator().current_device_name())
-    for layer in decoder_layers(model):
-        for name, linear in list(layer.named_modules()):
-            if not isinstance(linear, nn.Linear) or linear.weight.is_meta:  # another stage of a pipeline has it
-                continue
-            small = bitsandbytes.nn.Linear4bit(
-                linear.in_features,
-                linear.out_features,
-                bias=linear.bias is not None,
-                compute_dtype=model.dtype,
-                compress_statistics=True,
-                quant_type="nf4",
-            )
-            # On some CPUs bitsandbytes would pack weights again in evaluation, and training after it would fail (0.50).
-            small.support_avx512bf16_for_cpu = False
-            small.load_state_dict(linear.state_dict())
-            layer.set_submodule(name, small.to(device))
-    experts.quantize(model, device)
-    model.is_loaded_in_4bit = True  # asked for by peft 0.21
+    path, parameter = name.rpartition(".")[0], model.get_parameter(name)
+    layer, is_stacked = model.get_submodule(path), experts.is_stacked(name, parameter)
+    needed = [parameter] if is_stacked else list(layer.parameters(recurse=False))
+    if any(one.is_meta or hasattr(one, "quant_state") for one in needed):  # meta: of another stage of a pipeline, too
+        return
+    if is_stacked:
+        numbers = fingerprint_of(parameter)
+        experts.quantize(layer, name, device).fingerprint = numbers
+    elif isinstance(layer, nn.Linear):
+        small = bitsandbytes.nn.Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            compute_dtype=model.dtype,
+            compress_statistics=True,
+            quant_type="nf4",
+        )
+        # On some CPUs bitsandbytes would pack weights again in evaluation, and training after it would fail (0.50).
+        small.support_avx512bf16_for_cpu = False
+        small.load_state_dict(layer.state_dict())
+        model.set_submodule(path, small.to(device))
+        small.weight.fingerprint = fingerprint_of(layer.weight)
 
 
 PREFIX = "transformer.prefix_encoder."
@@ -362,6 +376,8 @@ def fingerprint_of(parameter: torch.Tensor) -> list[float]:
     """Return some of a parameter's numbers, from all over it; none of an empty one. A collective of divided experts."""
     if parameter.is_meta:
         return []
+    if found := getattr(parameter, "fingerprint", None):  # of one in 4 bits, as it was before
+        return list(found)
     part, count = process_group.part_of(parameter)
     with weights.full_params([parameter]):
         flat = parameter.detach().flatten()

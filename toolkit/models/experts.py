@@ -60,7 +60,12 @@ def keep_interface(model: nn.Module) -> None:
 
 def names_of(model: PreTrainedModel) -> set[str]:
     """Return the names of the matrices of a model's routed experts, each of all experts of a layer."""
-    return {name for name, one in _experts_of(model).items() if len(process_group.full_shape(name, one)) == 3}
+    return {name for name, one in model.named_parameters() if is_stacked(name, one)}
+
+
+def is_stacked(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a matrix of the routed experts, of all of a layer or of this rank's."""
+    return bool(re.match(mesh.EXPERTS, name)) and len(process_group.full_shape(name, parameter)) == 3
 
 
 def _experts_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -133,25 +138,27 @@ def shown_whole(model: PreTrainedModel) -> Iterator[None]:
         del one.__dict__["ds_shape"]
 
 
-def quantize(model: PreTrainedModel, device: torch.device) -> None:
-    """Put a model's experts, all or this rank's, on a device in 4 bits, as linear layers are (`adapters.quantize`)."""
+def quantize(layer: Any, name: str, device: torch.device) -> Any:
+    """Put a layer's matrices of one name, all or this rank's, on a device in 4 bits, and return them."""
     from bitsandbytes import nn as bnb
 
-    names = names_of(model) if model._can_set_experts_implementation() else ()
-    for name in sorted(names):
-        path, _, leaf = name.rpartition(".")
-        layer = model.get_submodule(path)
-        whole = getattr(layer, leaf)
-        if whole.numel() >= 1 << 31:
-            raise ModelError(
-                "tuning.method = qlora: {name} has {count} numbers on a rank, and bitsandbytes counts to 2 ** 31. "
-                "Divide the experts: parallel.expert.",
-                name=name,
-                count=f"{whole.numel():,}",
-            )
-        small = bnb.Params4bit(whole.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
-        setattr(layer, leaf, mark(small, whole.group_name) if process_group.is_expert_part(whole) else small)
-    if names:
+    leaf = name.rpartition(".")[2]
+    whole = getattr(layer, leaf)
+    if whole.numel() >= 1 << 31:
+        raise ModelError(
+            "tuning.method = qlora: {name} has {count} numbers on a rank, and bitsandbytes counts to 2 ** 31. "
+            "Divide the experts: parallel.expert.",
+            name=name,
+            count=f"{whole.numel():,}",
+        )
+    small = bnb.Params4bit(whole.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
+    setattr(layer, leaf, mark(small, whole.group_name) if process_group.is_expert_part(whole) else small)
+    return small
+
+
+def compute_sorted(model: PreTrainedModel) -> None:
+    """Let a model's experts be computed here, which know of 4 bits, LoRA and other ranks."""
+    if model._can_set_experts_implementation():
         model.set_experts_implementation(SORTED)
 
 

@@ -26,6 +26,7 @@ def load_model(
     dtype: torch.dtype | str | None = None,
     ds_config: dict[str, Any] | None = None,
     own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
+    ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> PreTrainedModel:
     """Load a model from a local directory; nothing in it is executed, nothing is downloaded.
 
@@ -35,6 +36,8 @@ def load_model(
         ds_config: the DeepSpeed dict; with stage 3 a collective: rank 0 reads, every rank keeps its part.
         own: gets the empty model and returns by name which rows of its parameters and stored buffers this process
             needs, and may leave no more of them in the model; None reads all.
+        ready: gets the model and the name of each parameter as soon as it has its values, and may replace it by
+            something smaller before the next one is read.
 
     Returns:
         The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
@@ -50,10 +53,10 @@ def load_model(
     partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
     if partitioned is not None and "tensor_parallel" in partitioned:
         partitioned = None  # AutoTP splits whole layers, and the engine partitions what it has split
-    if directory.architecture_of(config) is None and partitioned is None and own is None:
+    if directory.architecture_of(config) is None and partitioned is None and own is None and ready is None:
         return _load_by_transformers(folder, dtype)
     model, files, layout = _open(folder, config, dtype, partitioned)
-    weights.read_weights(model, files, layout, dtype, own)
+    weights.read_weights(model, files, layout, dtype, own, ready)
     return model
 
 
@@ -134,10 +137,11 @@ def create_model(
     parts: int = 1,
     own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
     head: classifier.Head | None = None,
+    ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> PreTrainedModel:
     """Build the model to train, with room for the vocabulary of `tokenizer`; random weights are the same on every rank.
     `packed`: sequences hold several samples; `parts`: ranks over which each sequence is divided; `head`: what takes the
-    place of the output layer.
+    place of the output layer; `ready`: see `load_model`.
     """
     if config.init is Init.random:
         # Built whole even under stage 3: random models are small, and every stage then starts from the same bits.
@@ -147,7 +151,7 @@ def create_model(
             model = transformers.GlmForCausalLM(glm)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     else:
-        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own)
+        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own, ready=ready)
     _check_vocabulary(model, tokenizer)
     if head is None:
         check_writes(model, config.path)

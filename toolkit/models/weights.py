@@ -245,9 +245,10 @@ def read_weights(
     layout: Layout,
     dtype: torch.dtype | None,
     own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
+    ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> None:
     """Fill the rows of what `own` says, or all; partitioned, a collective: rank 0 reads. `dtype` None keeps the files'
-    own.
+    own; `ready` is called with the name of each parameter that is filled.
     """
     held = _stored_as(model)
     check_weights_fit(model, files, layout)
@@ -271,9 +272,12 @@ def read_weights(
                                 else:
                                     _put(model, target, index, part, rows[target], dtype)
                     advance(num_bytes[name])
-            if partitioned:
+            if ready is not None:
+                for target in targets:
+                    ready(model, target)
+            if partitioned or ready is not None:
                 return_memory()
-    if own is not None:  # a tied head has lost the parameter that was replaced
+    if own is not None or ready is not None:  # a tied head has lost the parameter that was replaced
         model.tie_weights()
         if not any(parameter.is_meta for parameter in model.parameters()):
             compute_buffers(model)

@@ -370,11 +370,7 @@ class _Rank:
         """
         if self.cfg.tuning.method is not schema.TuningMethod.qlora:
             return self.weight * self.all
-        small = sum(
-            math.prod(shape)
-            for name, shape in self.outline.shapes.items()
-            if len(shape) == 2 + is_routed(name) and layer_of(name) >= 0 and name not in self.outline.trained
-        )
+        small = sum(in_4_bits(self.outline))
         stacks = (
             math.prod(shape) for name, shape in self.outline.shapes.items() if len(shape) == 3 and is_routed(name)
         )
@@ -605,6 +601,17 @@ def _sum(first: Parts, second: Parts) -> Parts:
     return dict(Counter(first) + Counter(second))
 
 
+def in_4_bits(outline: Outline) -> list[int]:
+    """Return the numbers of each matrix that QLoRA has in 4 bits: those of layers and of experts that are not
+    trained.
+    """
+    return [
+        math.prod(shape)
+        for name, shape in outline.shapes.items()
+        if len(shape) == 2 + is_routed(name) and layer_of(name) >= 0 and name not in outline.trained
+    ]
+
+
 def heap_bytes(memory: RankMemory) -> int:
     """Return what the heap of a CPU rank keeps beyond its tensors."""
     return int(HEAP_SHARE * sum(size for kind, size in memory.device["step"].items() if kind not in _RESIDENT))
@@ -631,6 +638,9 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
     # What a rank has in host memory before it goes to its device.
     whole = expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
     weights = (4 if cfg.model.init is schema.Init.random else width) * whole.num_parameters
+    if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
+        small = in_4_bits(whole)  # which leave the host one after another
+        weights -= width * (sum(small) - max(small)) - (sum(small) // 2 if machine.on_cpu else 0)
     if cfg.model.init is not schema.Init.random and cfg.zero.stage == 3:
         rows, columns = outline.vocabulary
         weights = width * max(rows * columns, outline.num_parameters // machine.world_size)

@@ -620,7 +620,11 @@ def build_engine(
     elif mesh.expert > 1:
         own = partial(experts.divide, ranks=mesh.expert)
     head = language_data.head_of(cfg, data)
-    model = load.create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head)
+    # Each layer as soon as it is read: a model in 16 bits need not fit into host memory.
+    ready = adapters.quantize_layer if cfg.tuning.method is TuningMethod.qlora else None
+    model = load.create_model(
+        cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head, ready
+    )
     without_liger = layers.apply_liger(model, cfg.kernels)
     model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), loss.routers_of(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
