@@ -123,6 +123,14 @@ def test_losses_are_those_of_a_plain_loop(name: str, folder: Path, rows_file: Pa
     assert furthest(eval_losses(folder / "runs" / name), validation) < TOLERANCE
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["glm", "flash", "deepseek", "gpt-oss", "mixtral"])
+def test_servers_are_fed_what_was_trained(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers, which imports nothing of ours: prompts, logits, tokens that end answers, config."""
+    assert main(["verify-serving", str(folder / "runs" / name), "programs=none"]) == 0
+    assert "logits" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_losses_are_those_of_whole_layers(name: str, folder: Path) -> None:
     mine, theirs = (rows_of(folder / "runs" / run) for run in (name, f"{name}-whole"))
