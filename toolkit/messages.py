@@ -233,6 +233,10 @@ class CheckpointError(ToolkitError):
     exit_code = 74
 
 
+class OtherFormat(CheckpointError):
+    """A checkpoint was written by another version of the toolkit; it may be whole."""
+
+
 class ProofDiffers(CheckpointError):
     """Logits are not those of the save but for rounding, though they may well be of the same weights."""
 

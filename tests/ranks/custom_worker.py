@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import convert_worker
 import pytest
 import torch
 from torch import nn
@@ -116,6 +117,12 @@ TASKS: dict[str, Callable[[list[str]], Path]] = {
     ),
     "stream": lambda words: train(plain, Stream(), squares, words=words),
     "itself": lambda words: train(plain, Stream(itself=True), squares, shards_itself=True, words=words),
+    "converted": lambda words: train(
+        lambda: convert_worker.net_of(words[1].rpartition("=")[2]),
+        convert_worker.Samples(),
+        convert_worker.squares,
+        words=words,
+    ),
     "cifar10": lambda words: example("cifar10")(words),
     "encoder": lambda words: example("encoder")(words),
 }

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.disk import flush, sha256, unused_path
-from toolkit.messages import CheckpointError, clauses, say, tr, warn
+from toolkit.messages import CheckpointError, OtherFormat, clauses, say, tr, warn
 
 LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""
@@ -60,7 +60,7 @@ def weights_only(checkpoints: Path) -> list[Path]:
 
 def newest_complete(checkpoints: Path) -> Path | None:
     """Return the newest intact checkpoint; every byte is read, and a damaged one is renamed, with a warning.
-    PermissionError if this user may not read the newest one.
+    PermissionError if this user may not read the newest one, OtherFormat if another version wrote it.
     """
     for folder in published_checkpoints(checkpoints):
         wrong = manifest_problems(folder)
@@ -273,32 +273,39 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping
     flush(path)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest; CheckpointError if none can be read, PermissionError says nothing about it."""
+def read_manifest(folder: Path, known: int = FORMAT) -> dict[str, Any]:
+    """Return a checkpoint's manifest; CheckpointError if none can be read, OtherFormat if it is of another format than
+    `known`; PermissionError says nothing about it.
+    """
     try:
         found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
-            raise ValueError(tr("its manifest lists no files"))
+        if not isinstance(found, dict) or [type(found.get(key)) for key in ("files", "format")] != [dict, int]:
+            raise ValueError(tr("its manifest lists no files, or has no format"))
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
         raise CheckpointError(
             "{folder} is not a complete checkpoint: {reason}.", folder=folder, reason=_why(error)
         ) from None
-    if found.get("format") != FORMAT:
-        raise CheckpointError(
-            "{folder} was written by another version of this toolkit (format {found}, here {known}).",
+    if found.get("format") != known:
+        raise OtherFormat(
+            "{folder} was written by another version of this toolkit (format {found}, here {known}). Format 1 can be "
+            "converted:  toolkit convert-checkpoint {folder} output=DIR",
             folder=folder,
             found=found.get("format"),
-            known=FORMAT,
+            known=known,
         )
     return found
 
 
-def manifest_problems(folder: Path) -> list[str]:
-    """Return what is wrong with a checkpoint; reads every byte. PermissionError: may be whole, do not set aside."""
+def manifest_problems(folder: Path, known: int = FORMAT) -> list[str]:
+    """Return what is wrong with a checkpoint of a format; reads every byte. PermissionError, OtherFormat: it may be
+    whole, do not set it aside.
+    """
     try:
-        files = read_manifest(folder)["files"]
+        files = read_manifest(folder, known)["files"]
+    except OtherFormat:
+        raise
     except CheckpointError as error:
         return [str(error)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
@@ -369,11 +376,25 @@ class RunState:
     config: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program's checkpoint was converted, which tells nothing but the step."""
+        return not self.config
+
     def write(self, folder: Path) -> Path:
         """Write it into a checkpoint and return the file."""
         path = folder / STATE
         path.write_text(json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return path
+
+
+def foreign_text(checkpoint: Path) -> str:
+    """Return what starts again where another program's checkpoint is resumed."""
+    return tr(
+        "{folder} comes from another program: weights, optimizer states, loss scale and step count are taken over. "
+        "Data order, random states and token counts start again, and the learning rate is the recipe's at that step.",
+        folder=checkpoint,
+    )
 
 
 def read_run_state(folder: Path) -> RunState:

@@ -257,7 +257,15 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> 
 
 
 def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) -> None:
-    part = process_group.part_of(piece.parameter)
+    part, shape = process_group.part_of(piece.parameter), process_group.full_shape(name, piece.parameter)
+    if (saved := tuple(found.facts.get(name, {}).get("shape", shape))) != shape:
+        raise CheckpointError(
+            "{folder} holds {name} as {saved}, and the model has {shape}: it is of another model.",
+            folder=found.folder,
+            name=name,
+            saved=saved,
+            shape=shape,
+        )
     numbers, states = found.numbers(name), set() if bound else found.states(name)
     flat.state.update(numbers)
     if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
@@ -289,7 +297,7 @@ def _restore_stored(held: Held, found: Fragments) -> None:
 
 COUNTS = "engine.json"
 """File of what the engine counts: steps, the schedule's place, the loss scale."""
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What of a dynamic loss scaler changes while training."""
 
 
@@ -310,7 +318,7 @@ def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
         "skipped_steps": engine.skipped_steps,
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
         "group_step": first.get("step"),
-        "loss_scaler": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)},
+        "loss_scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
     }
 
 

@@ -13,8 +13,8 @@ from toolkit.messages import ConfigError, current_language, did_you_mean, joined
 COMMANDS = (
     *("train", "launch", "sweep", "rounds", "autotune", "prove", "new", "check", "recipes", "models", "plan"),
     *("prepare", "show", "export-config", "import-config", "eval", "generate", "chat", "serve", "export-model"),
-    *("verify", "replay", "verify-serving", "hostfile", "doctor", "report", "data-report", "board", "bench"),
-    "completion",
+    *("convert-checkpoint", "verify", "replay", "verify-serving", "hostfile", "doctor", "report", "data-report"),
+    *("board", "bench", "completion"),
 )
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""

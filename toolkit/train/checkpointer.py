@@ -430,15 +430,29 @@ def starting_state(cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, so
     if source.checkpoint is None:
         trim_metrics(source.folder, 0)
         return directory.RunState(**same)
-    state = directory.read_run_state(source.checkpoint)
-    _check_layout(state, config, ranks.world_size)
-    changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
+    state, changed = directory.read_run_state(source.checkpoint), list[str]()
+    if state.is_foreign:
+        _check_foreign(source.checkpoint, cfg.optim.name)
+    else:
+        _check_layout(state, config, ranks.world_size)
+        changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     if source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
     say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
     if changed:
         say(tr("Changed since then:") + "\n" + "\n".join(changed))
     return replace(state, **same)
+
+
+def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
+    if not rule_tables.OPTIMIZERS[optimizer].is_adam:
+        raise ConfigError(
+            "the checkpoint {folder} holds Adam's states, not those of optim.name = {name}. Set optim=adamw, or train "
+            "its weights from the start.",
+            folder=checkpoint,
+            name=optimizer.value,
+        )
+    say(directory.foreign_text(checkpoint))
 
 
 def _check_layout(saved: directory.RunState, config: Mapping[str, Any], world_size: int) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from toolkit.checkpoint import state_files
+from toolkit.checkpoint import directory, state_files
 from toolkit.config import mesh, schema
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
@@ -416,6 +416,8 @@ class CustomTask(task.Task):
     def check_checkpoint(self, checkpoint: Path) -> None:
         """Reject a checkpoint whose parameters have other names or shapes."""
         file = checkpoint / save.MODEL_DIR / CUSTOM_CARD
+        if directory.read_run_state(checkpoint).is_foreign:  # loading compares names and shapes
+            return
         saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"model": "?", "digest": ""}
         if saved["digest"] != self.card["digest"]:
             raise ConfigError(

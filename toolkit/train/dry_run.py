@@ -85,9 +85,9 @@ def choose_layout(
     state = None
     if (checkpoint := origin.checkpoint) is not None:
         state = on_rank0(lambda: directory.read_run_state(checkpoint))
-    before = state.config if state is not None and state.world_size == ranks.world_size else None
+    before = state.config if state is not None and state.world_size == ranks.world_size else {}
     # Not where another global batch (`checkpoint.allow_changes`) cannot be divided in that way.
-    if before is not None and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
+    if before and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
         return layouts.with_layout(
             cfg,
             before["zero"]["stage"],
@@ -501,7 +501,7 @@ def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: run_dir.RunSource) 
     """Return the micro-batch that the run began with; 0 if it begins now, or so many ranks cannot have that one."""
     if origin.checkpoint is None:
         return 0
-    rows = int(directory.read_run_state(origin.checkpoint).config["batch"]["micro_per_gpu"])
+    rows = int(directory.read_run_state(origin.checkpoint).config.get("batch", {}).get("micro_per_gpu", 0))
     return rows if rows in mesh.micro_sizes(cfg, ranks.world_size) else 0
 
 
