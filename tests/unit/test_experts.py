@@ -106,6 +106,38 @@ def test_lora_of_experts_computes_what_peft_does(name: str, tmp_path: Path) -> N
             assert not torch.allclose(plain(ids).logits, theirs(ids).logits, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe", "glm4_moe_lite"])
+def test_a_router_is_trained_beside_lora(name: str, tmp_path: Path) -> None:
+    """`save_modules`: its gradients are those of peft's own copy, with which it computes; nothing else's change."""
+    folder = write(tmp_path / name, name)
+    attention = "q_b_proj" if name == "glm4_moe_lite" else "q_proj"
+    words = [f"tuning.target_modules=[{attention}]", "tuning.rank=2", "tuning.save_modules=[mlp.gate]"]
+    ours, theirs = (load_model(folder, dtype=torch.float32).train() for _ in range(2))
+    tuning = load(["recipe=quickstart", "model=hf", "tuning=lora", *words]).cfg.tuning
+    apply_tuning(ours, tuning, folder, None, 1)  # type: ignore[arg-type]
+    config = LoraConfig(r=2, lora_alpha=tuning.alpha, target_modules=[attention], modules_to_save=["mlp.gate"])
+    inject_adapter_in_model(config, theirs, adapter_name=ADAPTER)
+    assert trained_names(ours) == trained_names(theirs)
+    routers = [key for key in trained_names(ours) if key.endswith("mlp.gate.modules_to_save.default.weight")]
+    ids = torch.randint(0, 900, (2, 12), generator=torch.Generator().manual_seed(2))
+    theirs.load_state_dict(ours.state_dict())
+    found = []
+    for model in (ours, theirs):
+        with torch.no_grad():  # what is computed with is the copy
+            for key in routers:
+                weight = model.get_parameter(key)
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+        found.append(model(ids, use_cache=False).logits)
+        found[-1].square().mean().backward()
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+    plain = load_model(folder, dtype=torch.float32)(ids).logits
+    assert routers and not torch.allclose(plain, found[0], atol=1e-3)
+    for key in trained_names(ours):
+        mine, expected = ours.get_parameter(key).grad, theirs.get_parameter(key).grad
+        torch.testing.assert_close(mine, expected, atol=1e-7, rtol=1e-4)
+        assert key not in routers or mine.abs().max() > 0
+
+
 @pytest.mark.parametrize("words", ["tuning.dropout=0.1", "tuning.dora=true"])
 def test_what_peft_has_for_linear_layers_alone(words: str, tmp_path: Path) -> None:
     model = load_model(write(tmp_path / "m", "qwen3_moe"))

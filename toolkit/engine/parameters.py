@@ -40,7 +40,7 @@ def gathered_parameters(
         yield name, value
     stored = module.state_dict(keep_vars=True)
     for name, buffer in module.named_buffers():
-        if name in stored and only is None:
+        if name in stored and (only is None or name in only):
             yield name, buffer.detach().to("cpu", copy=True) if is_rank0 else torch.empty(0)
 
 

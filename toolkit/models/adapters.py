@@ -491,13 +491,16 @@ def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return by what name an adapter's file holds each trained parameter."""
+    """Return by what name an adapter's file holds each trained parameter; and what else a module that is saved whole
+    has, such as the bias of GLM's routers, without which peft does not load it.
+    """
     names, method = trained_names(model), model.tuned.method
     if method is TuningMethod.ptuning_v2:
         return {name: f"transformer.{name}" for name in names}
     if method is TuningMethod.prompt:
         return {_SOFT_PROMPT: _PROMPT}
-    stand_ins = {name: torch.empty(0) for name in names}
+    copies = [name for name in model.state_dict(keep_vars=True) if f".modules_to_save.{ADAPTER}." in name]
+    stand_ins = {name: torch.empty(0) for name in dict.fromkeys((*names, *copies))}
     name_of = {id(value): name for name, value in stand_ins.items()}
     # Else it would ask a hub for the base's config.
     found = get_peft_model_state_dict(model, stand_ins, ADAPTER, save_embedding_layers=False)
@@ -635,10 +638,10 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) -> None:
     """Give an adapter's parameters their values; all of them, and nothing else."""
-    stored = stored_names(model)
+    stored, own = stored_names(model), model.state_dict(keep_vars=True)
     wrong = sorted({*values} ^ {*stored.values()})
     for name, stored_name in stored.items():
-        parameter, value = model.get_parameter(name), values.get(stored_name)
+        parameter, value = own[name], values.get(stored_name)
         expected = process_group.full_shape(name, parameter)
         if value is not None and value.shape != as_stored(name, torch.empty(expected, device="meta")).shape:
             wrong.append(f"{stored_name} {tuple(value.shape)} != {expected}")
