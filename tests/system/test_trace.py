@@ -31,3 +31,20 @@ def test_the_plan_is_no_less_than_what_is_traced(words: list[str], tmp_path: Pat
     """Under ZeRO-3 it counts as many gathered weights as the settings allow, which is more than there are."""
     found = traced(tmp_path, *words)
     assert found["ratio"] > 1 - OFF and found["difference"] == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=glm45_air_lora", "gpus=4xH100", "batch.micro_per_gpu=4"],
+        ["recipe=glm45_air_lora", "gpus=8xH100"],
+        ["recipe=glm47_flash", "gpus=8xH100"],
+    ],
+)
+def test_mixtures_take_what_is_planned(words: list[str], tmp_path: Path) -> None:
+    """With experts divided; how many tokens a rank gets is the plan's assumption in both."""
+    output = tmp_path / "plan.json"
+    assert main(["plan", *words, "trace=true", f"output={output}"]) == 0
+    found = json.loads(output.read_text())["trace"]
+    assert abs(found["ratio"] - 1) < 0.1 and found["difference"] == ""
+    assert any("alltoall" in one[0] for one in found["ranks"][0]["collectives"])

@@ -82,3 +82,10 @@ def test_what_is_measured_is_the_formula(kind: str, tmp_path: Path) -> None:
     for width, dtype in ((2, torch.bfloat16), (4, torch.float32)):
         expected = sum(layer_bytes(tuned(*known, TuningConfig()), Rows(1, LENGTH), width, 1).values()) / LENGTH
         assert measured["sizes"][f"saved_{width}"] == saved_by_layer(tmp_path, dtype) == expected
+    for drops in (0.0, 0.1):
+        lora = TuningConfig(method=TuningMethod.lora, target_modules=["q_proj", "v_proj"], dropout=drops)
+        found = tuned(known[0], known[1] | measured["sizes"], lora)
+        one, other = (
+            sum(layer_bytes(it, Rows(1, LENGTH), 2, 1, drops).values()) for it in (found, tuned(*known, lora))
+        )
+        assert one == other

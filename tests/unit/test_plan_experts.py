@@ -14,11 +14,19 @@ from toolkit.jobs.check import check_recipe
 from toolkit.messages import ConfigError
 from toolkit.models.adapter_settings import taken_for_experts
 from toolkit.models.outline import outline as measured
-from toolkit.plan.layouts import evaluate_layout, plan_json, plan_lines
+from toolkit.plan.layouts import (
+    evaluate_layout,
+    expert_sizes,
+    fastest,
+    layouts,
+    overrides,
+    plan_json,
+    plan_lines,
+)
 from toolkit.plan.machine import parse_machine
-from toolkit.plan.memory import plan_host, plan_rank
-from toolkit.plan.outline import Outline, dispatched_bytes, expert_part, is_routed, outline_of, tuned
-from toolkit.plan.speed import Rates, formula, step_time
+from toolkit.plan.memory import Rows, layer_bytes, plan_host, plan_rank, routed_bytes
+from toolkit.plan.outline import BUSIEST, Outline, dispatched_bytes, expert_part, is_routed, outline_of, tuned
+from toolkit.plan.speed import Rates, assumed, formula, step_time
 
 MACHINE = parse_machine("8xA100-80GB", 1, "1TB")
 RATES = Rates(flops=1e12, link=1e9, memory=1e12)
@@ -110,6 +118,53 @@ def test_what_is_sent_between_the_ranks_that_divide_experts(tmp_path: Path) -> N
     gradients = 3 * 2 * (routed / 4 * 1 / 2 - routed * 7 / 8)  # of a rank's experts, over the two that have the same
     assert apart.communication - together.communication == pytest.approx((sent + gradients) / RATES.link)
     assert apart.compute == together.compute
+
+
+@pytest.mark.parametrize("way", ["full", "lora", "lora of experts"])
+def test_tokens_of_other_ranks_count(way: str, tmp_path: Path) -> None:
+    """What comes is BUSIEST times what is sent: each row with gates, ups and their product, and what is trained."""
+    whole, tokens, chosen, hidden, inner = mixture("qwen3_moe", tmp_path, TUNING[way]), 64, 2, 32, 16
+    part, rows, width = expert_part(whole, 2), Rows(1, tokens), 2
+    more = int(tokens * chosen * (BUSIEST - 1) * (3 * inner + (inner + hidden) * (way == "full")) * width)
+    sent, received = tokens * chosen, tokens * chosen * BUSIEST
+    assert routed_bytes(whole, rows, width) == (0, sent * hidden * (8 + width))
+    assert routed_bytes(part, rows, width) == (more, sent * hidden * (8 + width))
+    assert routed_bytes(part, rows, 4)[1] == (sent + 2 * received) * hidden * 4  # both copies of what comes
+    apart, together = (layer_bytes(one, rows, width, 0) for one in (part, whole))
+    assert apart["experts"] == more and "experts" not in together
+    rank = {"full": 0, "lora": 0, "lora of experts": 3}[way]
+    for one, times in ((apart, received), (together, sent)):  # both matrices' rows, and their product with a factor
+        of_experts = times * (hidden + inner + 2 * rank) if rank else 0
+        attention = {"full": 0, "lora": 3 * 8 + hidden, "lora of experts": 3 + hidden}[way]
+        assert one.get("lora", 0) == width * (of_experts + tokens * attention)
+    assert apart["layers"] == tokens * whole.sizes["saved_2" if way == "full" else "frozen_2"]
+    assert whole.sizes["frozen_2"] < whole.sizes["saved_2"]
+
+
+def test_layouts_of_experts_are_candidates(tmp_path: Path) -> None:
+    """Where a layer's weights are much to gather, experts over ranks are the fastest; dense models have none."""
+    shapes = {f"model.layers.{n}.mlp.experts.gate_up_proj": (64, 2 * 1500, 4096) for n in range(40)}
+    shapes |= {f"model.layers.{n}.mlp.experts.down_proj": (64, 4096, 1500) for n in range(40)}
+    shapes |= {f"model.layers.{n}.self_attn.q_proj.weight": (4096, 4096) for n in range(40)}
+    shapes["lm_head.weight"] = (1000, 4096)
+    sizes = mixture("qwen3_moe", tmp_path, TuningConfig()).sizes
+    sizes |= {"layers": 40, "hidden": 4096, "inner": 1500, "expert_inner": 1500, "experts": 64, "chosen": 8}
+    outline = tuned(shapes, sizes, TuningConfig(method=TuningMethod.lora, target_modules=["q_proj"]))
+    cfg, rates = config("tuning=lora", "precision=bf16", "zero=stage3"), assumed(MACHINE, "bf16")
+    found = list(layouts(outline, cfg, MACHINE, rates))
+    assert {one.cfg.parallel.expert for one in found} == {1, 2, 4, 8}
+    assert all(one.cfg.zero.stage in (1, 2) for one in found if one.cfg.parallel.expert > 1)
+    best = fastest(found)
+    assert best is not None and overrides(cfg, best.cfg)[:2] == ["parallel.expert=2", "zero.stage=1"]
+    gathered = [one for one in found if one.cfg.zero.stage == 3 and one.fits]
+    assert min(one.time.communication for one in gathered) > best.time.communication
+    assert not any(one.time.overlapped for one in gathered)  # one layer's experts are more than may be there at once
+    text = "\n".join(plan_lines(outline, MACHINE, rates, found[0], found))
+    assert "ZeRO 2, experts over 2 ranks" in text and "ZeRO 2, experts over 4 ranks" not in text
+    assert "1.5 times" in text
+    dense = tuned(shapes, {**sizes} | {"chosen": 0}, TuningConfig())
+    del dense.sizes["chosen"]
+    assert expert_sizes(dense, 8) == [1]
 
 
 def test_answers_cache_what_latent_attention_keeps(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import children, terminal
-from toolkit.config import mesh, schema
+from toolkit.config import schema
 from toolkit.messages import ConfigError, current_language, say, tr
 from toolkit.plan import layouts
 from toolkit.plan.machine import GIB, Machine
@@ -23,7 +23,7 @@ def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
     """Refuse what the trace does not follow; a ConfigError names it."""
     zero = cfg.zero
     kept = {
-        "parallel": mesh.model_ranks(cfg) > 1,
+        **{f"parallel.{name}": getattr(cfg.parallel, name) > 1 for name in ("tensor", "sequence", "pipeline")},
         "zero.offload_optimizer": zero.offload_optimizer.device is not schema.Device.none,
         "zero.offload_param": zero.offload_param.device is not schema.Device.none,
         "tuning.method": cfg.tuning.method not in _METHODS or bool(cfg.tuning.adapter),

@@ -96,7 +96,8 @@ def keep(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str,
         module, _, leaf = name.rpartition(".")
         layer, size = model.get_submodule(module), whole.size(0) // ranks
         stored[name] = slice(rank * size, (rank + 1) * size)
-        setattr(layer, leaf, mark(nn.Parameter(whole.data[stored[name]], requires_grad=whole.requires_grad), group))
+        own = whole.data[stored[name]].clone()  # or what others have would stay, too
+        setattr(layer, leaf, mark(nn.Parameter(own, requires_grad=whole.requires_grad), group))
         layer.num_experts, layer.expert_group = size, group
     model.set_experts_implementation(SORTED)
     return stored
@@ -220,11 +221,12 @@ def _forward(
     """
     choices, own = top_k_index.size(-1), self.num_experts
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    rows = hidden_states[order // choices]
+    token = order // choices
+    # Rows have no name here: they are freed where they have been copied.
     if (group := getattr(self, "expert_group", None)) is None:
-        computed = _compute(self, rows, _Groups(_count(chosen, own)), chosen)
+        computed = _compute(self, hidden_states[token], _Groups(_count(chosen, own)), chosen)
     else:
-        computed = _compute_elsewhere(self, rows, chosen, group)
+        computed = _compute_elsewhere(self, hidden_states[token], chosen, group)
     of_tokens = computed[order.argsort()].view(-1, choices, computed.size(-1)) * top_k_weights.unsqueeze(-1)
     return of_tokens.sum(dim=1).to(hidden_states.dtype)
 
@@ -257,14 +259,21 @@ def _compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor, name
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
     received = received.view(ranks, own)
-    sent, came = torch.stack((counts.view(ranks, own).sum(1), received.sum(1))).tolist()  # the host waits here
+    sent, came = rows_exchanged(counts.view(ranks, own), received)
     rows = _Exchange.apply(rows, sent, came, group)  # [N, H], by rank and expert
     expert = torch.arange(own, device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
     place = expert.argsort(stable=True)
-    computed = _compute(self, rows[place], _Groups(received.sum(0)), expert[place])
-    back: torch.Tensor = _Exchange.apply(computed[place.argsort()], came, sent, group)
+    rows = rows[place]
+    rows = _compute(self, rows, _Groups(received.sum(0)), expert[place])
+    back: torch.Tensor = _Exchange.apply(rows[place.argsort()], came, sent, group)
     return back
+
+
+def rows_exchanged(counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Return how many rows go to each rank and come from it, of those for each of their and our experts [P, own]."""
+    sent, came = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host waits here
+    return sent, came
 
 
 def _compute(self: Any, rows: torch.Tensor, groups: _Groups, expert: torch.Tensor) -> torch.Tensor:

@@ -31,9 +31,11 @@ class _Fused(torch.autograd.Function):
         return result
 
 
-def saved_by_layer(folder: Path, dtype: torch.dtype) -> int:
-    """Return the bytes per token that one layer keeps for the backward pass, all of it being trained."""
-    one, two = (_saved(folder, layers, dtype) for layers in (_LAYERS, 2 * _LAYERS))
+def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int:
+    """Return the bytes per token that one layer keeps for the backward pass, all of it being trained; or nothing but
+    what comes before it.
+    """
+    one, two = (_saved(folder, layers, dtype, trains) for layers in (_LAYERS, 2 * _LAYERS))
     return (two - one) // (_LAYERS * _LENGTH)
 
 
@@ -58,13 +60,15 @@ def outline(folder: Path) -> dict[str, Any]:
             "norms": 2,
             "logits_change": int(any(getattr(text, name, None) not in (None, 1.0) for name in _AFTER_THE_HEAD)),
             "rotary": size,
-            "saved_2": saved_by_layer(folder, torch.bfloat16),
-            "saved_4": saved_by_layer(folder, torch.float32 if dense else torch.bfloat16) * (1 if dense else 2),
+            "saved_2": (saved := saved_by_layer(folder, torch.bfloat16)),
+            "saved_4": saved_by_layer(folder, torch.float32) if dense else 2 * saved,
+            "frozen_2": (frozen := saved_by_layer(folder, torch.bfloat16, trains=False)),
+            "frozen_4": saved_by_layer(folder, torch.float32, trains=False) if dense else 2 * frozen,
         },
     }
 
 
-def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
+def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     text.num_hidden_layers = layers
@@ -75,6 +79,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype) -> int:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).train()
     if any("expert" in name for name, _ in model.named_parameters()):
         model.set_experts_implementation("grouped_mm")  # the other ways look at values, and here are none
+    model.requires_grad_(trains).get_input_embeddings().requires_grad_()
     own = [one.untyped_storage() for one in (*model.parameters(), *model.buffers())]
     known = {id(storage) for storage in own}
     kept: dict[int, torch.UntypedStorage] = {}

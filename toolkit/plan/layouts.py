@@ -1,5 +1,6 @@
 """All layouts of a run on some machines: which fit, which is the fastest; as text and as JSON. No torch."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from toolkit.config.schema import Device, Init, RunConfig, get_value
 from toolkit.messages import listed, read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import Parts, RankMemory, checkpoint_bytes, export_bytes, longest_rows, plan_host, plan_rank
-from toolkit.plan.outline import MIXTURES, Outline, active_line
+from toolkit.plan.outline import BUSIEST, MIXTURES, Outline, active_line
 from toolkit.plan.speed import Rates, StepTime, step_time
 from toolkit.terminal import text_table
 
@@ -32,6 +33,7 @@ _BEYOND = (
 )
 """What goes beyond ZeRO's stages: switched off where it does not go with a choice."""
 _CHOSEN = (
+    "parallel.expert",
     "zero.stage",
     "zero.offload_optimizer.device",
     "zero.offload_param.device",
@@ -70,6 +72,8 @@ class Layout:
             words.append(tr("optimizer states on {device}", device=zero.offload_optimizer.device.value))
         if zero.offload_param.device is not Device.none:
             words.append(tr("weights on {device}", device=zero.offload_param.device.value))
+        if (size := self.cfg.parallel.expert) > 1:
+            words.append(tr("experts over {size} ranks", size=size))
         if self.cfg.train.activation_checkpointing.enabled:
             words.append(tr("activation checkpointing"))
         return listed(*words)
@@ -85,14 +89,24 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
 
 
 def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
-    """Yield all layouts that keep the global batch: stages, offloading, activation checkpointing, micro-batches."""
+    """Yield all layouts that keep the global batch: over how many ranks experts are divided, stages, offloading,
+    activation checkpointing, micro-batches.
+    """
     sizes = [size for size in mesh.micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
-    for (stage, optimizer, parameters), recomputes, micro in product(LAYOUTS, (False, True), sizes):
+    experts = expert_sizes(outline, machine.world_size)
+    for expert, (stage, optimizer, parameters), recomputes, micro in product(experts, LAYOUTS, (False, True), sizes):
         other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
+        other.parallel.expert = expert
         if other.zero.zero_hpz_partition_size > machine.ranks:  # a copy over several nodes would save no traffic
             other.zero.zero_hpz_partition_size = mesh.largest_divisor(machine.world_size, machine.ranks)
         if not _is_contradictory(other):
             yield evaluate_layout(outline, other, machine, rates)
+
+
+def expert_sizes(outline: Outline, world_size: int) -> list[int]:
+    """Return over how many of some ranks the experts of a model can be divided; [1] if its FLOPs are not known."""
+    count = outline.sizes["experts"] if "chosen" in outline.sizes else 1
+    return [size for size in range(1, math.gcd(count, world_size) + 1) if math.gcd(count, world_size) % size == 0]
 
 
 def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
@@ -176,6 +190,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         advice = tr("The fastest that fits: {words}", words=" ".join(changes))
     else:
         advice = tr("The fastest that fits is the recipe as it is.")
+    divides = any(one.cfg.parallel.expert > 1 for one in (mine, *found))
     return [
         _head(outline, mine, machine, cfg.model.name or cfg.model.path),
         *active_line(outline),
@@ -207,7 +222,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         advice,
         *(_kept_line(cfg, best, found) if best else ()),
         *_leanest_line(found),
-        *(f"  {note}" for note in _unknown(mine, machine, rates)),
+        *(f"  {note}" for note in _unknown(mine, machine, rates, divides)),
     ]
 
 
@@ -263,7 +278,7 @@ def _leanest_line(found: Sequence[Layout]) -> list[str]:
     return [text]
 
 
-def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
+def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
     zero = mine.cfg.zero
     notes = (
         (not machine.host_bytes, tr("host_memory= is not given: whether the host's memory is enough is not judged.")),
@@ -274,6 +289,10 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates) -> list[str]:
         (
             Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device),
             tr("NVMe: the disk's speed is not known, so neither is the time of an update."),
+        ),
+        (
+            divides,
+            tr("Divided experts: the memory of a rank that gets {times} times its share of tokens.", times=BUSIEST),
         ),
         (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
         (True, tr("Not counted: pages of the tokenized data (they give way), and other programs.")),
@@ -375,15 +394,21 @@ def layout_numbers(layout: Layout) -> dict[str, Any]:
 
 
 def _layout_table(found: Sequence[Layout]) -> list[str]:
-    """Return of each layout the fastest micro-batch that fits, or the leanest where none does; the fastest first."""
-    groups: dict[str, list[Layout]] = {}
+    """Return of each layout the micro-batch, and division of experts, that is the fastest to fit, or the leanest where
+    none fits; the fastest first.
+    """
+    groups: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in found:
-        groups.setdefault(layout.name, []).append(layout)
+        cfg = layout.cfg
+        places = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
+        recomputes, divides = cfg.train.activation_checkpointing.enabled, cfg.parallel.expert > 1
+        groups.setdefault((*places, recomputes, divides), []).append(layout)
     rows = []
-    for name, layouts in groups.items():
+    for layouts in groups.values():
         fitting = [layout for layout in layouts if layout.fits]
-        best = min(fitting, key=lambda one: one.time.seconds, default=None)
-        rows.append((name, best or min(layouts, key=lambda one: one.peak)))
+        fast = min(fitting, key=lambda one: one.time.seconds, default=None)
+        best = fast or min(layouts, key=lambda one: one.peak)
+        rows.append((best.name, best))
     rows.sort(key=lambda row: (not row[1].fits, row[1].time.seconds if row[1].fits else row[1].peak))
     return layout_table(tr("layout"), rows)
 

@@ -21,8 +21,9 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from toolkit.config import mesh, rule_tables, schema
+from toolkit.plan import outline as outlines
 from toolkit.plan.machine import GIB, Machine
-from toolkit.plan.outline import Outline, expert_part, is_routed, layer_of, rank_part, stage_outlines, zero_groups
+from toolkit.plan.outline import Outline, is_routed, layer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,58 @@ def saved_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) 
 
 def layer_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float = 0.0) -> dict[str, int]:
     """Return the same of one layer. Arguments as above."""
-    if f"saved_{width}" in outline.sizes:  # measured on the whole model in training, whatever is trained of it
-        return {"layers": outline.sizes[f"saved_{width}"] * rows.tokens}
+    if f"saved_{width}" in outline.sizes:
+        return _measured_bytes(outline, rows, width, layer, dropout)
     return dict((_V1 if outline.is_v1 else _Dense)(outline, rows, width, layer, dropout).bytes)
+
+
+def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> dict[str, int]:
+    """Return the same of a model that was measured on equally many tokens for each expert: all of it being trained, or
+    with LoRA none of it, and what LoRA keeps besides: a rank's output and the input of each matrix, but one input for
+    all of a module that are as wide.
+    """
+    if not outline.targets or rows.keeps_inputs:
+        routed = routed_bytes(outline, rows, width)[0]
+        return {"layers": outline.sizes[f"saved_{width}"] * rows.tokens, **({"experts": routed} if routed else {})}
+    inputs: dict[tuple[str, int], int] = {}
+    kept: Counter[str] = Counter({"layers": outline.sizes[f"frozen_{width}"] * rows.tokens})
+    for name in outline.targets:
+        if layer_of(name) != layer:
+            continue
+        factor, count = outline.shapes[f"{name}.lora_A.default.weight"], 1.0
+        rank = factor[0]
+        if is_routed(name):
+            rank, count = factor[0] // outline.sizes["experts"], _rows_of_experts(outline, 1)[1]
+        kept["lora"] += int(rows.tokens * count * width * rank)
+        is_apart = dropout > 0  # each has its own input, and which of its numbers are left
+        key = (name if is_apart else name.rpartition(".")[0], factor[1])
+        inputs[key] = int(rows.tokens * count * factor[1] * (width + is_apart * (width if rows.on_cpu else 1)))
+    kept["lora"] += sum(inputs.values())
+    kept["experts"] += routed_bytes(outline, rows, width)[0]
+    return {kind: size for kind, size in kept.items() if size}
+
+
+def _rows_of_experts(outline: Outline, tokens: int) -> tuple[int, float]:
+    """Return of how many rows a rank's tokens are for experts, and how many its own experts get."""
+    sent = tokens * outline.sizes["chosen"]
+    return sent, sent * (outlines.BUSIEST if outline.sizes.get("expert_ranks", 1) > 1 else 1)
+
+
+def routed_bytes(outline: Outline, rows: Rows, width: int) -> tuple[int, int]:
+    """Return what the routed experts of a layer keep beyond what was measured, and what more is there at one moment.
+
+    R rows are sent and N come (`BUSIEST`), of H numbers; I are an expert's inner width. Kept are N gates, ups and
+    activated gates, if experts are trained also their inputs and what goes into the second matrix. At one moment: the
+    received rows, and again in the order of their experts, beside those that are sent; or in the backward pass two
+    gradients in float32 and one in the rows' type, as routers weigh in float32.
+    """
+    if "chosen" not in outline.sizes:
+        return 0, 0
+    hidden, inner = outline.sizes["hidden"], outline.sizes["expert_inner"]
+    sent, received = _rows_of_experts(outline, rows.tokens)
+    kept = 3 * inner + (hidden + inner if not outline.targets else 0)
+    moment = max(sent * hidden * (8 + width), (sent + 2 * received) * hidden * width)
+    return int((received - sent) * kept * width), int(moment)
 
 
 def _statistic(rows: Rows, width: int) -> int:
@@ -260,11 +310,13 @@ class RankMemory:
 def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
     """Return the memory of one rank on the longest rows that the config allows; of CPU ranks the host's is in it."""
     if (stages := cfg.parallel.pipeline) == 1:
-        return _Rank(rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
+        return _Rank(outlines.rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
     # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
     held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
-    parts = zip(stage_outlines(outline, stages), held, strict=True)
-    found = [_Rank(rank_part(part, cfg), cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in parts]
+    parts = (outlines.rank_part(part, cfg) for part in outlines.stage_outlines(outline, stages))
+    found = [
+        _Rank(part, cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in zip(parts, held, strict=True)
+    ]
     peaks = tuple(one.peak(one.worst) for one in found)
     return replace(found[peaks.index(max(peaks))], stages=peaks)
 
@@ -298,7 +350,7 @@ class _Rank:
         self.outline, self.cfg, self.world, self.on_cpu, self.in_flight = outline, cfg, world, on_cpu, in_flight
         self.all, self.trained = outline.num_parameters, outline.num_trained  # P, X
         self.ranks = world // (cfg.parallel.pipeline * cfg.parallel.tensor)  # N, with equal parameters
-        groups = zero_groups(outline, self.ranks)
+        groups = outlines.zero_groups(outline, self.ranks)
         self.own_all, self.own_trained = (sum(-(-group[kind] // group[2]) for group in groups) for kind in (0, 1))
         self.weight = WIDTHS[cfg.precision.dtype]
         self.is_half = self.weight == 2
@@ -402,7 +454,9 @@ class _Rank:
         """Activations by kind."""
         rows, dropout, sizes = self.rows, self.cfg.tuning.dropout, self.outline.sizes
         inner = self.weight * sizes["inner"] * -(-rows.tokens // rows.mlp_pieces)
-        computed = {"backward": (4 if rows.mlp_pieces == 1 else 7) * inner}  # of a piece also what it keeps
+        routed = routed_bytes(self.outline, rows, self.weight)[1]
+        # Of a piece also what it keeps.
+        computed = {"backward": max((4 if rows.mlp_pieces == 1 else 7) * inner, routed)}
         if not self.cfg.train.activation_checkpointing.enabled:
             saved = saved_bytes(self.outline, rows, self.weight, dropout)
             return {kind: self.in_flight * size for kind, size in saved.items()} | computed
@@ -434,6 +488,8 @@ class _Rank:
         """Rows of the same size forward, nothing kept; or answers, if they take more."""
         rows, sizes, asked = self.rows, self.outline.sizes, self.cfg.evaluate
         layer = self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
+        one = replace(rows, rows=1, length=1, parts=1)
+        layer = max(layer, routed_bytes(self.outline, one, self.weight)[1])
         parts = {"activations": layer * rows.tokens, "loss": self.loss(with_gradients=False)}
         if asked.metrics:
             tokens = asked.batch_size * (rows.length + rows.prefix + asked.max_new_tokens)
@@ -636,7 +692,7 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     # What a rank has in host memory before it goes to its device.
-    whole = expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
+    whole = outlines.expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
     weights = (4 if cfg.model.init is schema.Init.random else width) * whole.num_parameters
     if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
         small = in_4_bits(whole)  # which leave the host one after another

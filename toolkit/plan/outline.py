@@ -66,7 +66,8 @@ def shapes_of_config(config: Mapping[str, Any]) -> tuple[Shapes, Sizes] | None:
 
 def flop_sizes(read: Callable[[str], Any]) -> Sizes:
     """Return what FLOPs depend on besides shapes, by the values of a config: layers, heads, head_size; of latent
-    attention value_size, and cached (numbers of a token and layer); of MIXTURES experts, and chosen ones of a token.
+    attention value_size, and cached (numbers of a token and layer); of MIXTURES experts, chosen ones of a token, and
+    expert_inner, the inner width of one.
 
     {} for a model whose attention is not known.
     """
@@ -80,7 +81,12 @@ def flop_sizes(read: Callable[[str], Any]) -> Sizes:
     if read("model_type") in MIXTURES:
         sizes["experts"] = next(filter(None, map(read, ("n_routed_experts", "num_local_experts", "num_experts"))))
         sizes["chosen"] = read("num_experts_per_tok")
+        sizes["expert_inner"] = read("moe_intermediate_size") or read("intermediate_size")
     return sizes
+
+
+BUSIEST = 1.5
+"""Assumed, not measured: of the mean, how many rows the rank gets that gets the most, where ranks divide experts."""
 
 
 def is_routed(name: str) -> bool:
@@ -215,12 +221,12 @@ class Outline:
         tied = not any(name in self.shapes for name in _OUTPUT)
         return any(("embed" in name if tied else name in _OUTPUT) for name in self.trained)
 
-    def largest_layer(self) -> int:
-        """Return the number of parameters of the largest layer; what is in none counts as a layer."""
+    def largest_layer(self, inside: bool = False) -> int:
+        """Return the number of parameters of the largest layer; what is in none counts as a layer, but for `inside`."""
         layers: Counter[int] = Counter()
         for name, shape in self.shapes.items():
             layers[layer_of(name)] += math.prod(shape)
-        return max(layers.values())
+        return max(size for layer, size in layers.items() if layer >= 0 or not inside)
 
     @property
     def num_parameters(self) -> int:
@@ -552,7 +558,7 @@ def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[flo
 
 
 _MEASURE_S = 300
-_FORM = 2
+_FORM = 3
 """Of what is remembered; another one is measured anew."""
 
 

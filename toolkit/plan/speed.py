@@ -152,10 +152,17 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
         compute=compute,
         communication=_communication(outline, part, cfg, machine, rates),
         update=moved / rates.host + 2 * own * weight / rates.pcie if is_offloaded else moved / rates.memory,
-        overlapped=not machine.on_cpu and (zero.stage == 3 or zero.overlap_comm),
+        overlapped=not machine.on_cpu and (_prefetches(outline, zero) if zero.stage == 3 else zero.overlap_comm),
         tokens=rows.tokens * times * world,
         is_known=is_known,
     )
+
+
+def _prefetches(outline: Outline, zero: schema.ZeroConfig) -> bool:
+    """Whether ZeRO-3 gathers a layer behind the one before it: not while more than so many parameters are there
+    (deepspeed 0.19.8, partitioned_param_coordinator.py, fetch_sub_module), as where a layer's experts are that many.
+    """
+    return outline.largest_layer(inside=True) <= zero.stage3_max_live_parameters
 
 
 def _communication(outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> float:

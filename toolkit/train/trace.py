@@ -6,10 +6,12 @@ optimizers, buckets and partitions, of one rank of as many as wanted. Of numbers
 
 import json
 import logging
+import math
 import os
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ from toolkit.config import mesh, schema
 from toolkit.config.load import load
 from toolkit.engine import build, ds_config, fake_gpu
 from toolkit.messages import set_language
-from toolkit.models import adapters, attention, loss
+from toolkit.models import adapters, attention, experts, loss
 from toolkit.models.load import TORCH_DTYPES
-from toolkit.plan.outline import outline_of
+from toolkit.plan.outline import BUSIEST, outline_of
 from toolkit.train import calibration, language_task, schedule
 from toolkit.train.step import StepGuard, train_step
 
@@ -60,6 +62,8 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     with mode, watch:
         with device:
             model: Any = calibration.build_model(cfg, outline.sizes["layers"], device)
+            if cfg.parallel.expert > 1:
+                experts.divide(model, cfg.parallel.expert)
             _prepare(model, cfg, ds.values)
         engine = build.initialize_engine(
             model,
@@ -70,6 +74,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
             cfg.optim,
         )
     batch = attention.with_label_positions(_longest_batch(cfg, outline, model))
+    experts.rows_exchanged = partial(_assumed_rows, batch["input_ids"].numel() * outline.sizes.get("chosen", 0))
     task, guard = _Task(len(batch["places"])), StepGuard(engine, cfg.train)
     with mode, watch:
         fake = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
@@ -100,6 +105,12 @@ def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) 
     model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), None
     if cfg.tuning.method is not schema.TuningMethod.full:
         adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
+
+
+def _assumed_rows(rows: int, counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Stand for `experts.rows_exchanged`, as no number is known: a rank sends as many rows to each, and gets more."""
+    received.sum(1).tolist()  # waited for all the same
+    return [rows // len(counts)] * len(counts), [math.ceil(BUSIEST * rows / len(counts))] * len(counts)
 
 
 def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) -> attention.Batch:
