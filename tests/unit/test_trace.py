@@ -14,7 +14,7 @@ from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.jobs.trace import OFF, difference
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import outline_of
+from toolkit.plan.outline import BUSIEST, outline_of
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         command, capture_output=True, text=True, timeout=600, check=False, env=os.environ | {"PYTHONPATH": paths}
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    return dict(json.loads(file.read_text()))
+    return {**json.loads(file.read_text()), "folder": file.parent}
 
 
 def test_a_step_takes_what_is_planned(found: dict[str, Any]) -> None:
@@ -43,6 +43,22 @@ def test_a_step_takes_what_is_planned(found: dict[str, Any]) -> None:
             # ZeRO-3's gathered layers are bounds, which are small beside a model of full size (docs/planning.md).
             assert 1 - OFF < ratio < (1.1 if name == "full" else 2), rank["largest"]
             assert sum(size for _, _, size in rank["largest"]) > 0.7 * rank["peak_bytes"]
+
+
+def test_divided_experts_take_what_is_planned(found: dict[str, Any]) -> None:
+    """With LoRA on them; what a rank receives is the plan's assumption."""
+    cfg = load(traced.experts(found["folder"])).cfg
+    plan, ranks = plan_rank(outline_of(cfg), cfg, traced.WORLD), found["experts"]
+    assert not any("error" in rank for rank in ranks), ranks
+    assert difference(ranks) == ""
+    for rank in ranks:
+        assert plan.peak("step") / rank["peak_bytes"] == pytest.approx(1, abs=0.1), (
+            plan.device["step"],
+            rank["largest"],
+        )
+        exchanged = [one for one in rank["collectives"] if one[0] == "alltoall_base" and one[3] == "bfloat16"]
+        sent = 4 * 2048 * traced.MIXTURE["num_experts_per_tok"] * traced.MIXTURE["hidden_size"]
+        assert {(one[1], one[2]) for one in exchanged} == {(2, int(sent * (1 + BUSIEST)))}
 
 
 def test_ranks_send_the_same_and_a_planted_difference_is_named(found: dict[str, Any]) -> None:

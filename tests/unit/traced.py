@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import Qwen3MoeConfig
 
 from toolkit.train import trace
 
@@ -26,7 +27,19 @@ WORDS = {
     "full": [*SMALL, "zero=stage2", "data.packing=packed"],
     "lora": [*SMALL, "zero=stage3", "tuning=lora"],
 }
+MIXTURE = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4}
+MIXTURE |= {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+MIXTURE |= {"vocab_size": 4096, "intermediate_size": 1024, "max_position_embeddings": 2048}
+EXPERTS = ["recipe=quickstart", "model=hf", "precision=bf16", "data.max_length=2048", "batch.micro_per_gpu=4"]
+EXPERTS += ["batch.global_size=16", "optim.torch=false", "parallel=expert", "zero=stage2"]
+EXPERTS += ["tuning=lora", "tuning.target_modules=[q_proj,v_proj,*.experts.*]", "model.router_loss=0"]
 real = trace.train_step
+
+
+def experts(folder: Path, *words: str) -> list[str]:
+    """Return the words of a mixture's run, of which a directory has the config."""
+    Qwen3MoeConfig(**MIXTURE).save_pretrained(folder)
+    return [*EXPERTS, f"model.path={folder}", f"prepare.dir={folder}", *words]
 
 
 def one_more_collective(engine: Any, *arguments: Any) -> Any:
@@ -54,9 +67,10 @@ def main(file: str) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
     def traced(name: str, *ranks: int) -> Any:
-        return trace.main({"words": WORDS[name], "ranks": ranks, "world_size": WORLD, "language": "en"})
+        words = WORDS.get(name) or experts(Path(file).parent)
+        return trace.main({"words": words, "ranks": ranks, "world_size": WORLD, "language": "en"})
 
-    found = {"full": traced("full", 0, 3), "lora": traced("lora", 1)}
+    found = {"full": traced("full", 0, 3), "lora": traced("lora", 1), "experts": traced("experts", 0, 3)}
     for planted, rank in ((one_more_collective, 3), (a_wait, 0), (wrong_device, 0)):
         trace.train_step = planted  # type: ignore[assignment]
         found[planted.__name__] = traced("full", rank)
