@@ -60,6 +60,18 @@ class Mesh:
         return self.rank // self.tensor % self.sequence
 
     @property
+    def leader(self) -> int:
+        """The first of the ranks that know the same of the same samples: what is known of whole samples comes from it,
+        with pipeline stages from the last one.
+        """
+        return self.rank - self.rank % (self.tensor * self.sequence)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for those that work on the same rows."""
+        return self.rank == self.leader and self.stage == self.pipeline - 1
+
+    @property
     def copies(self) -> int:
         """How many ranks count the same token: what is summed over all ranks is so many times too large."""
         return self.tensor

@@ -1436,17 +1436,20 @@ def shares_prompts(cfg: RunConfig) -> bool:
 
 def has_reference_in_step(cfg: RunConfig) -> bool:
     """Whether each step computes the reference of its pairs: as the model without its new adapter."""
+    return cfg.preference.needs_reference and _has_base_in_step(cfg)
+
+
+def _has_base_in_step(cfg: RunConfig) -> bool:
+    """Whether a step can compute what the model before training does: in one pass, without its new adapter."""
     tuning = cfg.tuning
     is_adapter = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
-    return cfg.preference.needs_reference and is_adapter
+    return is_adapter and cfg.parallel.pipeline == 1
 
 
 def has_own_teacher(cfg: RunConfig) -> bool:
     """Whether the teacher is the model without its new adapter, in each step: there is no second model."""
-    tuning, distill = cfg.tuning, cfg.distill
-    is_adapter = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
-    is_on = cfg.task.kind is TaskKind.distill and not distill.top_k
-    return is_on and is_adapter and distill.teacher in ("", cfg.model.path)
+    is_on = cfg.task.kind is TaskKind.distill and not cfg.distill.top_k
+    return is_on and _has_base_in_step(cfg) and cfg.distill.teacher in ("", cfg.model.path)
 
 
 def has_live_teacher(cfg: RunConfig) -> bool:

@@ -129,7 +129,8 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
     values = {name: value for name, value in ds_config.items() if name not in ("optimizer", "scheduler")}
     zero = ds_config["zero_optimization"]
     values["zero_optimization"] = {name: value for name, value in zero.items() if name != "offload_optimizer"}
-    return _initialize(model, values)
+    mpu = deepspeed_patches.patch_tensor_groups(model, ds_config)
+    return _initialize(model, deepspeed_patches.count_parts(values), mpu=mpu)
 
 
 def _initialize(

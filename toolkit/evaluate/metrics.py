@@ -7,10 +7,9 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ def evaluate_loss(
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     with probe.evaluating(model):
-        for batch, by_position in _losses(model, micro_batches, measure):
+        for batch, by_position in pipeline.measured(model, micro_batches, lambda *given: measure(*given).cpu()):
             # A token's loss stands before it.
             losses = by_position.flatten()[batch["places"] - 1]
             for number in batch["sources"].unique().tolist():
@@ -74,20 +73,6 @@ def evaluate_loss(
     if len(parts) > 1:
         figures |= {f"{EVAL_LOSS}/{name}": part for name, part in parts.items()}
     return figures
-
-
-def _losses(
-    model: DeepSpeedEngine | PreTrainedModel, micro_batches: Iterable[dict[str, torch.Tensor]], measure: Measure
-) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-    """Yield micro-batches and the losses of their tokens `[B, S]`, on the CPU; a pipeline's on its last stage alone."""
-    if not pipeline.is_pipeline(model):
-        for batch in micro_batches:
-            yield batch, measure(model, batch).cpu()
-        return
-    remaining = iter(micro_batches)
-    while window := list(islice(remaining, 2 * model.num_stages)):  # so many that most stages have something to do
-        found = pipeline.evaluate_window(model, window, lambda stage, batch: measure(stage, batch).cpu())
-        yield from zip(window, found, strict=False)
 
 
 @dataclass(frozen=True, slots=True)

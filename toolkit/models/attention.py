@@ -377,28 +377,44 @@ def split_sequences(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
     """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
 
-    There remain `input_ids`, `position_ids`, `segment_ids`, `seen_until` [B, S / P]; `places`, `targets`, `sources` of
-    the tokens whose loss is this rank's, as a loss stands at the token before; what tells of segments; `part`,
-    int64 [2]; and `row_ids` [B, S], in which ChatGLM-6B finds positions and mask.
+    There remain `input_ids`, `position_ids`, `segment_ids`, `seen_until` [B, S / P]; `places`, `targets`, and what else
+    is known of trained tokens, of those whose loss is this rank's, as a loss stands at the token before; what tells of
+    segments and of whole samples; `part`, int64 [2]; and of whole rows [B, S] `row_segments` and `row_ids`, in which
+    ChatGLM-6B finds positions and mask.
     """
     if parts == 1:
         return batch
-    size = batch["input_ids"].size(1)
+    length = batch["input_ids"].size(1) // parts
+    given = {**with_label_positions(batch), "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
+    given["row_segments"] = given["segment_ids"]
+    mine, before = own_places(given, given["places"] - 1)
+    if "taught" in batch:
+        of_taught = mine[batch["taught"]]
+        given |= {name: batch[name][of_taught] for name in ("teacher_ids", "teacher_logs") if name in batch}
+    for name in ("input_ids", "position_ids", "segment_ids", "seen_until"):
+        if name in batch:
+            given[name] = batch[name].narrow(1, part * length, length).contiguous()
+    of_tokens = {name: given[name][mine] for name in ("targets", "sources", "taught") if name in given}
+    given.pop("labels", None)
+    return {**given, **of_tokens, "places": before + 1}
+
+
+def whole_segments(batch: Batch) -> torch.Tensor:
+    """Return the segments of a batch's rows, [B, S], also where a rank has a part of each."""
+    return batch.get("row_segments", batch["segment_ids"])
+
+
+def own_places(batch: Batch, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which of some places in the B x S tokens of whole rows are in a rank's part, bool, and where these are in
+    the part's B x S / P.
+    """
+    if "part" not in batch:
+        return torch.ones_like(places, dtype=torch.bool), places
+    size, (part, parts) = whole_segments(batch).size(1), batch["part"].tolist()
     length = size // parts
-    begin = part * length
-    given = with_label_positions(batch)
-    before = given["places"] - 1
-    column = before % size - begin
+    column = places % size - part * length
     mine = (column >= 0) & (column < length)
-    names = ("input_ids", "position_ids", "segment_ids", "seen_until")
-    return {
-        **{name: batch[name][:, begin : begin + length].contiguous() for name in names if name in batch},
-        **{name: given[name][mine] for name in ("targets", "sources") if name in given},
-        **{name: batch[name] for name in ("cu_seq_lens", "keys", "cu_seq_lens_k") if name in batch},
-        "places": (before // size * length + column)[mine] + 1,
-        "part": torch.tensor([part, parts]),
-        "row_ids": batch["input_ids"],
-    }
+    return mine, (places // size * length + column)[mine]
 
 
 def _exchange_after(states: torch.Tensor, learned: int) -> torch.Tensor:
@@ -438,10 +454,28 @@ def sum_over_parts(values: torch.Tensor) -> torch.Tensor:
     return values + (others - values.detach())
 
 
+def of_whole_rows(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return what is known of samples, of what each rank found in its part of their rows: the sum. A collective where
+    there are parts. Each rank makes the same loss of it, P of them in all, of which each has gradients for its part.
+    """
+    if "part" not in batch:
+        return values
+    scaled = values * int(batch["part"][1])
+    return scaled + (sum_over_parts(values.detach()) - scaled.detach())
+
+
 def check_sequence_parallel(
-    engine: torch.nn.Module, vocab_size: int, device: torch.device, name: str, packed: bool, shared: bool = False
+    engine: torch.nn.Module,
+    vocab_size: int,
+    device: torch.device,
+    name: str,
+    forward: Callable[[Batch], torch.Tensor] | None,
+    packed: bool,
+    shared: bool = False,
 ) -> None:
-    """Measure on the loaded model that parts of rows give the logits of whole ones, else raise. A collective."""
+    """Measure on the loaded model that parts of rows give the logits of whole ones, else raise. A collective. `forward`
+    is that of `check_isolation`.
+    """
     assert _group is not None
     part, parts = dist.get_rank(_group), dist.get_world_size(_group)
     batch = isolation_rows(vocab_size, parts, 8 if shared else 0)
@@ -453,8 +487,8 @@ def check_sequence_parallel(
         # Contexts that end in the first part, in the middle and in the last part.
         size = batch["input_ids"].size(1)
         batch["input_ids"][torch.arange(3), torch.tensor([4, size // 2, size - 4])] = module.config.bos_token_id
-    whole = evaluate_logits(engine, batch, device)
-    mine = evaluate_logits(engine, local_part({**batch, "labels": batch["input_ids"]}, part, parts), device)
+    given = local_part({**batch, "labels": batch["input_ids"]}, part, parts)
+    whole, mine = (evaluate_logits(engine, one, device) if forward is None else forward(one) for one in (batch, given))
     length = mine.size(1)
     other = (mine - whole[:, part * length :][:, :length]).square().mean()
     # The mean, as single logits in bf16 differ by several per cent between kernels; of all ranks, to act alike.

@@ -91,7 +91,7 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
             architecture=type(model).__name__,
         )
     setattr(scorer, scorer.base_model_prefix, model.base_model)
-    if model.device.type != "meta":
+    if not all(one.is_meta for one in model.parameters()):  # a stage of a pipeline has some
         weight = torch.empty(scorer.score.weight.shape)
         weight.normal_(0, getattr(config, "initializer_range", 0.02), generator=torch.Generator().manual_seed(seed))
         scorer.score.weight = nn.Parameter(weight)
@@ -106,30 +106,35 @@ def _set_labels(config: Any, head: Head) -> None:
     config.label2id = {label: index for index, label in enumerate(head.labels)}
 
 
-_COLUMNS = ("input_ids", "position_ids", "segment_ids", "cu_seq_lens")
+_COLUMNS = ("input_ids", "inputs_embeds", "position_ids", "segment_ids", "cu_seq_lens", "part", "row_ids")
 
 
 def scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Run forward and return the scores of each sample, row by row, float32 `[samples, labels]`."""
     given = {name: batch[name].to(engine.device, non_blocking=True) for name in _COLUMNS if name in batch}
-    if "cu_seq_lens" not in batch:
-        return loss.logits_of(engine, given).float()
     model: Any = getattr(engine, "module", engine)
-    places = _last_places(batch, model.config.pad_token_id).to(engine.device)
+    places = _last_places(batch, model.config.pad_token_id)
+    mine, own = attention.own_places(batch, places)
+    ends, own = mine.nonzero()[:, 0].to(engine.device), own.to(engine.device)
     layer, size = _score_layer(model), batch["input_ids"].shape
     own_forward = layer.forward
 
     def answer(states: torch.Tensor) -> torch.Tensor:
         """Return the scores of all samples in place of each token's, of which the model takes one."""
-        found: torch.Tensor = own_forward(states.flatten(0, 1).index_select(0, places))
+        found: torch.Tensor = own_forward(states.flatten(0, 1).index_select(0, own))
+        # Of a part of rows some samples end elsewhere.
+        found = found.new_zeros(len(places), found.size(-1)).index_copy(0, ends, found)
         return found.view(1, 1, -1).expand(*size, -1)
 
-    layer.forward = answer
-    try:
-        found = loss.logits_of(engine, given)[0]
-    finally:
-        del layer.forward
-    return found.view(len(places), -1).float()
+    if "inputs_embeds" in given:  # of the stage before: there are no ids in which transformers could find the places
+        found = answer(loss.hidden_states(model, given))[0, 0]
+    else:
+        layer.forward = answer
+        try:
+            found = loss.logits_of(engine, given)[0]
+        finally:
+            del layer.forward
+    return attention.of_whole_rows(found.view(len(places), -1).float(), batch)
 
 
 def token_scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
@@ -140,7 +145,10 @@ def token_scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
     given = {name: batch[name].to(engine.device) for name in _COLUMNS if name in batch}
     try:
         with probe.evaluating(engine):
-            loss.logits_of(engine, given)
+            if "inputs_embeds" in given:
+                layer(loss.hidden_states(engine, given))
+            else:
+                loss.logits_of(engine, given)
     finally:
         hook.remove()
     return seen[0].float()
@@ -153,7 +161,7 @@ def _score_layer(model: Any) -> Any:
 
 def _last_places(batch: attention.Batch, pad_token_id: int) -> torch.Tensor:
     """Return where each sample's last token that is no padding is in the B x S tokens, int64 `[samples]`."""
-    ids, segments = batch["input_ids"].cpu(), batch["segment_ids"].cpu()
+    ids, segments = batch.get("row_ids", batch["input_ids"]).cpu(), attention.whole_segments(batch).cpu()
     in_row = loss.samples_in_rows(batch)
     before = (in_row.cumsum(0) - in_row)[:, None]
     is_read = (ids != pad_token_id) & (segments > 0)

@@ -24,19 +24,20 @@ _ROWS = 1024
 
 def embeddings(engine: Any, batch: attention.Batch, pooling: Pooling) -> torch.Tensor:
     """Run forward and return the embedding of each row's sample, float32 `[B, H]`, of length 1."""
-    lengths = (batch["segment_ids"] > 0).sum(dim=1).cpu()
-    begins = torch.arange(len(lengths)) * batch["segment_ids"].size(1)
-    if pooling is Pooling.last:
-        places = begins + lengths - 1
-    else:
-        spans = zip(begins.tolist(), lengths.tolist(), strict=True)
-        places = torch.cat([torch.arange(begin, begin + length) for begin, length in spans])
+    segments = attention.whole_segments(batch).cpu()
+    lengths = (segments > 0).sum(dim=1)
+    begins = torch.arange(len(lengths)) * segments.size(1)
+    counts = torch.ones_like(lengths) if pooling is Pooling.last else lengths
+    spans = zip((begins + lengths - counts).tolist(), (begins + lengths).tolist(), strict=True)
+    places = torch.cat([torch.arange(begin, end) for begin, end in spans])
+    mine, own = attention.own_places(batch, places)
+    in_rows = torch.bincount(places[mine] // segments.size(1), minlength=len(lengths)).tolist()
     head, given = loss.loss_head(engine), loss.on_device(engine, batch)
-    states = head.states(engine, given, places.to(engine.device)).float()
-    if pooling is Pooling.mean:
-        # Not index_add, whose order of additions is another one each time on a GPU.
-        states = torch.stack([one.mean(dim=0) for one in states.split(lengths.tolist())])
-    return functional.normalize(states, dim=1)
+    states = head.states(engine, given, own.to(engine.device)).float()
+    # Not index_add, whose order of additions is another one each time on a GPU.
+    sums = torch.stack([one.sum(dim=0) for one in states.split(in_rows)])
+    means = attention.of_whole_rows(sums, batch) / counts.to(sums)[:, None]
+    return functional.normalize(means, dim=1)
 
 
 def pair_losses(texts: torch.Tensor, temperature: float, size: int) -> torch.Tensor:

@@ -55,7 +55,8 @@ def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch
     as above.
     """
     given = attention.with_label_positions(batch)
-    places, segments, in_row = given["places"].cpu(), given["segment_ids"].cpu(), samples_in_rows(given)
+    # Of the token that predicts, which is of the same sample, and in a part of rows where the other may not be.
+    places, segments, in_row = given["places"].cpu() - 1, given["segment_ids"].cpu(), samples_in_rows(given)
     before = in_row.cumsum(0) - in_row
     counts = torch.bincount(
         before[places // segments.size(1)] + segments.flatten()[places] - 1, minlength=int(in_row.sum())
@@ -63,12 +64,13 @@ def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch
     losses = loss_head(engine).losses(engine, on_device(engine, given), each=True)
     # Not index_add, whose order of additions is another one each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
-    return -sums, counts.to(losses)
+    found = attention.of_whole_rows(torch.stack((-sums, counts.to(losses))), given)
+    return found[0], found[1].detach()
 
 
 def samples_in_rows(batch: attention.Batch) -> torch.Tensor:
     """Return how many samples each row of a batch holds, int64 [B]."""
-    return batch["segment_ids"].amax(dim=1).cpu()
+    return attention.whole_segments(batch).amax(dim=1).cpu()
 
 
 @torch.no_grad()

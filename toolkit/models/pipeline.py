@@ -7,9 +7,10 @@ hidden states [B, S, H] travel: the ranks of a pipeline read the same rows.
 
 import io
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
-from toolkit.models import adapters, attention, loss, probe
+from toolkit.models import adapters, attention, classifier, loss, probe
 from toolkit.plan import outline
 
 Finish = Callable[[PreTrainedModel, attention.Batch], torch.Tensor]
+Found = TypeVar("Found")
 
 
 def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
@@ -50,24 +52,41 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
         if part is not embedding and not isinstance(part, nn.ModuleList) and any(True for _ in part.parameters())
     ]
     layers = [name for part, name in names.items() if isinstance(part, GradientCheckpointingLayer)]
-    return [names[embedding], *layers, *norms, names[model.get_output_embeddings()]]
+    return [names[embedding], *layers, *norms, "score" if probe.is_classifier(model) else names[_output_layer(model)]]
 
 
-def stage_bounds(model: PreTrainedModel, num_stages: int) -> list[int]:
-    """Return where stages begin and end in `part_names`. By all parameters of a model without adapter, even empty."""
+def _output_layer(model: PreTrainedModel) -> nn.Module:
+    layer: nn.Module = model.get_output_embeddings()
+    return layer
+
+
+def stage_bounds(model: PreTrainedModel, num_stages: int, num_scores: int = 0) -> list[int]:
+    """Return where stages begin and end in `part_names`. By all parameters of a model without adapter, even empty.
+    `num_scores`: of the head that will take the place of the output layer, 0 if none does.
+    """
     parts = [model.get_submodule(name) for name in part_names(model, num_stages)]
     layers = sum(isinstance(part, GradientCheckpointingLayer) for part in parts)
-    return outline.stage_bounds([sum(one.numel() for one in part.parameters()) for part in parts], layers, num_stages)
+    sizes = [sum(one.numel() for one in part.parameters()) for part in parts]
+    if num_scores:
+        sizes[-1] = num_scores * model.config.hidden_size
+    return outline.stage_bounds(sizes, layers, num_stages)
 
 
 def stage_parameters(
-    model: PreTrainedModel, num_stages: int, stage: int, tuning: schema.TuningConfig | None = None
+    model: PreTrainedModel,
+    num_stages: int,
+    stage: int,
+    tuning: schema.TuningConfig | None = None,
+    num_scores: int = 0,
 ) -> dict[str, slice]:
     """Return the names of the parameters that a stage of an empty model holds, and that it has all of their rows; of
-    tied ones the first name. ModelError where freezing by `tuning` would leave a stage nothing to train.
+    tied ones the first name. ModelError where freezing by `tuning` would leave a stage nothing to train. `num_scores`:
+    see `stage_bounds`; then the output layer is on none.
     """
-    names, bounds = part_names(model, num_stages), stage_bounds(model, num_stages)
-    if tuning and tuning.method is schema.TuningMethod.freeze:
+    names, bounds = part_names(model, num_stages), stage_bounds(model, num_stages, num_scores)
+    if num_scores and not probe.is_classifier(model):
+        bounds[-1] -= 1
+    elif tuning and tuning.method is schema.TuningMethod.freeze:
         adapters.freeze(model, tuning)
         check_trained(model, bounds)
     own = names[bounds[stage] : bounds[stage + 1]]
@@ -101,7 +120,8 @@ class PipelineStage(PipelineModule):
             full = type(model)(model.config)  # the same model, as it will be trained, with empty parameters
         full.tie_weights()
         full.to(dtype)
-        full.generation_config = model.generation_config
+        if hasattr(model, "generation_config"):  # not what gives scores
+            full.generation_config = model.generation_config
         if hasattr(model, "origin"):
             full.origin = model.origin
         names, self.bounds = part_names(model, num_stages), stage_bounds(full, num_stages)
@@ -251,13 +271,15 @@ def train_window(
 
 @torch.no_grad()
 def evaluate_window(
-    engine: PipelineEngine, micro_batches: Sequence[attention.Batch], finish: Finish
-) -> list[torch.Tensor]:
-    """Run micro-batches forward, as many on each rank; what `finish` made, [] but on the last stage. A collective."""
-    found: list[torch.Tensor] = []
+    engine: PipelineEngine,
+    micro_batches: Sequence[attention.Batch],
+    measure: Callable[[PreTrainedModel, attention.Batch], Found],
+) -> list[Found]:
+    """Run micro-batches forward, as many on each rank; what `measure` made, [] but on the last stage. A collective."""
+    found: list[Found] = []
 
     def keep(model: PreTrainedModel, batch: attention.Batch) -> torch.Tensor:
-        found.append(finish(model, batch))
+        found.append(measure(model, batch))
         return torch.zeros((), device=engine.device)
 
     engine.total_loss = None  # a sum that it would continue
@@ -266,13 +288,30 @@ def evaluate_window(
     return found
 
 
+def measured(
+    engine: Any, micro_batches: Iterable[attention.Batch], measure: Callable[[Any, attention.Batch], Found]
+) -> Iterator[tuple[attention.Batch, Found]]:
+    """Yield micro-batches and what `measure` makes of a model, or its engine, and each of them; nothing but on the last
+    of a pipeline's stages. A collective over these.
+    """
+    if not is_pipeline(engine):
+        yield from ((batch, measure(engine, batch)) for batch in micro_batches)
+        return
+    remaining = iter(micro_batches)
+    while window := list(islice(remaining, 2 * engine.num_stages)):  # so many that most stages have something to do
+        yield from zip(window, evaluate_window(engine, window, measure), strict=False)
+
+
 def forward_logits(
     engine: PipelineEngine, batch: attention.Batch, pick: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, float32, CPU. A collective."""
+    """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, or of a head's scores at each
+    token, float32, CPU. A collective.
+    """
     given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+    of_tokens = classifier.token_scores if probe.is_classifier(unwrap_model(engine.module)) else loss.logits_of
     with probe.evaluating(engine):
-        picked = evaluate_window(engine, [given], lambda model, one: pick(loss.logits_of(model, one)).float().cpu())
+        picked = evaluate_window(engine, [given], lambda model, one: pick(of_tokens(model, one)).float().cpu())
     logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
     return logits
 
@@ -281,7 +320,9 @@ def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
     """Return what an engine's model makes of a few ids. A collective over all ranks that hold parts of it."""
     if not is_pipeline(engine):
         return probe.capture(engine.module, ids, engine.device)
-    logits = forward_logits(engine, {"input_ids": ids}, lambda found: found[:, -1])
+    # Of a head: the scores of every beginning, as `probe.capture` has them.
+    has_head = probe.is_classifier(unwrap_model(engine.module))
+    logits = forward_logits(engine, {"input_ids": ids}, lambda found: found.flatten(1) if has_head else found[:, -1])
     return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
 
 

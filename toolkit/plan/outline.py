@@ -366,7 +366,7 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
     before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
     after = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in before}
-    after |= {} if _HEAD in after else {name: shape for name, shape in before.items() if not _is_added(name)}
+    after |= {} if {_HEAD, SCORE} & {*after} else {name: shape for name, shape in before.items() if not _is_added(name)}
     inner = [{name: s for name, s in outline.shapes.items() if layer_of(name) == layer} for layer in range(layers)]
     parts = [before, *inner, after]
     sizes = [sum(math.prod(shape) for name, shape in part.items() if not _is_added(name)) for part in parts]

@@ -11,7 +11,7 @@ from toolkit.config import schema
 from toolkit.distributed import process_group
 from toolkit.evaluate.metrics import SAMPLES
 from toolkit.messages import tr
-from toolkit.models import classifier, probe
+from toolkit.models import classifier, pipeline, probe
 from toolkit.train import language_data, sample_task
 
 
@@ -47,9 +47,8 @@ class ClassifyTask(sample_task.ScoreTask):
         size = len(self.data.report.labels)
         losses, pairs = torch.zeros(1, dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
         with probe.evaluating(engine):
-            for batch in batches:
-                scores, labels = self._scores(engine, batch)
-                if len(labels):
+            for _, (scores, labels) in pipeline.measured(engine, batches, self._scores):
+                if len(labels) and self._is_leader:
                     losses += functional.cross_entropy(scores, labels, reduction="sum").cpu()
                     taken = labels * size + scores.argmax(dim=1)
                     pairs += torch.bincount(taken.cpu(), minlength=size * size).view(size, size)

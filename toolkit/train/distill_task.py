@@ -35,7 +35,7 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
-from toolkit.models import adapters, attention, chat, directory, load, loss, probe, weights
+from toolkit.models import adapters, attention, chat, directory, load, loss, pipeline, probe, weights
 from toolkit.models.distillation import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
 from toolkit.train import language_data, language_task, run_dir, task
@@ -111,7 +111,7 @@ class DistillTask(language_task.LanguageTask):
             self._store(source.folder, lambda: engine)
             self.teacher = None
         if schema.has_live_teacher(cfg) and self.teacher is None:
-            self.teacher = load_teacher(cfg, self.data, ds.values)
+            self.teacher = load_teacher(cfg, self.data, ds.values, cfg.parallel.sequence)
         return engine
 
     def _store(self, folder: Path, load: Callable[[], Any]) -> None:
@@ -194,12 +194,14 @@ class DistillTask(language_task.LanguageTask):
         if "teacher_ids" in given:
             return StoredScores(given["teacher_ids"].long(), given["teacher_logs"])
         if schema.has_own_teacher(self.cfg):
-            if not len(places) and not parameters.is_partitioned(engine):
+            # Where all ranks compute together none may be missing.
+            if not (len(places) or "part" in batch or parameters.is_partitioned(engine)):
                 return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=places.device))
             with probe.evaluating(engine), adapters.without_adapter(engine.module):
                 return loss.loss_head(engine).scores(engine, given, places)
         with probe.evaluating(self.teacher):
-            return loss.loss_head(self.teacher).scores(self.teacher, loss.on_device(self.teacher, given), places)
+            own = {name: one for name, one in given.items() if name != "inputs_embeds"}  # a stage's, of the student
+            return loss.loss_head(self.teacher).scores(self.teacher, loss.on_device(self.teacher, own), places)
 
     # Evaluation
 
@@ -290,14 +292,19 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
             )
 
 
-def load_teacher(cfg: schema.RunConfig, data: language_data.LanguageData, ds_values: dict[str, Any]) -> Any:
-    """Return the teacher on this rank's device: a model, or under ZeRO-3 an engine with parts. A collective."""
+def load_teacher(
+    cfg: schema.RunConfig, data: language_data.LanguageData, ds_values: dict[str, Any], parts: int = 1
+) -> Any:
+    """Return the teacher on this rank's device: a model, or under ZeRO-3 an engine with parts. A collective. `parts`:
+    ranks over which each sequence is divided.
+    """
     packed, model_config = data.packing is schema.Packing.packed, model_of(cfg)
     if packed and (reason := directory.packing_unsupported(model_config, cfg.data.max_length)):
         raise ConfigError("data.packing = packed cannot be with this distill.teacher: {reason}.", reason=reason)
     device = torch.device(get_accelerator().current_device_name())
     with phase(tr("Loading the teacher")):
-        model = load.create_model(model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed, ds_values, packed)
+        of_model = model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed, ds_values
+        model = load.create_model(*of_model, packed, parts)
         model.requires_grad_(False).eval()
         values = {name: value for name, value in ds_values.items() if name != "flops_profiler"}
         teacher = build.initialize_untrained(model, values) if cfg.zero.stage == 3 else model.to(device)
@@ -365,32 +372,39 @@ def _compute(
 ) -> None:
     """Let each rank write what the teacher says of its share of the samples; rank 0 makes a directory of it."""
     top_k = min(cfg.distill.top_k, len(data.tokenizer))
+    part, num_parts = language_data.sample_place(cfg, ranks)
+    place = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
+    is_writer = ranks.rank % place.tensor == 0 and place.stage == place.pipeline - 1
     building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
     size = int(table.counts[samples].sum()) * targets.record_bytes(top_k)
     process_group.on_rank0(lambda: _begin(building, size))
     numbers, batches = language_data.sample_batches(cfg, data, split, ranks, samples)
-    head = loss.loss_head(teacher)
+
+    def measure(model: Any, batch: language_data.Batch) -> StoredScores:
+        given = loss.on_device(model, batch)
+        scores = loss.loss_head(model).scores(model, given, given["places"])
+        with weights.full_params([one for one in scores[1:] if one is not None]):
+            return store(scores, len(data.tokenizer), top_k)
+
     try:
-        writer = targets.TargetWriter(building, ranks.rank, top_k)
+        writer = targets.TargetWriter(building, part, top_k) if is_writer else None
         with (
             probe.evaluating(teacher),
             phase(tr("Storing what the teacher says"), len(numbers), tr("batches")) as advance,
         ):
-            for batch in batches:
-                given = loss.on_device(teacher, batch)
-                scores = head.scores(teacher, given, given["places"])
-                with weights.full_params([one for one in scores[1:] if one is not None]):
-                    found = store(scores, len(data.tokenizer), top_k)
-                writer.append(*found)
+            for _, found in pipeline.measured(teacher, batches, measure):
+                if writer:
+                    writer.append(*found)
                 advance(1)
-        writer.close()
+        if writer:
+            writer.close()
     except OSError as error:
         raise _not_written(building, error) from error
     process_group.barrier()
     shares = [
         np.array([sample for share in shares for sample in share], np.int64)
-        for rank in range(ranks.world_size)
-        for shares in [language_data.sample_shares(samples, mesh.micro_rows(cfg), rank, ranks.world_size)]
+        for rank in range(num_parts)
+        for shares in [language_data.sample_shares(samples, mesh.micro_rows(cfg), rank, num_parts)]
     ]
     process_group.on_rank0(lambda: targets.publish(building, target, shares, table, top_k))
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from toolkit.config import schema
+from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import SAMPLES
 from toolkit.messages import ModelError, tr
-from toolkit.models import embedding, loss, probe
+from toolkit.models import embedding, loss, pipeline, probe
 from toolkit.train import checkpointer, language_data, run_dir, sample_task
 
 
@@ -41,18 +41,20 @@ class EmbedTask(sample_task.ScoreTask):
     def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
         """Build the engine; a ModelError if nothing is known of the states before the output layer. A collective."""
         engine = super().build(ds, source)
-        if loss.loss_head(engine).path(engine) is not loss.LossPath.losses:
+        model = pipeline.stage_model(engine.module) if pipeline.is_pipeline(engine) else engine
+        path = pipeline.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model))
+        if path is not loss.LossPath.losses:
             raise ModelError(
                 "{architecture} does something with its output layer, in whose place embeddings would be taken: "
                 "task=embed needs a model whose output layer is a plain matrix, such as Qwen3, Llama or GLM.",
-                architecture=type(engine.module).__name__,
+                architecture=type(pipeline.unwrap_model(engine.module)).__name__,
             )
         return engine
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return also what sentence-transformers reads beside the model."""
         found = super().model_files(engine)
-        width, longest = engine.module.config.hidden_size, self.cfg.data.max_length
+        width, longest = pipeline.unwrap_model(engine.module).config.hidden_size, self.cfg.data.max_length
         own = embedding.describe(self.cfg.embed.pooling, width, longest)
         return replace(found, files={**found.files, **own}) if found.files else found
 
@@ -73,8 +75,8 @@ class EmbedTask(sample_task.ScoreTask):
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""
         with probe.evaluating(engine):
-            mine = [self._embed(engine, batch) for batch in batches]
-        everything, begin = _of_all_ranks(torch.cat(mine), engine.device)
+            mine = [found for _, found in pipeline.measured(engine, batches, self._embed)]
+        everything, begin = self._of_all_ranks(mine, engine.device)
         everything.requires_grad_(True)
         losses = embedding.pair_losses(everything, self.cfg.embed.temperature, self._size)
         slopes = torch.autograd.grad(losses.sum(), everything)[0]
@@ -102,8 +104,8 @@ class EmbedTask(sample_task.ScoreTask):
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
         with probe.evaluating(engine):
-            mine = [self._embed(engine, batch) for batch in batches]
-        everything, _ = _of_all_ranks(torch.cat(mine), engine.device)
+            mine = [found for _, found in pipeline.measured(engine, batches, self._embed)]
+        everything, _ = self._of_all_ranks(mine, engine.device)
         places = embedding.ranks_of(everything, self._size)
         losses = embedding.pair_losses(everything, self.cfg.embed.temperature, self._size)
         recall, reciprocal = schema.EVAL_EMBED
@@ -114,6 +116,14 @@ class EmbedTask(sample_task.ScoreTask):
             reciprocal: float((1 / places.double()).mean()),
         }
 
+    def _of_all_ranks(self, mine: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
+        """Return the rows of all ranks that work on different ones, and where this rank's begin. A collective."""
+        own = torch.cat(mine) if self._is_leader else torch.zeros(0)
+        sizes = process_group.gather(len(own))
+        rows = process_group.gather_metrics({"rows": own}, device)["rows"]
+        leader = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).leader
+        return rows.to(device), sum(sizes[:leader])
+
     # End
 
     def _result(self, **values: str) -> str:
@@ -121,10 +131,3 @@ class EmbedTask(sample_task.ScoreTask):
 
     def _use(self, folder: str) -> str:
         return tr("The model, for AutoModel of transformers and sentence-transformers: {folder}", folder=folder)
-
-
-def _of_all_ranks(mine: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return the rows of all ranks, and where this rank's begin. A collective."""
-    sizes = process_group.gather(len(mine))
-    rows = process_group.gather_metrics({"rows": mine}, device)["rows"]
-    return rows.to(device), sum(sizes[: process_group.rank()])

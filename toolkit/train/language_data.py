@@ -353,23 +353,32 @@ def answer_batches(
     _, rows = np.unique(plan.members[::2], return_index=True)
     shares = sampler.sequential(len(rows), micro_rows(cfg), place.data_rank, place.data_ranks)
     planned = [rows[share].tolist() for share in shares]
-    loader = build_loader(store, plan, planned, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
-    return [[sample for row in share for sample in plan[row]] for share in planned], ahead(iter(loader), 2)
+    multiple = pad_multiple(place.sequence)
+    loader = build_loader(store, plan, planned, prepared.pad_id, prepared.layout, seed=cfg.run.seed, multiple=multiple)
+    parts = map(partial(attention.local_part, part=place.part, parts=place.sequence), iter(loader))
+    return [[sample for row in share for sample in plan[row]] for share in planned], ahead(parts, 2)
 
 
 def sample_batches(
     cfg: schema.RunConfig, prepared: LanguageData, split: str, ranks: Ranks, samples: NDArray[np.int64]
 ) -> tuple[list[list[int]], Iterator[Batch]]:
-    """Return this rank's share of some samples of a split, each on a row of its own: the samples of each micro-batch,
-    and these. As many on every rank; those at the end may be empty.
+    """Return this rank's share of some samples of a split, each on a whole row of its own: the samples of each
+    micro-batch, and these. As many on every rank; those at the end may be empty.
     """
     store = prepared.train if split == "train" else prepared.validation
     assert store is not None
-    place = mesh_of(cfg, ranks.world_size, ranks.rank)
-    numbers = sample_shares(samples, micro_rows(cfg), place.data_rank, place.data_ranks)
+    numbers = sample_shares(samples, micro_rows(cfg), *sample_place(cfg, ranks))
     everything = PackingPlan(store.num_numbers)
     loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
     return numbers, ahead(iter(loader), 2)
+
+
+def sample_place(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
+    """Return which part of some samples on whole rows is a rank's, and of how many parts: ranks that hold parts of one
+    model have the same.
+    """
+    parts = ranks.world_size // (cfg.parallel.tensor * cfg.parallel.pipeline)
+    return ranks.rank // cfg.parallel.tensor % parts, parts
 
 
 def sample_shares(samples: NDArray[np.int64], rows: int, rank: int, world_size: int) -> list[list[int]]:

@@ -614,12 +614,12 @@ def build_engine(
         raise messages.ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     build.use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
-    own = None
+    head, own = language_data.head_of(cfg, data), None
     if stages > 1:
         own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage, tuning=cfg.tuning)
+        own = partial(own, num_scores=len(head.labels)) if head else own
     elif mesh.expert > 1:
         own = partial(experts.divide, ranks=mesh.expert)
-    head = language_data.head_of(cfg, data)
     # Each layer as soon as it is read: a model in 16 bits need not fit into host memory.
     ready = adapters.quantize_layer if cfg.tuning.method is TuningMethod.qlora else None
     model = load.create_model(
@@ -645,14 +645,14 @@ def build_engine(
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
+    # The logits of some of the vocabulary tell as much.
+    few = partial(pipeline.forward_logits, engine, pick=lambda logits: logits[..., :1024])
+    forward = few if pipeline.is_pipeline(engine) else partial(classifier.token_scores, engine) if head else None
     if packed:
-        # The logits of some of the vocabulary tell as much.
-        few = partial(pipeline.forward_logits, engine, pick=lambda logits: logits[..., :1024])
-        forward = few if pipeline.is_pipeline(engine) else partial(classifier.token_scores, engine) if head else None
         remedy = "data.share_prefixes=false" if cfg.preference.is_paired else "data.packing=grouped"
         attention.check_isolation(*of_model, forward, data.shares_prefixes, remedy)
     if parts > 1:
-        attention.check_sequence_parallel(*of_model, packed, data.shares_prefixes)
+        attention.check_sequence_parallel(*of_model, forward, packed, data.shares_prefixes)
     say(_in_use(engine, cfg, without_liger))
     _tell_routers(model.routers)
     return engine

@@ -46,7 +46,7 @@ class TrainLoop:
         self.watchdog, self.deadline = run.watchdog, run.deadline
         self.total_steps = run.total_steps
         """The step that ends the run: earlier than planned where `run.deadline` leaves no time for more."""
-        self.copies = mesh.mesh_of(run.cfg, process_group.world_size()).copies
+        self.copies = mesh.mesh_of(run.cfg, process_group.world_size()).copies, run.cfg.parallel.sequence
         self.slow_ranks = StragglerDetector(process_group.gather(socket.gethostname()))
         self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
         self.collectives = tracking.Collectives()
@@ -131,7 +131,7 @@ class TrainLoop:
         votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost(), is_time, end)
         self.watchdog.enter(failure.STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
         begin_step(self.engine.module, self.step)
-        result = train_step(self.engine, task, window, process_group.world_size(), self.guard, votes, self.copies)
+        result = train_step(self.engine, task, window, process_group.world_size(), self.guard, votes, *self.copies)
         self.began, self.place = self.place, task.next_position(self.place)
         self.meter.add(result)
         self.progress.advance()

@@ -26,7 +26,7 @@ from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
-from toolkit.models import adapters, classifier, preference, probe
+from toolkit.models import adapters, classifier, pipeline, preference, probe
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
 from toolkit.train import language_data, run_dir, sample_task
 
@@ -92,9 +92,10 @@ class PreferenceTask(sample_task.SampleTask):
             probe.evaluating(engine),
             terminal.phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
         ):
-            for samples, batch in zip(numbers, batches, strict=True):
-                found, _ = answer_log_probabilities(engine, batch)
-                values[samples] = found[: len(samples)].float().cpu().numpy()
+            found = pipeline.measured(engine, batches, answer_log_probabilities)
+            for samples, (_, (of_answers, _)) in zip(numbers, found, strict=False):
+                if self._is_leader:
+                    values[samples] = of_answers[: len(samples)].float().cpu().numpy()
                 advance(1)
         values = process_group.sum_over_ranks(torch.from_numpy(values), engine.device).float().cpu().numpy()
 
@@ -151,10 +152,9 @@ class PreferenceTask(sample_task.SampleTask):
         """Return the means over the pairs of this rank's batches and the others'. A collective."""
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with probe.evaluating(engine):
-            for batch in batches:
-                loss, figures = self._pairs(engine, batch)
+            for batch, (loss, figures) in pipeline.measured(engine, batches, self._pairs):
                 found = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
-                sums += found.cpu()
+                sums += self._is_leader * found.cpu()
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
         means = [total / pairs for total in totals]
         return {schema.EVAL_LOSS: means[0], PAIRS: int(pairs)} | {
@@ -181,9 +181,11 @@ class KtoTask(PreferenceTask):
 
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Compute the divergence of model and reference on questions with others' answers. A collective."""
+        others, found = [_rows(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
         with probe.evaluating(engine):
-            sums = [self._ratios(engine, _rows(batch, 1))[0].sum() for batch in batches]
-        found = torch.stack((torch.stack(sums).sum(), sums[0].new_tensor(sum(map(self.count, batches)))))
+            passes = pipeline.measured(engine, others, self._ratios)
+            for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):
+                found += torch.stack((ratios.sum(), ratios.new_tensor(float(self.count(batch)))))
         self._divergence = _mean_above_zero(process_group.sum_over_ranks(found, engine.device))
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
@@ -219,20 +221,23 @@ class KtoTask(PreferenceTask):
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return the means over all ranks' answers; the divergence is that of all of them. A collective."""
-        found: list[tuple[torch.Tensor, ...]] = []
+        found = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
         sums = torch.zeros(2, dtype=torch.float64)
+
+        def measure(model: Any, batch: language_data.Batch) -> tuple[torch.Tensor, ...]:
+            of_others, _ = self._ratios(model, _rows(batch, 1))
+            return *self._ratios(model, _rows(batch, 0)), of_others.sum()
+
         with probe.evaluating(engine):
-            for batch in batches:
-                count, mine = self.count(batch), _rows(batch, 0)
-                ratios, values = (one[:count].cpu() for one in self._ratios(engine, mine))
-                found.append((ratios, values, mine["value"][:count] > 0))
-                others = self._ratios(engine, _rows(batch, 1))[0].sum().cpu()
-                sums += torch.stack((others, torch.tensor(float(count))))
+            for batch, (ratios, values, of_others) in pipeline.measured(engine, batches, measure):
+                count = self.count(batch)
+                found.append((ratios[:count].cpu(), values[:count].cpu(), _rows(batch, 0)["value"][:count] > 0))
+                sums += torch.stack((of_others.cpu(), torch.tensor(float(count))))
         divergence = _mean_above_zero(process_group.sum_over_ranks(sums, engine.device)).cpu()
         ratios, values, is_good = (torch.cat(column) for column in zip(*found, strict=True))
         losses, figures = self._losses(ratios, values, is_good, divergence)
         totals = torch.cat((torch.stack((losses.sum(), torch.tensor(float(len(losses))))), *figures.values())).double()
-        means = process_group.sum_over_ranks(totals, engine.device).view(-1, 2)
+        means = process_group.sum_over_ranks(self._is_leader * totals, engine.device).view(-1, 2)
         loss, *rest = (means[:, 0] / means[:, 1]).tolist()
         row = {f"eval_{name}": mean for name, mean in zip(self.names, rest, strict=True) if not math.isnan(mean)}
         return {schema.EVAL_LOSS: loss, SAMPLES: int(means[0, 1]), **row}
@@ -241,7 +246,10 @@ class KtoTask(PreferenceTask):
         return tr("{answers} answers marked good or bad", answers=f"{len(self.data.train):,}")
 
 
-_COLUMNS = ("input_ids", "labels", "position_ids", "segment_ids", "reference", "value")
+_COLUMNS = (
+    *("input_ids", "inputs_embeds", "labels", "position_ids", "segment_ids", "row_ids", "row_segments"),
+    *("reference", "value"),
+)
 
 
 def _answers(batch: language_data.Batch) -> int:
@@ -250,8 +258,16 @@ def _answers(batch: language_data.Batch) -> int:
 
 def _rows(batch: language_data.Batch, first: int) -> language_data.Batch:
     """Return every second row of a micro-batch as one of its own; the filler of one that is empty as it is."""
-    every = slice(first, None, 2) if len(batch["input_ids"]) > 1 else slice(None)
-    return {name: batch[name][every] for name in _COLUMNS if name in batch}
+    if len(batch["input_ids"]) == 1:
+        return batch
+    found = {name: batch[name][first::2] for name in _COLUMNS if name in batch}
+    if "part" in batch:
+        length = batch["input_ids"].size(1)
+        row, column = (batch["places"] - 1) // length, (batch["places"] - 1) % length
+        mine = row % 2 == first
+        places = row[mine] // 2 * length + column[mine] + 1
+        found |= {"part": batch["part"], "targets": batch["targets"][mine], "places": places}
+    return found
 
 
 def _mean_above_zero(sums: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,11 @@ class SampleTask(language_task.LanguageTask):
     def __init__(self) -> None:
         self._figures = self._zeros()
 
+    @property
+    def _is_leader(self) -> bool:
+        """Whether what this rank finds of its samples counts: others that work on the same ones find the same."""
+        return mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).is_leader
+
     def _zeros(self) -> dict[str, torch.Tensor]:
         return dict.fromkeys(self.names, torch.zeros(2))
 

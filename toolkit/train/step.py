@@ -402,14 +402,16 @@ def train_step(
     guard: StepGuard,
     votes: Sequence[float] = (),
     copies: int = 1,
+    parts: int = 1,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(losses) / N over the global batch, N (of tokens: those trained)
     known before any backward.
 
     `micro_batches`: this rank's accumulation window on the CPU, the same on all stages of a pipeline; `votes`: answers
-    on which all ranks must agree, sent with a sum; `copies`: how many ranks compute the same sequences. N counts these
-    copies, as the engine averages gradients over fewer ranks. ValueError if no token is trained; Diverged if fp16's
-    loss scale cannot be lowered any more.
+    on which all ranks must agree, sent with a sum; `copies`: how many ranks compute the same tokens, `parts`: how many
+    have parts of the same sequences. N counts copies, as the engine averages gradients over fewer ranks; and parts
+    where it counts sequences. ValueError if no token is trained; Diverged if fp16's loss scale cannot be lowered any
+    more.
     """
     task.prepare_step(engine, micro_batches)
     micro_counts, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
@@ -427,7 +429,7 @@ def train_step(
     micro_losses, loss, router_sum, loads, figures, (count, total, computed, pairs, trained, *heard) = sums
     return StepResult(
         loss=loss,
-        count=int(count) // copies,
+        count=int(count) // (copies * parts if task.counted else copies),
         trained_tokens=int(trained) // copies,
         total_tokens=int(total) // copies,
         computed_tokens=int(computed) // copies,
