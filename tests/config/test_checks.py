@@ -452,22 +452,20 @@ ALL_AT_ONCE = {
         "train.gradient_clipping = 1.0 and optim.name = muon",
         "tuning.method = prompt cannot be together with parallel.pipeline = 2",
     ),
-    "parallel=pipeline parallel.pipeline=2 zero=stage3 precision=fp16 plan.auto=true": (
+    "parallel=pipeline parallel.pipeline=2 zero=stage3 precision=fp16": (
         "zero.stage = 3 cannot be together with parallel.pipeline",
         "precision.dtype = fp16 cannot be together with parallel.pipeline",
-        "plan.auto = true cannot be together with parallel.pipeline",
     ),
-    "parallel=tensor parallel.tensor=2 tuning=lora tuning.dora=true plan.auto=true": (
+    "parallel=tensor parallel.tensor=2 tuning=lora tuning.dora=true optim=adafactor zero=stage0": (
         "parallel.tensor = 2 cannot be: tuning.dora = true",
-        "parallel.tensor = 2 cannot be: plan.auto = true",
+        "parallel.tensor = 2 cannot be: optim.name = adafactor",
     ),
-    "parallel=expert zero=stage3 parallel.tensor=2 parallel.pipeline=2 compile.enabled=true plan.auto=true": (
+    "parallel=expert zero=stage3 parallel.tensor=2 parallel.pipeline=2 compile.enabled=true": (
         "parallel.expert = 2 cannot be: zero.stage = 3",
         "parallel.expert = 2 cannot be: a random model has no experts",
         "parallel.expert = 2 cannot be: parallel.tensor = 2",
         "parallel.expert = 2 cannot be: parallel.pipeline = 2",
         "parallel.expert = 2 cannot be: how many tokens",
-        "parallel.expert = 2 cannot be: plan.auto = true",
     ),
     "parallel=expert zero=stage1 zero.contiguous_gradients=false zero.reduce_scatter=false": (
         "parallel.expert = 2 cannot be: zero.contiguous_gradients = false",

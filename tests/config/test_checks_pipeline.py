@@ -40,7 +40,6 @@ REFUSED = {
         "batch.micro_per_gpu = auto",
         "how much of a model a rank holds depends on its stage. Give a number.",
     ),
-    "plan.auto=true": ("plan.auto = true", OFF),
     "profile.flops.enabled=true": ("profile.flops.enabled = true", OFF),
     "train.activation_checkpointing.enabled=true train.activation_checkpointing.partition_activations=true": (
         "train.activation_checkpointing.partition_activations = true",

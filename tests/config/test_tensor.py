@@ -37,7 +37,6 @@ REFUSED = {
         "parallel.tensor = 2 cannot be: train.activation_checkpointing.partition_activations = true has no effect"
     ),
     "zero=stage2_offload zero.zenflow.enabled=true": "zero.zenflow.enabled = true is not supported with it.",
-    "plan.auto=true": "parallel.tensor = 2 cannot be: plan.auto = true looks for ZeRO's stages",
     "parallel.tensor=3": "parallel.tensor = 3 does not divide the model's 4 attention heads. Use a number that does.",
     "parallel.tensor=4": "parallel.tensor = 4 does not divide the model's 2 heads of keys and values.",
     "model.shape.intermediate_size=33": "parallel.tensor = 2 does not divide the model's 33 numbers in the middle",

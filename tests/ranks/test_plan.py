@@ -121,6 +121,9 @@ def test_plan_auto_chooses_and_as_many_ranks_keep_it(tmp_path: Path, rows_file: 
     said, alone = train("alone", f"resume={folder}/checkpoints/step-2", ranks=1)
     assert "plan.auto: " in said
     assert yaml.safe_load((alone / "config.yaml").read_text())["batch"]["micro_per_gpu"] == 4
+    said, divided = train("divided", "parallel=tensor", "zero=stage1")
+    assert "plan.auto: " in said
+    assert yaml.safe_load((divided / "config.yaml").read_text())["batch"]["micro_per_gpu"] == 4
 
 
 def test_plan_auto_says_when_nothing_fits(tmp_path: Path, rows_file: Path) -> None:

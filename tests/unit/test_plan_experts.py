@@ -200,3 +200,9 @@ def test_plan_and_check_name_active_parameters(tmp_path: Path, capsys: pytest.Ca
     mine = evaluate_layout(unknown, cfg, MACHINE, RATES)
     text = "\n".join(plan_lines(unknown, MACHINE, RATES, mine, [mine]))
     assert "Step: no estimate" in text and "Known are deepseek_v3, glm4_moe," in text and "active" not in text
+
+
+def test_plan_auto_stays_within_divided_experts(tmp_path: Path) -> None:
+    cfg = config("plan.auto=true", "zero=stage1", "parallel=expert", f"model.path={tmp_path}")
+    found = layouts(mixture("qwen3_moe", tmp_path, cfg.tuning), cfg, MACHINE, RATES)
+    assert {one.cfg.zero.stage for one in found} == {1, 2}

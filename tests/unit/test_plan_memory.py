@@ -154,9 +154,18 @@ def test_answers_count_where_they_are_asked_for() -> None:
     assert sum(after.values()) > sum(before.values())
 
 
-@pytest.mark.parametrize(("options", "choices"), [([], 8), (["parallel=tensor", "zero=stage1"], 8)])
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [
+        ([], 8),
+        (["parallel=tensor"], 8),
+        (["parallel=sequence", "tuning=lora"], 8),
+        (["parallel=tensor", "parallel.sequence=2"], 8),
+        (["parallel=pipeline", "evaluate.prompts=[]"], 1),  # in bf16 stages go with ZeRO 1 alone
+    ],
+)
 def test_every_layout_keeps_the_batch_and_can_be_typed(options: list[str], choices: int) -> None:
-    words = ["recipe=chatglm", "model.path=/models/none", *options]
+    words = ["recipe=chatglm", "model.path=/models/none", "zero=stage1", "plan.auto=true", *options]
     before = load(words).cfg
     outline = outline_of(before)
     found = list(layouts(outline, before, A100, assumed(A100, "bf16")))

@@ -394,7 +394,7 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     for name in ("input_ids", "position_ids", "segment_ids", "seen_until"):
         if name in batch:
             given[name] = batch[name].narrow(1, part * length, length).contiguous()
-    of_tokens = {name: given[name][mine] for name in ("targets", "sources", "taught") if name in given}
+    of_tokens: Batch = {name: given[name][mine] for name in ("targets", "sources", "taught") if name in given}
     given.pop("labels", None)
     return {**given, **of_tokens, "places": before + 1}
 
