@@ -456,8 +456,9 @@ ALL_AT_ONCE = {
         "zero.stage = 3 cannot be together with parallel.pipeline",
         "precision.dtype = fp16 cannot be together with parallel.pipeline",
     ),
-    "parallel=tensor parallel.tensor=2 tuning=lora tuning.dora=true optim=adafactor zero=stage0": (
-        "parallel.tensor = 2 cannot be: tuning.dora = true",
+    "parallel=tensor parallel.tensor=2 optim=adafactor zero=stage3 tuning=lora tuning.dora=true": (
+        "tuning.dora = true and zero.stage = 3",
+        "optim.name = adafactor and zero.stage = 3",
         "parallel.tensor = 2 cannot be: optim.name = adafactor",
     ),
     "parallel=expert zero=stage3 parallel.tensor=2 parallel.pipeline=2 compile.enabled=true": (

@@ -31,7 +31,6 @@ from toolkit.plan.outline import exchanged_bytes, shapes_of_config, tensor_part,
 
 WORDS = "recipe=zero1 model=glm_tiny parallel=tensor"
 REFUSED = {
-    "tuning=lora tuning.dora=true": "tuning.dora = true measures whole matrices, and ranks have parts. Leave dora out",
     "optim=adafactor zero=stage0": "optim.name = adafactor keeps a row and a column for each whole matrix,",
     "train.activation_checkpointing.enabled=true train.activation_checkpointing.partition_activations=true": (
         "parallel.tensor = 2 cannot be: train.activation_checkpointing.partition_activations = true has no effect"

@@ -121,7 +121,7 @@ AXES = {Split.columns: 1, Split.last: -1}
 # Of what peft puts in a matrix's place: the matrix itself or a trained copy, and LoRA's factor that has the split side.
 # The other factor is whole on every rank; what comes between the two is whole, too, or added up over the ranks.
 _IN_ITS_PLACE = r"\.base_layer|\.original_module|\.modules_to_save\.default"
-_ROWS = rf"({_IN_ITS_PLACE}|\.lora_B\.default)?\.(weight|bias)$"
+_ROWS = rf"({_IN_ITS_PLACE}|\.lora_B\.default|\.lora_magnitude_vector\.default)?\.(weight|bias)$"
 _PATTERNS = {
     Split.rows: rf".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj|query_key_value|dense_h_to_4h){_ROWS}",
     Split.pairs: rf".*\.gate_up_proj{_ROWS}",

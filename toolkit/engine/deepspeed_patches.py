@@ -21,6 +21,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed.utils import groups
+from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import PreTrainedModel
@@ -55,10 +56,63 @@ def _register_hooks(autotp: AutoTP, model: torch.nn.Module) -> None:
 def _replace_inside(autotp: AutoTP, child: torch.nn.Module, name: str) -> torch.nn.Module | None:
     """Split what is within peft's layers: AutoTP takes each for a matrix, as it has a `weight` (0.19.8, peft 0.21)."""
     if isinstance(child, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        return autotp._replace_module(child, name)
+        found = autotp._replace_module(child, name)
+        _split_magnitudes(child, name)
+        return found
     if hasattr(child.weight, "quant_state"):
         return _split_4bit(child, f"{name}.weight")
     return _REPLACE(autotp, child, name)
+
+
+class _SplitDora(DoraLinearLayer):
+    """DoRA's part of a matrix that is split: norms are of whole rows, which `split` columns have parts of.
+
+    peft (0.21) takes LoRA's product from the layers, which here exchange what is no part of a matrix, and multiplies
+    with the matrix itself where there is dropout.
+    """
+
+    split: mesh.Split
+
+    @torch.no_grad()
+    def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:  # noqa: N803
+        product: torch.Tensor = lora_B.weight @ lora_A.weight
+        return product
+
+    @torch.no_grad()
+    def get_weight_norm(
+        self, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
+    ) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(weight + scaling * lora_weight, dim=1, dtype=torch.float32)
+        if self.split is mesh.Split.columns:
+            squares = norm.square()
+            torch.distributed.all_reduce(squares, group=process_group.tensor_group())
+            norm = squares.sqrt()
+        return norm.to(weight.dtype)
+
+    def forward(
+        self, x: torch.Tensor, *, base_layer: Any, base_result: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
+        result = base_layer(x) if base_result is None else base_result
+        if (added := getattr(base_layer, "added_bias", None)) is not None:
+            result = result - added
+        found: torch.Tensor = super().forward(x, base_layer=base_layer, base_result=result, **options)
+        return found
+
+
+def _split_magnitudes(layer: torch.nn.Module, name: str) -> None:
+    """Split what DoRA has beside a split matrix: a number for each of its rows."""
+    magnitudes, split = getattr(layer, "lora_magnitude_vector", {}), mesh.split_of(f"{name}.base_layer.weight")
+    if split is None:
+        return
+    for adapter, whole in list(magnitudes.items()):
+        part: Any = _SplitDora(whole.fan_in_fan_out)
+        place = process_group.tensor_rank(), process_group.tensor_group_size()
+        part.split, part.weight = split, whole.weight
+        if split is not mesh.Split.columns:
+            own = process_group.take_part(f"{name}.lora_magnitude_vector.{adapter}.weight", whole.weight.data, *place)
+            part.weight.data = own.contiguous()
+            part.weight.tensor_model_parallel = True
+        magnitudes[adapter] = part
 
 
 def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
@@ -91,6 +145,7 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
             return output if bias is None else output + bias
 
         part.register_forward_hook(add_up)
+        part.added_bias = bias
         return part
     if bias is not None:
         own = process_group.take_part(name.removesuffix("weight") + "bias", bias.data, rank, size)
