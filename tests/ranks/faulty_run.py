@@ -5,7 +5,9 @@ hang, fail, tell, term, memory, fill), `note` (file that gets a line when the fa
 the note is there already). `back_at`: the clock goes back a year after this step; `fit`: from the decision of step
 `fit_at` on it is so late that so many steps fit before run.deadline; `ballast`: file that fills the disk, gone again
 after step `free_at`; `naps`: who sleeps before what: `ranks`, `steps` (first and last, of this life), `before` (data,
-step, forward), `seconds`. Everything else is the product's own.
+step, forward), `seconds`. `shm`: the folder that each rank takes for its node's /dev/shm; a save is then proven before
+the next step ends. `opened`: file that gets the name of each file of fragments that is opened for reading, one a line.
+Everything else is the product's own.
 """
 
 import contextlib
@@ -155,6 +157,31 @@ def make_late(steps: int, number: int) -> None:
     Deadline.decide = decide
 
 
+def on_nodes_of_their_own(folders: list[str]) -> None:
+    """Let each rank have a /dev/shm of its own, or share it with those that have the same."""
+    from toolkit.checkpoint import node_memory
+    from toolkit.distributed import failure
+    from toolkit.train.checkpointer import Checkpointer
+
+    node_memory.SHM = Path(folders[RANK])
+    failure.node_id = lambda: folders[RANK]
+    is_proven = Checkpointer.is_proven
+
+    def at_once(saver: Any) -> bool:
+        if saver._pending is not None:
+            saver._pending.wait()
+        return is_proven(saver)
+
+    Checkpointer.is_proven = at_once
+
+
+def note_opened(event: str, arguments: tuple[Any, ...]) -> None:
+    """Note which fragments are read."""
+    if event == "open" and "fragments-" in str(arguments[0]) and str(arguments[1]).startswith("r"):
+        with open(FAULT["opened"], "a", encoding="utf-8") as note:
+            note.write(f"{arguments[0]}\n")
+
+
 def install() -> None:
     """Put the fault in its place."""
     from toolkit.checkpoint import directory, fragments
@@ -171,6 +198,10 @@ def install() -> None:
     def of_step(path: Any) -> bool:
         return f"step-{step}" in str(path)
 
+    if "shm" in FAULT:
+        on_nodes_of_their_own(FAULT["shm"])
+    if "opened" in FAULT:
+        sys.addaudithook(note_opened)
     if FAULT.get("once") and Path(FAULT["note"]).exists():
         return
     if "back_at" in FAULT:
@@ -216,7 +247,7 @@ def install() -> None:
         before(dry_run, "train_step", nth)
     elif at == "rotate":
         before(directory, "remove_old", nth)
-    elif at not in ("clock", "slow"):
+    elif at not in ("clock", "slow", "nowhere"):
         raise SystemExit(f"no such place: {at}")
 
 

@@ -469,6 +469,11 @@ def test_whoever_reads_takes_what_it_needs_from_all_ranks(tmp_path: Path) -> Non
     assert (found.states("a.weight"), found.numbers("a.weight")) == ({"exp_avg"}, {"step": 7.0})
     assert found.read("a.weight", "exp_avg", 3, 2).equal(moment[3:5]), "over the end of a file"
     assert found.whole("a.weight").equal(whole.view(2, 3))
+    first, second = map(fragments.file_name, range(2))
+    needed = [found.files("a.weight", place, length, (0, 1)) for place, length in [(0, 4), (3, 2), (4, 2)]]
+    assert needed == [{first}, {first, second}, {second}]
+    assert found.files("a.weight", 0, 2, (0, 2)) == found.files("a.weight") == {first, second}
+    assert found.files("b.weight", 0, 2, (0, 1)) == set()
     [(name, value)] = fragments.iter_weights(tmp_path)
     assert name == "a.weight" and value.equal(whole.view(2, 3).bfloat16())
     assert load_file(tmp_path / fragments.file_name(0))["exp_avg:a.weight"].equal(moment[:4]), "safetensors reads it"

@@ -232,6 +232,23 @@ def _stored(held: Held) -> Iterator[Fragment]:
         yield Fragment(name, tuple(buffer.shape), 0, buffer.dtype, values={WEIGHT: value})
 
 
+def files_for(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> set[str]:
+    """Return the files whose content `restore` reads on this rank."""
+    names, first = {id(one): name for name, one in held.parameters.items()}, _first(engine)
+    files = set().union(*(found.files(name) for name in (*held.buffers, *(name for name, _ in held.frozen()))))
+    for number, flat in enumerate(_flats(engine)):
+        files |= found.bound_files(first if flat.shared else distributed.get_rank(), f"flat {number}")
+        for piece in flat.pieces:
+            part = process_group.part_of(piece.parameter)
+            files |= found.files(names[id(piece.parameter)], piece.place, piece.length, part)
+    return files
+
+
+def _first(engine: deepspeed.DeepSpeedEngine) -> int:
+    """Return the rank that saves what all have that train with the same weights."""
+    return distributed.get_global_rank(engine.seq_data_parallel_group, 0)
+
+
 def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> None:
     """Put weights and optimizer states into an engine; a CheckpointError if anything is missing. A collective."""
     names = {id(one): name for name, one in held.parameters.items()}
@@ -239,7 +256,7 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> 
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if partitioned:
         optimizer.checkpoint_event_prologue()
-    first = distributed.get_global_rank(engine.seq_data_parallel_group, 0)
+    first = _first(engine)
     for number, flat in enumerate(_flats(engine, changes=True)):
         flat.state.update(found.bound(first if flat.shared else distributed.get_rank(), f"flat {number}"))
         for piece in flat.pieces:

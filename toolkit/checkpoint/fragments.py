@@ -189,6 +189,22 @@ class Fragments:
                 self._fill(_octets(found[state]), file, begin)
         return found
 
+    def files(self, name: str, place: int = 0, length: float = math.inf, part: Part | None = None) -> set[str]:
+        """Return the files of some numbers of a parameter, or of a part of it; none if it is not in the checkpoint."""
+        known = self.facts.get(name, {"parts": 0, "states": {}})
+        if part is None or part[1] != known["parts"]:  # numbers of parts of another size lie elsewhere
+            place, length = 0, math.inf
+        parts = [part[0]] if part is not None and part[1] == known["parts"] else range(known["parts"])
+        stretches = [
+            one for state in known["states"] for number in parts for one in self._stretches[name, state, number]
+        ]
+        return {one.path.name for one in stretches if place < one.place + one.length and one.place < place + length}
+
+    def bound_files(self, rank: int, name: str) -> set[str]:
+        """Return the files that `bound` reads."""
+        prefix = file_name(rank).removesuffix(".safetensors")
+        return {file.name for file, key, _ in self._bound if key == name and file.name.startswith(prefix)}
+
     def dtype(self, name: str, state: str) -> torch.dtype:
         """Return the type in which a state is stored."""
         dtype: torch.dtype = self.facts[name]["states"][state]

@@ -1062,6 +1062,8 @@ class CheckpointConfig:
     """Save a checkpoint after the last step."""
     asynchronous: bool = False
     """Copy what is saved to host memory and write it during the next steps: a short pause for as much host memory per rank as its part of a checkpoint."""
+    memory_every: NonNegativeInt = 0
+    """Steps between two copies in the memory of the nodes (/dev/shm), each node's on the next node too: a restart after the death of a rank, or of one node, resumes from them and reads no checkpoint from the disk; needs `run.name`. They are removed when the run has ended. 0 makes none."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys or sections that may differ from those of the checkpoint although they change what is computed, such as [optim.lr, train.epochs]; data allows other data."""
     export: bool = True

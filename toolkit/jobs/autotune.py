@@ -27,6 +27,7 @@ _BRIEF = (
     "schedule.warmup_ratio=0",
     "checkpoint.every=0",
     "checkpoint.minutes=0",
+    "checkpoint.memory_every=0",
     "checkpoint.at_end=false",
     "checkpoint.export=false",
     "evaluate.at_start=false",

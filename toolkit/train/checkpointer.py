@@ -29,7 +29,7 @@ from deepspeed import DeepSpeedEngine
 
 import toolkit
 from toolkit import disk, secrets
-from toolkit.checkpoint import directory, engine_state, fragments, state_files
+from toolkit.checkpoint import directory, engine_state, fragments, node_memory, state_files
 from toolkit.config import load, mesh, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather, on_rank0, rank
@@ -38,7 +38,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, say, tr, warn
 from toolkit.models import probe, save
 from toolkit.models.pipeline import capture_probe, is_pipeline, stage_model, unwrap_model
-from toolkit.train.run_dir import RunSource, describe_environment, versions
+from toolkit.train import run_dir
 
 
 def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
@@ -143,9 +143,11 @@ class ModelFiles:
 
 
 class Checkpointer:
-    """All checkpoints of one run, in `folder`. Every method but `is_proven` is a collective. `keep_best`: a metric or
-    ""; `patience_s`: how long a save waits for the room of those being removed.
+    """All checkpoints of one run, in `folder`. Every method but `is_proven` and `is_busy` is a collective. `keep_best`:
+    a metric or ""; `patience_s`: how long a save waits for the room of those being removed; `copies`: in memory.
     """
+
+    copies: node_memory.Copies | None = None
 
     def __init__(
         self,
@@ -155,9 +157,13 @@ class Checkpointer:
         described: ModelFiles,
         keep_best: str = "",
         patience_s: float = 300.0,
+        copies: node_memory.Copies | None = None,
     ) -> None:
         self.engine, self.folder, self.config, self.described = engine, folder, config, described
         self.keep_best, self.patience_s = keep_best, patience_s
+        self.copies = copies
+        self.makes_copies = copies is not None and copies.open(self.least_bytes())
+        """Whether there is room for copies in memory."""
         self.files = state_files.files_of(engine, config.asynchronous)
         self.newest: Path | None = None
         self.failed = False
@@ -173,7 +179,7 @@ class Checkpointer:
             self._rotation.request()  # what an earlier start has left
         self._rated: list[dict[str, float]] | None = None
         """The evaluations up to the newest checkpoint that this process has published."""
-        self._last_bytes = 0
+        self._last_bytes = self._copy_bytes = 0
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: directory.RunState, is_last: bool = False) -> None:
@@ -197,13 +203,42 @@ class Checkpointer:
             on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # it is empty
             self._give_up(name, self.ruin)
             return
-        self.files.begin()
-        for number, content in enumerate(engine_state.contents(self.engine, self._held)):
-            self.files.save(content, temporary / fragments.file_name(rank(), number))
-        pending = _Pending(state.step, temporary, self.files, state.evaluations)
+        pending = self._write(temporary, state, taken)
         last = state.evaluations[-1] if state.evaluations else {}
         is_evaluated = last.get("step") == state.step and math.isfinite(last.get(schema.EVAL_LOSS, math.nan))
         pending.is_good = (is_last and has_probe) or is_evaluated
+        pending.thread.start()
+
+    def copy(self, state: directory.RunState) -> None:
+        """Write a copy into the nodes' memory, unless this step's weights are ruined; `finish` makes it count."""
+        self.finish()
+        assert self.copies is not None
+        needed = int(_ROOM * (self._copy_bytes or self.least_bytes()))
+        temporary, reason = self.copies.begin(state.step, needed)
+        if reason:
+            self._warn_of_copy(state.step, reason)
+        elif not ruined_ranks(self.engine):
+            self._write(temporary, state, None, self.copies).thread.start()
+
+    def _warn_of_copy(self, step: int, reason: str) -> None:
+        warn(
+            "the copy of step {step} in memory failed: {reason}. Training continues; the copy before it stays.",
+            step=step,
+            reason=reason,
+        )
+
+    def _write(
+        self,
+        temporary: Path,
+        state: directory.RunState,
+        taken: probe.Probe | None,
+        copies: node_memory.Copies | None = None,
+    ) -> "_Pending":
+        """Write this rank's files of a checkpoint, and keep what is still to be proven as pending."""
+        self.files.begin()
+        for number, content in enumerate(engine_state.contents(self.engine, self._held)):
+            self.files.save(content, temporary / fragments.file_name(rank(), number))
+        pending = self._pending = _Pending(state.step, temporary, self.files, state.evaluations, copies)
         try:
             if not self.files.failure:
                 path = temporary / state_files.generators_file(rank())
@@ -220,8 +255,7 @@ class Checkpointer:
                     pending.mine.append(path)
         except (OSError, RuntimeError) as error:
             pending.failure = pending.failure or str(error)
-        pending.thread.start()
-        self._pending = pending
+        return pending
 
     def _may_probe(self, is_last: bool = False) -> bool:
         """Whether the last probe was quick, or long enough ago: saves that follow each other closely do without."""
@@ -255,7 +289,18 @@ class Checkpointer:
                 folder=checkpoint,
                 ranks=ruined,
             )
-        self.newest = checkpoint
+        self.newest = None if self.copies and self.copies.has(checkpoint) else checkpoint
+
+    def complete(self, checkpoint: Path) -> str:
+        """Get what this rank needs of a copy in memory from other nodes; return why that is not possible."""
+        assert self.copies is not None
+        return self.copies.complete(
+            checkpoint, engine_state.files_for(self.engine, self._held, fragments.Fragments(checkpoint))
+        )
+
+    def is_busy(self, copying: bool = False) -> bool:
+        """Whether a save or a copy has been begun and is not finished; a copy alone, if `copying`. No collective."""
+        return self._pending is not None and not (copying and self._pending.copies is None)
 
     def is_proven(self) -> bool:
         """Whether this rank has done its part of a save that is not published yet. No collective."""
@@ -271,6 +316,9 @@ class Checkpointer:
         failure = next((reason for reason, _ in parts if reason), "")
         name = pending.folder.name.removesuffix(".tmp")
         records = {file: one for _, part in parts for file, one in part.items()}
+        if pending.copies is not None:
+            self._finish_copy(pending, failure, records)
+            return
         target = self.folder / name
         if not failure:
             try:
@@ -290,6 +338,20 @@ class Checkpointer:
         if pending.is_good:
             self._mark_good(target)
         self._rotate()
+
+    def _finish_copy(self, pending: "_Pending", failure: str, records: dict[str, directory.FileRecord]) -> None:
+        assert pending.copies is not None
+        if failure := failure or pending.copies.commit(pending.step, records):
+            self._warn_of_copy(pending.step, failure)
+            return
+        self._copy_bytes = sum(one.size_bytes for one in records.values())
+        on_rank0(lambda: run_dir.note_copy(self.folder.parent, pending.step))
+
+    def forget_copies(self) -> None:
+        """Let no copy in memory count any more, as the run goes another way."""
+        if self.copies is not None:
+            on_rank0(lambda: run_dir.note_copy(self.folder.parent, 0))
+            self.copies.forget()
 
     def see_good_step(self) -> None:
         """Take note of a step whose loss and gradient were finite: so are the weights of what was saved before it."""
@@ -377,8 +439,15 @@ class Checkpointer:
 class _Pending:
     """One rank's part of a save that is written but not published."""
 
-    def __init__(self, step: int, folder: Path, files: state_files.Files, evaluations: list[dict[str, float]]) -> None:
-        self.step, self.folder, self.files = step, folder, files
+    def __init__(
+        self,
+        step: int,
+        folder: Path,
+        files: state_files.Files,
+        evaluations: list[dict[str, float]],
+        copies: node_memory.Copies | None = None,
+    ) -> None:
+        self.step, self.folder, self.files, self.copies = step, folder, files, copies
         self.evaluations = list(evaluations)
         self.mine: list[Path] = []
         """Files of this rank next to the engine's."""
@@ -403,6 +472,11 @@ class _Pending:
             self.failure = f"{error.filename or ''} {error.strerror or error}".strip()
         except Exception as error:  # whatever it is: a save that has not been proven must not be published
             self.failure = f"{type(error).__name__}: {error}"
+        if self.copies is not None:  # even if it failed: other ranks wait for what this one sends
+            try:
+                self.copies.exchange(self.folder, [] if self.failure else [self.folder / name for name in self.records])
+            except Exception as error:
+                self.failure = self.failure or f"{type(error).__name__}: {error}"
 
 
 def trim_metrics(folder: Path, length: int) -> None:
@@ -416,7 +490,9 @@ def trim_metrics(folder: Path, length: int) -> None:
     os.truncate(path, length)
 
 
-def starting_state(cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, source: RunSource) -> directory.RunState:
+def starting_state(
+    cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, source: run_dir.RunSource
+) -> directory.RunState:
     """Return where the run begins; put aside what is done again. For rank 0 only; `data` is the `identity` of its data.
     ConfigError if the run computes something else than the saved one, CheckpointError if it cannot be read here.
     """
@@ -425,7 +501,7 @@ def starting_state(cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, so
         "world_size": ranks.world_size,
         "data": data,
         "config": config,
-        "versions": describe_environment(ranks.world_size),
+        "versions": run_dir.describe_environment(ranks.world_size),
     }
     if source.checkpoint is None:
         trim_metrics(source.folder, 0)
@@ -436,7 +512,7 @@ def starting_state(cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, so
     else:
         _check_layout(state, config, ranks.world_size)
         changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
-    if source.checkpoint.parent.parent == source.folder:
+    if source.in_memory or source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
     say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
     if changed:
@@ -635,7 +711,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def _code() -> dict[str, str]:
     """Return versions, the device, and digests of the program and of this package."""
-    found = {f"version: {name}": version for name, version in versions().items()}
+    found = {f"version: {name}": version for name, version in run_dir.versions().items()}
     found["version: python"] = sys.version.split()[0]
     files = sorted(file for file in Path(toolkit.__file__).parent.rglob("*.*") if file.suffix in _CODE_FILES)
     found["code: toolkit"] = _digest((file, file.read_bytes()) for file in files)

@@ -36,7 +36,7 @@ def replay_words(run: Path, step: int, ranks: Ranks) -> list[str]:
                 run=run,
                 step=step,
             )
-    quiet = ("checkpoint.every=0", "checkpoint.minutes=0", "checkpoint.at_end=false", "checkpoint.export=false")
+    unsaved = ("checkpoint.every=0", "checkpoint.minutes=0", "checkpoint.memory_every=0", "checkpoint.at_end=false")
     once = ("train.rehearse=false", "train.on_bad_step=skip", "report.enabled=false", "track=jsonl", "plan.auto=false")
     settled = ("run.max_restarts=0", "run.deadline=", "deepspeed_json=")  # what a JSON said is in the config
     return [
@@ -44,7 +44,8 @@ def replay_words(run: Path, step: int, ranks: Ranks) -> list[str]:
         f"run.dir={run / 'replays' / f'step-{step}'}",
         "run.name=",
         f"resume={checkpoint or run_dir.NEVER}",
-        *quiet,
+        *unsaved,
+        "checkpoint.export=false",
         *once,
         *settled,
     ]

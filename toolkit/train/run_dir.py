@@ -31,6 +31,8 @@ NEVER, AUTO, MUST = "never", "auto", "must"
 STOP = "stop"
 """A file by which a run is stopped where no signal can be sent."""
 STARTS = "starts.jsonl"
+_COPY = "copy-in-memory"
+"""File in logs/ with the step of the newest copy in memory."""
 LOCK = "run.lock"
 RECORDED_PACKAGES = (
     "torch",
@@ -52,12 +54,29 @@ class RunSource:
     folder: Path
     checkpoint: Path | None
     """Verified; None starts over."""
+    in_memory: bool = False
+    """Whether it is a copy in memory, see checkpoint/node_memory.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A run directory that this process has locked."""
+
+    folder: Path
+    checkpoint: Path | None
+    """That `resume` names."""
+    is_new: bool
 
 
 def choose_run_dir(cfg: RunConfig) -> RunSource:
     """Return where to work, made and locked. For rank 0 only. Raises RunFolderError (finished, in use, cannot be made),
     RepeatedDeath, CheckpointError (nothing to resume), ConfigError (`resume`).
     """
+    return begin_in(cfg, claim_run_dir(cfg))
+
+
+def claim_run_dir(cfg: RunConfig) -> Claim:
+    """Make or choose the directory and lock it: the first half of `choose_run_dir`."""
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     checkpoint = None if cfg.resume in (NEVER, AUTO, MUST) else _checkpoint_at(Path(cfg.resume))
     if checkpoint is not None:
@@ -65,31 +84,48 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
     else:  # a directory that is no run is an error
         is_run = named is not None and any((named / name).exists() for name in (LOCK, "config.yaml"))
         resumes = is_run and cfg.resume != NEVER
-    if named is None or not resumes:
-        if cfg.resume == MUST:
-            raise CheckpointError(
-                "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
-            )
-        folder = create_run_dir(cfg)
-        lock_run_dir(folder)
+    if named is not None and resumes:
+        _claim(named)
+        return Claim(named, checkpoint, is_new=False)
+    if cfg.resume == MUST:
+        raise CheckpointError(
+            "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
+        )
+    folder = create_run_dir(cfg)
+    lock_run_dir(folder)
+    return Claim(folder, checkpoint, is_new=True)
+
+
+def begin_in(cfg: RunConfig, claim: Claim, copy: Path | None = None) -> RunSource:
+    """Decide what to resume from, `copy` in memory if there is one, and note the start: the second half."""
+    folder, checkpoint = claim.folder, claim.checkpoint or copy
+    note_copy(folder, directory.read_run_state(copy).step if copy else 0)
+    if claim.is_new:
         record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0)
         return RunSource(folder, checkpoint)
-    _claim(named)
-    checkpoints = named / "checkpoints"
     if checkpoint is None:
-        were_there = bool(directory.published_checkpoints(checkpoints))
-        checkpoint = directory.newest_complete(checkpoints)
-        if checkpoint is None and (were_there or cfg.resume == MUST):
-            raise CheckpointError(
-                "{folder} holds no intact checkpoint. To start over, choose another run.name.",
-                folder=checkpoints,
-            )
-        # Without a config nothing was stopped: another process has just made the directory, and did not get its lock.
-        if checkpoint is None and (named / "config.yaml").exists():
-            say("The run {folder} was stopped before its first checkpoint: it starts over.", folder=named)
-    directory.discard_unfinished(checkpoints)
-    _put_aside(named, checkpoint)
-    return RunSource(named, checkpoint)
+        checkpoint = newest_on_disk(folder, cfg.resume == MUST)
+    directory.discard_unfinished(folder / "checkpoints")
+    _put_aside(folder, checkpoint)
+    return RunSource(folder, checkpoint, in_memory=copy is not None)
+
+
+def newest_on_disk(folder: Path, must: bool = False) -> Path | None:
+    """Return a run's newest intact checkpoint, every byte of which is read; None if it had saved none before it died,
+    CheckpointError if none is intact or there `must` be one.
+    """
+    checkpoints = folder / "checkpoints"
+    were_there = bool(directory.published_checkpoints(checkpoints))
+    checkpoint = directory.newest_complete(checkpoints)
+    if checkpoint is None and (were_there or must):
+        raise CheckpointError(
+            "{folder} holds no intact checkpoint. To start over, choose another run.name.",
+            folder=checkpoints,
+        )
+    # Without a config nothing was stopped: another process has just made the directory, and did not get its lock.
+    if checkpoint is None and (folder / "config.yaml").exists():
+        say("The run {folder} was stopped before its first checkpoint: it starts over.", folder=folder)
+    return checkpoint
 
 
 def _checkpoint_at(path: Path) -> Path:
@@ -322,9 +358,37 @@ def check_repeated_death(folder: Path, step: int) -> None:
 
 
 def newest_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint, 0 if there is none; whether it is whole is not looked at."""
-    found = directory.published_checkpoints(folder / "checkpoints")
-    return directory.step_of(found[0]) if found else 0
+    """Return the step of a run's newest checkpoint, or of its newest copy in memory, 0 without any; whether it is whole
+    is not looked at.
+    """
+    return max(steps_of_copies(folder))
+
+
+def steps_of_copies(folder: Path) -> tuple[int, int]:
+    """Return the steps after and until which copies in memory count: of the newest checkpoint on the disk, and of the
+    newest copy as ranks have noted it; 0 without.
+    """
+    found, copied = directory.published_checkpoints(folder / "checkpoints"), 0
+    with suppress(OSError, ValueError):
+        copied = int((folder / "logs" / _COPY).read_text(encoding="utf-8"))
+    return directory.step_of(found[0]) if found else 0, copied
+
+
+def note_copy(folder: Path, step: int) -> None:
+    """Note the step of the newest copy in memory, 0 for none: other copies count no more. For rank 0 only."""
+    note = folder / "logs" / _COPY
+    if step:
+        with suppress(OSError):  # a full disk: the step noted before is that of a copy which is still there
+            disk.write_atomically(note, f"{step}\n".encode())
+    else:
+        note.unlink(missing_ok=True)
+
+
+def identity(folder: Path) -> str:
+    """Return what tells a run from others that were in its directory before: its first start."""
+    with suppress(OSError), open(folder / "logs" / STARTS, encoding="utf-8") as file:
+        return file.readline()
+    return ""
 
 
 def reached_step(folder: Path) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from toolkit import secrets, terminal
-from toolkit.checkpoint import directory
+from toolkit.checkpoint import directory, node_memory
 from toolkit.config import files as recipe_files, load, mesh, preflight, rule_tables, schema
 from toolkit.distributed import failure, process_group
 from toolkit.engine import build, ds_config, memory
@@ -35,6 +36,8 @@ class Trainer:
     run: RunContext
     plan: dry_run.RunPlan | None = None
     """What memory is expected to be; None if it is not known."""
+    copies: node_memory.Copies | None = None
+    """Of the run's states in the memory of its nodes."""
 
     def __init__(self, task: Task, cfg: schema.RunConfig, ranks: environment.Ranks, started: float) -> None:
         self.task, self.cfg, self.ranks, self.started = task, cfg, ranks, started
@@ -73,6 +76,8 @@ class Trainer:
                 run.watchdog.stop()
             self.finish(result)
             run.checkpointer.end()  # after DONE: no result waits for it
+            if self.copies:
+                self.copies.close()
         run_dir.release_run_dir()
         return run.folder
 
@@ -93,8 +98,6 @@ class Trainer:
             engine, guard = built
             dry_run.set_micro_batch(engine, cfg)
             engine.lr_scheduler.set_length(total_steps, ds_config.warmup_steps(cfg, total_steps))
-        status = partial(environment.report_status, first_step=start.step + 1)
-        self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
         checkpointer = Checkpointer(
             engine,
             source.folder / "checkpoints",
@@ -102,9 +105,16 @@ class Trainer:
             task.model_files(engine),
             cfg.evaluate.keep_best,
             cfg.distributed.timeout_s / 2,
+            self.copies,
         )
+        if source.in_memory:
+            source, start = self._complete(
+                checkpointer, source, start, partial(self._record_start, cfg, ds, hosts=hosts)
+            )
         if source.checkpoint is not None:
             resume_from(checkpointer, source.checkpoint, start, ranks, cfg)
+        status = partial(environment.report_status, first_step=start.step + 1)
+        self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
         limits = cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
         self.run = RunContext(
             cfg=cfg,
@@ -129,6 +139,24 @@ class Trainer:
         if cfg.report.enabled and ranks.rank == 0:
             patience_s = min(tracking.PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
             self.reporter = tracking.AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
+
+    def _complete(
+        self,
+        checkpointer: Checkpointer,
+        source: run_dir.RunSource,
+        start: directory.RunState,
+        record: Callable[..., directory.RunState],
+    ) -> tuple[run_dir.RunSource, directory.RunState]:
+        """Get what the ranks need of a copy in memory; return where the run begins: there, or on the disk."""
+        assert source.checkpoint is not None
+        reason = checkpointer.complete(source.checkpoint)
+        if not reason:
+            return source, start
+        warn("the copy of step {step} in memory cannot be used: {reason}.", step=start.step, reason=reason)
+        checkpointer.forget_copies()
+        checkpoint = process_group.patiently_on_rank0(lambda: run_dir.newest_on_disk(source.folder))
+        source = run_dir.RunSource(source.folder, checkpoint)
+        return source, process_group.on_rank0(lambda: record(source=source))
 
     def _deadline(
         self, at: float | None, folder: Path, start: int, engine: DeepSpeedEngine, checkpointer: Checkpointer
@@ -221,9 +249,19 @@ class Trainer:
     def _open_run_dir(self) -> tuple[run_dir.RunSource, list[str]]:
         """Choose the run directory, see that all ranks see it, and write logs into it; return the hosts too."""
         ranks = self.ranks
-        source = process_group.patiently_on_rank0(
-            lambda: run_dir.choose_run_dir(self.cfg)
-        )  # reads every byte of a checkpoint
+        # In a thread, as every byte of a checkpoint is read.
+        claim = process_group.patiently_on_rank0(lambda: run_dir.claim_run_dir(self.cfg))
+        copy = None
+        if not claim.is_new:
+            self.copies = self._copies_of(claim.folder)
+            if self.copies and not claim.checkpoint:
+                copy = self.copies.recover(*process_group.on_rank0(lambda: run_dir.steps_of_copies(claim.folder)))
+        source = process_group.patiently_on_rank0(lambda: run_dir.begin_in(self.cfg, claim, copy))
+        self.copies = self.copies or self._copies_of(claim.folder)
+        if copy:
+            source = replace(source, checkpoint=copy)  # this node's
+        elif self.copies:
+            self.copies.forget()  # what a start before this one has left, of steps that are done again
         folder = source.folder
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
             environment.report_status(folder=str(folder))
@@ -240,6 +278,13 @@ class Trainer:
         failure.watch_failures(folder, ranks.rank, peers)
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         return source, [peer.host for peer in peers]
+
+    def _copies_of(self, folder: Path) -> node_memory.Copies | None:
+        """Return the copies of a run in the memory of its nodes, None without. A collective."""
+        if not self.cfg.checkpoint.memory_every:
+            return None
+        name = process_group.on_rank0(lambda: node_memory.folder_name(folder, run_dir.identity(folder)))
+        return node_memory.Copies(name, timedelta(seconds=self.cfg.distributed.timeout_s))
 
     def _settle(
         self, cfg: schema.RunConfig, source: run_dir.RunSource
