@@ -20,8 +20,10 @@ from toolkit.models.adapters import (
     apply_tuning,
     as_stored,
     attach_adapter,
+    base_of,
     inject_lora,
     quantize,
+    quantize_layer,
     trained_names,
     without_adapter,
 )
@@ -175,6 +177,25 @@ def test_experts_in_4_bits(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(small.found[0], plain.found[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(small.found[1], plain.found[1], atol=1e-6, rtol=1e-3)
     assert small.found[2] == 0 < plain.found[2]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"])
+def test_weights_are_quantized_as_they_are_read(name: str, tmp_path: Path) -> None:
+    """The same as afterwards, and in the precision that is asked for, whatever is read first."""
+    pytest.importorskip("bitsandbytes")
+    folder = write(tmp_path / name, name)
+    early, late = (
+        load_model(folder, dtype=torch.bfloat16, ready=quantize_layer),
+        load_model(folder, dtype=torch.bfloat16),
+    )
+    quantize(early)
+    quantize(late)
+    values, others = dict(early.state_dict()), dict(late.state_dict())
+    assert values.keys() == others.keys()
+    assert all(value.equal(others[key]) for key, value in values.items())
+    linear = [one for one in early.modules() if hasattr(one, "compute_dtype")]
+    assert linear and {one.compute_dtype for one in linear} == {torch.bfloat16}
+    assert base_of(early, folder) == base_of(load_model(folder, dtype=torch.bfloat16), folder)
 
 
 @pytest.mark.parametrize(

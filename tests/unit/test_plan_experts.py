@@ -204,5 +204,6 @@ def test_plan_and_check_name_active_parameters(tmp_path: Path, capsys: pytest.Ca
 
 def test_plan_auto_stays_within_divided_experts(tmp_path: Path) -> None:
     cfg = config("plan.auto=true", "zero=stage1", "parallel=expert", f"model.path={tmp_path}")
-    found = layouts(mixture("qwen3_moe", tmp_path, cfg.tuning), cfg, MACHINE, RATES)
+    found = list(layouts(mixture("qwen3_moe", tmp_path, cfg.tuning), cfg, MACHINE, RATES, [cfg.parallel.expert]))
+    assert {one.cfg.parallel.expert for one in found} == {cfg.parallel.expert} != {1}
     assert {one.cfg.zero.stage for one in found} == {1, 2}

@@ -39,7 +39,7 @@ _MOST_BYTES = 4 << 30
 def find(source: Path) -> Path:
     """Return the directory with DeepSpeed's files: the source, or what its `latest` names; ConfigError if neither."""
     latest = source / "latest"
-    named = source / latest.read_text(encoding="utf-8").strip() if latest.is_file() else source
+    named = source / latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else source
     for folder in (source, named):
         if folder.is_dir() and any(_FILE.fullmatch(path.name) for path in folder.iterdir()):
             return folder

@@ -22,7 +22,7 @@ from torch import distributed
 
 from toolkit.checkpoint import directory
 from toolkit.distributed import failure, process_group
-from toolkit.messages import CheckpointError, say, tr, warn
+from toolkit.messages import CheckpointError, ConfigError, reason_of, say, tr, warn
 
 SHM = Path("/dev/shm")  # noqa: S108 -- memory that outlives a process; the folder in it is this user's alone
 GENERATIONS = 2
@@ -30,8 +30,10 @@ _RESUME, _BLOCK_BYTES = "resume", 1 << 24
 
 
 def folder_name(run: Path, identity: str) -> str:
-    """Return the name of a run's folder; `identity` tells it from earlier runs in the same directory."""
-    where, which = (hashlib.sha256(text.encode()).hexdigest()[:10] for text in (str(run), identity))
+    """Return the name of a run's folder; `identity` tells it from earlier runs in the same directory, and the inode
+    from those of other file systems' directories of that name: containers may share /dev/shm.
+    """
+    where, which = (hashlib.sha256(text.encode()).hexdigest()[:10] for text in (f"{run} {run.stat().st_ino}", identity))
     return f"toolkit-{os.getuid()}-{where}-{which}"
 
 
@@ -49,7 +51,15 @@ class Copies:
         self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
         self.is_first = self.rank == self.nodes[self.node][0]
         # Of its own, as its messages travel next to training.
-        self.group = distributed.new_group(backend="gloo", timeout=timeout) if len(self.nodes) > 1 else None
+        try:
+            self.group = distributed.new_group(backend="gloo", timeout=timeout) if len(self.nodes) > 1 else None
+        except RuntimeError as error:
+            raise ConfigError(
+                "checkpoint.memory_every: the ranks of different nodes cannot be connected by gloo, over which copies "
+                "are sent ({reason}). Set distributed.interface to the network interface between the nodes, or "
+                "checkpoint.memory_every=0.",
+                reason=reason_of(error),
+            ) from error
         self._held: list[set[str]] = []
         self._files: dict[str, Any] = {}
 
@@ -71,9 +81,8 @@ class Copies:
                 if other != self.folder and other.lstat().st_uid == os.getuid():
                     shutil.rmtree(other)
                     say("Removed {folder}: copies of another run, which was in the same directory.", folder=other)
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            if not self._is_private():
-                return tr("{folder} belongs to another user", folder=self.folder)
+            if reason := self._made():
+                return reason
             there = directory.published_checkpoints(self.folder)
             return self._lacks(needed - sum(map(directory.directory_bytes, there)))
 
@@ -97,6 +106,8 @@ class Copies:
         temporary = self.folder / f"{directory.checkpoint_name(step)}.tmp"
 
         def make() -> str:
+            if reason := self._made():  # another may have removed it, as systemd does at a logout
+                return reason
             old = directory.published_checkpoints(self.folder)[GENERATIONS - 1 :]
             _removed(*old, *self.folder.glob("*.tmp"), *self.folder.glob(_RESUME))
             temporary.mkdir()
@@ -130,7 +141,9 @@ class Copies:
             temporary.rename(target)
             return ""
 
-        return self._on_nodes(publish)
+        if reason := self._on_nodes(publish):  # the generation before is the newest on all nodes, or on none
+            self._on_nodes(lambda: _removed(*self.folder.glob(directory.checkpoint_name(step))))
+        return reason
 
     def recover(self, after: int, until: int) -> Path | None:
         """Return this node's folder of the newest generation of these steps that is whole, None without one. What other
@@ -180,11 +193,16 @@ class Copies:
 
     def forget(self) -> None:
         """Remove all generations: the run goes another way."""
-        self._on_nodes(lambda: _removed(*self.folder.glob("*")))
+        self._on_nodes(lambda: _removed(*(self.folder.glob("*") if self._is_private() else ())))
 
     def close(self) -> None:
         """Remove the folder."""
         self._on_nodes(lambda: _removed(*([self.folder] if self._is_private() else [])))
+
+    def _made(self) -> str:
+        """Make the folder, if it is not there; return why it cannot be used."""
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        return "" if self._is_private() else tr("{folder} belongs to another user", folder=self.folder)
 
     def _is_private(self) -> bool:
         """Whether the folder is there, and nobody else can have put anything into it."""
@@ -238,14 +256,16 @@ class Copies:
         lacking = [self._files.keys() - held for held in self._held]
 
         def link() -> str:
-            self.folder.mkdir(mode=0o700, exist_ok=True)  # a node that has just come
+            if reason := self._made():  # on a node that has just come
+                return reason
             _removed(*(other for other in self.folder.glob("*") if other != kept))  # room for what comes
             for name in self._files:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
             for name in self._held[self.node]:
                 os.link(kept / name, target / name)
                 if name.startswith(directory.FRAGMENTS) and any(name in names for names in lacking):
-                    heads[name] = (kept / name).read_bytes()[: directory.read_header(kept / name)[1]]
+                    with open(kept / name, "rb") as file:
+                        heads[name] = file.read(directory.read_header(kept / name)[1])
             return ""
 
         def stub() -> str:
@@ -278,8 +298,8 @@ class Copies:
                     self._swap(target, (place, sends), (source, {}))
                 elif self.rank == place:
                     self._swap(target, (place, {}), (source, sends))
-            except OSError as error:
-                reason = reason or error.strerror or str(error)
+            except (OSError, RuntimeError) as error:  # also where the other has failed
+                reason = reason or reason_of(error)
         return next(filter(None, process_group.gather(reason)), "")
 
     def _swap(self, folder: Path, out: tuple[int, Mapping[str, int]], into: tuple[int, Mapping[str, int]]) -> None:
@@ -287,9 +307,12 @@ class Copies:
         OSError, if something could not be written, once the other has sent all of it.
         """
         (target, sends), (source, comes), failed = out, into, None
-        for name in comes:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(b"")
+        try:
+            for name in comes:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(b"")
+        except OSError as error:
+            failed = error
         for sent, (name, count) in zip_longest(_blocks(folder, sends), _places(comes), fillvalue=("", 0)):
             found, requests = torch.empty(count, dtype=torch.uint8), []
             if isinstance(sent, torch.Tensor):

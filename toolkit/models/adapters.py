@@ -185,8 +185,12 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
     from deepspeed.accelerator import get_accelerator  # as in `attention`
 
     device = torch.device(get_accelerator().current_device_name())
-    path, parameter = name.rpartition(".")[0], model.get_parameter(name)
+    path, parameter = name.rpartition(".")[0], model.get_parameter_or_buffer(name)
+    if not isinstance(parameter, nn.Parameter):  # a router's bias
+        return
     layer, is_stacked = model.get_submodule(path), experts.is_stacked(name, parameter)
+    if is_stacked and not model._can_set_experts_implementation():  # only the model itself could compute with them
+        return
     needed = [parameter] if is_stacked else list(layer.parameters(recurse=False))
     if any(one.is_meta or hasattr(one, "quant_state") for one in needed):  # meta: of another stage of a pipeline, too
         return
@@ -198,7 +202,7 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
-            compute_dtype=model.dtype,
+            compute_dtype=layer.weight.dtype,  # the model's own is known once its first parameter has been read
             compress_statistics=True,
             quant_type="nf4",
         )

@@ -37,7 +37,7 @@ def load_model(
         own: gets the empty model and returns by name which rows of its parameters and stored buffers this process
             needs, and may leave no more of them in the model; None reads all.
         ready: gets the model and the name of each parameter as soon as it has its values, and may replace it by
-            something smaller before the next one is read.
+            something smaller before the next one is read; not called where a folder's own code is trusted.
 
     Returns:
         The model in evaluation mode, on the CPU: a GlmForCausalLM for ChatGLM2 and later, a
@@ -53,7 +53,9 @@ def load_model(
     partitioned = ds_config if ds_config is not None and ds_config["zero_optimization"]["stage"] == 3 else None
     if partitioned is not None and "tensor_parallel" in partitioned:
         partitioned = None  # AutoTP splits whole layers, and the engine partitions what it has split
-    if directory.architecture_of(config) is None and partitioned is None and own is None and ready is None:
+    # Code of a folder may build what cannot be built empty; what `ready` does is done to it later.
+    streams = partitioned is not None or own is not None or (ready is not None and not directory.is_trusted(folder))
+    if directory.architecture_of(config) is None and not streams:
         return _load_by_transformers(folder, dtype)
     model, files, layout = _open(folder, config, dtype, partitioned)
     weights.read_weights(model, files, layout, dtype, own, ready)

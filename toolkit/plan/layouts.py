@@ -88,12 +88,14 @@ def evaluate_layout(outline: Outline, cfg: RunConfig, machine: Machine, rates: R
     return Layout(cfg, memory, host, host_peak, step_time(outline, cfg, machine, rates), machine.usable_bytes, fits)
 
 
-def layouts(outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates) -> Iterator[Layout]:
-    """Yield all layouts that keep the global batch: over how many ranks experts are divided, stages, offloading,
-    activation checkpointing, micro-batches.
+def layouts(
+    outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates, experts: Sequence[int] = ()
+) -> Iterator[Layout]:
+    """Yield all layouts that keep the global batch: stages, offloading, activation checkpointing, micro-batches, and
+    over how many ranks experts are divided, of `experts` or of all that is possible.
     """
     sizes = [size for size in mesh.micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
-    experts = expert_sizes(outline, machine.world_size)
+    experts = experts or expert_sizes(outline, machine.world_size)
     for expert, (stage, optimizer, parameters), recomputes, micro in product(experts, LAYOUTS, (False, True), sizes):
         other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
         other.parallel.expert = expert

@@ -378,7 +378,9 @@ class Checkpointer:
     def least_bytes(self) -> int:
         """Return how many bytes a checkpoint will have at least."""
         trained = [p for p in unwrap_model(self.engine.module).parameters() if p.requires_grad]
-        return _FIRST_BYTES_PER_PARAMETER * sum(getattr(p, "ds_numel", p.numel()) for p in trained)
+        return _FIRST_BYTES_PER_PARAMETER * sum(
+            getattr(p, "ds_numel", p.numel()) * process_group.part_of(p)[1] for p in trained
+        )
 
     def _make_room(self, temporary: Path) -> str:
         """Make an empty folder; return why not, if there is no room for what will be in it."""

@@ -100,7 +100,8 @@ def choose_layout(
 
     def best() -> layouts.Layout | None:
         outline = outline_of(cfg, vocab_size)
-        return layouts.fastest(list(layouts.layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline))))
+        rates = speed.rates_of(cfg, machine, outline)
+        return layouts.fastest(list(layouts.layouts(outline, cfg, machine, rates, [cfg.parallel.expert])))
 
     found = on_rank0(best)
     if found is None:

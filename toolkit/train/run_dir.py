@@ -378,8 +378,11 @@ def note_copy(folder: Path, step: int) -> None:
     """Note the step of the newest copy in memory, 0 for none: other copies count no more. For rank 0 only."""
     note = folder / "logs" / _COPY
     if step:
-        with suppress(OSError):  # a full disk: the step noted before is that of a copy which is still there
+        try:
             disk.write_atomically(note, f"{step}\n".encode())
+        except OSError:  # on a full disk a file that is there can still be written over
+            with suppress(OSError):
+                note.write_text(f"{step}\n", encoding="utf-8")
     else:
         note.unlink(missing_ok=True)
 

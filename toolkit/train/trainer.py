@@ -21,7 +21,7 @@ from toolkit.config import files as recipe_files, load, mesh, preflight, rule_ta
 from toolkit.distributed import failure, process_group
 from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
-from toolkit.messages import ConfigError, LaunchError, RunFolderError, say, tr, warn
+from toolkit.messages import ConfigError, Diverged, LaunchError, RunFolderError, say, tr, warn
 from toolkit.track.metrics import Progress
 from toolkit.train import deadline, dry_run, loop, replay, run_dir, schedule, startup, tracking
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
@@ -71,6 +71,10 @@ class Trainer:
         with tracking.tracking(run, self.task.data_summary()):
             try:
                 result = self.fit()
+            except Diverged:
+                if self.ranks.rank == 0:  # the newest copy may be of weights that have diverged: none counts
+                    run_dir.note_copy(run.folder, 0)
+                raise
             finally:
                 self.progress.close()
                 run.watchdog.stop()
