@@ -4,10 +4,12 @@ import statistics
 import sys
 from pathlib import Path
 
+import pytest
 from ranks import run
 from shared import rows_of, tiny
 
 
+@pytest.mark.nightly
 def test_an_experiment_on_two_ranks(rows_file: Path, tmp_path: Path) -> None:
     words = [word for word in tiny(rows_file, tmp_path, "named") if not word.startswith(("batch.micro", "run.name"))]
     own = ["stages=2", "micro=2", "sweep=tuned"]

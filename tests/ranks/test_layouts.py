@@ -86,8 +86,8 @@ WIDE = ["model.shape.hidden_size=96", "model.shape.intermediate_size=384", "mode
 ON_NVME = ["zero=stage3_nvme", "zero.offload_optimizer.nvme_path=FOLDER/nvme", "zero.offload_param.buffer_size=2000000"]
 LAYOUTS |= {"wide-2": (2, "data", ["zero=stage2", *WIDE]), "nvme-2": (2, "data", [*ON_NVME, CPU_ADAM, *WIDE])}
 NVME = [("wide-2", "nvme-2"), ("nvme-2", "wide-2"), ("nvme-2", "nvme-2")]
-PAIRS = [*RINGS[4], *RINGS[11], *OTHERS, *NVME]
-NIGHTLY = [*RINGS[7], *RINGS[13]]
+PAIRS = [*RINGS[4], *OTHERS, *NVME]
+NIGHTLY = [*RINGS[11], *RINGS[7], *RINGS[13]]
 ALL = [*PAIRS, *(pytest.param(pair, marks=pytest.mark.nightly) for pair in NIGHTLY)]
 
 

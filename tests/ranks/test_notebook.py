@@ -17,6 +17,7 @@ def test_it_is_kept_without_outputs() -> None:
     assert not [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("default")  # of Jupyter's own libraries
 def test_it_trains_and_draws_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

@@ -134,6 +134,7 @@ def test_plan_auto_says_when_nothing_fits(tmp_path: Path, rows_file: Path) -> No
     assert "Traceback" not in ran.output
 
 
+@pytest.mark.nightly
 def test_a_calibration_measures_what_is_assumed_otherwise(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "toolkit", "plan", "recipe=quickstart", "model=glm_tiny", "gpus=2xcpu"]
     options = ["data.sources=[{path: rows.jsonl}]", f"prepare.dir={tmp_path}", "precision=bf16"]

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import official
+import pytest
 from ranks import REPOSITORY, run
 
 
+@pytest.mark.nightly
 def test_a_recipe_is_proved(tmp_path: Path, rows_file: Path) -> None:
     model = official.write(tmp_path / "chatglm3", "v3", tokenizer=True)
     settings = ["recipe=chatglm", f"model.path={model}", f"data.sources=[{{path: {rows_file}}}]", "zero=stage2"]

@@ -62,7 +62,7 @@ TIED: dict[str, list[str]] = {
     "lora-tied-head": ["tuning=lora", "tuning.save_modules=[lm_head]", "zero=stage0"],
     "freeze-tied": ["tuning=freeze", "tuning.last_layers=0", "tuning.patterns=[embed_tokens.*]", "zero=stage0"],
 }
-LATE = ["checkpoint.asynchronous=false"]  # the worker wants an update after an asynchronous save
+AT_ONCE = ["checkpoint.asynchronous=false"]  # the worker wants an update after an asynchronous save
 TO_ONE_RANK = ["lora-zero3", "lora-v3-zero2", "ptuning-v3-zero3", "freeze-zero2", "prompt-zero0-bf16"]
 
 LATE = ("lora-v1-zero3-bf16", "freeze-zero2", "ptuning-zero2-bf16", "prompt-zero0-bf16")
@@ -93,13 +93,13 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         cases.append({"overrides": words(name, f"{name}-again"), "died": died})
     for name in REWOUND:
         spoil = {"steps": {"5": ["loss", "nan"]}, "note": f"{folder}/{name}.note"}
-        rewound = words(name, f"{name}-rewound", "train.on_bad_step=rewind", *LATE)
+        rewound = words(name, f"{name}-rewound", "train.on_bad_step=rewind", *AT_ONCE)
         cases.append({"overrides": rewound, "spoil": spoil})
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = run([*deepspeed(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
     assert finished.code == 0, finished.output[-6000:]
     one = [
-        {"overrides": words(name, f"{name}-one", f"resume={folder}/runs/{name}/checkpoints/step-3", *LATE)}
+        {"overrides": words(name, f"{name}-one", f"resume={folder}/runs/{name}/checkpoints/step-3", *AT_ONCE)}
         for name in TO_ONE_RANK
         if name in cells
     ]

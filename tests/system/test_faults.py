@@ -219,9 +219,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert not list(folder.rglob("*.tmp"))
 
 
-@pytest.mark.ranks
 @pytest.mark.fault("H1", "H2")
-@pytest.mark.parametrize("do", ["stop", "hang"])
+@pytest.mark.parametrize("do", ["stop", pytest.param("hang", marks=pytest.mark.ranks)])
 def test_a_rank_that_hangs_is_noticed_and_named(
     do: str, rows_file: Path, tmp_path: Path, straight: list[float]
 ) -> None:

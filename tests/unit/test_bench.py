@@ -43,7 +43,7 @@ def test_rows_are_the_same_for_the_same_seed(tmp_path: Path) -> None:
     assert all(row["prompt"] and row["response"] for row in rows)
 
 
-@pytest.mark.ranks
+@pytest.mark.nightly
 def test_bench_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("benchmarks.data.FEW", 60)
     monkeypatch.setattr("benchmarks.data.WORKERS", (1,))
@@ -186,7 +186,7 @@ def test_a_bare_script_knows_no_adapters(tmp_path: Path) -> None:
         bench(["start", "recipe=zero1", "model=glm_tiny", "tuning=lora", f"prepare.dir={tmp_path}"])
 
 
-@pytest.mark.ranks
+@pytest.mark.nightly
 def test_the_gpu_bench_runs_without_a_gpu(tmp_path: Path) -> None:
     """The whole way with tiny twins of the models; the other parts differ from these by overrides."""
     output, parts = tmp_path / "gpu.json", ["6b-full-zero1", "6b-lora", "6b-trainer"]
