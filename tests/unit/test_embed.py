@@ -141,10 +141,6 @@ def test_what_follows_from_the_task() -> None:
         (["task=embed", "data.packing=packed"], "pairs are not packed"),
         (["task=embed", "tuning=lora", "tuning.dropout=0.1"], "a step embeds its texts twice"),
         (["task=embed", "evaluate.keep_best=eval_mr"], "Did you mean 'eval_mrr'"),
-        (
-            ["task=embed", "parallel=tensor", "parallel.tensor=2", "zero=stage1"],
-            "parallel.tensor = 2 is not supported with",
-        ),
         (["data.sources=[{path: a.jsonl, format: embed}]"], "needs task=embed"),
     ],
 )

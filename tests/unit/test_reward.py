@@ -120,10 +120,6 @@ def test_what_follows_from_the_task() -> None:
         (["task=reward", "evaluate.metrics=[bleu]"], "the model gives scores and no answers"),
         (["task=reward", "kernels.loss=full"], "kernels.loss = full has no effect: task.kind is reward"),
         (
-            ["task=reward", "parallel=pipeline", "parallel.pipeline=2"],
-            "parallel.pipeline = 2 is not supported with task",
-        ),
-        (
             ["task=reward", "data.sources=[{path: a.jsonl, format: messages}]"],
             "messages is not the format that task=reward reads",
         ),

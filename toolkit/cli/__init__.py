@@ -49,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         del words[0]
     if not words or words[0] in ("-h", "--help"):
         lines = [tr("usage: toolkit COMMAND recipe=NAME [key=value …]"), ""]
+        width = 1 + max(map(len, COMMANDS))
         for name in COMMANDS:
-            lines.append(f"  {name:15}{help_of(name).splitlines()[0]}")
+            lines.append(f"  {name:<{width}}{help_of(name).splitlines()[0]}")
         _show("\n".join([*lines, "", tr("`toolkit COMMAND --help` says more. docs/config.md lists every key.")]))
         return 0 if words else 2
     if words[0] == "--version":
