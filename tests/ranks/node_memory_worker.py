@@ -106,6 +106,7 @@ def main() -> None:
     read(copies, copies.recover(0, 6), 6, {(RANKS.rank + 3) % 5})
     assert [path.name for path in copies.folder.glob("step-*")] == (["step-6"] if NODE != "b" else [])
     assert not WORDS
+    process_group.barrier()  # the first rank of a node makes the next generation's folder
     write(copies, 8)
     assert not (copies.folder / "resume").exists()
     # A spoiled file is another node's to give.
