@@ -472,10 +472,9 @@ ALL_AT_ONCE = {
         "parallel.expert = 2 cannot be: zero.contiguous_gradients = false",
         "parallel.expert = 2 cannot be: zero.reduce_scatter = false",
     ),
-    "parallel=expert zero=stage0 optim=adafactor preference=kto": (
+    "parallel=expert zero=stage0 optim=adafactor": (
         "parallel.expert = 2 cannot be: zero.stage = 0",
         "parallel.expert = 2 cannot be: optim.name = adafactor",
-        "parallel.expert = 2 cannot be: it is untested with preference.loss = kto",
     ),
     "parallel=sequence parallel.sequence=2 tuning=prompt model.attention=eager": (
         "parallel.sequence = 2 cannot be: what tuning=prompt learns",

@@ -86,11 +86,20 @@ def test_the_command(started: list[Any], vllm: str, tmp_path: Path, capsys: pyte
 def test_adapters(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, adapter = write_random(tmp_path / "model"), tmp_path / "mine"
     adapter.mkdir()
-    config = {"peft_type": "LORA", "r": 8, "rank_pattern": {"q_proj": 24}}
+    config: dict[str, Any] = {"peft_type": "LORA", "r": 8, "rank_pattern": {"q_proj": 24}}
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     found = command(started, str(model), f"adapter={adapter}")
     assert found[-5:] == ["--enable-lora", "--max-lora-rank", "32", "--lora-modules", f"mine={adapter}"]
     assert '"model": "mine"' in capsys.readouterr().out
+    config["target_parameters"] = ["layers.1.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    *_, mixed, key, declared = command(started, str(model), f"adapter={adapter}")
+    assert (mixed, key) == ("--enable-mixed-moe-lora-format", "--lora-modules")
+    assert json.loads(declared) == {"name": "mine", "path": str(adapter), "is_3d_lora_weight": True}
+    config["target_parameters"].pop(0)
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert main(["serve", str(model), f"adapter={adapter}"]) == 2
+    assert "adds to down_proj of the experts, and not to gate_up_proj" in capsys.readouterr().err
     assert main(["serve", str(model), f"adapter={adapter}", "backend=transformers"]) == 2
     assert "transformers' server takes no adapter" in capsys.readouterr().err
     (adapter / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')

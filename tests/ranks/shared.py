@@ -101,12 +101,17 @@ def can_do_async_io() -> bool:
     return builder is not None and bool(builder.is_compatible(verbose=False))
 
 
+def runs_nightly(request: pytest.FixtureRequest) -> bool:
+    """Whether the tests of the nightly tier run."""
+    tiers: str = request.config.getoption("--tier")
+    return tiers == "all" or "nightly" in tiers
+
+
 def of_tier(
     request: pytest.FixtureRequest, cells: dict[str, Cell], short: Collection[str] = (), late: Collection[str] = ()
 ) -> dict[str, Cell]:
     """Return the cells that a launch runs: those of the tests of the tiers that run; see `by_tier`."""
-    tiers = request.config.getoption("--tier")
-    is_short, is_late = tiers == "default", "nightly" in tiers or tiers == "all"
+    is_short, is_late = request.config.getoption("--tier") == "default", runs_nightly(request)
     return {
         name: cell for name, cell in cells.items() if (not is_short or name in short) and (is_late or name not in late)
     }

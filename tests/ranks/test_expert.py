@@ -1,5 +1,6 @@
 """Experts divided over ranks (`parallel.expert`): losses are those of a plain loop with all experts in one place."""
 
+import copy
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +70,14 @@ for kind, given in {
     "distill": ["task=distill", "distill.teacher=FOLDER/qwen3_moe", "zero=stage2"],
 }.items():
     PAIRS[kind] = ("qwen3_moe", 2, [*given, "model.router_loss=0"])
+PAIRS["kto"] = (
+    "qwen3_moe",
+    2,
+    ["preference=kto", "data.sources=[{path: FOLDER/labeled.jsonl}]", "zero=stage2", "model.router_loss=0"],
+)
+CAPACITY = ["batch.micro_per_gpu=2", "model.expert_capacity=0.75"]
+PAIRS["dropped"] = ("qwen3_moe", 2, ["zero=stage2", RECOMPUTE, "model.router_loss=0.5", *CAPACITY])
+PAIRS["dropped-lora"] = ("glm4_moe", 2, ["zero=stage1", *EXPERTS, "data.packing=packed", *CAPACITY])
 if find_spec("bitsandbytes") is not None:
     PAIRS["qlora"] = ("qwen3_moe", 2, ["zero=stage2", *EXPERTS, "tuning=qlora"])
 # name -> (ranks, run and step whose checkpoint it goes on from, overrides)
@@ -89,6 +98,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     tokenizer = load_tokenizer(official.write(folder / "vocabulary", "glm4", tokenizer=True))
     for name in {model for model, *_ in (*CELLS.values(), *PAIRS.values())} - {"one-sided"}:
         tokenizer.save_pretrained(write(folder / name, name))
+    rows = [{"prompt": f"{n} + 1", "completion": str(n + n % 2), "label": n % 2 == 1} for n in range(48)]
+    (folder / "labeled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     biased = transformers.AutoModelForCausalLM.from_pretrained(folder / "glm4_moe")
     biased.model.layers[1].mlp.gate.e_score_correction_bias[:2] += 10  # no token goes to the other rank's experts
     biased.save_pretrained(folder / "one-sided")
@@ -144,9 +155,10 @@ def test_losses_are_those_of_whole_layers(name: str, folder: Path) -> None:
     # Scales of 4-bit blocks are rounded together for all that a rank has.
     near = {"bf16-stage1": 2e-3, "bf16-stage2": 2e-3, "qlora": 5e-3}.get(name, TOLERANCE)
     for one, other in zip(mine, theirs, strict=True):
-        for key in ("loss", "grad_norm", "eval_loss", "router_loss"):
+        for key in ("loss", "grad_norm", "eval_loss", "router_loss", "expert_dropped"):
             assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=near), (key, one)
     assert not name.startswith("routers") or mine[-2]["router_loss"] > 1
+    assert not name.startswith("dropped") or mine[-2]["expert_dropped"] > 0
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -219,6 +231,7 @@ def test_an_adapter_of_experts_is_pefts(folder: Path, tmp_path: Path) -> None:
     ids = torch.randint(0, 900, (1, 30), generator=torch.Generator().manual_seed(1))
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "qwen3_moe")
     before = base(ids).logits
+    plain, config = copy.deepcopy(base), json.loads((run / "export" / "adapter_config.json").read_text())
     theirs = peft.PeftModel.from_pretrained(base, run / "export").eval()
     expected = theirs(ids).logits
     assert not torch.allclose(before, expected, atol=1e-3)
@@ -231,6 +244,16 @@ def test_an_adapter_of_experts_is_pefts(folder: Path, tmp_path: Path) -> None:
     one, other = map(load_file, names)
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
     assert {value.dim() for value in one.values()} == {2}
+    # As vLLM reads it (lora/model_manager.py, _convert_3d_to_2d_moe_lora): gate and up in what is inside.
+    before, after = (dict(model.named_parameters()) for model in (plain, merged))
+    for name, key in (("gate_up_proj", "experts.base_layer"), ("down_proj", "experts")):
+        for layer in range(2):
+            first, second = (one[f"base_model.model.model.layers.{layer}.mlp.{key}.lora_{x}.weight"] for x in "AB")
+            whole = f"model.layers.{layer}.mlp.experts.{name}"
+            first = first.reshape(len(before[whole]), -1, first.size(-1))
+            second = second.reshape(len(second), -1, len(first)).permute(2, 0, 1)
+            scale = config["lora_alpha"] / config["r"]
+            torch.testing.assert_close(before[whole] + second @ first * scale, after[whole], rtol=1e-5, atol=1e-6)
 
 
 def test_experts_alone_are_refused_where_deepspeed_fails(folder: Path) -> None:

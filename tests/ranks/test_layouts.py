@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import forked, run
-from shared import LORA, STEADY, WORKER, can_do_async_io, rows_of, tiny
+from shared import LORA, STEADY, WORKER, can_do_async_io, rows_of, runs_nightly, tiny
 
 from toolkit.checkpoint.fragments import WEIGHT, Fragments
 
@@ -97,7 +97,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("layouts")
     cases: dict[tuple[int, str], list[dict[str, object]]] = {}
     (folder / "nvme").mkdir()
-    pairs = PAIRS + (NIGHTLY if request.config.getoption("--tier") == "all" else [])
+    pairs = PAIRS + (NIGHTLY if runs_nightly(request) else [])
     pairs = [pair for pair in pairs if "nvme-2" not in pair or can_do_async_io()]
     chosen = [("", name) for name in dict.fromkeys(name for pair in pairs for name in pair)] + pairs
     for source, target in chosen:

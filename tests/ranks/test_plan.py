@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from ranks import forked, run
-from shared import tiny
+from shared import runs_nightly, tiny
 
 RUN = Path(__file__).parents[2] / "run.py"
 WORKER = Path(__file__).with_name("plan_worker.py")
@@ -53,7 +53,7 @@ def words(cell: str, rows_file: Path, folder: Path, is_brief: bool) -> list[str]
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> dict[str, Any]:
     """Every cell, in one launch."""
     folder = tmp_path_factory.mktemp("plan")
-    is_brief = "nightly" not in request.config.getoption("--tier").replace("all", "nightly")
+    is_brief = not runs_nightly(request)
     cells = FEW if is_brief else CELLS
     cases, output = folder / "cases.json", folder / "found.json"
     cases.write_text(json.dumps({cell: words(cell, rows_file, folder, is_brief) for cell in cells}))

@@ -209,6 +209,7 @@ def test_every_chart_is_known_by_name(tmp_path: Path) -> None:
     folders = [fake_run(tmp_path / name) for name in ("a", "b")]
     rewards = {f"rewards/{name}": 0.1 for name in ("chosen", "rejected", "margins", "accuracies")}
     taught = {"loss_scale": 2.0, "distill/kl": 0.3, "expert_load_max": 1.5, **rewards}
+    taught |= {"router_entropy": 0.9, "expert_dropped": 0.01}
     scores = {"eval_loss": 1.0, "eval_general_loss": 1.5, **{f"eval_{metric.value}": 0.5 for metric in Metric}}
     for folder in folders:
         (folder / "experts.json").write_text(json.dumps({"step": 42, "loads": {"1": [2, 2]}}))

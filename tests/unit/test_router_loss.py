@@ -1,5 +1,7 @@
 """Routers: their loss and its gradient in every pass that has one, the loads of experts, and the moving bias."""
 
+import math
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,16 @@ from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.data.loader import collate
 from toolkit.messages import ConfigError
-from toolkit.models.loss import Routers, balance, expert_loads, load_metrics, loss_head, routers_of, token_loss_sum
+from toolkit.models.loss import (
+    Routers,
+    balance,
+    expert_loads,
+    load_metrics,
+    loss_head,
+    routers_of,
+    token_loss_sum,
+    within_capacity,
+)
 from toolkit.train.language_task import LanguageTask
 from toolkit.train.step import train_step
 
@@ -233,6 +244,81 @@ def test_metrics_of_loads() -> None:
     found = load_metrics([[4, 0, 0, 0], [1, 1, 1, 1]])
     assert found == {"expert_load_max": 4, "expert_unused": 3 / 8, "router_entropy": 0.5}
     assert load_metrics([[5]])["router_entropy"] == 1
+
+
+def kept_by_hand(chosen: Any, weights: Any, is_real: list[bool], size: int, factor: float) -> list[list[bool]]:
+    """Ask each expert for those of its tokens that have the largest weights."""
+    limit = math.ceil(Fraction(factor) * sum(is_real) * len(chosen[0]) / size)
+    kept = [[False] * len(row) for row in chosen]
+    for expert in range(size):
+        mine = [(t, k) for t, row in enumerate(chosen) for k, one in enumerate(row) if one == expert and is_real[t]]
+        for token, place in sorted(mine, key=lambda at: -weights[at[0]][at[1]])[:limit]:
+            kept[token][place] = True
+    return kept
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 1.5, 4.0])
+def test_an_expert_keeps_the_largest_weights(factor: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.rand(40, 2, generator=generator)
+    weights[10:20] = 0.25  # equal ones: the first are kept
+    chosen = torch.rand(40, 4, generator=generator).mul(torch.tensor([4.0, 2.0, 1.0, 1.0])).topk(2).indices
+    is_real = torch.arange(40) % 7 > 0
+    kept = within_capacity(chosen, weights, is_real, 4, factor)
+    assert kept.tolist() == kept_by_hand(chosen.tolist(), weights.tolist(), is_real.tolist(), 4, factor)
+    assert (kept.sum() == 2 * is_real.sum()) == (factor == 4)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_a_capacity_drops_choices_in_training_alone(name: str, recomputed: bool) -> None:
+    """Gradients of a model whose routers give the weight 0 to what an expert has no place for; what is dropped."""
+    mine, plain, batch = build(name), build(name), a_batch()
+    plain.load_state_dict(mine.state_dict())
+    samples, dropped = (batch["segment_ids"] > 0).flatten(), []
+
+    def drop(router: Any, _: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, chosen = output
+        kept = kept_by_hand(chosen.tolist(), weights.tolist(), samples.tolist(), logits.size(-1), 0.75)
+        dropped.append(sum(not one for row, real in zip(kept, samples, strict=True) if real for one in row))
+        return logits, weights * torch.tensor(kept), chosen
+
+    routers = routers_of(mine, configured("model=hf", "model.router_loss=0", "model.expert_capacity=0.75"))
+    assert routers is not None
+    for model in (mine, plain):
+        loss_head(model).path(model)  # which looks at the model
+    for part in plain.modules():
+        if type(part) in {type(one) for one in routers._routers}:
+            part.register_forward_hook(drop)
+    token_loss_sum(plain, batch).backward()
+    if recomputed:
+        function = partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+        mine._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+        mine.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_())
+    routers.begin(batch, CPU, SCALE)
+    token_loss_sum(mine, batch).backward()
+    loads = routers.collect(CPU)[1:]
+    for (key, one), other in zip(mine.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=key)
+    assert loads[-1] == sum(dropped[-routers.num_layers :]) > 0
+    assert routers.dropped(loads) == {"expert_dropped": pytest.approx(float(loads[-1] / loads[:-1].sum()))}
+    assert sum(map(sum, routers.table(loads).values())) == 2 * samples.sum() * routers.num_layers
+    untouched = build(name).eval()
+    untouched.load_state_dict(mine.state_dict())
+    assert token_loss_sum(mine.eval(), batch).item() == pytest.approx(token_loss_sum(untouched, batch).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("llama", [], "model.expert_capacity = 1.0, but LlamaForCausalLM has no routed experts"),
+        ("qwen3_moe", ["preference=dpo"], "model.expert_capacity = 1.0 is incompatible with preference.loss"),
+        ("qwen3_moe", ["parallel.tensor=2"], "model.expert_capacity = 1.0 is incompatible with parallel.tensor"),
+    ],
+)
+def test_a_capacity_is_refused_where_nothing_could_be_dropped(name: str, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        routers_of(build(name), configured("model=hf", "model.router_loss=0", "model.expert_capacity=1", *words))
 
 
 class PlainEngine:

@@ -418,6 +418,8 @@ class ModelConfig:
     """Mixture of experts: what the load-balancing loss of the routers is multiplied by before it is added to the loss; -1 takes `router_aux_loss_coef` of the model's config, 0 leaves it out."""
     router_bias_rate: NonNegativeFloat = 0.0
     """Mixture of experts whose routers balance with a bias (GLM-4.5, DeepSeek-V3): by how much each expert's bias moves after a step, up with fewer tokens than the mean of its layer, down with more; 0 leaves biases as they are. DeepSeek-V3 was trained with 0.001."""
+    expert_capacity: NonNegativeFloat = 0.0
+    """Mixture of experts, in training: how many times its even share of a micro-batch's tokens on a rank an expert takes at most; of more, those with the smallest weights are dropped, as if they had not chosen it. 0 drops nothing; Switch Transformers were trained with 1.25."""
     init: Init = Init.pretrained
     """pretrained: read the weights in `model.path`; random: a small GLM of `model.shape` with random weights."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)

@@ -27,6 +27,7 @@ from toolkit.models.directory import read_object
 _NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports."""
+_OF_EXPERTS = {"gate_up_proj", "down_proj"}
 MOST_BYTES = 16 << 20
 """Of a request: several times what a context of a million tokens takes."""
 _CLOSED = ("/load_model", "/reset", "/v1/audio/transcriptions")
@@ -82,7 +83,21 @@ def adapter_options(adapter: Path, name: str, is_vllm: bool) -> list[str]:
         )
     needed = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
     rank = next((known for known in _RANKS if known >= needed), needed)
-    return ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={adapter.resolve()}"]
+    options = ["--enable-lora", "--max-lora-rank", str(rank)]
+    if not (experts := {one.rpartition(".")[2] for one in config.get("target_parameters") or ()}):
+        return [*options, "--lora-modules", f"{name}={adapter.resolve()}"]
+    # Adapters of experts that are one tensor must be declared, or vLLM (its pull request 42242, in 0.25) computes with
+    # what it takes for something else; and where one of the two is missing, it leaves experts without either.
+    if missing := _OF_EXPERTS - experts:
+        raise ConfigError(
+            "{folder} adds to {found} of the experts, and not to {missing}. vLLM takes both or none: merge the adapter "
+            "(toolkit export-model {folder} merge=true output=DIR), and serve that.",
+            folder=adapter,
+            found=" ".join(sorted(experts)),
+            missing=" ".join(sorted(missing)),
+        )
+    declared = {"name": name, "path": str(adapter.resolve()), "is_3d_lora_weight": True}
+    return [*options, "--enable-mixed-moe-lora-format", "--lora-modules", json.dumps(declared)]
 
 
 class Bounded:

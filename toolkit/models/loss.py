@@ -14,6 +14,9 @@ pools all layers before it multiplies, by which one layer makes up for another.
 Models that balance with a bias of each expert's score (GLM-4.5, DeepSeek-V3) have no such loss. After a step the bias
 moves by a rate, up where an expert got fewer tokens of the global batch than the mean of its layer, down where more:
 Wang et al. 2024, https://arxiv.org/abs/2408.15664; DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2.
+
+A capacity drops what is more than an expert's share: Lepikhin et al. 2020, GShard, https://arxiv.org/abs/2006.16668,
+section 2.2, in the order of the tokens; here the smallest weights first.
 """
 
 import math
@@ -30,8 +33,8 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.config.schema import LossKernel, PreferenceLoss, RunConfig, TaskKind
-from toolkit.messages import ConfigError, tr
-from toolkit.models import attention, probe
+from toolkit.messages import ConfigError
+from toolkit.models import attention, experts, probe
 from toolkit.models.chatglm.modeling import check_rows
 
 CHUNK_BYTES = 128 * 2**20
@@ -506,16 +509,20 @@ class Routers:
     """A mixture's routers in training; `model.routers`, or None. Of what passes in training mode between `begin` and
     `collect` they count each expert's tokens, and add a loss whose gradient enters at the chosen experts' weights, so
     it reaches recomputed layers too; after a step a bias may move. `routers` return logits [tokens, E]; weights and
-    numbers [tokens, K] of the chosen. One that returns less is counted nowhere.
+    numbers [tokens, K] of the chosen. One that returns less is counted nowhere. With a capacity, what is dropped has
+    the weight 0 and the number E, which no expert has.
     """
 
-    def __init__(self, routers: Mapping[str, nn.Module], coefficient: float = 0.0, bias_rate: float = 0.0) -> None:
-        self.coefficient, self.bias_rate, self.num_layers = coefficient, bias_rate, len(routers)
+    def __init__(
+        self, routers: Mapping[str, nn.Module], coefficient: float = 0.0, bias_rate: float = 0.0, capacity: float = 0.0
+    ) -> None:
+        self.coefficient, self.bias_rate, self.capacity = coefficient, bias_rate, capacity
+        self.num_layers = len(routers)
         self._routers = list(routers.values())
         numbers = [(re.findall(r"\d+", name) or [name])[0] for name in routers]
         self.layers = numbers if len(set(numbers)) == len(numbers) else list(routers)
         """Numbers of their layers, or their names where a layer has several."""
-        self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._found: dict[int, tuple[torch.Tensor, ...]] = {}
         self._sizes: dict[int, int] = {}
         self._sum: torch.Tensor | None = None
         self._samples: torch.Tensor | None = None
@@ -538,7 +545,7 @@ class Routers:
 
     def collect(self, device: torch.device) -> torch.Tensor:
         """Return this rank's sums over micro-batches, and stop observing: of the mean over layers of the losses,
-        without coefficient; then each expert's tokens, layer after layer.
+        without coefficient; then each expert's tokens, layer after layer; with a capacity, how many were dropped.
         """
         self._end()
         total, self._sum, self._samples = self._sum, None, None
@@ -556,14 +563,21 @@ class Routers:
         """Return each expert's tokens, by layer."""
         return {self.layers[number]: load.long().tolist() for number, load in self._by_layer(loads)}
 
+    def dropped(self, loads: torch.Tensor) -> dict[str, float]:
+        """Return what metrics.jsonl says of tokens that experts had no place for."""
+        return {"expert_dropped": float(loads[-1] / loads[:-1].sum())} if self.capacity else {}
+
     def _by_layer(self, loads: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        return zip(self._sizes, loads.split(list(self._sizes.values())), strict=True)
+        sizes = list(self._sizes.values())
+        return zip(self._sizes, loads[: sum(sizes)].split(sizes), strict=True)
 
     def _end(self) -> None:
         if self._found:
             self._sizes = {number: len(self._found[number][1]) for number in sorted(self._found)}
-            losses, loads = zip(*(self._found[number] for number in self._sizes), strict=True)
-            found = torch.cat((torch.stack(losses).mean()[None], *loads))
+            losses, loads, *dropped = zip(*(self._found[number] for number in self._sizes), strict=True)
+            found = torch.cat(
+                (torch.stack(losses).mean()[None], *loads, *(torch.stack(one).sum()[None] for one in dropped))
+            )
             if self._is_filler:
                 found[1:] = 0
             self._sum = found if self._sum is None else self._sum + found
@@ -573,14 +587,15 @@ class Routers:
         if self._samples is None or not router.training:
             return None
         if not isinstance(output, tuple) or len(output) < 3:
-            if not self.coefficient:
-                return None
-            raise ConfigError(
-                tr(
-                    "model.router_loss: the routers of this model give no more than their logits, so the loss cannot "
-                    "be counted. Set model.router_loss=0."
+            if asked := [
+                key for key, value in (("router_loss", self.coefficient), ("expert_capacity", self.capacity)) if value
+            ]:
+                raise ConfigError(
+                    "model.{key}: the routers of this model give no more than their logits, so what they choose cannot "
+                    "be seen. Set model.{key}=0.",
+                    key=asked[0],
                 )
-            )
+            return None
         logits, weights, chosen, *others = output
         # Learned tokens may stand in front of each row (tuning=prompt).
         rows, size = self._samples.shape
@@ -589,9 +604,15 @@ class Routers:
         load = expert_loads(chosen, samples, logits.size(-1))
         value = balance(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
         self._found[number] = value.detach(), load  # twice the same where the layer is computed again
-        if not value.requires_grad:
+        if self.capacity:
+            kept = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
+            self._found[number] += (((~kept).sum(-1).flatten() * samples).sum().float(),)
+            weights, chosen = weights * kept, chosen.masked_fill(~kept, logits.size(-1))
+        elif not value.requires_grad:
             return None
-        return (logits, _WithLoss.apply(weights, value, self._factor), chosen, *others)
+        if value.requires_grad:
+            weights = _WithLoss.apply(weights, value, self._factor)
+        return (logits, weights, chosen, *others)
 
 
 def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torch.Tensor:
@@ -602,6 +623,32 @@ def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torc
     return torch.zeros(size, device=chosen.device).scatter_add_(
         0, chosen.flatten(), counts.repeat_interleave(chosen.size(-1))
     )
+
+
+def within_capacity(
+    chosen: torch.Tensor, weights: torch.Tensor, is_real: torch.Tensor, size: int, factor: float
+) -> torch.Tensor:
+    """Return which choices [tokens, K] experts have a place for, bool; see `model.expert_capacity`.
+
+    Args:
+        chosen: numbers of each token's experts [tokens, K].
+        weights: theirs [tokens, K]; the smallest are dropped, of equal ones the last.
+        is_real: whether a token is none of padding [tokens], which takes no place.
+        size: E, the number of experts.
+        factor: of the mean n x K / E over experts of n real tokens, how many an expert takes, rounded up.
+    """
+    choices = chosen.flatten(0, -2)
+    limit = (is_real.sum() * (factor * choices.size(-1) / size)).ceil()
+    expert = choices.masked_fill(~is_real.unsqueeze(-1), size).flatten()
+    order = weights.flatten().argsort(descending=True, stable=True)
+    order = order[expert[order].argsort(stable=True)]
+    expert = expert[order]  # [tokens x K], those of an expert next to each other
+    counts = torch.zeros(size + 1, dtype=torch.long, device=chosen.device).scatter_add_(
+        0, expert, torch.ones_like(expert)
+    )
+    places = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
+    kept = (places < limit) & (expert < size)
+    return torch.empty_like(kept).scatter_(0, order, kept).view_as(chosen)
 
 
 def load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
@@ -647,7 +694,7 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
     """Return a model's routers, with the loss and the moving bias that `model.router_*` asks for; None without any, and
     where what they choose cannot be seen and nothing is asked for.
     """
-    wanted, rate = cfg.model.router_loss, cfg.model.router_bias_rate
+    wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
     own = getattr(model.config, "router_aux_loss_coef", None)
     routers = _routers_in(model)
     if wanted > 0 and (own is None or not routers):
@@ -662,6 +709,13 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
             "model.router_bias_rate = {value}, but {architecture} has no routers with a bias (e_score_correction_bias) "
             "that could be moved. Leave it out; experts of other models are balanced with model.router_loss.",
             value=rate,
+            architecture=type(model).__name__,
+        )
+    if capacity and not (routers and experts.compute_sorted(model)):
+        raise ConfigError(
+            "model.expert_capacity = {value}, but {architecture} has no routed experts that transformers computes by "
+            "an interface. Leave it out.",
+            value=capacity,
             architecture=type(model).__name__,
         )
     coefficient = float(own or 0) if wanted < 0 else wanted
@@ -681,15 +735,17 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
             value=coefficient,
             key=used[0],
         )
-    if used and rate:
-        raise ConfigError(
-            "model.router_bias_rate = {value} is incompatible with {key}. Remove one of the two.",
-            value=rate,
-            key=used[0],
-        )
+    for name, value in (("router_bias_rate", rate), ("expert_capacity", capacity)):
+        if used and value:
+            raise ConfigError(
+                "model.{name} = {value} is incompatible with {key}. Remove one of the two.",
+                name=name,
+                value=value,
+                key=used[0],
+            )
     if any(hidden.values()) or cfg.preference.loss is PreferenceLoss.kto:  # which passes half of a micro-batch at once
         return None
-    return Routers(routers, coefficient, rate)
+    return Routers(routers, coefficient, rate, capacity)
 
 
 def _routers_in(model: PreTrainedModel) -> dict[str, nn.Module]:

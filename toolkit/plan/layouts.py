@@ -13,7 +13,7 @@ from toolkit.config.schema import Device, Init, RunConfig, get_value
 from toolkit.messages import listed, read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import Parts, RankMemory, checkpoint_bytes, export_bytes, longest_rows, plan_host, plan_rank
-from toolkit.plan.outline import BUSIEST, MIXTURES, Outline, active_line
+from toolkit.plan.outline import MIXTURES, Outline, active_line, busiest
 from toolkit.plan.speed import Rates, StepTime, step_time
 from toolkit.terminal import text_table
 
@@ -294,7 +294,10 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> lis
         ),
         (
             divides,
-            tr("Divided experts: the memory of a rank that gets {times} times its share of tokens.", times=BUSIEST),
+            tr(
+                "Divided experts: the memory of a rank that gets {times} times its share of tokens.",
+                times=busiest(mine.cfg.model.expert_capacity),
+            ),
         ),
         (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
         (True, tr("Not counted: pages of the tokenized data (they give way), and other programs.")),

@@ -115,15 +115,15 @@ def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropou
 def _rows_of_experts(outline: Outline, tokens: int) -> tuple[int, float]:
     """Return of how many rows a rank's tokens are for experts, and how many its own experts get."""
     sent = tokens * outline.sizes["chosen"]
-    return sent, sent * (outlines.BUSIEST if outline.sizes.get("expert_ranks", 1) > 1 else 1)
+    return sent, sent * outline.received
 
 
 def routed_bytes(outline: Outline, rows: Rows, width: int) -> tuple[int, int]:
     """Return what the routed experts of a layer keep beyond what was measured, and what more is there at one moment.
 
-    R rows are sent and N come (`BUSIEST`), of H numbers; I are an expert's inner width. Kept are N gates, ups and
-    activated gates, if experts are trained also their inputs and what goes into the second matrix. At one moment: the
-    received rows, and again in the order of their experts, beside those that are sent; or in the backward pass two
+    R rows are sent and N come (`Outline.received`), of H numbers; I are an expert's inner width. Kept are N gates, ups
+    and activated gates, if experts are trained also their inputs and what goes into the second matrix. At one moment:
+    the received rows, and again in the order of their experts, beside those that are sent; or in the backward pass two
     gradients in float32 and one in the rows' type, as routers weigh in float32.
     """
     if "chosen" not in outline.sizes:

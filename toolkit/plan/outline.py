@@ -89,6 +89,11 @@ BUSIEST = 1.5
 """Assumed, not measured: of the mean, how many rows the rank gets that gets the most, where ranks divide experts."""
 
 
+def busiest(capacity: float) -> float:
+    """Return that number, where experts take no more than a capacity says (`model.expert_capacity`; 0: all)."""
+    return min(BUSIEST, capacity or BUSIEST)
+
+
 def is_routed(name: str) -> bool:
     """Whether a parameter is of the experts that a router chooses among; shared ones see every token."""
     return ".experts." in name
@@ -199,6 +204,8 @@ class Outline:
     sizes: Sizes
     targets: frozenset[str] = frozenset()
     """Names of the linear layers that LoRA is added to."""
+    received: float = 1.0
+    """Rows for experts that a rank gets at most, divided by those that it sends."""
     teacher: "Outline | None" = None
     """Another model that this one is distilled from."""
 
@@ -490,7 +497,7 @@ def _count(outline: Outline, names: Iterable[str]) -> int:
     return sum(math.prod(outline.shapes[name]) for name in names)
 
 
-def expert_part(outline: Outline, size: int) -> Outline:
+def expert_part(outline: Outline, size: int, capacity: float = 0.0) -> Outline:
     """Return a rank's part of a model whose routed experts are divided over `size` ranks; all else is whole."""
     if size == 1:
         return outline
@@ -509,12 +516,12 @@ def expert_part(outline: Outline, size: int) -> Outline:
     }
     # The tokens of as many ranks meet these experts, so that those of one rank cost what they did.
     sizes = outline.sizes | {"experts": outline.sizes.get("experts", 0) // size, "expert_ranks": size}
-    return replace(outline, shapes=outline.shapes | parts, sizes=sizes)
+    return replace(outline, shapes=outline.shapes | parts, sizes=sizes, received=busiest(capacity))
 
 
 def rank_part(outline: Outline, cfg: schema.RunConfig) -> Outline:
     """Return what a rank has of a model, or of a pipeline stage of it, before ZeRO divides that."""
-    return expert_part(tensor_part(outline, cfg.parallel.tensor), cfg.parallel.expert)
+    return expert_part(tensor_part(outline, cfg.parallel.tensor), cfg.parallel.expert, cfg.model.expert_capacity)
 
 
 def zero_groups(part: Outline, ranks: int) -> list[tuple[int, int, int]]:

@@ -652,6 +652,16 @@ _WORDS: dict[str, Callable[[], Sequence[str]]] = {
         tr("times the mean"),
         tr("Tokens of the expert that gets most, divided by the mean of its layer; 1: balanced."),
     ),
+    "expert_dropped": lambda: (
+        tr("Tokens dropped by experts"),
+        tr("share"),
+        tr("Of all choices of an expert, those that it had no place for (model.expert_capacity)."),
+    ),
+    "router_entropy": lambda: (
+        tr("Entropy of the experts' loads"),
+        tr("share of the largest"),
+        tr("Mean over layers; 1: balanced."),
+    ),
     "loss_scale": lambda: (tr("Loss scale"), tr("scale"), ""),
     "tokens_per_s": lambda: (
         tr("Tokens per second"),
@@ -685,6 +695,12 @@ FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
     ("learning", ["rewards", "reward-accuracy"], _of_one(_preferred)),
     ("learning", ["divergence", "forgetting"], _of_one(_apart)),
     ("learning", ["expert-load"], _lines("expert-load", "expert_load_max", smooth=True)),
+    ("learning", ["expert-entropy"], _lines("expert-entropy", "router_entropy", smooth=True)),
+    (
+        "learning",
+        ["expert-dropped"],
+        _lines("expert-dropped", "expert_dropped", format=".1%", from_zero=True, smooth=True),
+    ),
     ("learning", ["experts"], _of_one(_experts)),
     ("learning", ["loss-scale"], _lines("loss-scale", "loss_scale", format="~s")),
     ("speed", ["tokens"], _throughput),

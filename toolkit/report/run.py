@@ -34,7 +34,7 @@ COUNTERS = ("skipped_steps", "bad_steps", "rewinds")
 NAMES = (
     *("step", *COUNTERS, "slowest_rank", "padding_fraction", "step_s", "time", "epoch", "loss", "lr", "grad_norm"),
     *("loss_scale", "tokens_per_s", "rank_tokens_per_s", "trained_tokens", "total_tokens", "mfu", "mfu_matmul"),
-    *("samples_per_s", "samples", "distill/kl", "kl", "expert_load_max"),
+    *("samples_per_s", "samples", "distill/kl", "kl", "expert_load_max", "router_entropy", "expert_dropped"),
     *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
     *("data_wait_s", "fastest_rank_s", "median_rank_s", "slowest_rank_s", "communication_fraction"),
     *("host_memory_peak_bytes", "device_memory_peak_bytes", "planned_memory_bytes"),

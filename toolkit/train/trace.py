@@ -26,7 +26,7 @@ from toolkit.engine import build, ds_config, fake_gpu
 from toolkit.messages import set_language
 from toolkit.models import adapters, attention, experts, loss
 from toolkit.models.load import TORCH_DTYPES
-from toolkit.plan.outline import BUSIEST, outline_of
+from toolkit.plan.outline import busiest, outline_of
 from toolkit.train import calibration, language_task, schedule
 from toolkit.train.step import StepGuard, train_step
 
@@ -74,7 +74,8 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
             cfg.optim,
         )
     batch = attention.with_label_positions(_longest_batch(cfg, outline, model))
-    experts.rows_exchanged = partial(_assumed_rows, batch["input_ids"].numel() * outline.sizes.get("chosen", 0))
+    sent, most = batch["input_ids"].numel() * outline.sizes.get("chosen", 0), busiest(cfg.model.expert_capacity)
+    experts.rows_exchanged = partial(_assumed_rows, sent, most)
     task, guard = _Task(len(batch["places"])), StepGuard(engine, cfg.train)
     with mode, watch:
         fake = {name: mode.from_tensor(tensor) for name, tensor in batch.items()}
@@ -107,10 +108,12 @@ def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) 
         adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
 
 
-def _assumed_rows(rows: int, counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Stand for `experts.rows_exchanged`, as no number is known: a rank sends as many rows to each, and gets more."""
+def _assumed_rows(rows: int, most: float, counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Stand for `experts.rows_exchanged`, as no number is known: a rank sends as many rows to each, and gets `most`
+    times as many.
+    """
     received.sum(1).tolist()  # waited for all the same
-    return [rows // len(counts)] * len(counts), [math.ceil(BUSIEST * rows / len(counts))] * len(counts)
+    return [rows // len(counts)] * len(counts), [math.ceil(most * rows / len(counts))] * len(counts)
 
 
 def _longest_batch(cfg: schema.RunConfig, outline: Any, model: torch.nn.Module) -> attention.Batch:

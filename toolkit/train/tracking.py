@@ -358,7 +358,7 @@ def expert_metrics(routers: Routers | None, loads: torch.Tensor | None, step: in
     if rank() == 0:
         with suppress(OSError):  # a full disk has been reported by what has to be saved
             disk.write_atomically(folder / EXPERTS, json.dumps({"step": step, "loads": table}).encode() + b"\n")
-    return load_metrics(table.values())
+    return load_metrics(table.values()) | routers.dropped(loads)
 
 
 def memory_peaks(device: torch.device) -> tuple[float, float]:
