@@ -32,7 +32,6 @@ from toolkit.checkpoint import directory, node_memory
 from toolkit.checkpoint.directory import RunState
 from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import RunConfig
-from toolkit.distributed import failure
 from toolkit.distributed.process_group import barrier, gather, on_rank0, rank, world_size
 from toolkit.export.model import export_in_background
 from toolkit.launch.environment import Ranks
@@ -158,10 +157,7 @@ def _a_node_each() -> Iterator[None]:
     place = node_memory.SHM / f"toolkit-bench-node-{rank()}"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
-    with (
-        mock.patch.object(node_memory, "SHM", place),
-        mock.patch.object(failure, "node_id", return_value=str(place)),
-    ):
+    with mock.patch.object(node_memory, "SHM", place):
         yield
     shutil.rmtree(place)
 

@@ -160,11 +160,9 @@ def make_late(steps: int, number: int) -> None:
 def on_nodes_of_their_own(folders: list[str]) -> None:
     """Let each rank have a /dev/shm of its own, or share it with those that have the same."""
     from toolkit.checkpoint import node_memory
-    from toolkit.distributed import failure
     from toolkit.train.checkpointer import Checkpointer
 
     node_memory.SHM = Path(folders[RANK])
-    failure.node_id = lambda: folders[RANK]
     is_proven = Checkpointer.is_proven
 
     def at_once(saver: Any) -> bool:

@@ -6,6 +6,7 @@ Five ranks on three nodes of two, one and two. What the files hold is made up, t
 import hashlib
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Collection
 from datetime import timedelta
@@ -14,11 +15,13 @@ from unittest import mock
 
 from toolkit.checkpoint import directory, node_memory
 from toolkit.config.schema import DistributedConfig
-from toolkit.distributed import failure, process_group
+from toolkit.distributed import process_group
 from toolkit.launch import environment
 
 NODES = {"a": (0, 1), "b": (2,), "c": (3, 4)}
 WORDS: list[str] = []
+HASHED: list[Path] = []
+SHA256 = directory.sha256
 node_memory.warn = lambda template, **values: WORDS.append(template.format(**values))
 node_memory._BLOCK_BYTES = 1000  # several for each file
 RANKS = environment.detect(os.environ)
@@ -51,6 +54,19 @@ def write(copies: node_memory.Copies, step: int) -> None:
 def held(copies: node_memory.Copies, step: int) -> set[str]:
     """Return which ranks' fragments this node has of a generation."""
     return {path.name[14:15] for path in (copies.folder / f"step-{step}").glob(f"{directory.FRAGMENTS}*")}
+
+
+def hashed() -> str:
+    """Return what nodes have hashed since the last call: of fragments the digit of their rank, + for each other."""
+    found = [path.name for part in process_group.gather([*HASHED]) for path in part]
+    HASHED.clear()
+    return "".join(sorted(name[14] if name.startswith(directory.FRAGMENTS) else "+" for name in found))
+
+
+def noted(path: Path) -> str:
+    """Return a file's hash, and note that it was read."""
+    HASHED.append(path)
+    return SHA256(path)
 
 
 def wipe(copies: node_memory.Copies, nodes: Collection[str]) -> None:
@@ -104,6 +120,7 @@ def main() -> None:
     # One node is lost, and another has come for it.
     wipe(copies, "b")
     read(copies, copies.recover(0, 6), 6, {(RANKS.rank + 3) % 5})
+    assert hashed() == "++0123344", "one copy of each, and those of 3 and 4 that a's ranks read"
     assert [path.name for path in copies.folder.glob("step-*")] == (["step-6"] if NODE != "b" else [])
     assert not WORDS
     process_group.barrier()  # the first rank of a node makes the next generation's folder
@@ -111,7 +128,10 @@ def main() -> None:
     assert not (copies.folder / "resume").exists()
     # A spoiled file is another node's to give.
     spoil(copies, 8, "a")
-    read(copies, copies.recover(0, 8), 8, range(5))
+    found = copies.recover(0, 8)
+    assert hashed() == "++011234"
+    read(copies, found, 8, range(5))
+    assert hashed() == "0234", "a takes 1 and 2 from b"
     assert len(WORDS) == 1 and "fragments-00001.safetensors: its content is not what was written" in WORDS.pop()
     # Where all of them are spoiled, an earlier generation is taken.
     write(copies, 10)
@@ -151,8 +171,9 @@ def main() -> None:
 if __name__ == "__main__":
     environment.apply(RANKS, os.environ)
     process_group.start(DistributedConfig(timeout_s=60))
+    directory.sha256 = noted
     node_memory.SHM = ROOT / NODE
     node_memory.SHM.mkdir(exist_ok=True)
-    failure.node_id = lambda: NODE
+    socket.gethostname = lambda: f"container-{RANKS.rank}"  # of one machine, some with one /dev/shm
     main()
     process_group.stop()

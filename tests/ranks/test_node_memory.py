@@ -90,15 +90,20 @@ def test_a_killed_rank_costs_no_read_from_the_disk(rows_file: Path, tmp_path: Pa
 
 
 def test_a_lost_node_costs_no_read_from_the_disk(rows_file: Path, tmp_path: Path, straight: Path) -> None:
-    """Its neighbour has what it wrote; the run resumes on one rank fewer, and then on two again."""
+    """Its neighbour has what it wrote; the run resumes on one rank fewer, and then on two again, though the disk has a
+    newer checkpoint: that is damaged.
+    """
     code, output = train(rows_file, tmp_path, 2, ["a", "b"], at="each life", step=10, rank=1, do="kill")
     assert code and sorted(copies(tmp_path, "a")) == sorted(copies(tmp_path, "b")) == ["step-6", "step-8"], output
     shutil.rmtree(tmp_path / "a")
     code, output = train(rows_file, tmp_path, 1, ["b"], at="each life", step=12, rank=0, do="kill")
     assert code and "Resuming after step 8 from " in output, output[-4000:]
     assert not opened(tmp_path)
+    saved = tmp_path / "runs" / "run" / "checkpoints"
+    (saved / "step-7").rename(saved / "step-11")
+    (saved / "step-11" / "state.json").write_text("{}")
     code, output = train(rows_file, tmp_path, 2, ["a", "b"])
     assert code == 0 and "Resuming after step 10 from " in output, output[-4000:]
-    assert not opened(tmp_path)
+    assert (saved / "step-11.damaged").is_dir()
     assert losses(tmp_path / "runs" / "run") == pytest.approx(losses(straight / "runs" / "run"), abs=1e-5)
     assert [row["step"] for row in rows_of(tmp_path / "runs" / "run") if "loss" in row] == list(range(1, STEPS + 1))

@@ -9,15 +9,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
 from toolkit.disk import try_lock
 from toolkit.distributed.failure import heartbeat_file
 from toolkit.launch import deepspeed
-from toolkit.messages import CheckpointError, RunFolderError
-from toolkit.train import run_dir
+from toolkit.messages import CheckpointError, RepeatedDeath, RunFolderError
+from toolkit.report.run import json_lines
+from toolkit.train import run_dir, trainer
 
 HOLD = """
 import sys, time
@@ -200,3 +205,86 @@ def test_a_second_start_does_not_look_like_a_thief(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(run_dir, "_who_counts", counts)
     with pytest.raises(RunFolderError, match=r"another process works in .*: rank 0"):
         run_dir.lock_run_dir(tmp_path)
+
+
+def save(checkpoints: Path, step: int) -> Path:
+    """Make an intact checkpoint that holds a run's state alone."""
+    made = checkpoints / directory.checkpoint_name(step)
+    made.mkdir(parents=True)
+    state = directory.RunState(step=step).write(made)
+    directory.write_manifest(made, {state.name: directory.record_file(state)}, {"step": step})
+    return made
+
+
+def spoil(checkpoint: Path) -> None:
+    """Damage it."""
+    state = checkpoint / directory.STATE
+    state.write_text(state.read_text().replace("step", "stop"))
+
+
+RESUMED: list[tuple[int, list[int], list[int], str]] = [  # newest copy; checkpoints; damaged ones; what is resumed
+    (6, [4], [], "memory/step-6"),
+    (6, [4], [4], "memory/step-6"),
+    (6, [4, 8], [], "checkpoints/step-8"),
+    (6, [4, 8], [8], "memory/step-6"),
+    (8, [4, 8], [8], "memory/step-8"),
+    (6, [4, 7, 8], [8], "checkpoints/step-7"),
+    (6, [8], [8], "memory/step-6"),
+    (8, [4, 8], [4], "checkpoints/step-8"),
+    (0, [4, 8], [8], "checkpoints/step-4"),
+]
+
+
+@pytest.mark.parametrize(("copied", "saved", "damaged", "expected"), RESUMED)
+def test_the_newest_intact_state_is_resumed_wherever_it_is(
+    copied: int, saved: list[int], damaged: list[int], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, folder, hashed = named(tmp_path), tmp_path / "mine", []
+    folder.mkdir()
+    run_dir.record_start(folder, 0)
+    (folder / run_dir.LOCK).touch()
+    for step in saved:
+        made = save(folder / "checkpoints", step)
+        if step in damaged:
+            spoil(made)
+    run_dir.note_copy(folder, copied)
+    copy = save(folder / "memory", copied)
+    real = directory.sha256
+    monkeypatch.setattr(directory, "sha256", lambda path: hashed.append(path) or real(path))
+    copies: Any = SimpleNamespace(recover=lambda after, until: copy if after < copied <= until else None)
+    claim, found = trainer._newest_copy(copies, run_dir.claim_run_dir(cfg))
+    source = run_dir.begin_in(cfg, claim, found)
+    assert source == run_dir.RunSource(folder, folder / expected, in_memory="memory" in expected)
+    assert len(hashed) == len(set(hashed)), "each checkpoint is read once"
+    assert bool(hashed) == (copied <= saved[-1])
+
+
+def test_a_lost_run_does_not_start_over_the_second_time(tmp_path: Path) -> None:
+    spoil(save(tmp_path / "checkpoints", 4))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
+            run_dir.newest_on_disk(tmp_path)
+
+
+def test_a_start_from_a_copy_that_cannot_be_used_begins_at_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the next death at the copy's step is one after a gain, and that without one is not restarted."""
+    run_dir.record_start(tmp_path, 0)
+    identity, made = run_dir.identity(tmp_path), save(tmp_path / "checkpoints", 4)
+    monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
+    run_dir.record_start(tmp_path, 6)
+    state, saver = directory.RunState(step=6), mock.Mock(complete=lambda _: "no room")
+    copy = run_dir.RunSource(tmp_path, tmp_path / "memory", in_memory=True)
+
+    def complete() -> run_dir.RunSource:
+        source, _ = trainer.Trainer._complete(mock.Mock(), saver, copy, state, lambda source: None)
+        return source
+
+    assert complete() == run_dir.RunSource(tmp_path, made)
+    assert [row["from_step"] for row in json_lines(tmp_path / "logs" / run_dir.STARTS)] == [0, 4]
+    assert run_dir.identity(tmp_path) == identity, "copies are found by it"
+    run_dir.check_repeated_death(tmp_path, 6)
+    run_dir.record_start(tmp_path, 6)
+    with pytest.raises(RepeatedDeath, match="last is of step 4"):
+        complete()

@@ -2,8 +2,8 @@
 that wrote them, but not their node. So each rank's files are on the next node, too; one node alone sends nothing.
 
 A *generation* is written while the one before is whole on all nodes: whoever dies when, one is left. One counts if each
-of its files is intact on some node. To resume, a node is sent what it lacks: the small files, and of fragments the
-headers, which say where everything is; then, file by file, those that its ranks read.
+of its files is intact on some node; one copy of each is read for that. To resume, a node is sent what it lacks: the
+small files, and of fragments the headers, which say where everything is; then those that its ranks read.
 """
 
 import hashlib
@@ -11,7 +11,9 @@ import os
 import shutil
 import socket
 import stat
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 from torch import distributed
 
 from toolkit.checkpoint import directory
-from toolkit.distributed import failure, process_group
+from toolkit.distributed import process_group
 from toolkit.messages import CheckpointError, ConfigError, reason_of, say, tr, warn
 
 SHM = Path("/dev/shm")  # noqa: S108 -- memory that outlives a process; the folder in it is this user's alone
@@ -42,11 +44,11 @@ class Copies:
 
     def __init__(self, name: str, timeout: timedelta) -> None:
         self.folder, self.rank = SHM / name, process_group.rank()
-        device = SHM.stat().st_dev if SHM.is_dir() else 0  # containers on one machine have their own
-        places = process_group.gather((f"{failure.node_id()} {device}", socket.gethostname()))
+        places = _places_of_ranks(self.rank)
         self.hosts = [host for _, host in places]
         """Of each rank."""
-        self.nodes = [[rank for rank, other in enumerate(places) if other == place] for place in dict.fromkeys(places)]
+        memories = [memory for memory, _ in places]
+        self.nodes = [[rank for rank, one in enumerate(memories) if one == other] for other in dict.fromkeys(memories)]
         """Ranks of each node."""
         self.node = next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
         self.is_first = self.rank == self.nodes[self.node][0]
@@ -62,6 +64,8 @@ class Copies:
             ) from error
         self._held: list[set[str]] = []
         self._files: dict[str, Any] = {}
+        self._read: set[str] = set()
+        """Files that were compared with their hashes on this node."""
 
     def has(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is a copy in memory."""
@@ -178,6 +182,18 @@ class Copies:
         """Get the content of the files that this rank needs; return why not, the same on all ranks."""
         by_rank = process_group.gather({*needed})
         wanted = [set().union(*(by_rank[rank] for rank in ranks)) for ranks in self.nodes]
+        kept = self.folder / checkpoint.name
+        second = self._proven(kept, wanted[self.node] - self._read)
+
+        def link() -> str:
+            for name in second[self.node]:
+                (checkpoint / name).unlink()
+                os.link(kept / name, checkpoint / name)
+            return ""
+
+        if reason := self._on_nodes(link):
+            return reason
+        self._held = [held | names for held, names in zip(self._held, second, strict=True)]
         wanted = [names - held for names, held in zip(wanted, self._held, strict=True)]
         size = sum(self._files[name]["size_bytes"] for name in wanted[self.node])
         if reason := self._on_nodes(lambda: self._lacks(size)):
@@ -236,15 +252,41 @@ class Copies:
         return next((f"{host}: {reason}" for host, reason in zip(self.hosts, found, strict=True) if reason), "")
 
     def _intact(self, step: int, is_here: bool) -> list[set[str]]:
-        """Return the files of a generation that each node has; warn of those that are damaged."""
-        here, folder = self.nodes[self.node], self.folder / directory.checkpoint_name(step)
-        there = [name for name in sorted(self._files) if (folder / name).exists()] if is_here else []
-        own = there[here.index(self.rank) :: len(here)]
+        """Return which files of a generation each node has a proven copy of: one node of each file, its writer's if
+        that is not damaged. Whether the other copy is intact does not matter until somebody needs it.
+        """
+        folder = self.folder / directory.checkpoint_name(step)
+        found = process_group.gather({name for name in self._files if is_here and (folder / name).exists()})
+        # Of a node's ranks all see the same; rank N writes FILE-0000N.
+        there = [(node, ranks, found[ranks[0]]) for node, ranks in enumerate(self.nodes)]
+        left = {
+            name: sorted(
+                (all(f"-{rank:05d}" not in name for rank in ranks), node) for node, ranks, has in there if name in has
+            )
+            for name in self._files
+        }
+        held: list[set[str]] = [set() for _ in self.nodes]
+        self._read = set()
+        while turn := {name: nodes.pop(0)[1] for name, nodes in left.items() if nodes}:
+            mine = {name for name, node in turn.items() if node == self.node}
+            self._read |= mine
+            proven = self._proven(folder, mine)
+            held = [names | more for names, more in zip(held, proven, strict=True)]
+            left = {name: left[name] for name in turn.keys() - set().union(*proven)}
+        return held
+
+    def _proven(self, folder: Path, names: Collection[str]) -> list[set[str]]:
+        """Return those that are intact, on each node, of the files that it names and has; warn of damaged ones."""
+        here = self.nodes[self.node]
+        own = [name for name in sorted(names) if (folder / name).exists()][here.index(self.rank) :: len(here)]
         parts = process_group.gather(directory.file_problems(folder, {name: self._files[name] for name in own}))
         for host, part in zip(self.hosts, parts, strict=True):
             for problem in filter(None, part.values()):
                 warn(
-                    "the copy of step {step} in the memory of {host}: {problem}", step=step, host=host, problem=problem
+                    "the copy of step {step} in the memory of {host}: {problem}",
+                    step=directory.step_of(folder),
+                    host=host,
+                    problem=problem,
                 )
         return [{name for rank in ranks for name, wrong in parts[rank].items() if not wrong} for ranks in self.nodes]
 
@@ -328,6 +370,20 @@ class Copies:
                 failed = error
         if failed is not None:
             raise failed
+
+
+def _places_of_ranks(rank: int) -> list[tuple[Any, str]]:
+    """Return of each rank which memory it has, and its host. Neither tells the other: containers of one machine may
+    share /dev/shm or have their own, whatever their names. So each rank looks whose marks it sees in its own.
+    """
+    mark, host = Path(), socket.gethostname()
+    with suppress(OSError):  # where it cannot write nothing is kept
+        mark = Path(tempfile.mkdtemp(prefix=f"toolkit-{rank}-", dir=SHM))
+    marks = process_group.gather(mark.name)
+    places = process_group.gather((tuple(name for name in marks if name and (SHM / name).exists()) or host, host))
+    with suppress(OSError):
+        mark.rmdir()
+    return places
 
 
 def _removed(*folders: Path) -> str:

@@ -64,7 +64,7 @@ class Claim:
 
     folder: Path
     checkpoint: Path | None
-    """That `resume` names."""
+    """That `resume` names, or that is known to be the newest intact one."""
     is_new: bool
 
 
@@ -98,7 +98,7 @@ def claim_run_dir(cfg: RunConfig) -> Claim:
 
 def begin_in(cfg: RunConfig, claim: Claim, copy: Path | None = None) -> RunSource:
     """Decide what to resume from, `copy` in memory if there is one, and note the start: the second half."""
-    folder, checkpoint = claim.folder, claim.checkpoint or copy
+    folder, checkpoint = claim.folder, copy or claim.checkpoint
     note_copy(folder, directory.read_run_state(copy).step if copy else 0)
     if claim.is_new:
         record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0)
@@ -115,8 +115,8 @@ def newest_on_disk(folder: Path, must: bool = False) -> Path | None:
     CheckpointError if none is intact or there `must` be one.
     """
     checkpoints = folder / "checkpoints"
-    were_there = bool(directory.published_checkpoints(checkpoints))
     checkpoint = directory.newest_complete(checkpoints)
+    were_there = [*directory.published_checkpoints(checkpoints), *checkpoints.glob("*.damaged")]
     if checkpoint is None and (were_there or must):
         raise CheckpointError(
             "{folder} holds no intact checkpoint. To start over, choose another run.name.",
@@ -179,7 +179,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
         for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
             shutil.rmtree(path)
         if checkpoint is not None:
-            directory.move_aside_after(checkpoint)
+            directory.move_aside_after(folder / "checkpoints" / checkpoint.name)
         elif (folder / "base").exists():  # the random model of another config, maybe
             (folder / "base").rename(disk.unused_path(folder / "base.replaced"))
     except OSError as error:
@@ -341,9 +341,24 @@ def record_start(folder: Path, step: int) -> None:
     environment.report_status(folder=str(folder))
 
 
-def check_repeated_death(folder: Path, step: int) -> None:
-    """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time."""
-    rows = _rows(folder / "logs" / STARTS)
+def fall_back(folder: Path) -> Path | None:
+    """Return the newest intact checkpoint on the disk, as the copy in memory that a run began with cannot be used, and
+    correct from where it starts. For rank 0 only. Raises RepeatedDeath, CheckpointError.
+    """
+    checkpoint, starts = newest_on_disk(folder), folder / "logs" / STARTS
+    *before, mine = starts.read_text(encoding="utf-8").splitlines(keepends=True)
+    row = json.loads(mine) | {"from_step": directory.read_run_state(checkpoint).step if checkpoint else 0}
+    if row["restart"]:
+        check_repeated_death(folder, row["from_step"], is_noted=True)
+    disk.write_atomically(starts, "".join([*before, json.dumps(row), "\n"]).encode())
+    return checkpoint
+
+
+def check_repeated_death(folder: Path, step: int, is_noted: bool = False) -> None:
+    """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time.
+    `is_noted`: whether this start is the last in the log already.
+    """
+    rows = _rows(folder / "logs" / STARTS)[: -1 if is_noted else None]
     if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
         raise RepeatedDeath(
             "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint in "

@@ -158,7 +158,7 @@ class Trainer:
             return source, start
         warn("the copy of step {step} in memory cannot be used: {reason}.", step=start.step, reason=reason)
         checkpointer.forget_copies()
-        checkpoint = process_group.patiently_on_rank0(lambda: run_dir.newest_on_disk(source.folder))
+        checkpoint = process_group.patiently_on_rank0(lambda: run_dir.fall_back(source.folder))
         source = run_dir.RunSource(source.folder, checkpoint)
         return source, process_group.on_rank0(lambda: record(source=source))
 
@@ -259,7 +259,7 @@ class Trainer:
         if not claim.is_new:
             self.copies = self._copies_of(claim.folder)
             if self.copies and not claim.checkpoint:
-                copy = self.copies.recover(*process_group.on_rank0(lambda: run_dir.steps_of_copies(claim.folder)))
+                claim, copy = _newest_copy(self.copies, claim)
         source = process_group.patiently_on_rank0(lambda: run_dir.begin_in(self.cfg, claim, copy))
         self.copies = self.copies or self._copies_of(claim.folder)
         if copy:
@@ -364,6 +364,19 @@ class Trainer:
         answers = [tr("  Q: {prompt}\n  A: {answer}", **sample) for sample in samples]
         next_steps = self.task.next_steps(self.run, samples)
         return [*lines, *self.task.end_lines(summary), *answers, everything, *next_steps]
+
+
+def _newest_copy(copies: node_memory.Copies, claim: run_dir.Claim) -> tuple[run_dir.Claim, Path | None]:
+    """Return the newest copy in memory, None where an intact checkpoint is as new; then the claim has it. A collective
+    that reads the disk only where a checkpoint there seems to be as new as all copies, as that may be damaged.
+    """
+    saved, copied = process_group.on_rank0(lambda: run_dir.steps_of_copies(claim.folder))
+    copy = copies.recover(saved, copied)
+    if copy is None and copied:
+        found = process_group.patiently_on_rank0(lambda: directory.newest_complete(claim.folder / "checkpoints"))
+        claim = replace(claim, checkpoint=found)
+        copy = copies.recover(directory.step_of(found) if found else 0, min(saved, copied))
+    return claim, copy
 
 
 def _with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:
