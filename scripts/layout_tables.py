@@ -26,10 +26,13 @@ WHY = {"en": "Why something is rejected:", "zh": "报错的原因："}
 
 
 def newest() -> dict[str, Any]:
-    """Return the last result."""
+    """Return the newest file's first result, with the cells and commits of those that came later, of a part (-k)."""
     file = max((ROOT / "benchmarks").glob("*-combinations.json"))
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))[-1]
-    return found
+    results: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    parts = [(one["environment"]["commit"][:7], one["command"].partition(" -k ")[2]) for one in results]
+    commits = ", ".join(f"{commit} (`-k {part}`)" if part else commit for commit, part in parts)
+    cells = {name: value for one in results for name, value in one["cells"].items()}
+    return results[0] | {"cells": cells, "commits": commits}
 
 
 def fill_page(page: str, language: str, result: dict[str, Any]) -> str:
@@ -45,8 +48,6 @@ def fill_page(page: str, language: str, result: dict[str, Any]) -> str:
 
 
 def _tables(language: str, result: dict[str, Any]) -> str:
-    known = result["environment"]
-
     def shown(cell: Cell) -> str:
         return f"{result['cells'][cell.name]:.0e}" if cell.name in result["cells"] else "–"
 
@@ -58,7 +59,8 @@ def _tables(language: str, result: dict[str, Any]) -> str:
     others = [[OTHER[language], *(f"`{' '.join(words)}`" for words in LAYOUTS.values())], ["---"] * (1 + len(LAYOUTS))]
     others += [[f"`{other}`", *(shown(Cell(layout, 0, "full", other)) for layout in LAYOUTS)] for other in OTHERS]
     reasons = dict.fromkeys(reason for cell in cells() for reason in cell.refusals())
-    texts = {"commit": known["commit"][:7], "deepspeed": known["packages"]["deepspeed"], "command": result["command"]}
+    deepspeed = result["environment"]["packages"]["deepspeed"]
+    texts = {"commit": result["commits"], "deepspeed": deepspeed, "command": result["command"]}
     return "\n".join(
         [
             *map(_row, rows),

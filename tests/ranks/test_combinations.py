@@ -12,7 +12,7 @@ from ranks import forked, run
 from shared import WORKER, eval_losses, losses, plain_loop, tiny
 from test_trajectory import TOLERANCE, furthest
 
-from benchmarks.results import append_result
+from benchmarks.results import append_result, earlier
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]  # the runs that its tests share
 STEPS = 6
@@ -21,11 +21,18 @@ TRIED = [cell for cell in cells() if not cell.refusals() and (HAS_4_BITS or cell
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
-    """All of them; one process cannot build an engine that splits less after one that splits."""
+def chosen(request: pytest.FixtureRequest) -> list[Cell]:
+    """Those of the tests that run; all but with -k."""
+    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    return [cell for cell in TRIED if any(params.get("cell") is cell for params in calls)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, chosen: list[Cell]) -> Path:
+    """Run each; one process cannot build an engine that splits less after one that splits."""
     folder = tmp_path_factory.mktemp("combinations")
     starts: dict[tuple[str, int], list[Cell]] = defaultdict(list)
-    for cell in TRIED:
+    for cell in chosen:
         starts[cell.layout, cell.ranks].append(cell)
     for (_, ranks), some in starts.items():
         own = [f"train.max_steps={STEPS}", "checkpoint.export=false", "checkpoint.every=0"]
@@ -37,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(runs: Path, rows_file: Path, request: pytest.FixtureRequest) -> dict[Cell, float]:
+def found(runs: Path, rows_file: Path, chosen: list[Cell], request: pytest.FixtureRequest) -> dict[Cell, float]:
     """The largest difference of a run's losses, of training and validation, to the plain loop's."""
 
     @cache
@@ -50,14 +57,15 @@ def found(runs: Path, rows_file: Path, request: pytest.FixtureRequest) -> dict[C
             furthest(losses(runs / "runs" / cell.name), reference(cell.what)[0]),
             furthest(eval_losses(runs / "runs" / cell.name), reference(cell.what)[1]),
         )
-        for cell in TRIED
+        for cell in chosen
     }
-    for what in {cell.what for cell in TRIED}:
+    for what in {cell.what for cell in chosen}:
         assert reference(what)[0][0] - reference(what)[0][-1] > 0.01, "losses that do not move prove nothing"
     if output := request.config.getoption("--record-combinations"):
         figures = {"measured": "combinations", "cells": {cell.name: value for cell, value in differences.items()}}
         command = ["scripts/test", "--tier=all", "tests/ranks/test_combinations.py", "--record-combinations", "FILE"]
-        append_result(output, [], command, figures, max(cell.ranks for cell in TRIED))
+        command += ["-k", request.config.option.keyword] if request.config.option.keyword else []
+        append_result(output, earlier(output), command, figures, max(cell.ranks for cell in chosen))
     return differences
 
 

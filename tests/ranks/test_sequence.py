@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 from official import write
 from ranks import forked, run
+from safetensors.torch import load_file
 from shared import (
     ALL,
     RECOMPUTE,
     SHORT_FIRST,
+    STEADY,
     WORKER,
+    by_tier,
     check_short_first,
     eval_losses,
     losses,
+    of_tier,
     plain_loop,
     rows_of,
     tiny,
@@ -49,11 +53,18 @@ CHATGLM = {
     "chatglm-stage3": ["zero=stage3", ALL, RECOMPUTE, "data.packing=packed"],
 }
 PREFIX = ["tuning=ptuning_v2", "tuning.num_tokens=4", "tuning.dropout=0", "optim.lr=0.1", "precision=fp32"]
+PROMPT = ["tuning=prompt", "tuning.num_tokens=16", "optim.lr=0.3", STEADY, "precision=fp32"]
+# name -> overrides; on four ranks, with the Llama
+PROMPTED = {
+    "prompt-sp4": [*PROMPT, "zero=stage2", "parallel.sequence=4", RECOMPUTE],
+    "prompt-dp2": [*PROMPT, "zero=stage1", "batch.micro_per_gpu=2"],
+}
 # name -> a model's directory, or "", and overrides; trained with whole rows, too, as NAME-whole
 PAIRS = {
     "llama": ("llama", ["tuning=lora", "tuning.target_modules=[all-linear]", "precision=fp32", "kernels.mlp_pieces=2"]),
     "prefix": ("llama", [*PREFIX, "zero=stage3", ALL, RECOMPUTE]),
     "prefix-chatglm": ("chatglm", [*PREFIX, "batch.micro_per_gpu=2"]),
+    "prompt": ("llama", [*PROMPT, "zero=stage3", ALL, RECOMPUTE]),
     "experts": ("mixtral", ["model.router_loss=0.5", "data.packing=packed", "zero=stage3", ALL, RECOMPUTE]),
     "short-first": ("", SHORT_FIRST),
 }
@@ -85,7 +96,7 @@ def mixtral(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, request: pytest.FixtureRequest) -> Path:
     """Train all cells, in one launch for each number of ranks."""
     folder = tmp_path_factory.mktemp("sequence")
 
@@ -98,6 +109,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
             for name, others in RESUMED.items():
                 died = {"of": str(folder / "runs" / "sp4-stage2"), "step": 4, "as": str(folder / "runs" / name)}
                 cases.append({"overrides": words(name, FOUR_RANKS["sp4-stage2"] + others), "died": died})
+            for name, overrides in of_tier(request, PROMPTED, late=[*PROMPTED]).items():
+                cases.append({"overrides": words(name, ["model=hf", f"model.path={folder / 'llama'}", *overrides])})
         else:
             cases[list(cells).index("compiled-stage2")]["facts"] = str(folder / "facts")
             chatglm = write(folder / "chatglm", "v1", tokenizer=True, num_attention_heads=4)
@@ -188,6 +201,21 @@ def test_as_with_whole_rows(name: str, runs: Path) -> None:
     assert {*of_experts} & {*rows_of(mine)[-2]} == ({*of_experts} if name == "experts" else set())
 
 
+@pytest.mark.parametrize("name", ["prompt", *by_tier(PROMPTED, late=[*PROMPTED])])
+def test_a_prompt_stands_once_before_a_row(name: str, runs: Path, tmp_path: Path, rows_file: Path) -> None:
+    """And learns what it learns of whole rows."""
+    words = ["model=hf", f"model.path={runs.parent / 'llama'}", *PROMPT]
+    training, validation = plain_loop(tiny(rows_file, tmp_path, "reference", *words), STEPS)
+    assert furthest(losses(runs / name), training) < TOLERANCE
+    assert furthest(eval_losses(runs / name), validation) < TOLERANCE
+    found, wanted = (
+        [row["grad_norm"] for row in rows_of(runs / one) if "grad_norm" in row] for one in (name, "prompt-whole")
+    )
+    assert found == pytest.approx(wanted, rel=1e-5)
+    mine, whole = (load_file(runs / one / "export" / "adapter_model.safetensors") for one in (name, "prompt-whole"))
+    assert (mine["prompt_embeddings"] - whole["prompt_embeddings"]).abs().max() < 1e-5
+
+
 def test_the_same_samples_first_as_with_whole_rows(runs: Path) -> None:
     check_short_first(runs / "short-first", runs / "short-first-whole", ["loss"], rel=0.0, abs=TOLERANCE)
 
@@ -213,7 +241,6 @@ def test_heads_that_cannot_be_divided(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["tuning=prompt"], "what tuning=prompt learns stands before a row"),
         (["model.attention=eager"], "model.attention = eager is computed on one rank. Leave it at auto"),
     ],
 )

@@ -308,7 +308,10 @@ class SoftPrompt(nn.Module):
         """Put places for the prompt in front of a forward pass's tokens, before it."""
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"]
-        kwargs["attention_mask"], positions = mask_and_positions(kwargs, ids, self.num_tokens)
+        if kwargs.get("in_parts"):
+            positions, kwargs["learned"] = kwargs["position_ids"], self.num_tokens
+        else:
+            kwargs["attention_mask"], positions = mask_and_positions(kwargs, ids, self.num_tokens)
         positions = positions + self.num_tokens
         self.is_due = not num_cached(kwargs)
         if self.is_due:
@@ -328,7 +331,7 @@ class SoftPrompt(nn.Module):
 
     def drop_logits(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Drop the logits of the prompt, after the forward pass."""
-        if output.logits.size(1) == kwargs["attention_mask"].size(1) > 1:
+        if output.logits.size(1) == kwargs["position_ids" if kwargs.get("in_parts") else "attention_mask"].size(1) > 1:
             output.logits = output.logits[:, self.num_tokens :]
         return output
 

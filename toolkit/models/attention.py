@@ -247,18 +247,27 @@ def sample_attention(
     scaling: float | None = None,
     in_parts: bool = False,
     keys: torch.Tensor | None = None,
+    learned: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention within the segments of `cu_seq_lens_q`, int32 [segments + 1], [B, S, H, D]; `in_parts`
     over whole rows, of which this rank has S / P tokens, in segments or not; with neither `sdpa`'s. With `keys`, int64
     [K], each segment attends to its tokens at these places, of `cu_seq_lens_k`: its own are the last of them. A module
-    that is not causal attends by the mask, of whole rows. `in_parts`, keys before those of the tokens are learned ones.
+    that is not causal attends by the mask, of whole rows. `in_parts`, keys before those of the tokens are learned ones;
+    the first `learned` of the tokens are, too. These see themselves alone, so each rank computes them all: their
+    gradients on each rank are those through its heads, or its tokens, and add up over the group.
 
     `query`: [B, H, S, D], `in_parts` [B, H, S / P, D]; `key`, `value`: the same with as many heads as keys have.
     """
     bounds = options.get("cu_seq_lens_q")
     if bounds is None and not in_parts:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    if learned:
+        first = (states[:, :, :learned] for states in (query, key, value))
+        own, _ = sdpa_attention_forward(module, *first, None, dropout, scaling)
+        query = query[:, :, learned:]
+        others, _ = sample_attention(module, query, key, value, attention_mask, dropout, scaling, in_parts)
+        return torch.cat((own, others), dim=1), None
     if in_parts:
         assert _group is not None
         ranks = dist.get_world_size(_group)
@@ -266,8 +275,8 @@ def sample_attention(
         copies = ranks // math.gcd(key.size(1), ranks)
         if copies > 1:
             key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
-        learned = key.size(2) - query.size(2)
-        key, value = (_exchange_after(states, learned) for states in (key, value))  # [B, heads / P, learned + S, D]
+        before = key.size(2) - query.size(2)
+        key, value = (_exchange_after(states, before) for states in (key, value))  # [B, heads / P, before + S, D]
         query = _Exchange.apply(query, 1, 2)
     if bounds is not None:
         paths = None if keys is None else (keys, options["cu_seq_lens_k"])
