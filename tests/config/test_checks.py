@@ -476,8 +476,8 @@ ALL_AT_ONCE = {
         "parallel.expert = 2 cannot be: zero.stage = 0",
         "parallel.expert = 2 cannot be: optim.name = adafactor",
     ),
-    "parallel=sequence parallel.sequence=2 tuning=prompt model.attention=eager": (
-        "parallel.sequence = 2 cannot be: what tuning=prompt learns",
+    "parallel=sequence parallel.sequence=2 parallel.pipeline=2 model.attention=eager": (
+        "parallel.sequence = 2 cannot be: the ranks of one model share either",
         "parallel.sequence = 2 cannot be: model.attention = eager",
     ),
     "track.wandb.enabled=true track.wandb.project= track.mlflow.enabled=true track.mlflow.experiment=": (
