@@ -57,7 +57,7 @@ PROMPT = ["tuning=prompt", "tuning.num_tokens=16", "optim.lr=0.3", STEADY, "prec
 # name -> overrides; on four ranks, with the Llama
 PROMPTED = {
     "prompt-sp4": [*PROMPT, "zero=stage2", "parallel.sequence=4", RECOMPUTE],
-    "prompt-dp2": [*PROMPT, "zero=stage1", "batch.micro_per_gpu=2"],
+    "prompt-dp2": [*PROMPT, "zero=stage1", "batch.micro_per_gpu=2", "compile.enabled=true", "compile.backend=eager"],
 }
 # name -> a model's directory, or "", and overrides; trained with whole rows, too, as NAME-whole
 PAIRS = {

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -263,7 +262,7 @@ def sample_attention(
     if bounds is None and not in_parts:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
     if learned:
-        first = (states[:, :, :learned] for states in (query, key, value))
+        first = [states[:, :, :learned] for states in (query, key, value)]
         own, _ = sdpa_attention_forward(module, *first, None, dropout, scaling)
         query = query[:, :, learned:]
         others, _ = sample_attention(module, query, key, value, attention_mask, dropout, scaling, in_parts)
@@ -284,11 +283,13 @@ def sample_attention(
     else:
         grouped, is_causal = key.size(1) != query.size(1), getattr(module, "is_causal", True)
         mask = None if is_causal else attention_mask
-        if is_causal and key.size(2) > query.size(2):
-            is_causal, mask = False, causal_lower_right(query.size(2), key.size(2))
+        before = key.size(2) - query.size(2) if is_causal else 0
+        # Queries for the learned ones too, whose results are dropped: it takes no mask, nor PyTorch's class of biases,
+        # which cannot be compiled.
+        query = functional.pad(query, (0, 0, before, 0)) if before else query
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=grouped
-        ).transpose(1, 2)
+        )[:, :, before:].transpose(1, 2)
     return (_Exchange.apply(mixed, 1, 2) if in_parts else mixed), None
 
 
