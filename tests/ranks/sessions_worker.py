@@ -234,6 +234,9 @@ def main() -> None:
 
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
     updates = copy_late()
+    torch._dynamo.config.disable = (
+        os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    )  # read at import, which a fork has behind it
     preflight._has_fp16 = lambda _: True  # fp16 is tried on CPUs here
     get_accelerator().is_fp16_supported = lambda: True
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]

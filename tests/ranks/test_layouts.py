@@ -1,5 +1,6 @@
 """A checkpoint goes on in any layout: weights and states bit for bit, losses as if nothing had happened."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -59,8 +60,21 @@ LAYOUTS |= {
     "sgd-3-2": (2, "data", ["zero=stage3", *SGD]),
     "adafactor-2": (2, "data", ["zero=stage0", *ADAFACTOR]),
     "adafactor-1": (1, "data", ["zero=stage0", *ADAFACTOR]),
+    "adafactor-stages-2": (2, "pipeline", ["zero=stage0", "parallel=pipeline", *ADAFACTOR]),
+    "adafactor-bf16-2": (
+        2,
+        "data",
+        ["zero=stage0", "precision=bf16", "checkpoint.allow_changes=[precision]", *ADAFACTOR],
+    ),
     "muon-2": (2, "data", ["zero=stage0", *MUON]),
     "muon-1": (1, "data", ["zero=stage0", *MUON]),
+    "muon-stage1-2": (2, "data", ["zero=stage1", "zero.round_robin_gradients=true", *MUON]),
+    "muon-stage2-2": (2, "data", ["zero=stage2", *MUON]),
+    "muon-stage2-4": (4, "data", ["zero=stage2", *MUON]),
+    "muon-stage3-1": (1, "data", ["zero=stage3", *MUON]),
+    "muon-stage3-2": (2, "data", ["zero=stage3", "zero.sub_group_size=30000", *MUON]),
+    "muon-offload-2": (2, "data", ["zero=stage2_offload", *MUON]),
+    "muon-offload3-1": (1, "data", ["zero=stage3_offload", *MUON]),
     "tensor3-2": (2, "tensor", ["zero=stage3", "parallel=tensor"]),
     "sequence-tensor3-4": (4, "tensor", ["zero=stage3", "parallel.tensor=2", "parallel.sequence=2"]),
     "pipeline-tensor-4": (4, "3d", ["zero=stage1", "parallel.tensor=2", "parallel.pipeline=2"]),
@@ -72,6 +86,14 @@ OTHERS += [("lora1-2", "lora_stages-2"), ("lora_stages-2", "lora_stages-4"), ("l
 OTHERS += [("bf16-1-1", "bf16-3-2"), ("bf16-3-2", "bf16-0-2"), ("stage2-2", "bf16-3-2"), ("bf16-0-2", "fp16-0-2")]
 OTHERS += [("fp16-2-2", "fp16-0-2"), ("fp16-0-2", "fp16-2-2"), ("lion-0-2", "lion-3-1"), ("lion-3-1", "lion-0-2")]
 OTHERS += [("adafactor-2", "adafactor-1"), ("adafactor-1", "adafactor-2"), ("muon-2", "muon-1"), ("muon-1", "muon-2")]
+LATE = [("adafactor-2", "adafactor-stages-2"), ("adafactor-stages-2", "adafactor-bf16-2")]
+LATE += [("adafactor-bf16-2", "adafactor-bf16-2")]
+# Momentum beyond a rank's partition (stages 1 and 2), in partitions, and whole.
+LATE += [("muon-stage1-2", "muon-stage3-1"), ("muon-stage3-1", "muon-offload-2"), ("muon-1", "muon-stage1-2")]
+LATE += [("muon-offload-2", "muon-stage2-4"), ("muon-stage2-4", "muon-offload3-1"), ("muon-stage3-2", "muon-1")]
+LATE += [("muon-offload3-1", "muon-stage1-2"), ("muon-offload3-1", "muon-stage2-2")]
+LATE += [("muon-stage3-2", "muon-2"), ("muon-stage2-2", "muon-stage2-2")]
+OTHERS += [("muon-2", "muon-stage2-2"), ("muon-stage2-2", "muon-stage3-2")]
 OTHERS += [("sgd-1-2", "sgd-3-2"), ("sgd-3-2", "sgd-1-2"), ("stage3-4", "tensor3-2"), ("tensor3-2", "pipeline-2")]
 OTHERS += [
     ("sequence-2", "sequence-tensor3-4"),
@@ -81,13 +103,28 @@ OTHERS += [
 OTHERS += [("pipeline-tensor-4", "stage0-1"), ("tensor-2", "pipeline-tensor-4")]
 OTHERS += [("lora0-1", "lora-tensor-2"), ("lora-tensor-2", "lora3-2"), ("lora3-2", "lora-tensor3-4")]
 OTHERS += [("lora-tensor3-4", "lora-tensor-2")]
+EIGHT = ["optim=adamw_8bit"]
+if importlib.util.find_spec("bitsandbytes"):
+    LAYOUTS |= {
+        "8bit-stage0-1": (1, "data", ["zero=stage0", *EIGHT]),
+        "8bit-stage1-2": (2, "data", ["zero=stage1", "zero.round_robin_gradients=true", *EIGHT]),
+        "8bit-stage2-2": (2, "data", ["zero=stage2", *EIGHT]),
+        "8bit-stage3-1": (1, "data", ["zero=stage3", *EIGHT]),
+        "8bit-offload3-2": (2, "data", ["zero=stage3_offload", "zero.sub_group_size=30000", *EIGHT]),
+        "8bit-tensor-2": (2, "tensor", ["zero=stage1", "parallel=tensor", *EIGHT]),
+    }
+    OTHERS += [("8bit-stage2-2", "8bit-offload3-2"), ("8bit-offload3-2", "8bit-stage0-1")]
+    LATE += [("8bit-stage2-2", "8bit-stage2-2"), ("8bit-stage0-1", "8bit-stage2-2")]
+    LATE += [("8bit-stage1-2", "8bit-stage3-1"), ("8bit-stage3-1", "8bit-tensor-2")]
+    LATE += [("8bit-tensor-2", "8bit-stage1-2"), ("8bit-offload3-2", "8bit-offload3-2")]
+    LATE += [("8bit-stage0-1", "8bit-stage0-1")]
 # A sub-group goes to NVMe from 1 MiB on.
 WIDE = ["model.shape.hidden_size=96", "model.shape.intermediate_size=384", "model.shape.vocab_size=4096"]
 ON_NVME = ["zero=stage3_nvme", "zero.offload_optimizer.nvme_path=FOLDER/nvme", "zero.offload_param.buffer_size=2000000"]
 LAYOUTS |= {"wide-2": (2, "data", ["zero=stage2", *WIDE]), "nvme-2": (2, "data", [*ON_NVME, CPU_ADAM, *WIDE])}
 NVME = [("wide-2", "nvme-2"), ("nvme-2", "wide-2"), ("nvme-2", "nvme-2")]
 PAIRS = [*RINGS[4], *OTHERS, *NVME]
-NIGHTLY = [*RINGS[11], *RINGS[7], *RINGS[13]]
+NIGHTLY = [*RINGS[11], *RINGS[7], *RINGS[13], *LATE]
 ALL = [*PAIRS, *(pytest.param(pair, marks=pytest.mark.nightly) for pair in NIGHTLY)]
 
 
@@ -118,9 +155,31 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         cases.setdefault((ranks, kind if not source else f"again {kind}"), []).append(case)
     for (ranks, _), some in sorted(cases.items(), key=lambda one: one[0][1].startswith("again")):
         (folder / "cases.json").write_text(json.dumps(some))
-        finished = run([*forked(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=500)
+        finished = run(
+            [*forked(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=500, TORCHDYNAMO_DISABLE="1"
+        )
         assert finished.code == 0, finished.output[-6000:]
     return folder
+
+
+def levels_of(state: str) -> torch.Tensor:
+    """Return the numbers that codes of bitsandbytes stand for."""
+    from bitsandbytes import functional
+
+    return functional.create_dynamic_map(signed=state == "state1")
+
+
+def numbers_of(found: Fragments, name: str, state: str) -> torch.Tensor:
+    """Return all numbers of a state, also of one that is kept as codes."""
+    value = found.whole(name, state)
+    if value.dtype is torch.uint8:
+        value = levels_of(state)[value.long()] * found.whole(name, f"absmax{state[-1]}")
+    return value
+
+
+def states_of(found: Fragments, name: str) -> set[str]:
+    """Return the states that have numbers for each of the parameter's."""
+    return {state for state in found.states(name) if not state.startswith("absmax")}
 
 
 def compared(one: Fragments, other: Fragments) -> float:
@@ -128,12 +187,44 @@ def compared(one: Fragments, other: Fragments) -> float:
     assert one.names == other.names
     worst = 0.0
     for name in one.names:
-        assert one.numbers(name) == other.numbers(name) and one.states(name) == other.states(name), name
-        for state in (WEIGHT, *one.states(name)):
-            left, right = one.whole(name, state), other.whole(name, state)
+        assert one.numbers(name) == other.numbers(name) and states_of(one, name) == states_of(other, name), name
+        for state in (WEIGHT, *states_of(one, name)):
+            left, right = numbers_of(one, name, state), numbers_of(other, name, state)
             assert left.shape == right.shape and left.dtype == right.dtype == torch.float32
             worst = max(worst, float((left - right).abs().max() / right.abs().max().clamp(min=1e-12)))
     return worst
+
+
+def check_codes(loaded: Fragments, saved: Fragments) -> float:
+    """Compare states of 8 bits that may be in other blocks than they were; return the share that has the same scale.
+
+    Each number is the nearest of the levels, and where its block has the same scale, what it was. Scales are those of
+    before, or of what had none the numbers.
+    """
+    kept = total = 0
+    for state, scales in (("state1", "absmax1"), ("state2", "absmax2")):
+        levels = levels_of(state).double()
+        gaps = torch.nn.functional.pad(levels.diff() / 2, (1, 1))
+        half = torch.maximum(gaps[1:], gaps[:-1])
+        known: set[float] = {0.0}
+        for name in saved.names:
+            has_codes = scales in saved.states(name)
+            known |= {
+                *(saved.whole(name, scales) if has_codes else numbers_of(saved, name, state).abs()).view(-1).tolist()
+            }
+        for name in saved.names:
+            left, right = numbers_of(loaded, name, state), numbers_of(saved, name, state)
+            if scales not in loaded.states(name):
+                assert torch.equal(left, right), name
+                continue
+            scale, codes = loaded.whole(name, scales), loaded.whole(name, state).long()
+            assert {*scale.view(-1).tolist()} <= known, name
+            assert ((left - right).abs() <= half[codes] * scale * (1 + 1e-5)).all(), (name, state)
+            if scales in saved.states(name):
+                same = scale == saved.whole(name, scales)
+                assert torch.equal(codes[same], saved.whole(name, state).long()[same]), (name, state)
+                kept, total = kept + int(same.sum()), total + same.numel()
+    return kept / total if total else 1.0
 
 
 def check_async_io(pair: tuple[str, str]) -> None:
@@ -145,7 +236,7 @@ def check_async_io(pair: tuple[str, str]) -> None:
 def test_pairs_meet_every_layout() -> None:
     assert len({*PAIRS, *NIGHTLY}) == len(PAIRS + NIGHTLY) > 60
     for place in (0, 1):
-        assert {pair[place] for pair in PAIRS} == set(LAYOUTS)
+        assert {pair[place] for pair in PAIRS + NIGHTLY} == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("pair", ALL, ids="-to-".join)
@@ -154,14 +245,24 @@ def test_what_is_loaded_is_what_was_saved(pair: tuple[str, str], runs: Path) -> 
     check_async_io(pair)
     saved = Fragments(runs / "runs" / pair[0] / "checkpoints" / f"step-{SAVED}")
     loaded = Fragments(runs / "echo" / "-to-".join(pair))
-    states = {"lion": {"exp_avg"}, "sgd": {"momentum_buffer"}, "adafactor": set(), "muon": set()}
-    assert saved.states(saved.names[0]) == states.get(pair[0].partition("-")[0], {"exp_avg", "exp_avg_sq"})
-    assert compared(loaded, saved) == 0
-    # Of whole parameters, in the order of the model's, where a state is not a number for each of theirs.
-    names = [f"flat {number}" for number in range(len(saved.names)) if saved.bound(0, f"flat {number}")]
-    assert bool(names) == (pair[0].partition("-")[0] in ("adafactor", "muon"))
-    for name in names:
-        assert all(torch.equal(loaded.bound(0, name)[key], one) for key, one in saved.bound(0, name).items())
+    kind = pair[0].partition("-")[0]
+    expected = {"lion": {"exp_avg"}, "sgd": {"momentum_buffer"}, "adafactor": set(), "8bit": {"state1", "state2"}}
+    for name in saved.names:
+        is_muon = kind == "muon" and "layers." in name and saved.facts[name]["shape"][1:]
+        states = {"momentum_buffer"} if is_muon else expected.get(kind, {"exp_avg", "exp_avg_sq"})
+        assert states_of(saved, name) == states, name
+        # Where a state is not a number for each of the parameter's.
+        own, bound = saved.bound(name), loaded.bound(name)
+        assert bool(own) == (kind == "adafactor") and own.keys() == bound.keys()
+        assert all(torch.equal(bound[state], one) for state, one in own.items())
+    if kind != "8bit":
+        assert compared(loaded, saved) == 0
+        return
+    share = check_codes(loaded, saved)
+    assert share == 1 if pair[0] == pair[1] else share > 0.1
+    # Weights, and of each number two codes, at most a scale for 256, and what a header takes.
+    numbers = sum(saved.whole(name).numel() for name in saved.names)
+    assert sum(file.stat().st_size for file in saved.folder.glob("fragments-*")) < 6.1 * numbers + 200_000
 
 
 @pytest.mark.parametrize("pair", ALL, ids="-to-".join)
@@ -171,11 +272,17 @@ def test_it_goes_on_as_if_nothing_had_happened(pair: tuple[str, str], runs: Path
     for key in ("loss", "eval_loss", "lr", "trained_tokens"):
         expected = {row["step"]: row[key] for row in straight if key in row and row["step"] > SAVED}
         found = {row["step"]: row[key] for row in again if key in row and row["step"] > SAVED}
-        # Muon orthogonalizes in bf16.
-        bound = 1e-5 if not {"bf16", "fp16", "muon"} & {*"-".join(pair).split("-")} else 0.02
+        # Muon orthogonalizes in bf16, and blocks of 8 bits that lie elsewhere round otherwise. Measured: 2.6e-4.
+        kinds = {*"-".join(pair).split("-")}
+        bound = 0.02 if {"bf16", "fp16"} & kinds else 1e-3 if {"muon", "8bit"} & kinds else 1e-5
         assert found == pytest.approx(expected, abs=bound, rel=0) and found, key
+        if pair[0] == pair[1]:
+            assert found == expected, key
     losses = [row["loss"] for row in straight if "loss" in row]
     assert losses[SAVED] - losses[-1] > 0.01, "losses that do not move prove nothing"
+    if bound < 0.02:  # of the weights as they were loaded
+        first = next(row["loss"] for row in again if row["step"] > SAVED and "loss" in row)
+        assert first == pytest.approx(losses[SAVED], abs=1e-5, rel=0)
     # They make whole steps of gradients that are rounding, too.
     if bound > 1e-5 or pair[0].partition("-")[0] in ("lion", "adafactor"):
         return

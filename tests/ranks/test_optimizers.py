@@ -74,9 +74,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             died = {"of": f"{folder}/runs/{name}", "step": SAVED, "as": f"{folder}/runs/{name}-again"}
             again = words(rows_file, folder, f"{name}-again", *overrides, "train.rehearse=true")
             cases.append({"overrides": again, "died": died})
-    other = words(rows_file, folder, "other", *(word.replace("stage2", "stage1") for word in CELLS["muon-2"]))
-    died = {"of": f"{folder}/runs/muon-2", "step": SAVED, "as": f"{folder}/runs/other"}
-    cases.append({"overrides": other, "died": died, "refused": str(folder / "refused")})
     (folder / "cases.json").write_text(json.dumps(cases))
     # Muon's arithmetic would be compiled for each shape, which takes minutes on CPUs.
     # Not a fork: TORCHDYNAMO_DISABLE is read where Muon is imported.
@@ -131,12 +128,3 @@ def test_8_bits_are_near_32(runs: Path) -> None:
 def test_goes_on_as_if_nothing_had_happened(name: str, runs: Path) -> None:
     """Momentum is there again, and the rehearsal of a step has not touched it."""
     assert losses(runs / f"{name}-again") == losses(runs / name)
-
-
-def test_states_that_are_bound_to_a_layout_are_refused_in_another(runs: Path) -> None:
-    """Those of other optimizers go into any: tests/ranks/test_layouts.py."""
-    assert (runs.parent / "refused").read_text() == (
-        "CheckpointError: the checkpoint was saved by 2 ranks under ZeRO-2, and the states of optim.name = muon are "
-        "cut up as its ranks were: it can only be resumed with as many, and the same zero, parallel and precision. To "
-        "train its weights in another layout: toolkit export-model, then model.path=EXPORT under another run.name."
-    )

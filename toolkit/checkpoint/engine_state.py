@@ -6,7 +6,7 @@ place that knows the wrappers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.utils import is_optimized_parameter
 from torch import distributed
 
-from toolkit.checkpoint.fragments import WEIGHT, Content, Fragment, Fragments, content_of
+from toolkit.checkpoint.fragments import BLOCK, WEIGHT, Content, Fragment, Fragments, content_of, spread
 from toolkit.distributed import process_group
 from toolkit.messages import CheckpointError
 
@@ -43,11 +43,23 @@ class _Flat:
     pieces: list[_Piece]
     shared: bool = False
     """Whether all ranks of the data-parallel group have all of it."""
+    wholes: dict[int, int] = field(default_factory=dict)
+    """A parameter's id -> where all of it begins in the states, if they have more of it than the tensor."""
 
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's states of it."""
         return self.optimizer.state[self.tensor]
+
+    @property
+    def has_8_bits(self) -> bool:
+        """Whether bitsandbytes (0.50) made the optimizer: of large tensors it keeps states as codes of 8 bits."""
+        return type(self.optimizer).__module__.startswith("bitsandbytes")
+
+    def in_states(self, piece: _Piece) -> _Piece:
+        """Return what of a piece's parameter the states have."""
+        begin = self.wholes.get(id(piece.parameter))
+        return piece if begin is None else _Piece(piece.parameter, 0, begin, piece.parameter.numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +88,12 @@ def _flats(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
         # Not parameters' `_hp_mapping`, which has the wrong order with round_robin_gradients (0.19.8).
         order: _Order = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
-        yield from _partitioned(optimizer.single_partition_of_fp32_groups, optimizer, order)
+        for flat in _partitioned(optimizer.single_partition_of_fp32_groups, optimizer, order):
+            parameters = [piece.parameter for piece in flat.pieces]
+            # Muon's momentum has all of them, also where another rank has the rest (_muon_momentum_buffer).
+            if parameters and getattr(parameters[0], "use_muon", False) and not optimizer.cpu_offload:
+                flat.wholes = dict(zip(map(id, parameters), _offsets(parameters), strict=True))
+            yield flat
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         order = ((parameters, _offsets(parameters)) for parameters in optimizer.bf16_groups)
         yield from _partitioned(optimizer.fp32_groups_flat_partition, optimizer, order)
@@ -136,13 +153,8 @@ def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
 
 
 def is_bound(engine: deepspeed.DeepSpeedEngine) -> bool:
-    """Whether the optimizer's states depend on how its tensors are cut up.
-
-    Adafactor's rows and columns and bitsandbytes' blocks of 256 do; Muon's momentum lies parameter by parameter, over
-    the ends of a rank's partition (DeepSpeed 0.19.8, stage_1_and_2._muon_momentum_buffer).
-    """
-    kind = type(engine.basic_optimizer)
-    return kind.__name__ in ("Adafactor", "MuonWithAuxAdam") or kind.__module__.startswith("bitsandbytes")
+    """Whether the optimizer's states are not numbers for each weight: Adafactor's rows and columns."""
+    return type(engine.basic_optimizer).__name__ == "Adafactor"
 
 
 def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]:
@@ -161,19 +173,24 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
 
     fragments = list(_stored(held)) if is_first and own == 0 else []
     bound = is_bound(engine)
-    for number, flat in enumerate(_flats(engine)):
+    for flat in _flats(engine):
         states, numbers, rest = _states(flat, bound)
         for piece in flat.pieces:
             name = names[id(piece.parameter)]
             piece = _share(piece, own, size) if flat.shared else piece
             if is_own(name, piece.parameter):
-                values = {
-                    state: tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
-                    for state, tensor in ((WEIGHT, flat.tensor), *states.items())
-                }
-                fragments.append(_fragment(name, piece.parameter, piece.place, values, numbers))
-        if rest and not (flat.shared and own):
-            fragments.append(Fragment(f"flat {number}", (), 0, torch.float32, bound=rest))
+                there = flat.in_states(piece)
+                begin = there.offset + piece.place - there.place
+                values = {state: _stretch(tensor, begin, piece.length) for state, tensor in states.items()}
+                values[WEIGHT] = _stretch(flat.tensor, piece.offset, piece.length)
+                fragment = _fragment(name, piece.parameter, piece.place, values, numbers)
+                if flat.has_8_bits:
+                    block, fragment.phase = divmod(piece.offset, BLOCK)
+                    end = -(-(piece.offset + piece.length) // BLOCK)
+                    fragment.scales = {s: one[block:end] for s, one in rest.items() if s in _SCALES}
+                elif bound and not own:
+                    fragment.bound = rest
+                fragments.append(fragment)
         if engine.zero_nvme_offload_optimizer():
             yield content_of(fragments)
             fragments = []
@@ -184,7 +201,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
         own, size = distributed.get_rank(group), distributed.get_world_size(group)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
             piece = _share(_Piece(parameter, 0, 0, parameter.numel()), own, size)
-            value = parameter.detach().reshape(-1).narrow(0, piece.offset, piece.length)
+            value = _stretch(parameter, piece.offset, piece.length)
             value = value.clone() if hasattr(parameter, "ds_id") else value
         fragments.append(_fragment(name, parameter, piece.place, {WEIGHT: value}, {}))
     if fragments:
@@ -204,6 +221,10 @@ def _share(piece: _Piece, rank: int, size: int) -> _Piece:
     return _Piece(piece.parameter, piece.place + begin, piece.offset + begin, end - begin)
 
 
+def _stretch(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+    return tensor.detach().reshape(-1).narrow(0, begin, length)
+
+
 def _states(flat: _Flat, bound: bool) -> tuple[dict[str, torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
     """Return the states by kind: a number for each of the flat tensor, one for all of it, and what is neither."""
     values: dict[str, torch.Tensor] = {}
@@ -215,7 +236,8 @@ def _states(flat: _Flat, bound: bool) -> tuple[dict[str, torch.Tensor], dict[str
         elif state == "step" or one.numel() == 1 < flat.tensor.numel():
             numbers[state] = float(one)
         else:
-            (values if not bound and one.numel() == flat.tensor.numel() else rest)[state] = one
+            is_elementwise = flat.wholes or one.numel() == flat.tensor.numel()
+            (values if is_elementwise and not bound else rest)[state] = one
     return values, numbers, rest
 
 
@@ -234,19 +256,13 @@ def _stored(held: Held) -> Iterator[Fragment]:
 
 def files_for(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> set[str]:
     """Return the files whose content `restore` reads on this rank."""
-    names, first = {id(one): name for name, one in held.parameters.items()}, _first(engine)
+    names = {id(one): name for name, one in held.parameters.items()}
     files = set().union(*(found.files(name) for name in (*held.buffers, *(name for name, _ in held.frozen()))))
-    for number, flat in enumerate(_flats(engine)):
-        files |= found.bound_files(first if flat.shared else distributed.get_rank(), f"flat {number}")
-        for piece in flat.pieces:
+    for flat in _flats(engine):
+        for piece in map(flat.in_states, flat.pieces):
             part = process_group.part_of(piece.parameter)
             files |= found.files(names[id(piece.parameter)], piece.place, piece.length, part)
     return files
-
-
-def _first(engine: deepspeed.DeepSpeedEngine) -> int:
-    """Return the rank that saves what all have that train with the same weights."""
-    return distributed.get_global_rank(engine.seq_data_parallel_group, 0)
 
 
 def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> None:
@@ -256,11 +272,12 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> 
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if partitioned:
         optimizer.checkpoint_event_prologue()
-    first = _first(engine)
-    for number, flat in enumerate(_flats(engine, changes=True)):
-        flat.state.update(found.bound(first if flat.shared else distributed.get_rank(), f"flat {number}"))
+    for flat in _flats(engine, changes=True):
         for piece in flat.pieces:
             _fill(flat, piece, names[id(piece.parameter)], found, bound)
+        if flat.has_8_bits:
+            _fill_8_bits(flat, 1, names, found)
+            _fill_8_bits(flat, 2, names, found)
     if partitioned:
         optimizer.checkpoint_event_epilogue()
     elif hasattr(optimizer, "update_lp_params"):
@@ -283,22 +300,75 @@ def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) 
             saved=saved,
             shape=shape,
         )
-    numbers, states = found.numbers(name), set() if bound else found.states(name)
-    flat.state.update(numbers)
+    numbers, states = found.numbers(name), set() if bound or flat.has_8_bits else found.states(name)
+    flat.state.update(numbers, **{state: one.to(flat.tensor.device) for state, one in found.bound(name).items()})
     if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
         counting = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's, for what is no matrix
         is_torch = type(counting).__module__.startswith("torch.optim")
         flat.state["step"] = torch.tensor(numbers["step"]) if is_torch else int(numbers["step"])
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
-            flat.state[state] = torch.zeros_like(flat.tensor, dtype=found.dtype(name, state), requires_grad=False)
+            empty = torch.zeros_like(flat.tensor, dtype=found.dtype(name, state), requires_grad=False)
+            size = sum(one.parameter.numel() for one in flat.pieces)
+            flat.state[state] = empty if not flat.wholes else empty.new_zeros(size)
     for state in (WEIGHT, *states):
-        target = flat.tensor.data if state == WEIGHT else flat.state[state]
-        value = found.read(name, state, piece.place, piece.length, part)
+        target, there = (flat.tensor.data, piece) if state == WEIGHT else (flat.state[state], flat.in_states(piece))
+        value = found.read(name, state, there.place, there.length, part)
         if target.is_contiguous():
-            target.view(-1).narrow(0, piece.offset, piece.length).copy_(value)
+            target.view(-1).narrow(0, there.offset, there.length).copy_(value)
         else:  # a parameter alone, in another order of its axes
             target.copy_(value.view(target.shape))
+
+
+_SCALES = ("absmax1", "absmax2")
+"""States of bitsandbytes that have the largest number of each block; its codes are of what is divided by it."""
+
+
+def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Fragments) -> None:
+    """Put one of bitsandbytes' two states into an engine, whose blocks, or type, may be others than those saved.
+
+    A block's scale is the largest of those that its numbers had (without codes: their sizes), and each number gets the
+    nearest of the 256 levels. Where a scale is what it was, so are the codes.
+    """
+    optimizer: Any = flat.optimizer
+    tensor, size, codes, scales = flat.tensor, flat.tensor.numel(), f"state{number}", f"absmax{number}"
+    if not any(codes in found.states(names[id(piece.parameter)]) for piece in flat.pieces):
+        return  # saved before the first update
+    levels = optimizer.name2qmap["dynamic" if number == 1 else "udynamic"].to(tensor.device)
+    in_bits = size >= optimizer.args.min_8bit_size
+    if in_bits:
+        zero = int(levels.abs().argmin())
+        flat.state[codes] = torch.full_like(tensor, zero, dtype=torch.uint8, requires_grad=False)
+        flat.state[f"qmap{number}"] = levels
+        flat.state[scales] = tensor.new_zeros(-(-size // BLOCK), dtype=torch.float32)
+    else:
+        flat.state[codes] = torch.zeros_like(tensor, requires_grad=False)
+
+    def read(state: str, piece: _Piece) -> torch.Tensor:
+        part = process_group.part_of(piece.parameter)
+        return found.read(names[id(piece.parameter)], state, piece.place, piece.length, part).to(tensor.device)
+
+    def scales_of(piece: _Piece) -> torch.Tensor:
+        has_codes = scales in found.states(names[id(piece.parameter)])
+        return read(scales, piece) if has_codes else read(codes, piece).abs()
+
+    for piece in flat.pieces if in_bits else ():
+        block, phase = divmod(piece.offset, BLOCK)
+        padding = phase, -(phase + piece.length) % BLOCK
+        own = torch.nn.functional.pad(scales_of(piece), padding).view(-1, BLOCK).amax(1)
+        target = flat.state[scales][block : block + len(own)]
+        torch.maximum(target, own, out=target)
+    for piece in flat.pieces:
+        value, scale = read(codes, piece), scales_of(piece)
+        value = levels[value.long()] if value.dtype is torch.uint8 else value.sign()
+        target = flat.state[codes].view(-1)[piece.offset : piece.offset + piece.length]
+        if not in_bits:
+            target.copy_(value * scale)
+            continue
+        block, phase = divmod(piece.offset, BLOCK)
+        own = spread(flat.state[scales][block : (piece.offset + piece.length) // BLOCK + 1], phase, piece.length)
+        value *= (scale / own).nan_to_num(1.0)  # 0 / 0: a block of zeros
+        target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2))
 
 
 def _restore_stored(held: Held, found: Fragments) -> None:

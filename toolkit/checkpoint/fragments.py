@@ -42,6 +42,8 @@ _RARE_TYPES = {
 }
 _DTYPES = {name: getattr(torch, theirs) for name, theirs in (disk.TENSOR_TYPES | _RARE_TYPES).items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+BLOCK = 256
+"""Numbers of a flat tensor for which 8-bit optimizers keep one scale (bitsandbytes 0.50)."""
 Part = tuple[int, int]
 """Which part of a parameter that is split over a tensor group a rank has, and of how many; (0, 1) is the whole."""
 
@@ -62,8 +64,12 @@ class Fragment:
     """State -> a number for each of the stretch [N]."""
     numbers: dict[str, float] = field(default_factory=dict)
     """State -> one number for all of it, such as the count of steps."""
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
+    """State -> a number for each block that the stretch lies in."""
+    phase: int = 0
+    """Of the first number in its block."""
     bound: dict[str, torch.Tensor] = field(default_factory=dict)
-    """State -> a tensor that is no stretch, and fits the layout alone in which it was saved."""
+    """State -> a tensor of the whole parameter that is no stretch, such as Adafactor's rows; in one fragment alone."""
 
 
 def file_name(rank: int, number: int = 0) -> str:
@@ -84,7 +90,7 @@ def content_of(fragments: Iterable[Fragment]) -> Content:
     tensors: dict[str, torch.Tensor] = {}
     facts: dict[str, Any] = {}
     for one in fragments:
-        for kind in (one.values, one.bound):
+        for kind in (one.values, one.scales, one.bound):
             tensors |= {f"{state}:{one.name}": value.detach() for state, value in kind.items()}
         facts[one.name] = {
             "shape": list(one.shape),
@@ -92,6 +98,7 @@ def content_of(fragments: Iterable[Fragment]) -> Content:
             "dtype": _NAMES[one.dtype],
             **({"part": list(one.part)} if one.part[1] > 1 else {}),
             **({"numbers": one.numbers} if one.numbers else {}),
+            **({"scales": sorted(one.scales), "phase": one.phase} if one.scales else {}),
             **({"bound": sorted(one.bound)} if one.bound else {}),
         }
     return Content(tensors, facts)
@@ -125,6 +132,11 @@ def _octets(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
+def spread(scales: torch.Tensor, phase: int, length: int) -> torch.Tensor:
+    """Return the scale of each number of a stretch that begins so far into the first block."""
+    return scales.repeat_interleave(BLOCK)[phase : phase + length]
+
+
 @dataclass(slots=True)
 class _Stretch:
     path: Path
@@ -133,6 +145,8 @@ class _Stretch:
     place: int
     length: int
     dtype: torch.dtype
+    phase: int | None = None
+    """Of scales: of the first number in its block."""
 
 
 class Fragments:
@@ -143,7 +157,7 @@ class Fragments:
         self.facts: dict[str, dict[str, Any]] = {}
         """Parameter -> shape, dtype, parts, numbers."""
         self._stretches: dict[tuple[str, str, int], list[_Stretch]] = defaultdict(list)
-        self._bound: dict[tuple[Path, str, str], tuple[int, torch.dtype, list[int]]] = {}
+        self._bound: dict[str, dict[str, tuple[Path, int, torch.dtype, list[int]]]] = defaultdict(dict)
         for path in sorted(folder.glob(f"{FRAGMENTS}*.safetensors")):
             try:
                 self._note(path, *read_header(path))
@@ -158,11 +172,12 @@ class Fragments:
             state, _, name = key.partition(":")
             mine, begin, dtype = facts[name], data + one["data_offsets"][0], _DTYPES[one["dtype"]]
             if state in mine.get("bound", ()):
-                self._bound[path, name, state] = begin, dtype, one["shape"]
+                self._bound[name][state] = path, begin, dtype, one["shape"]
                 continue
             part, count = mine.get("part", (0, 1))
-            (length,) = one["shape"]
-            stretch = _Stretch(path, begin, int(mine["place"]), length, dtype)
+            (length,) = header[f"{WEIGHT}:{name}"]["shape"]
+            phase = int(mine["phase"]) if state in mine.get("scales", ()) else None
+            stretch = _Stretch(path, begin, int(mine["place"]), length, dtype, phase)
             self._stretches[name, state, part].append(stretch)
             known = self.facts.setdefault(name, mine | {"parts": count})
             known.setdefault("states", {})[state] = dtype
@@ -180,13 +195,12 @@ class Fragments:
         """Return the states of a parameter that are one number."""
         return dict(self.facts.get(name, {}).get("numbers", {}))
 
-    def bound(self, rank: int, name: str) -> dict[str, torch.Tensor]:
-        """Return what a rank saved under a name for its own layout."""
-        prefix, found = file_name(rank).removesuffix(".safetensors"), {}
-        for (file, key, state), (begin, dtype, shape) in self._bound.items():
-            if key == name and file.name.startswith(prefix):
-                found[state] = torch.empty(shape, dtype=dtype)
-                self._fill(_octets(found[state]), file, begin)
+    def bound(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the states of a parameter that are no numbers for each of its own."""
+        found = {}
+        for state, (path, begin, dtype, shape) in self._bound.get(name, {}).items():
+            found[state] = torch.empty(shape, dtype=dtype)
+            self._fill(_octets(found[state]), path, begin)
         return found
 
     def files(self, name: str, place: int = 0, length: float = math.inf, part: Part | None = None) -> set[str]:
@@ -198,12 +212,8 @@ class Fragments:
         stretches = [
             one for state in known["states"] for number in parts for one in self._stretches[name, state, number]
         ]
-        return {one.path.name for one in stretches if place < one.place + one.length and one.place < place + length}
-
-    def bound_files(self, rank: int, name: str) -> set[str]:
-        """Return the files that `bound` reads."""
-        prefix = file_name(rank).removesuffix(".safetensors")
-        return {file.name for file, key, _ in self._bound if key == name and file.name.startswith(prefix)}
+        files = {one.path.name for one in stretches if place < one.place + one.length and one.place < place + length}
+        return files | {path.name for path, *_ in self._bound.get(name, {}).values()}
 
     def dtype(self, name: str, state: str) -> torch.dtype:
         """Return the type in which a state is stored."""
@@ -245,12 +255,10 @@ class Fragments:
         stretches = sorted(self._stretches.get((name, state, part), ()), key=lambda one: one.place)
         dtype = stretches[0].dtype if stretches else torch.float32
         found, done = torch.empty(length, dtype=dtype), place
-        octets, size = _octets(found), dtype.itemsize
         for one in stretches:
             end = min(one.place + one.length, place + length)
             if one.place <= done < end:
-                begin = one.begin + (done - one.place) * size
-                self._fill(octets[(done - place) * size : (end - place) * size], one.path, begin)
+                self._read_stretch(found[done - place : end - place], one, done - one.place)
                 done = end
         if done < place + length:
             raise CheckpointError(
@@ -262,6 +270,16 @@ class Fragments:
                 state=state,
             )
         return found
+
+    def _read_stretch(self, target: torch.Tensor, one: _Stretch, first: int) -> None:
+        """Read numbers of a stretch from the `first` on."""
+        if one.phase is None:
+            self._fill(_octets(target), one.path, one.begin + first * one.dtype.itemsize)
+            return
+        block, phase = divmod(one.phase + first, BLOCK)
+        scales = torch.empty(-(-(phase + len(target)) // BLOCK), dtype=one.dtype)
+        self._fill(_octets(scales), one.path, one.begin + block * one.dtype.itemsize)
+        target.copy_(spread(scales, phase, len(target)))
 
     def _fill(self, target: memoryview, path: Path, begin: int) -> None:
         try:

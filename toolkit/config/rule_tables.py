@@ -38,8 +38,6 @@ class OptimizerTraits:
     momentum of a step is there twice until the step counts."""
     is_adam: bool = False
     """Whether DeepSpeed calls it Adam."""
-    is_elementwise: bool = True
-    """Whether the states of each weight are its own, so that a checkpoint goes into any layout."""
     takes_adam: bool = False
     """Whether DeepSpeed has an Adam of its own for it, or PyTorch's with `optim.torch`."""
     is_known: bool = True
@@ -55,21 +53,18 @@ OPTIMIZERS = {
     ),
     # Two numbers of 8 bits, and for each 256 of them a float32 scale (bitsandbytes 0.50, optim/optimizer.py).
     schema.OptimizerName.adamw_8bit: OptimizerTraits(
-        ds_type="", reads=("betas", "eps"), state_bytes=2.04, is_elementwise=False, is_known=False
+        ds_type="", reads=("betas", "eps"), state_bytes=2.04, is_known=False
     ),
     schema.OptimizerName.muon: OptimizerTraits(
         ds_type="Muon",
         reads=("betas", "eps", "momentum", "adam_lr"),
         state_bytes=8,
-        is_elementwise=False,
         takes_adam=True,
         is_known=False,
     ),
     schema.OptimizerName.lion: OptimizerTraits(ds_type="Lion", reads=("betas",), state_bytes=4),
     # A row and a column for each matrix.
-    schema.OptimizerName.adafactor: OptimizerTraits(
-        ds_type="Adafactor", reads=(), state_bytes=0.1, is_elementwise=False, is_known=False
-    ),
+    schema.OptimizerName.adafactor: OptimizerTraits(ds_type="Adafactor", reads=(), state_bytes=0.1, is_known=False),
     schema.OptimizerName.sgd: OptimizerTraits(ds_type="SGD", reads=("momentum",), state_bytes=4, is_known=False),
     schema.OptimizerName.adagrad: OptimizerTraits(ds_type="Adagrad", reads=("eps",), state_bytes=4),
 }

@@ -512,7 +512,7 @@ def starting_state(
     if state.is_foreign:
         _check_foreign(source.checkpoint, cfg.optim.name)
     else:
-        _check_layout(state, config, ranks.world_size)
+        _check_layout(state, config)
         changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     if source.in_memory or source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
@@ -533,23 +533,8 @@ def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
     say(directory.foreign_text(checkpoint))
 
 
-def _check_layout(saved: directory.RunState, config: Mapping[str, Any], world_size: int) -> None:
+def _check_layout(saved: directory.RunState, config: Mapping[str, Any]) -> None:
     """Reject what cannot go from the layout of a checkpoint into another one."""
-    name = schema.OptimizerName(config["optim"]["name"])
-    layouts = [(one["zero"], one.get("parallel"), one["precision"]) for one in (saved.config, config)]
-    # Without ZeRO every rank has the states of whole parameters.
-    is_whole = not config["zero"]["stage"]
-    is_same = (is_whole or saved.world_size == world_size) and layouts[0] == layouts[1]
-    if not is_same and not rule_tables.OPTIMIZERS[name].is_elementwise:
-        raise CheckpointError(
-            "the checkpoint was saved by {before} ranks under ZeRO-{stage}, and the states of optim.name = {name} are "
-            "cut up as its ranks were: it can only be resumed with as many, and the same zero, parallel and precision. "
-            "To train its weights in another layout: toolkit export-model, then model.path=EXPORT under another "
-            "run.name.",
-            before=saved.world_size,
-            stage=int(saved.config["zero"]["stage"]),
-            name=name.value,
-        )
     for zero in (saved.config["zero"], config["zero"]):
         for section, key in (("zenflow", "enabled"), ("offload_optimizer", "super_offload")):
             if zero.get(section, {}).get(key):  # DeepSpeed 0.19.8 keeps states where its checkpoints do not look
