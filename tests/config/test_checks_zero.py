@@ -81,6 +81,9 @@ REFUSED = {
         "zero.offload_optimizer.cpuadam_cores_perc = 1.0 must be above 0 and below 1."
     ),
     "zero=stage2_zenflow": f"zero.zenflow.enabled = true{WHY}train.rehearse=false train.on_bad_step=stop{END}",
+    f"{ZENFLOW} run.max_restarts=1 run.name=x checkpoint.every=9 zero.zenflow.overlap_step=true": (
+        f"zero.zenflow.enabled = true{WHY}run.max_restarts=0{END}"
+    ),
     f"{ZENFLOW} zero.stage=3": (
         "zero.zenflow.enabled = true and zero.stage = 3 do not go together: ZenFlow turns whole weights before it "
         "splits them, and here they are split as they are read. Use zero.stage=2."
@@ -193,16 +196,16 @@ def test_zenflow_of_another_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("zero", "key"),
     [
-        ({"zenflow": {"enabled": True}}, "zero.zenflow.enabled"),
+        ({"zenflow": {"enabled": True, "overlap_step": True}}, "zero.zenflow.overlap_step"),
         ({"offload_optimizer": {"super_offload": True}}, "zero.offload_optimizer.super_offload"),
     ],
 )
 def test_no_checkpoint_leads_into_or_out_of_it(zero: dict[str, Any], key: str, side: int) -> None:
-    pair: list[dict[str, Any]] = [{"zenflow": {"enabled": False}, "stage": 2}, {"stage": 2}]
+    pair: list[dict[str, Any]] = [{"zenflow": {"enabled": True, "overlap_step": False}, "stage": 2}, {"stage": 2}]
 
     def check() -> None:
         before, now = ({"zero": one, "optim": {"name": "adamw"}, "precision": {}} for one in pair)
-        _check_layout(RunState(world_size=2, config=before), now, 2)
+        _check_layout(RunState(world_size=2, config=before), now)
 
     check()
     pair[side] |= zero

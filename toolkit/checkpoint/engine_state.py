@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_optimized_parameter
 from torch import distributed
 
@@ -45,6 +46,8 @@ class _Flat:
     """Whether all ranks of the data-parallel group have all of it."""
     wholes: dict[int, int] = field(default_factory=dict)
     """A parameter's id -> where all of it begins in the states, if they have more of it than the tensor."""
+    turns: bool = False
+    """Whether matrices lie in it column by column."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -55,6 +58,10 @@ class _Flat:
     def has_8_bits(self) -> bool:
         """Whether bitsandbytes (0.50) made the optimizer: of large tensors it keeps states as codes of 8 bits."""
         return type(self.optimizer).__module__.startswith("bitsandbytes")
+
+    def turned(self, piece: _Piece) -> bool:
+        """Whether a piece is a stretch of a matrix's columns."""
+        return self.turns and piece.parameter.dim() == 2
 
     def in_states(self, piece: _Piece) -> _Piece:
         """Return what of a piece's parameter the states have."""
@@ -93,6 +100,7 @@ def _flats(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator
             # Muon's momentum has all of them, also where another rank has the rest (_muon_momentum_buffer).
             if parameters and getattr(parameters[0], "use_muon", False) and not optimizer.cpu_offload:
                 flat.wholes = dict(zip(map(id, parameters), _offsets(parameters), strict=True))
+            flat.turns = optimizer.zenflow
             yield flat
     elif hasattr(optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
         order = ((parameters, _offsets(parameters)) for parameters in optimizer.bf16_groups)
@@ -184,6 +192,9 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
                 values = {state: _stretch(tensor, begin, piece.length) for state, tensor in states.items()}
                 values[WEIGHT] = _stretch(flat.tensor, piece.offset, piece.length)
                 fragment = _fragment(name, piece.parameter, piece.place, values, numbers)
+                if flat.turns:
+                    fragment.turned = flat.turned(piece)
+                    _add_zenflow(engine.optimizer, fragment, piece)
                 if flat.has_8_bits:
                     block, fragment.phase = divmod(piece.offset, BLOCK)
                     end = -(-(piece.offset + piece.length) // BLOCK)
@@ -261,7 +272,7 @@ def files_for(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -
     for flat in _flats(engine):
         for piece in map(flat.in_states, flat.pieces):
             part = process_group.part_of(piece.parameter)
-            files |= found.files(names[id(piece.parameter)], piece.place, piece.length, part)
+            files |= found.files(names[id(piece.parameter)], piece.place, piece.length, part, flat.turned(piece))
     return files
 
 
@@ -282,6 +293,8 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> 
         optimizer.checkpoint_event_epilogue()
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
+        if engine.zenflow:
+            _restore_zenflow(engine, names, found)
     elif hasattr(optimizer, "fp16_groups"):
         for flat in _flats(engine):
             for piece in flat.pieces:
@@ -300,8 +313,10 @@ def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) 
             saved=saved,
             shape=shape,
         )
-    numbers, states = found.numbers(name), set() if bound or flat.has_8_bits else found.states(name)
-    flat.state.update(numbers, **{state: one.to(flat.tensor.device) for state, one in found.bound(name).items()})
+    numbers, states = found.numbers(name), set() if bound or flat.has_8_bits else found.states(name) - {_SUM}
+    flat.state.update(numbers)
+    if bound:
+        flat.state.update((state, one.to(flat.tensor.device)) for state, one in found.bound(name).items())
     if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
         counting = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's, for what is no matrix
         is_torch = type(counting).__module__.startswith("torch.optim")
@@ -313,7 +328,7 @@ def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) 
             flat.state[state] = empty if not flat.wholes else empty.new_zeros(size)
     for state in (WEIGHT, *states):
         target, there = (flat.tensor.data, piece) if state == WEIGHT else (flat.state[state], flat.in_states(piece))
-        value = found.read(name, state, there.place, there.length, part)
+        value = found.read(name, state, there.place, there.length, part, flat.turned(piece))
         if target.is_contiguous():
             target.view(-1).narrow(0, there.offset, there.length).copy_(value)
         else:  # a parameter alone, in another order of its axes
@@ -371,6 +386,123 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Frag
         target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2))
 
 
+_SUM = "zenflow_sum"
+"""State under which gradients are saved that ZenFlow has added up since it last updated all columns."""
+_CHOSEN = "columns"
+"""State of the columns of a matrix that ZenFlow updates in every step."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _add_zenflow(optimizer: Any, fragment: Fragment, piece: _Piece) -> None:
+    """Add to a fragment what ZenFlow keeps elsewhere (0.19.8, zenflow_stage_1_and_2.py, zenflow_torch_adam.py).
+
+    Of vectors and chosen columns the model has the weights, and the master something old; nothing reads that until it
+    is written over, before columns are chosen anew, so that it may be done here.
+    """
+    parameter: Any = piece.parameter
+    offloaded = optimizer.offload_selective_optimizer
+    if optimizer.micro_step_id >= 0:
+        total = optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)]
+        fragment.values[_SUM] = _stretch(total, piece.place, piece.length)
+    state = optimizer.selective_optimizer.state.get(parameter)
+    if not state:
+        return
+    here = torch.full(parameter.shape[-1:], not fragment.turned)
+    if fragment.turned:
+        here[parameter.selected_indices.long().cpu()] = True
+    here = _stretch(here.repeat_interleave(parameter.numel() // len(here)), piece.place, piece.length)
+    live, master = _stretch(parameter.t(), piece.place, piece.length), fragment.values[WEIGHT]
+    if hasattr(optimizer, "process_optimizer_established"):  # another process may be writing to the master
+        fragment.values[WEIGHT] = live.to(master, copy=True)
+    else:
+        master[here] = live[here.to(live.device)].to(master)
+    if piece.place == 0:
+        moments = {one: getattr(parameter, f"{one}_cpu_data") if offloaded else state[one] for one in _MOMENTS}
+        columns = {_CHOSEN: parameter.selected_indices} if fragment.turned else {}
+        fragment.bound = {
+            f"zenflow_{one}": value for one, value in {**moments, "step": state["step"], **columns}.items()
+        }
+
+
+def _choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -> Iterator[tuple[int, int, int]]:
+    """Yield for each rank that has some of a matrix its first whole column, the one after its last, how many it chooses
+    of them; nothing for a vector.
+    """
+    if parameter.dim() != 2:
+        return
+    number, rows = optimizer.get_param_id(parameter), parameter.shape[0]
+    begins = optimizer.grad_start_offset[group]
+    edges = sorted(begins[rank][number] for rank in optimizer.param_to_partition_ids[group][number])
+    for edge, after in zip(edges, (*edges[1:], parameter.numel()), strict=True):
+        begin, end = -(-edge // rows), after // rows
+        yield begin, end, max(1, int((end - begin) * optimizer.topk_ratio)) if begin < end else 0
+
+
+def _restore_zenflow(engine: deepspeed.DeepSpeedEngine, names: Mapping[int, str], found: Fragments) -> None:
+    """Put back what `_add_zenflow` added. Where ranks would choose otherwise, or ZenFlow saved nothing, the next step
+    chooses columns, and their moments begin anew.
+    """
+    optimizer: Any = engine.optimizer
+    for piece in (piece for flat in _flats(engine) for piece in flat.pieces):
+        parameter, name = piece.parameter, names[id(piece.parameter)]
+        if _SUM in found.states(name):
+            total = _on_host(optimizer, torch.zeros(parameter.numel(), dtype=parameter.dtype))
+            value = found.read(name, _SUM, piece.place, piece.length, turned=parameter.dim() == 2)
+            _stretch(total, piece.place, piece.length).copy_(value)
+            optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)] = total
+    chosen = []
+    for group, parameters in enumerate(optimizer.bit16_groups):
+        for parameter in parameters:
+            saved = {key.removeprefix("zenflow_"): one for key, one in found.bound(names[id(parameter)]).items()}
+            parts = _parts(saved.get(_CHOSEN), list(_choices(optimizer, group, parameter)))
+            if not saved or parts is None:
+                _choose_next(optimizer)
+                return
+            chosen.append((parameter, saved, parts))
+    for parameter, saved, parts in chosen:
+        saved = {state: one.to(parameter.device) for state, one in saved.items()}
+        state = optimizer.selective_optimizer.state[parameter]
+        state["step"] = saved["step"]
+        if parts:
+            parameter.partition_selected_indices = [part.to(parameter.device) for part in parts]
+            columns, rows = len(saved[_CHOSEN]), parameter.shape[0]
+            parameter.selected_indices = saved[_CHOSEN]
+            parameter.selected_shape = (columns, rows) if rows > 1 else (columns,)
+        for one in _MOMENTS:
+            if optimizer.offload_selective_optimizer:
+                setattr(parameter, f"{one}_cpu_data", _on_host(optimizer, saved[one]))
+            else:
+                state[one] = saved[one].view(parameter.shape[0], -1) if parts else saved[one]
+
+
+def _on_host(optimizer: Any, value: torch.Tensor) -> torch.Tensor:
+    value = value.flatten().to(optimizer.device)
+    return get_accelerator().pin_memory(value) if optimizer.cpu_offload_pin_memory else value
+
+
+def _parts(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) -> list[torch.Tensor] | None:
+    """Return the saved columns by the rank that chose them, None if ranks choose others here. None of a vector."""
+    counts = [count for *_, count in choices]
+    if columns is None or len(columns) != sum(counts):
+        return None if choices else []
+    parts = list(columns.split(counts))
+    ends = zip(parts, choices, strict=True)
+    fits = all(not len(part) or begin <= int(part[0]) <= int(part[-1]) < end for part, (begin, end, _) in ends)
+    return parts if fits else None
+
+
+def _choose_next(optimizer: Any) -> None:
+    """Let ZenFlow choose columns in the next step, too; it does so once in `select_interval` steps."""
+    is_due, steps = optimizer.is_zenflow_select_boundary, list[int]()
+
+    def is_due_or_next() -> bool:
+        if not steps:
+            steps.append(optimizer.micro_step)
+        return bool(is_due()) or (optimizer.micro_step == steps[0] >= optimizer.full_warm_up_rounds)
+
+    optimizer.is_zenflow_select_boundary = is_due_or_next
+
+
 def _restore_stored(held: Held, found: Fragments) -> None:
     for name, buffer in held.buffers.items():
         if name in found.facts:
@@ -400,13 +532,21 @@ def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     """Return what an engine counts, for `restore_counts`: plain values."""
     scaler, first = _scaler(engine), engine.basic_optimizer.param_groups[0]
     return {
-        "global_steps": engine.global_steps,
+        "global_steps": engine.micro_steps if engine.zenflow else engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
         "group_step": first.get("step"),
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
+        **({"zenflow": _zenflow_counts(engine)} if engine.zenflow else {}),
     }
+
+
+def _zenflow_counts(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
+    """Return what ZenFlow counts by itself: updates of all columns, gradients added up since (from -1), rates."""
+    optimizer: Any = engine.optimizer
+    rates = [group["lr"] for group in optimizer.selective_optimizer.param_groups]
+    return {"updates": engine.global_steps, "added": optimizer.micro_step_id, "rates": rates}
 
 
 def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any]) -> None:
@@ -423,5 +563,18 @@ def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any])
         if counts["group_step"] is not None:
             for group in engine.basic_optimizer.param_groups:
                 group["step"] = int(counts["group_step"])
+        if engine.zenflow:
+            _restore_zenflow_counts(engine, counts.get("zenflow", {}))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError("{file} cannot be read: {reason}.", file=COUNTS, reason=error) from None
+
+
+def _restore_zenflow_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any]) -> None:
+    """Set what ZenFlow counts; after a run without it, as if all columns had been updated in each step."""
+    optimizer: Any = engine.optimizer
+    engine.micro_steps = engine.global_steps
+    engine.global_steps = counts.get("updates", engine.global_steps)
+    optimizer.micro_step, optimizer.micro_step_id = engine.micro_steps - 1, counts.get("added", -1)
+    optimizer._sync_selective_optimizer_lr()
+    for group, rate in zip(optimizer.selective_optimizer.param_groups, counts.get("rates", ()), strict=False):
+        group["lr"] = rate

@@ -70,6 +70,8 @@ class Fragment:
     """Of the first number in its block."""
     bound: dict[str, torch.Tensor] = field(default_factory=dict)
     """State -> a tensor of the whole parameter that is no stretch, such as Adafactor's rows; in one fragment alone."""
+    turned: bool = False
+    """Whether it is a stretch of the matrix's columns, one after another."""
 
 
 def file_name(rank: int, number: int = 0) -> str:
@@ -97,6 +99,7 @@ def content_of(fragments: Iterable[Fragment]) -> Content:
             "place": one.place,
             "dtype": _NAMES[one.dtype],
             **({"part": list(one.part)} if one.part[1] > 1 else {}),
+            **({"turned": True} if one.turned else {}),
             **({"numbers": one.numbers} if one.numbers else {}),
             **({"scales": sorted(one.scales), "phase": one.phase} if one.scales else {}),
             **({"bound": sorted(one.bound)} if one.bound else {}),
@@ -203,10 +206,12 @@ class Fragments:
             self._fill(_octets(found[state]), path, begin)
         return found
 
-    def files(self, name: str, place: int = 0, length: float = math.inf, part: Part | None = None) -> set[str]:
+    def files(
+        self, name: str, place: int = 0, length: float = math.inf, part: Part | None = None, turned: bool = False
+    ) -> set[str]:
         """Return the files of some numbers of a parameter, or of a part of it; none if it is not in the checkpoint."""
         known = self.facts.get(name, {"parts": 0, "states": {}})
-        if part is None or part[1] != known["parts"]:  # numbers of parts of another size lie elsewhere
+        if part is None or part[1] != known["parts"] or turned != known.get("turned", False):  # they lie elsewhere
             place, length = 0, math.inf
         parts = [part[0]] if part is not None and part[1] == known["parts"] else range(known["parts"])
         stretches = [
@@ -220,15 +225,19 @@ class Fragments:
         dtype: torch.dtype = self.facts[name]["states"][state]
         return dtype
 
-    def read(self, name: str, state: str, place: int, length: int, part: Part = (0, 1)) -> torch.Tensor:
-        """Return some numbers of a flattened parameter [length], or of a part of it."""
+    def read(
+        self, name: str, state: str, place: int, length: int, part: Part = (0, 1), turned: bool = False
+    ) -> torch.Tensor:
+        """Return some numbers of a flattened parameter [length], of a part of it, or of the `turned` matrix."""
         if name not in self.facts:
             raise CheckpointError("{folder} holds no parameter {name}.", folder=self.folder, name=name)
-        if part[1] == self.facts[name]["parts"]:
+        is_same = turned == self.facts[name].get("turned", False)
+        if is_same and part[1] == self.facts[name]["parts"]:
             return self._range(name, state, place, length, part[0])
-        if mesh.split_of(name) is mesh.Split.rows:
+        if is_same and mesh.split_of(name) is mesh.Split.rows:
             return self._across_parts(name, state, place, length, part)
         whole = process_group.take_part(name, self.whole(name, state), *part)
+        whole = whole.t() if turned else whole
         return whole.reshape(-1)[place : place + length]
 
     def _across_parts(self, name: str, state: str, place: int, length: int, part: Part) -> torch.Tensor:
@@ -248,6 +257,8 @@ class Fragments:
         """Return all of a parameter, or of a state of it, in its shape."""
         facts = self.facts[name]
         shape = mesh.part_shape(name, tuple(facts["shape"]), facts["parts"])
+        if facts.get("turned"):
+            return self._range(name, state, 0, math.prod(shape), 0).view(shape[::-1]).t()
         parts = [self._range(name, state, 0, math.prod(shape), part).view(shape) for part in range(facts["parts"])]
         return process_group.join_parts(name, parts)
 

@@ -407,7 +407,9 @@ _DATA_PARALLEL = {f"{key}=1": "" for key in (*PARALLEL, "parallel.expert")}
 _UPDATES_ADAMW: dict[str, str | Test] = {
     "optim.name=adamw": "",
     "optim.torch=false": "optim.torch!=true",
-    "run.max_restarts=0": "",
+    "run.max_restarts=0": lambda c: (
+        not (c.run.max_restarts and (c.zero.offload_optimizer.super_offload or c.zero.zenflow.overlap_step))
+    ),
     "plan.auto=false": "",
     "train.rehearse=false": lambda c: not (updates_early(c) and c.train.rehearse),
     "train.on_bad_step=stop": lambda c: not updates_early(c) or c.train.on_bad_step.value == "stop",
@@ -416,7 +418,7 @@ _UPDATES_ADAMW: dict[str, str | Test] = {
     "train.on_bad_step=skip": lambda c: updates_early(c) or c.train.on_bad_step.value != "rewind",
     **_DATA_PARALLEL,
 }
-"""What cannot be where weights change before a step is judged, and where states are not saved."""
+"""What cannot be where weights change before a step is judged, and where another process keeps states."""
 _SHARED: dict[str, Mapping[str, str | Test]] = {
     "none": {},
     "data_parallel": _DATA_PARALLEL,

@@ -870,7 +870,7 @@ class AioConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ZenFlowConfig:
-    """`zero.zenflow`: DeepSpeed's ZenFlow: the columns with the largest gradients are updated in every step, on the GPU; all others together every few steps, on the CPU. Another algorithm than AdamW, and one that cannot be resumed (docs/zero.md)."""
+    """`zero.zenflow`: DeepSpeed's ZenFlow: the columns with the largest gradients are updated in every step, on the GPU; all others together every few steps, on the CPU. Another algorithm than AdamW (docs/zero.md)."""
 
     enabled: bool = False
     """Use it; stages 1 and 2 with an optimizer offloaded to the CPU."""
@@ -883,7 +883,7 @@ class ZenFlowConfig:
     full_warm_up_rounds: NonNegativeInt = 0
     """Number of first steps that update all parameters."""
     overlap_step: bool = False
-    """Run the update on the CPU in parallel with the next steps, in a separate process."""
+    """Run the update on the CPU in parallel with the next steps, in a separate process; such a run cannot be resumed."""
     offload: bool = False
     """Keep the optimizer states of the chosen columns in host memory; needs zero.overlap_comm."""
     pt_reserved_cores_perc: Annotated[float, Ge(0), Le(1)] = 0.5

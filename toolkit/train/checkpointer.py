@@ -536,12 +536,13 @@ def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
 def _check_layout(saved: directory.RunState, config: Mapping[str, Any]) -> None:
     """Reject what cannot go from the layout of a checkpoint into another one."""
     for zero in (saved.config["zero"], config["zero"]):
-        for section, key in (("zenflow", "enabled"), ("offload_optimizer", "super_offload")):
-            if zero.get(section, {}).get(key):  # DeepSpeed 0.19.8 keeps states where its checkpoints do not look
+        for section, key in (("zenflow", "overlap_step"), ("offload_optimizer", "super_offload")):
+            # DeepSpeed 0.19.8, zenflow_utils.py and superoffload_utils.py: no command of theirs returns the moments.
+            if zero.get(section, {}).get(key):
                 raise CheckpointError(
                     "a run with {key} = true cannot be resumed from a checkpoint, nor can another run from its "
-                    "checkpoints: DeepSpeed does not save a part of its optimizer's states. Take the weights alone: "
-                    "toolkit export-model, then model.path=EXPORT under another run.name.",
+                    "checkpoints: DeepSpeed keeps Adam's moments in a process of their own, which does not hand them "
+                    "out. Take the weights alone: toolkit export-model, then model.path=EXPORT under another run.name.",
                     key=f"zero.{section}.{key}",
                 )
 
