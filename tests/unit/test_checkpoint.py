@@ -502,6 +502,41 @@ def test_parts_of_layers_become_other_parts(name: str, shape: tuple[int, int], t
         assert found.read(name, "weight", 1, part.numel() - 1, (number, 4)).equal(part.reshape(-1)[1:])
 
 
+def test_turned_matrices_are_read_either_way(tmp_path: Path) -> None:
+    whole = torch.arange(6.0).view(2, 3)
+    turned = whole.t().reshape(-1)
+    for rank, (begin, end) in enumerate([(0, 3), (3, 6)]):
+        one = fragment("a.weight", turned[begin:end], begin)
+        one.turned = True
+        fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(rank))
+    found = fragments.Fragments(tmp_path)
+    assert found.whole("a.weight").equal(whole) and found.whole("a.weight").is_contiguous()
+    assert found.read("a.weight", "weight", 1, 3).equal(whole.reshape(-1)[1:4])
+    assert found.read("a.weight", "weight", 1, 3, turned=True).equal(turned[1:4])
+    both = {fragments.file_name(rank) for rank in range(2)}
+    assert found.files("a.weight", 0, 2, (0, 1)) == both, "a row is in columns of both"
+    assert found.files("a.weight", 0, 2, (0, 1), turned=True) == {fragments.file_name(0)}
+    fragments.write(fragments.content_of([fragment("a.weight", whole.reshape(-1))]), tmp_path / fragments.file_name(0))
+    (tmp_path / fragments.file_name(1)).unlink()
+    assert fragments.Fragments(tmp_path).read("a.weight", "weight", 1, 3, turned=True).equal(turned[1:4])
+
+
+def test_scales_are_those_of_each_number_s_block(tmp_path: Path) -> None:
+    """A stretch begins and ends within blocks, and holds a scale for each that it is in."""
+    scales, size = torch.tensor([1.0, 2.0, 3.0, 4.0]), 4 * fragments.BLOCK - 30
+    each = scales.repeat_interleave(fragments.BLOCK)[20:]
+    for rank, (begin, end) in enumerate([(0, 300), (300, size)]):
+        block, phase = divmod(20 + begin, fragments.BLOCK)
+        one = Fragment(
+            "a.weight", (size,), begin, torch.float32, values={"weight": torch.zeros(end - begin)}, phase=phase
+        )
+        one.scales = {"absmax": scales[block : -(-(20 + end) // fragments.BLOCK)]}
+        fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(rank))
+    found = fragments.Fragments(tmp_path)
+    assert found.whole("a.weight", "absmax").equal(each[:size])
+    assert found.read("a.weight", "absmax", 200, 600).equal(each[200:800])
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint32, torch.bool, torch.int64])
 def test_a_buffer_of_any_type_is_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     """As a custom model may have them: rotary frequencies as complex numbers, scales of 8 bits."""

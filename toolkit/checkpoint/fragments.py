@@ -258,7 +258,7 @@ class Fragments:
         facts = self.facts[name]
         shape = mesh.part_shape(name, tuple(facts["shape"]), facts["parts"])
         if facts.get("turned"):
-            return self._range(name, state, 0, math.prod(shape), 0).view(shape[::-1]).t()
+            return self._range(name, state, 0, math.prod(shape), 0).view(shape[::-1]).t().contiguous()
         parts = [self._range(name, state, 0, math.prod(shape), part).view(shape) for part in range(facts["parts"])]
         return process_group.join_parts(name, parts)
 
