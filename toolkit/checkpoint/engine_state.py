@@ -189,8 +189,8 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
             if is_own(name, piece.parameter):
                 there = flat.in_states(piece)
                 begin = there.offset + piece.place - there.place
-                values = {state: _stretch(tensor, begin, piece.length) for state, tensor in states.items()}
-                values[WEIGHT] = _stretch(flat.tensor, piece.offset, piece.length)
+                values = {WEIGHT: _stretch(flat.tensor, piece.offset, piece.length)}
+                values |= {state: _stretch(tensor, begin, piece.length) for state, tensor in states.items()}
                 fragment = _fragment(name, piece.parameter, piece.place, values, numbers)
                 if flat.turns:
                     fragment.turned = flat.turned(piece)
