@@ -200,13 +200,18 @@ def test_zenflow_of_another_json(tmp_path: Path) -> None:
         ({"offload_optimizer": {"super_offload": True}}, "zero.offload_optimizer.super_offload"),
     ],
 )
-def test_no_checkpoint_leads_into_or_out_of_it(zero: dict[str, Any], key: str, side: int) -> None:
+def test_no_checkpoint_leads_into_or_out_of_it(zero: dict[str, Any], key: str, side: int, tmp_path: Path) -> None:
     pair: list[dict[str, Any]] = [{"zenflow": {"enabled": True, "overlap_step": False}, "stage": 2}, {"stage": 2}]
 
     def check() -> None:
         before, now = ({"zero": one, "optim": {"name": "adamw"}, "precision": {}} for one in pair)
-        _check_layout(RunState(world_size=2, config=before), now)
+        _check_layout(tmp_path, RunState(world_size=2, config=before), now)
 
+    counts = tmp_path / "engine.json"
+    counts.write_text("{}")
+    with pytest.raises(CheckpointError, match="an earlier version saved it under ZenFlow"):
+        check()
+    counts.write_text('{"zenflow": {}}')
     check()
     pair[side] |= zero
     with pytest.raises(CheckpointError, match=f"a run with {key} = true cannot be resumed from a checkpoint"):

@@ -73,6 +73,10 @@ LAYOUTS |= {
     "muon-stage2-4": (4, "data", ["zero=stage2", *MUON]),
     "muon-stage3-1": (1, "data", ["zero=stage3", *MUON]),
     "muon-stage3-2": (2, "data", ["zero=stage3", "zero.sub_group_size=30000", *MUON]),
+    "muon-async-2": (2, "data", ["zero=stage2", "checkpoint.asynchronous=true", *MUON]),
+    "muon-bf16-2": (2, "data", ["zero=stage0", "precision=bf16", *MUON]),
+    "muon-bf16-stage1-2": (2, "data", ["zero=stage1", "precision=bf16", *MUON]),
+    "muon-bf16-stage2-2": (2, "data", ["zero=stage2", "precision=bf16", *MUON]),
     "muon-offload-2": (2, "data", ["zero=stage2_offload", *MUON]),
     "muon-offload3-1": (1, "data", ["zero=stage3_offload", *MUON]),
     "tensor3-2": (2, "tensor", ["zero=stage3", "parallel=tensor"]),
@@ -92,7 +96,10 @@ LATE += [("adafactor-bf16-2", "adafactor-bf16-2")]
 LATE += [("muon-stage1-2", "muon-stage3-1"), ("muon-stage3-1", "muon-offload-2"), ("muon-1", "muon-stage1-2")]
 LATE += [("muon-offload-2", "muon-stage2-4"), ("muon-stage2-4", "muon-offload3-1"), ("muon-stage3-2", "muon-1")]
 LATE += [("muon-offload3-1", "muon-stage1-2"), ("muon-offload3-1", "muon-stage2-2")]
-LATE += [("muon-stage3-2", "muon-2"), ("muon-stage2-2", "muon-stage2-2")]
+LATE += [("muon-stage3-2", "muon-2"), ("muon-stage2-2", "muon-stage2-2"), ("muon-async-2", "muon-async-2")]
+# In bf16 the momentum is of that type under ZeRO-2 alone, where it is not divided.
+LATE += [("muon-bf16-stage1-2", "muon-bf16-2"), ("muon-bf16-2", "muon-bf16-stage1-2")]
+LATE += [("muon-bf16-stage2-2", "muon-bf16-stage2-2"), ("muon-bf16-stage2-2", "muon-bf16-stage1-2")]
 OTHERS += [("muon-2", "muon-stage2-2"), ("muon-stage2-2", "muon-stage3-2")]
 OTHERS += [("sgd-1-2", "sgd-3-2"), ("sgd-3-2", "sgd-1-2"), ("stage3-4", "tensor3-2"), ("tensor3-2", "pipeline-2")]
 OTHERS += [

@@ -27,7 +27,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from toolkit.checkpoint import directory, fragments, state_files
+from toolkit.checkpoint import directory, engine_state, fragments, state_files
 from toolkit.checkpoint.directory import (
     RunState,
     manifest_problems,
@@ -535,6 +535,21 @@ def test_scales_are_those_of_each_number_s_block(tmp_path: Path) -> None:
     found = fragments.Fragments(tmp_path)
     assert found.whole("a.weight", "absmax").equal(each[:size])
     assert found.read("a.weight", "absmax", 200, 600).equal(each[200:800])
+
+
+def test_what_adafactor_has_of_one_row_is_no_number() -> None:
+    tensor = torch.ones(1, 8)
+    row, column = torch.ones(1, 1), torch.ones(1, 8)
+    states = {"step": torch.tensor(3.0), "row_var": row, "col_var": column}
+    flat = engine_state._Flat(tensor, SimpleNamespace(state={tensor: states}), [])  # type: ignore[arg-type]
+    assert engine_state._states(flat, bound=True) == ({}, {"step": 3.0}, {"row_var": row, "col_var": column})
+
+
+def test_states_by_rank_of_an_earlier_version_are_not_passed_over(tmp_path: Path) -> None:
+    one = Fragment("flat 0", (), 0, torch.float32, bound={"state1": torch.ones(4)})
+    fragments.write(fragments.content_of([one]), tmp_path / fragments.file_name(0))
+    with pytest.raises(CheckpointError, match=r"fragments-00000\.safetensors cannot be read: 'weight:flat 0'"):
+        fragments.Fragments(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.uint32, torch.bool, torch.int64])

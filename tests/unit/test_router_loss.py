@@ -265,6 +265,8 @@ def test_an_expert_keeps_the_largest_weights(factor: float) -> None:
     chosen = torch.rand(40, 4, generator=generator).mul(torch.tensor([4.0, 2.0, 1.0, 1.0])).topk(2).indices
     is_real = torch.arange(40) % 7 > 0
     kept = within_capacity(chosen, weights, is_real, 4, factor)
+    all_kept = within_capacity(torch.zeros(400, 1).long(), torch.rand(400, 1), torch.ones(400) > 0, 8, 1.2)
+    assert all_kept.sum() == 60, "1.2 x 400 / 8 exactly"
     assert kept.tolist() == kept_by_hand(chosen.tolist(), weights.tolist(), is_real.tolist(), 4, factor)
     assert (kept.sum() == 2 * is_real.sum()) == (factor == 4)
 

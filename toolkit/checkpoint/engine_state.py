@@ -244,7 +244,7 @@ def _states(flat: _Flat, bound: bool) -> tuple[dict[str, torch.Tensor], dict[str
     for state, one in sorted(flat.state.items()):
         if not isinstance(one, torch.Tensor):
             numbers |= {state: float(one)} if isinstance(one, int | float) else {}
-        elif state == "step" or one.numel() == 1 < flat.tensor.numel():
+        elif state == "step" or (not bound and one.numel() == 1 < flat.tensor.numel()):
             numbers[state] = float(one)
         else:
             is_elementwise = flat.wholes or one.numel() == flat.tensor.numel()
@@ -323,7 +323,9 @@ def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) 
         flat.state["step"] = torch.tensor(numbers["step"]) if is_torch else int(numbers["step"])
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
-            empty = torch.zeros_like(flat.tensor, dtype=found.dtype(name, state), requires_grad=False)
+            # Of the type that the optimizer would make; what has whole parameters is of gradients'.
+            dtype = found.dtype(name, state) if flat.wholes else flat.tensor.dtype
+            empty = torch.zeros_like(flat.tensor, dtype=dtype, requires_grad=False)
             size = sum(one.parameter.numel() for one in flat.pieces)
             flat.state[state] = empty if not flat.wholes else empty.new_zeros(size)
     for state in (WEIGHT, *states):
@@ -383,7 +385,7 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Frag
         block, phase = divmod(piece.offset, BLOCK)
         own = spread(flat.state[scales][block : (piece.offset + piece.length) // BLOCK + 1], phase, piece.length)
         value *= (scale / own).nan_to_num(1.0)  # 0 / 0: a block of zeros
-        target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2))
+        target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2, out_int32=True))
 
 
 _SUM = "zenflow_sum"
@@ -401,8 +403,8 @@ def _add_zenflow(optimizer: Any, fragment: Fragment, piece: _Piece) -> None:
     """
     parameter: Any = piece.parameter
     offloaded = optimizer.offload_selective_optimizer
-    if optimizer.micro_step_id >= 0:
-        total = optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)]
+    total = optimizer.accumulated_grads_in_cpu.get(optimizer.get_param_id(parameter))
+    if optimizer.micro_step_id >= 0 and total is not None:  # there is none without a gradient
         fragment.values[_SUM] = _stretch(total, piece.place, piece.length)
     state = optimizer.selective_optimizer.state.get(parameter)
     if not state:

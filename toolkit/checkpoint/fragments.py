@@ -174,11 +174,11 @@ class Fragments:
                 continue
             state, _, name = key.partition(":")
             mine, begin, dtype = facts[name], data + one["data_offsets"][0], _DTYPES[one["dtype"]]
+            (length,) = header[f"{WEIGHT}:{name}"]["shape"]
             if state in mine.get("bound", ()):
                 self._bound[name][state] = path, begin, dtype, one["shape"]
                 continue
             part, count = mine.get("part", (0, 1))
-            (length,) = header[f"{WEIGHT}:{name}"]["shape"]
             phase = int(mine["phase"]) if state in mine.get("scales", ()) else None
             stretch = _Stretch(path, begin, int(mine["place"]), length, dtype, phase)
             self._stretches[name, state, part].append(stretch)

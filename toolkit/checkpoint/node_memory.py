@@ -381,7 +381,7 @@ def _places_of_ranks(rank: int) -> list[tuple[Any, str]]:
         mark = Path(tempfile.mkdtemp(prefix=f"toolkit-{rank}-", dir=SHM))
     marks = process_group.gather(mark.name)
     places = process_group.gather((tuple(name for name in marks if name and (SHM / name).exists()) or host, host))
-    with suppress(OSError):
+    if mark.name:
         mark.rmdir()
     return places
 

@@ -86,8 +86,10 @@ class Files:
 def files_of(engine: DeepSpeedEngine, asynchronous: bool = False) -> Files:
     """Return what writes an engine's fragments; its updates wait for copies."""
     asynchronous = asynchronous and not engine.zero_nvme_offload_optimizer()  # what memory has no room for is written
-    # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8).
-    files = Files(asynchronous, copies_at_once=bool(engine.zenflow or engine.super_offload()))
+    # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8): Muon's
+    # momentum before it, by the ZeRO wrappers.
+    is_muon = type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
+    files = Files(asynchronous, copies_at_once=bool(engine.zenflow or engine.super_offload() or is_muon))
     engine.basic_optimizer.register_step_pre_hook(lambda *_: files.wait_for_copies())
     return files
 

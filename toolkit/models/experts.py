@@ -2,8 +2,8 @@
 
 Routers, shared experts and all else of a layer stay transformers' own: only the function that computes routed experts
 is replaced, through transformers' interface for it (5.20 to 5.23, integrations/moe.py). The exchange is GShard's:
-Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668, section 3.2. Nothing is dropped here: routers may, which
-give what they drop the number E (`loss.Routers`).
+Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668, section 3.2. Nothing is dropped here: routers may, whose
+numbers of what they drop are ~0 to ~(E - 1) (`loss.Routers`).
 
 T tokens of a rank, K experts of a token, E experts of a layer, P ranks that share them, N rows that reach a rank, H
 hidden width.
@@ -217,13 +217,14 @@ def _forward(
     Args:
         self: the layer's experts, of which this rank has some.
         hidden_states: this rank's tokens [T, H].
-        top_k_index: numbers of their experts, among all [T, K]; E of a choice that was dropped.
+        top_k_index: numbers of their experts, among all [T, K]; ~number of a choice that was dropped.
         top_k_weights: [T, K], 0 of what was dropped.
     """
     choices, own = top_k_index.size(-1), self.num_experts
     group = getattr(self, "expert_group", None)
-    # Where nothing is sent, leaving dropped ones out would cost a wait for the number of the others.
-    chosen, order = (top_k_index if group else top_k_index.clamp(max=own - 1)).reshape(-1).sort(stable=True)
+    if group is None:  # nothing is sent, and leaving dropped ones out would cost a wait for the number of the others
+        top_k_index = torch.where(top_k_index < 0, ~top_k_index, top_k_index)
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
     token = order // choices
     # Rows have no name here: they are freed where they have been copied.
     if group is None:
@@ -254,26 +255,26 @@ class _Groups:
 
 def _compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor, name: str) -> torch.Tensor:
     """Return what experts make of rows [T x K, H] that are sorted by expert, on the ranks that have them; 0 of those
-    that have none.
+    that were dropped.
     """
     from deepspeed.utils import groups
 
     group = groups._get_expert_parallel_group(name)
     own, ranks = self.num_experts, dist.get_world_size(group)
-    counts = _count(chosen, own * ranks + 1)[:-1]
+    counts = _count(chosen.clamp(min=-1) + 1, own * ranks + 1)[1:]
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
     received = received.view(ranks, own)
     sent, came = rows_exchanged(counts.view(ranks, own), received)
-    dropped = len(rows) - sum(sent)  # the last ones
-    rows = _Exchange.apply(rows[: sum(sent)], sent, came, group)  # [N, H], by rank and expert
+    dropped = len(rows) - sum(sent)  # the first ones
+    rows = _Exchange.apply(rows[dropped:], sent, came, group)  # [N, H], by rank and expert
     expert = torch.arange(own, device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
     place = expert.argsort(stable=True)
     rows = rows[place]
     rows = _compute(self, rows, _Groups(received.sum(0)), expert[place])
     back: torch.Tensor = _Exchange.apply(rows[place.argsort()], came, sent, group)
-    return functional.pad(back, (0, 0, 0, dropped)) if dropped else back
+    return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
 
 
 def rows_exchanged(counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -510,7 +510,7 @@ class Routers:
     `collect` they count each expert's tokens, and add a loss whose gradient enters at the chosen experts' weights, so
     it reaches recomputed layers too; after a step a bias may move. `routers` return logits [tokens, E]; weights and
     numbers [tokens, K] of the chosen. One that returns less is counted nowhere. With a capacity, what is dropped has
-    the weight 0 and the number E, which no expert has.
+    the weight 0 and the number ~n in place of n.
     """
 
     def __init__(
@@ -526,7 +526,7 @@ class Routers:
         self._sizes: dict[int, int] = {}
         self._sum: torch.Tensor | None = None
         self._samples: torch.Tensor | None = None
-        self._parts, self._factor, self._is_filler = 1, 0.0, False
+        self._parts, self._learned, self._factor, self._is_filler = 1, 1, 0.0, False
         for number, router in enumerate(self._routers):
             router.register_forward_hook(lambda router, _, output, number=number: self._add(number, router, output))
 
@@ -539,7 +539,8 @@ class Routers:
         samples = (segments > 0) * (batch.get("seen_until", segments) - segments + 1)
         self._samples = samples.to(device, non_blocking=True)
         self._is_filler = bool((rows == rows[0, 0]).all())
-        self._parts = int(batch["part"][1]) if "part" in batch else 1
+        part, self._parts = batch["part"].tolist() if "part" in batch else (0, 1)
+        self._learned = int(part == 0)
         # The mean over ranks adds up what the ranks of a group find for parts of the same rows.
         self._factor = scale * self.coefficient / self.num_layers * self._parts
 
@@ -597,17 +598,17 @@ class Routers:
                 )
             return None
         logits, weights, chosen, *others = output
-        # Learned tokens may stand in front of each row (tuning=prompt).
+        # Learned tokens may stand in front of each row (tuning=prompt), on all ranks that have a part of it.
         rows, size = self._samples.shape
         learned = logits.flatten(0, -2).size(0) // rows - size
-        samples = nn.functional.pad(self._samples, (learned, 0), value=1).flatten()
+        samples = nn.functional.pad(self._samples, (learned, 0), value=self._learned).flatten()
         load = expert_loads(chosen, samples, logits.size(-1))
         value = balance(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
         self._found[number] = value.detach(), load  # twice the same where the layer is computed again
         if self.capacity:
             kept = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
             self._found[number] += (((~kept).sum(-1).flatten() * samples).sum().float(),)
-            weights, chosen = weights * kept, chosen.masked_fill(~kept, logits.size(-1))
+            weights, chosen = weights * kept, torch.where(kept, chosen, ~chosen)
         elif not value.requires_grad:
             return None
         if value.requires_grad:
@@ -638,7 +639,7 @@ def within_capacity(
         factor: of the mean n x K / E over experts of n real tokens, how many an expert takes, rounded up.
     """
     choices = chosen.flatten(0, -2)
-    limit = (is_real.sum() * (factor * choices.size(-1) / size)).ceil()
+    limit = (is_real.sum().double() * (factor * choices.size(-1) / size)).ceil()
     expert = choices.masked_fill(~is_real.unsqueeze(-1), size).flatten()
     order = weights.flatten().argsort(descending=True, stable=True)
     order = order[expert[order].argsort(stable=True)]

@@ -328,13 +328,14 @@ def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) 
     blocks = packed and not varlen
     width = WIDTHS[cfg.precision.dtype]
     learned = cfg.tuning.method in (schema.TuningMethod.ptuning_v2, schema.TuningMethod.prompt)
+    has_mask = learned and cfg.parallel.sequence == 1
     return Rows(
         # Of a pair both answers, in one row where they share a mask.
         rows=mesh.micro_rows(cfg) * (1 if blocks else schema.data_unit(cfg)[1]),
         length=cfg.data.max_length * (schema.data_unit(cfg)[1] if blocks else 1),
         prefix=cfg.tuning.num_tokens if learned else 0,
-        mask_bytes=width if outline.is_v1 or blocks or learned else 0,
-        mask_per_layer=blocks or (learned and not outline.is_v1),
+        mask_bytes=width if outline.is_v1 or blocks or has_mask else 0,
+        mask_per_layer=blocks or (has_mask and not outline.is_v1),
         varlen=varlen,
         keeps_inputs=cfg.zero.stage == 3,
         on_cpu=on_cpu,

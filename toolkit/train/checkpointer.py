@@ -276,10 +276,7 @@ class Checkpointer:
         found = fragments.Fragments(checkpoint)
         if not found.names:
             raise CheckpointError("{file} cannot be read: {reason}.", file=checkpoint, reason=tr("it holds no weights"))
-        try:
-            counts = json.loads((checkpoint / engine_state.COUNTS).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise state_files.unreadable_error(checkpoint / engine_state.COUNTS, error) from None
+        counts = _counts_in(checkpoint)
         engine_state.restore(self.engine, self._held, found)
         engine_state.restore_counts(self.engine, counts)
         if ruined := ruined_ranks(self.engine):
@@ -512,7 +509,7 @@ def starting_state(
     if state.is_foreign:
         _check_foreign(source.checkpoint, cfg.optim.name)
     else:
-        _check_layout(state, config)
+        _check_layout(source.checkpoint, state, config)
         changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
     if source.in_memory or source.checkpoint.parent.parent == source.folder:
         trim_metrics(source.folder, state.metrics_bytes)
@@ -533,8 +530,22 @@ def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
     say(directory.foreign_text(checkpoint))
 
 
-def _check_layout(saved: directory.RunState, config: Mapping[str, Any]) -> None:
+def _counts_in(checkpoint: Path) -> dict[str, Any]:
+    try:
+        counts: dict[str, Any] = json.loads((checkpoint / engine_state.COUNTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise state_files.unreadable_error(checkpoint / engine_state.COUNTS, error) from None
+    return counts
+
+
+def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[str, Any]) -> None:
     """Reject what cannot go from the layout of a checkpoint into another one."""
+    if saved.config["zero"].get("zenflow", {}).get("enabled") and "zenflow" not in _counts_in(checkpoint):
+        raise CheckpointError(
+            "the checkpoint {folder} cannot be resumed: an earlier version saved it under ZenFlow, matrices in another "
+            "order and without a part of the states.",
+            folder=checkpoint,
+        )
     for zero in (saved.config["zero"], config["zero"]):
         for section, key in (("zenflow", "overlap_step"), ("offload_optimizer", "super_offload")):
             # DeepSpeed 0.19.8, zenflow_utils.py and superoffload_utils.py: no command of theirs returns the moments.

@@ -341,11 +341,11 @@ def record_start(folder: Path, step: int) -> None:
     environment.report_status(folder=str(folder))
 
 
-def fall_back(folder: Path) -> Path | None:
+def fall_back(folder: Path, must: bool) -> Path | None:
     """Return the newest intact checkpoint on the disk, as the copy in memory that a run began with cannot be used, and
-    correct from where it starts. For rank 0 only. Raises RepeatedDeath, CheckpointError.
+    correct from where it starts; `must` there be one. For rank 0 only. Raises RepeatedDeath, CheckpointError.
     """
-    checkpoint, starts = newest_on_disk(folder), folder / "logs" / STARTS
+    checkpoint, starts = newest_on_disk(folder, must), folder / "logs" / STARTS
     *before, mine = starts.read_text(encoding="utf-8").splitlines(keepends=True)
     row = json.loads(mine) | {"from_step": directory.read_run_state(checkpoint).step if checkpoint else 0}
     if row["restart"]:
@@ -358,7 +358,8 @@ def check_repeated_death(folder: Path, step: int, is_noted: bool = False) -> Non
     """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time.
     `is_noted`: whether this start is the last in the log already.
     """
-    rows = _rows(folder / "logs" / STARTS)[: -1 if is_noted else None]
+    rows = _rows(folder / "logs" / STARTS)
+    now = rows.pop()["reached_step"] if is_noted else reached_step(folder)
     if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
         raise RepeatedDeath(
             "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint in "
@@ -366,7 +367,7 @@ def check_repeated_death(folder: Path, step: int, is_noted: bool = False) -> Non
             "say why. Once that is fixed, the same command resumes the run.",
             folder=folder,
             before=rows[-1]["reached_step"],
-            now=reached_step(folder),
+            now=now,
             step=step,
             logs=folder / "logs",
         )

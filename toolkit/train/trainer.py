@@ -158,7 +158,9 @@ class Trainer:
             return source, start
         warn("the copy of step {step} in memory cannot be used: {reason}.", step=start.step, reason=reason)
         checkpointer.forget_copies()
-        checkpoint = process_group.patiently_on_rank0(lambda: run_dir.fall_back(source.folder))
+        checkpoint = process_group.patiently_on_rank0(
+            lambda: run_dir.fall_back(source.folder, self.cfg.resume == run_dir.MUST)
+        )
         source = run_dir.RunSource(source.folder, checkpoint)
         return source, process_group.on_rank0(lambda: record(source=source))
 
