@@ -54,6 +54,8 @@ def copy_late() -> list[int]:
 
     def on_begin(files: Files) -> None:
         asked.clear()
+        if files.copies_at_once:  # nobody waits for anything
+            asked.set()
         begin(files)
 
     def on_update(files: Files) -> None:

@@ -57,6 +57,7 @@ class Files:
         self.unwritten.append((fragments.Content(copies, content.facts), path))
         if self.copies_at_once:
             self.copies.complete()
+            self.copied.set()
 
     def write(self) -> None:
         """Copy what was noted, or raise why not, and write it. Runs next to training."""
