@@ -228,8 +228,11 @@ def compared(one: Fragments, other: Fragments) -> float:
         assert one.numbers(name) == other.numbers(name) and states_of(one, name) == states_of(other, name), name
         for state in (WEIGHT, *states_of(one, name)):
             left, right = numbers_of(one, name, state), numbers_of(other, name, state)
-            assert left.shape == right.shape and left.dtype == right.dtype == torch.float32
-            worst = max(worst, float((left - right).abs().max() / right.abs().max().clamp(min=1e-12)))
+            # Muon's momentum is of the gradients' type under ZeRO-2.
+            types = {torch.float32, torch.bfloat16 if state == "momentum_buffer" else torch.float32}
+            assert left.shape == right.shape and {left.dtype, right.dtype} <= types
+            difference = (left.float() - right.float()).abs().max()
+            worst = max(worst, float(difference / right.abs().max().float().clamp(min=1e-12)))
     return worst
 
 
