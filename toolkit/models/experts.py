@@ -228,14 +228,14 @@ def _forward(
     token = order // choices
     # Rows have no name here: they are freed where they have been copied.
     if group is None:
-        computed = _compute(self, hidden_states[token], _Groups(_count(chosen, own)), chosen)
+        computed = _compute(self, hidden_states[token], _Groups(count(chosen, own)), chosen)
     else:
         computed = _compute_elsewhere(self, hidden_states[token], chosen, group)
     of_tokens = computed[order.argsort()].view(-1, choices, computed.size(-1)) * top_k_weights.unsqueeze(-1)
     return of_tokens.sum(dim=1).to(hidden_states.dtype)
 
 
-def _count(chosen: torch.Tensor, number: int) -> torch.Tensor:
+def count(chosen: torch.Tensor, number: int) -> torch.Tensor:
     """Return how often each of so many experts is chosen; not `bincount`, for which the host waits for a GPU."""
     return chosen.new_zeros(number).scatter_add_(0, chosen, torch.ones_like(chosen))
 
@@ -261,7 +261,7 @@ def _compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor, name
 
     group = groups._get_expert_parallel_group(name)
     own, ranks = self.num_experts, dist.get_world_size(group)
-    counts = _count(chosen.clamp(min=-1) + 1, own * ranks + 1)[1:]
+    counts = count(chosen.clamp(min=-1) + 1, own * ranks + 1)[1:]
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
     received = received.view(ranks, own)

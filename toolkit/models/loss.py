@@ -644,9 +644,7 @@ def within_capacity(
     order = weights.flatten().argsort(descending=True, stable=True)
     order = order[expert[order].argsort(stable=True)]
     expert = expert[order]  # [tokens x K], those of an expert next to each other
-    counts = torch.zeros(size + 1, dtype=torch.long, device=chosen.device).scatter_add_(
-        0, expert, torch.ones_like(expert)
-    )
+    counts = experts.count(expert, size + 1)
     places = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
     kept = (places < limit) & (expert < size)
     return torch.empty_like(kept).scatter_(0, order, kept).view_as(chosen)

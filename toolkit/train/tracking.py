@@ -354,7 +354,8 @@ def expert_metrics(routers: Routers | None, loads: torch.Tensor | None, step: in
     """
     if routers is None or loads is None:
         return {}
-    table = routers.table(loads.cpu())
+    loads = loads.cpu()
+    table = routers.table(loads)
     if rank() == 0:
         with suppress(OSError):  # a full disk has been reported by what has to be saved
             disk.write_atomically(folder / EXPERTS, json.dumps({"step": step, "loads": table}).encode() + b"\n")
