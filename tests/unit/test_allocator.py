@@ -1,22 +1,37 @@
-"""How PyTorch allocates GPU memory, unless the user says otherwise."""
+"""How PyTorch allocates memory, unless the user says otherwise."""
+
+import platform
+import subprocess
+import sys
 
 import pytest
 
 from toolkit.train import startup
 
-GPU = {"DS_ACCELERATOR": "cuda"}
+GPU, CPU = {"DS_ACCELERATOR": "cuda"}, {"DS_ACCELERATOR": "cpu"}
+KEEPS = """
+import resource, torch
+from toolkit.train import startup
+startup.set_allocator({"DS_ACCELERATOR": "%s"})
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**23)  # 32 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print([faults() for _ in range(5)][-1])
+"""
 
 
 @pytest.mark.parametrize(
     ("environ", "added"),
     [
         (GPU, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"DS_ACCELERATOR": "cpu"}, {}),
+        (CPU, {"THP_MEM_ALLOC_ENABLE": "1"}),
+        (CPU | {"THP_MEM_ALLOC_ENABLE": "0"}, {}),
         (GPU | {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
         (GPU | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, {}),
     ],
 )
-def test_segments_expand_unless_the_user_sets_a_variable(environ: dict[str, str], added: dict[str, str]) -> None:
+def test_a_variable_of_the_user_stays(environ: dict[str, str], added: dict[str, str]) -> None:
     found = dict(environ)
     startup.set_allocator(found)
     assert found == environ | added
@@ -31,3 +46,12 @@ def test_the_recipe_counts_as_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup.preflight, "check_build_locks", lambda environ: None)
     startup.set_environment(startup.schema.RunConfig(), startup.environment.detect({}), {})
     assert order == ["apply_env", "set_allocator", "check_port"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])
+def test_memory_of_tensors_is_kept_without_a_gpu(device: str, kept: bool) -> None:
+    """What is allocated again is not mapped again, page by page."""
+    words = [sys.executable, "-c", KEEPS % device]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert (int(found) < 50) == kept, found

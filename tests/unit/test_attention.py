@@ -250,3 +250,26 @@ def test_unknown_attention() -> None:
     model = Alone(CONFIGS["glm"]())
     with pytest.raises(ModelError, match=r"model\.attention = sdpa is not supported by Alone"):
         choose_attention(model, Attention.sdpa, False, None)
+
+
+@pytest.mark.parametrize("size", [96, 640])
+def test_short_segments_in_half_precision(size: int) -> None:
+    """They are computed in float32 on CPUs; outputs and gradients are at most as far from float64 as the kernel's."""
+    torch.manual_seed(0)
+    states = [torch.randn(1, heads, size, 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    outer = torch.randn(1, size, 4, 16, dtype=torch.bfloat16)
+
+    def outcome(dtype: torch.dtype, of_kernel: bool = False) -> list[torch.Tensor]:
+        given = [one.to(dtype, copy=True).requires_grad_() for one in states]
+        if of_kernel:
+            mixed = torch.nn.functional.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+            mixed = mixed.transpose(1, 2)
+        else:
+            mixed = attention.attend_to_segments(*given, torch.tensor([0, size], dtype=torch.int32), size)
+        assert mixed.dtype is dtype
+        mixed.backward(outer.to(dtype))
+        return [mixed.detach().double(), *(one.grad.double() for one in given)]
+
+    exact = outcome(torch.float64)
+    for mine, kernels, right in zip(outcome(torch.bfloat16), outcome(torch.bfloat16, True), exact, strict=True):
+        assert (mine - right).norm() <= 1.01 * (kernels - right).norm()

@@ -1,5 +1,7 @@
 """The start of a training process: config, environment, first lines and logs; only `start_logs` imports torch."""
 
+import contextlib
+import ctypes
 import io
 import logging
 import os
@@ -20,6 +22,7 @@ from toolkit.secrets import HidingFilter, hide
 
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
 _LOOK_S = 1.0
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -77,9 +80,19 @@ def set_environment(cfg: schema.RunConfig, ranks: environment.Ranks, inherited: 
 def set_allocator(environ: MutableMapping[str, str]) -> None:
     """Let PyTorch grow segments of GPU memory, against fragmentation, unless a variable says what it does. Of the names
     PyTorch takes the first that is set, and gives warnings about others than the first (torch 2.13, AllocatorConfig).
+
+    Without a GPU: let the process keep the memory of tensors that are freed, in huge pages. glibc 2.36 returns each
+    large one to the system at once, and the next step's are zeroed and mapped again, page by page.
     """
-    if preflight.device_here(environ) == "cuda" and not any(name in environ for name in _ALLOCATOR):
-        environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    if preflight.device_here(environ) == "cuda":
+        if not any(name in environ for name in _ALLOCATOR):
+            environ[_ALLOCATOR[0]] = "expandable_segments:True"
+        return
+    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's: read when it allocates for the first time
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
