@@ -9,6 +9,7 @@ python fork_ranks.py SOCKET RANKS PORT [--module] PROGRAM [WORD ...]   asks; 0 r
 python fork_ranks.py SOCKET                                            serves
 """
 
+import gc
 import json
 import os
 import runpy
@@ -47,6 +48,8 @@ def serve(path: str) -> None:
     import toolkit.train.trainer  # noqa: F401
 
     cpuinfo.get_cpu_info()  # cached by toolkit.engine.deepspeed_patches
+    gc.collect()
+    gc.freeze()  # what was imported stays: no rank looks through it again, or copies its pages to do so
     Path(path + PIDS).mkdir()
     signal.signal(signal.SIGCHLD, lambda number, frame: reap())
     with socket.socket(socket.AF_UNIX) as listener:
