@@ -103,14 +103,20 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options that the words begin with, "" where they have no value, and the words after them."""
     options: dict[str, str] = {}
     place = 0
-    while place < len(words) and words[place].startswith("-"):
-        name, equals, value = words[place].partition("=")
-        place += 1
-        if not equals and WITH_VALUE.fullmatch(name):
-            value = "".join(words[place : place + 1])
-            place += 1
-        options[name] = value
+    for word, *next_one in _with_values(words):
+        if not word.startswith("-"):
+            break
+        name, _, value = word.partition("=")
+        options[name] = "".join(next_one) or value
+        place += 1 + len(next_one)
     return options, list(words[place:])
+
+
+def _with_values(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each word, together with the next one where that is its value."""
+    rest = iter(words)
+    for word in rest:
+        yield [word, *islice(rest, 1 if WITH_VALUE.fullmatch(word) or OURS.get(word) else 0)]
 
 
 def hostfile_of(options: Mapping[str, str]) -> str | None:
@@ -135,28 +141,20 @@ def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list
     """Return the words that are the launcher's options (hostfile=FILE is --hostfile FILE), these by name, others."""
     mine: list[str] = []
     others: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        name, equals, value = word.partition("=")
+    for found in _with_values(words):
+        name, equals, value = found[0].partition("=")
         if name == "hostfile" and equals:
             mine += ["--hostfile", value]
-            continue
-        is_ours = not word.startswith("-") or name in OURS
-        takes_value = OURS.get(name, False) if is_ours else WITH_VALUE.fullmatch(name)
-        found = others if is_ours else mine
-        found += [word, *islice(rest, 1 if takes_value and not equals else 0)]
+        elif name in OURS or not name.startswith("-"):
+            others += found
+        else:
+            mine += found
     return mine, split_words(mine)[0], others
 
 
 def without_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return a launcher's options without some of them and their values."""
-    kept: list[str] = []
-    rest = iter(words)
-    for word in rest:
-        name, equals, _ = word.partition("=")
-        option = [word, *islice(rest, 1 if WITH_VALUE.fullmatch(name) and not equals else 0)]
-        kept += option if name not in names else []
-    return kept
+    return [word for found in _with_values(words) if found[0].partition("=")[0] not in names for word in found]
 
 
 def ancestors() -> Iterator[tuple[psutil.Process, list[str]]]:
