@@ -19,23 +19,14 @@ _OWN = ("stages", "micro", "sweep")
 _MOST = 16
 """Of the micro-batches that are tried unasked."""
 _BRIEF = (
+    *sweeping.BRIEF,
     "train.max_steps=8",
-    "train.log_every=1",
-    "train.rehearse=false",
-    "schedule=constant",
-    "schedule.warmup_steps=0",
-    "schedule.warmup_ratio=0",
     "checkpoint.every=0",
-    "checkpoint.minutes=0",
     "checkpoint.memory_every=0",
     "checkpoint.at_end=false",
     "checkpoint.export=false",
     "evaluate.at_start=false",
     "evaluate.every=0",
-    "report.enabled=false",
-    "track=jsonl",
-    "run.max_restarts=0",
-    "run.deadline=",
 )
 """An experiment trains, and is evaluated once at its end, as all runs with validation data are."""
 
@@ -90,7 +81,7 @@ def run_autotune(words: list[str]) -> int:
     assert stages is not None and micro is not None
     name = f"autotune-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe]))}"
     own = {"sweep": given.get("sweep") or name}
-    plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_BRIEF], axes=[], own=own)
+    plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_BRIEF], own=own)
     # The machine whose memory decides, if it is one of those that take part, and anybody knows its GPUs.
     machine = this_machine(len(hosts)) if any(map(hostfile.is_here, hosts)) else None
     configs = _configs(plan, {stage: groups[stage] for stage in stages}, micro, world_size, machine)

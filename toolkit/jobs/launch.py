@@ -22,7 +22,7 @@ from toolkit.train import run_dir
 
 SCRIPT = Path(__file__).parents[2] / "run.py"
 """There in a checkout, not in an installed package."""
-HANG = 124
+HANG = failure.EXIT_CODE
 MISTAKE, DIVERGED, IO, STOPPED = (kind.exit_code for kind in (ToolkitError, Diverged, CheckpointError, Stopped))
 _KILLED = 128
 """Launchers add it to the number of the signal that killed a rank."""

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -29,22 +29,13 @@ FLOOR = {"losses": 2e-6, "norms": 2e-5, "logits": 2e-5}
 _PLAIN = ("adamw", "adam", "sgd", "adagrad")
 _METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
 _BRIEF = (
-    "train.log_every=1",
-    "train.rehearse=false",
-    "schedule=constant",
-    "schedule.warmup_steps=0",
-    "schedule.warmup_ratio=0",
+    *sweeping.BRIEF,
     "optim.lr=1e-3",
-    "checkpoint.minutes=0",
     "checkpoint.keep=0",
     "checkpoint.export=true",
     "data.validation=[]",
     "data.validation_fraction=0",
     "evaluate.prompts=[]",
-    "report.enabled=false",
-    "track=jsonl",
-    "run.max_restarts=0",
-    "run.deadline=",
 )
 
 Applies = Callable[[schema.RunConfig], bool]
@@ -173,7 +164,7 @@ def run_prove(words: list[str]) -> int:
     recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
     name = f"prove-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe, f'{steps} {length}']))}"
     own = {"sweep": given.get("sweep") or name}
-    plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_brief(cfg, steps, length)], axes=[], own=own)
+    plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_brief(cfg, steps, length)], own=own)
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "prove")) as sweep:
         sweep.save()
         plan.fixed.append(f"prepare.dir={sweeping.quoted(sweep.folder / 'cache')}")
@@ -191,24 +182,18 @@ def run_prove(words: list[str]) -> int:
         return 0 if result["is_right"] else 1
 
 
-def _unsuitable(cfg: schema.RunConfig) -> list[ConfigError]:
-    found = []
+def _unsuitable(cfg: schema.RunConfig) -> Iterator[ConfigError]:
     if cfg.tuning.method not in _METHODS or cfg.tuning.adapter:
-        text = tr("prove knows tuning=full, freeze and lora, without tuning.adapter.")
-        found.append(ConfigError(text))
+        yield ConfigError(tr("prove knows tuning=full, freeze and lora, without tuning.adapter."))
     if cfg.preference.is_on:
-        found.append(
-            ConfigError(tr("prove does not support preference.loss: use preference=none, with conversations as data."))
-        )
+        text = tr("prove does not support preference.loss: use preference=none, with conversations as data.")
+        yield ConfigError(text)
     if cfg.task.kind is not schema.TaskKind.language:
-        found.append(ConfigError(tr("prove does not support task={task}.", task=cfg.task.kind.value)))
+        yield ConfigError(tr("prove does not support task={task}.", task=cfg.task.kind.value))
     if cfg.model.trust_remote_code:
-        found.append(ConfigError(tr("prove knows architectures of transformers: set model.trust_remote_code=false.")))
+        yield ConfigError(tr("prove knows architectures of transformers: set model.trust_remote_code=false."))
     if cfg.plan.auto:
-        found.append(
-            ConfigError(tr("plan.auto chooses the layout itself. Run `toolkit plan`, and prove what it says."))
-        )
-    return found
+        yield ConfigError(tr("plan.auto chooses the layout itself. Run `toolkit plan`, and prove what it says."))
 
 
 def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
@@ -248,11 +233,12 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
     """Return what was found, and print it."""
     job = proof.train([], proof.cfg, "recipe")
     if job.state != DONE:
+        log = proof.sweep.folder / f"{job.name}.log"
         raise LaunchError(
             "the run did not come to its end (exit code {code}). The last lines of {file}:\n{lines}",
             code=job.exit_code,
-            file=proof.sweep.folder / f"{job.name}.log",
-            lines="\n".join(_tail(proof.sweep.folder / f"{job.name}.log")),
+            file=log,
+            lines="\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]),
         )
     findings = proof.findings(job, [], proof.cfg)
     resumed = _resume(proof, job)
@@ -291,10 +277,6 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
         "suspects": suspects,
         "is_right": is_right,
     }
-
-
-def _tail(log: Path) -> list[str]:
-    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
 
 
 def _resume(proof: Proof, job: SweepJob) -> float:

@@ -14,7 +14,6 @@ result/                answers and rewards of what the last round trained
 import json
 import os
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,12 +24,11 @@ from toolkit import children, disk, secrets, terminal
 from toolkit.config.schema import Init, RunConfig
 from toolkit.evaluate import rewards
 from toolkit.jobs.sweep import LAUNCH, digest, quoted
-from toolkit.launch.processes import SignalRequests
+from toolkit.launch.processes import SignalRequests, wait_for
 from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, current_language, say, tr
 from toolkit.report.run import json_lines
 
 FILE = "rounds.json"
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,17 +168,11 @@ def _call_all(
     commands: Sequence[Sequence[str]], requests: SignalRequests, environs: Sequence[Mapping[str, str]]
 ) -> None:
     """Run the processes of a step, pass signals on; an error if one fails, or if this process is to stop."""
-    # Sessions of their own: Ctrl-C reaches them through us alone, once.
-    processes = [
+    running = [
         children.start(list(command), start_new_session=True, env={**os.environ, **own})
         for command, own in zip(commands, environs, strict=True)
     ]
-    while None in (codes := [process.poll() for process in processes]):
-        if requests.is_new:
-            requests.is_new = False
-            for process in processes:
-                process.send_signal(requests.last)
-        time.sleep(_POLL_S)
+    codes = wait_for(running, requests)
     code, command = max(zip(codes, commands, strict=True), key=lambda one: one[0] != 0, default=(0, []))
     if requests.last or code == Stopped.exit_code:
         raise Stopped(tr("The rounds were stopped. The same command resumes."))

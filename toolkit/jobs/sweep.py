@@ -27,8 +27,20 @@ STUDY = "optuna.log"
 LAUNCH = [sys.executable, "-m", "toolkit", "launch"]
 MOST_JOBS = 64
 WAITING, RUNNING, DONE, FAILED, DIVERGED, STOPPED = "waiting", "running", "done", "failed", "diverged", "stopped"
+BRIEF = (
+    "train.log_every=1",
+    "train.rehearse=false",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+    "schedule.warmup_ratio=0",
+    "checkpoint.minutes=0",
+    "report.enabled=false",
+    "track=jsonl",
+    "run.max_restarts=0",
+    "run.deadline=",
+)
+"""Overrides of runs of a few steps, of which only the numbers are wanted."""
 _OWN = ("sweep", "max_jobs", "trials", "metric")
-_POLL_S = 0.1
 _LONGEST_NAME, _LONGEST_VALUE = 60, 20
 _LOWER_IS_BETTER = ("loss", "perplexity")
 """Ends of the names in metrics.jsonl whose smaller values are better."""
@@ -66,11 +78,10 @@ class SweepDir:
     def save(self) -> None:
         """Write sweep.json atomically."""
         values = {"command": self.command, "jobs": [asdict(job) for job in self.jobs]}
+        text = json.dumps(secrets.hide_all(values), indent=1, ensure_ascii=False) + "\n"
         temporary = self.folder / f".{FILE}.tmp"
         try:
-            temporary.write_text(
-                json.dumps(secrets.hide_all(values), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            temporary.write_text(text, encoding="utf-8")
             disk.flush(temporary)
             temporary.replace(self.folder / FILE)
         except OSError as error:
@@ -107,7 +118,7 @@ class SweepPlan:
     options: Mapping[str, str]
     fixed: list[str]
     """Overrides that all jobs share, and --config-dir."""
-    axes: list[load.Axis]
+    axes: list[load.Axis] = field(default_factory=list)
     own: dict[str, str]
     """The sweep's own arguments."""
 
@@ -450,13 +461,7 @@ def launch(
     command = [*LAUNCH, *plan.launcher, *plan.fixed, *special, *words]
     job.state, job.started, job.ended, job.exit_code = RUNNING, time.strftime(_TIME), "", None
     sweep.save()
-    # A session of its own: Ctrl-C reaches it through us alone, once.
-    process = children.start(command, start_new_session=True, stdout=log, stderr=log)
-    while (code := process.poll()) is None:
-        if requests.is_new:
-            requests.is_new = False
-            process.send_signal(requests.last)
-        time.sleep(_POLL_S)
+    [code] = processes.wait_for([children.start(command, start_new_session=True, stdout=log, stderr=log)], requests)
     job.exit_code, job.ended = code, time.strftime(_TIME)
     if (sweep.run_dir(job) / "DONE").exists():
         job.state = DONE

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, SimpleNamespace
+from typing import Any
 
 import psutil
 
@@ -65,6 +66,20 @@ class SignalRequests:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.last, self.is_new = number, True
+
+
+def wait_for(running: Sequence["subprocess.Popen[Any]"], requests: SignalRequests) -> list[int]:
+    """Wait until all processes have ended, pass each signal on to them once; return their exit codes.
+
+    They are in sessions of their own: a Ctrl-C reaches them through this process alone.
+    """
+    while any(process.poll() is None for process in running):
+        if requests.is_new:
+            requests.is_new = False
+            for process in running:
+                process.send_signal(requests.last)
+        time.sleep(_POLL_S)
+    return [process.returncode for process in running]
 
 
 def run_launcher(
