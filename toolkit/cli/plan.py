@@ -22,7 +22,7 @@ from pathlib import Path
 
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config import load, mesh
-from toolkit.config.preflight import resolve_model_path, resolve_teacher
+from toolkit.config.preflight import needs_lookup, resolve_model_path, resolve_teacher
 from toolkit.jobs import check, sweep, trace as tracing
 from toolkit.messages import Problems, say
 from toolkit.plan import speed
@@ -35,8 +35,7 @@ OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
 def run(words: list[str]) -> None:
     loaded, given, machine = _checked(words)
-    model = loaded.cfg.model
-    if not model.published or model.path != model.hub_id:  # else the sizes are known without a network
+    if needs_lookup(loaded.cfg.model):
         loaded = resolve_model_path(loaded, config_only=True)
     if loaded.cfg.distill.teacher not in published_teachers():
         loaded = resolve_teacher(loaded, config_only=True)

@@ -368,6 +368,12 @@ _NOT = ["*/*", "consolidated*"]
 _POLL_S = 0.2
 
 
+def needs_lookup(model: schema.ModelConfig) -> bool:
+    """Whether only Hugging Face, or its cache, knows a model's sizes."""
+    is_published = bool(model.published) and model.path == model.hub_id
+    return model.init is not schema.Init.random and files.is_hub_name(model.path) and not is_published
+
+
 def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     """Return a config whose `model.path` is a directory: a snapshot in the cache, downloaded if it is not there.
 

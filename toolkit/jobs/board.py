@@ -36,7 +36,8 @@ from starlette.routing import Route
 from toolkit import children, disk, messages
 from toolkit.config import files, mesh, validate
 from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
-from toolkit.config.schema import Init, leaves, set_leaf
+from toolkit.config.preflight import needs_lookup
+from toolkit.config.schema import leaves, set_leaf
 from toolkit.jobs.check import check_recipe, machine_for
 from toolkit.messages import say, tr
 from toolkit.plan import layouts, speed
@@ -560,21 +561,14 @@ def examine_recipe(given: Given, folder: Path) -> dict[str, Any]:
 
 
 def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
-    if not _is_known(loaded):
-        model = loaded.cfg.model.path
-        return [tr("No plan: the size of {model} is not known here. `toolkit plan` looks it up.", model=model)]
+    model = loaded.cfg.model
+    if needs_lookup(model):
+        return [tr("No plan: the size of {model} is not known here. `toolkit plan` looks it up.", model=model.path)]
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
     rates = speed.rates_of(cfg, machine, outline)
     mine = layouts.evaluate_layout(outline, cfg, machine, rates)
     return layouts.plan_lines(outline, machine, rates, mine, list(layouts.layouts(outline, cfg, machine, rates)))
-
-
-def _is_known(loaded: LoadedConfig) -> bool:
-    """Whether a model's sizes are known without the network."""
-    model = loaded.cfg.model
-    is_published = bool(model.published) and model.path == model.hub_id
-    return is_published or model.init is Init.random or not files.is_hub_name(model.path)
 
 
 def save_recipe(given: Given) -> dict[str, Any]:

@@ -198,6 +198,5 @@ def _compose(facts: Mapping[str, Any]) -> load.LoadedConfig:
 
 def _planned(loaded: load.LoadedConfig) -> load.LoadedConfig:
     """Return a config whose model has a config.json here, or known sizes."""
-    model = loaded.cfg.model
-    is_known = model.published and model.path == model.hub_id
-    return loaded if is_known else preflight.resolve_model_path(loaded, config_only=True)
+    is_unknown = preflight.needs_lookup(loaded.cfg.model)
+    return preflight.resolve_model_path(loaded, config_only=True) if is_unknown else loaded
