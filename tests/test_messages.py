@@ -68,6 +68,14 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", call
 
 
+def texts_of(page: Path) -> list[str]:
+    """Return the texts of a page's template, each of which is written out: tr("…")."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r'\btr\("([^"{}]+)"\)', text)
+    assert len(found) == len(re.findall(r"\btr\(", text)), page
+    return found
+
+
 def test_each_call_has_a_literal_template_and_fills_it() -> None:
     found = 0
     for place, call in calls():
@@ -99,6 +107,7 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates = {str(call.args[0].value) for _, call in calls()}  # type: ignore[attr-defined]
     templates |= {*read_table("translate/keys.yaml")["sentences"].values(), *read_table("plan/kinds.yaml").values()}
     templates |= {text for _, _, text in read_table("doctor/findings.yaml").values()}
+    templates |= {text for page in (ROOT / "toolkit").rglob("*.j2") for text in texts_of(page)}
     templates |= set(filter(None, rule_tables.sentences())) | {*read_table("data/hygiene.yaml")["answers"]}
     templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS}
     assert templates - set(CHINESE) == set(), "without Chinese"

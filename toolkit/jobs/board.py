@@ -68,7 +68,10 @@ _HEADERS = {
 }
 _STAMPED = ("metrics.jsonl", "DONE", "FAILED", "config.yaml", "data.json")
 """Files of a run by which a change is seen."""
+_LOG_BYTES = 64 << 10
+"""Of the end of a log that is shown."""
 Given = Mapping[str, Any]
+"""What the page sends; of a recipe `base`, its name, `groups` and `values` by name and key, `gpus` to plan for."""
 
 
 class Board:
@@ -147,7 +150,9 @@ class Board:
         name = str(given.get("run"))
         if name not in self.launches.names():
             raise messages.RunFolderError("there is no run {name}.", name=name)
-        return {"text": messages.printable(hide(end_of(self.launches.log(name))))}
+        with self.launches.log(name).open("rb") as log:
+            log.seek(max(os.fstat(log.fileno()).st_size - _LOG_BYTES, 0))
+            return {"text": messages.printable(hide(log.read().decode(errors="replace")))}
 
     def samples(self, given: Given) -> Iterator[str]:
         """Return what `toolkit show` prints of the recipe that was typed, coloured."""
@@ -353,59 +358,7 @@ def _file(name: str) -> str:
 def _page() -> str:
     language = "zh-CN" if messages.current_language() == "zh" else "en"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(_file("board.html.j2")).render(language=language, words=_words())
-
-
-def _words() -> dict[str, str]:
-    """Return the texts of the page by the names that its template and its program have for them."""
-    return {
-        "board": tr("Training board"),
-        "runs": tr("Runs"),
-        "recipe": tr("Recipe"),
-        "samples": tr("Samples"),
-        "chat": tr("Chat"),
-        "noscript": tr("This page needs JavaScript."),
-        "gone": tr("The board does not answer: it has ended. Start it again with `toolkit board`."),
-        "no_runs": tr("No runs here yet. Write a recipe, save it and start it."),
-        "compare": tr("Compare"),
-        "stop": tr("Stop"),
-        "log": tr("Log"),
-        "live": tr("reload while it trains"),
-        "base": tr("Based on the recipe"),
-        "nothing": tr("(none)"),
-        "groups": tr("Groups"),
-        "of_recipe": tr("as in the recipe"),
-        "search": tr("Search keys and descriptions"),
-        "gpus": tr("GPUs of one node, to plan for"),
-        "in_order": tr("No errors."),
-        "errors": tr("Errors"),
-        "plan": tr("Plan"),
-        "file": tr("The recipe"),
-        "save_as": tr("Save as"),
-        "save": tr("Save"),
-        "overwrite": tr("Overwrite it?"),
-        "name": tr("Name of the run"),
-        "ranks": tr("GPUs"),
-        "start": tr("Start"),
-        "samples_note": tr(
-            "Samples of the recipe on the page before, as training sees them. The data is tokenized first."
-        ),
-        "count": tr("Samples"),
-        "split": tr("Split"),
-        "show": tr("Show"),
-        "working": tr("Working …"),
-        "chat_note": tr("A run, a checkpoint, an export or any model directory. It is loaded when you ask for it."),
-        "path": tr("Directory"),
-        "load": tr("Load"),
-        "unload": tr("Unload"),
-        "loaded": tr("Loaded."),
-        "question": tr("Question"),
-        "ask": tr("Ask"),
-    }
-
-
-_LOG_BYTES = 64 << 10
-"""Of the end of a log that is shown."""
+    return environment.from_string(_file("board.html.j2")).render(language=language, tr=tr)
 
 
 class Launches:
@@ -474,14 +427,6 @@ class Launches:
         return dict(json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8")))
 
 
-def end_of(file: Path) -> str:
-    """Return the end of a text file."""
-    with file.open("rb") as log:
-        log.seek(max(file.stat().st_size - _LOG_BYTES, 0))
-        return log.read().decode(errors="replace")
-
-
-"""What was typed: `base`, a recipe's name, `groups` and `values` by name and key, `gpus` to plan for."""
 _NOT_IN_A_FORM = ("recipe", "defaults")
 
 
