@@ -12,6 +12,7 @@ import platform
 import resource
 import shutil
 import socket
+import socketserver
 import struct
 import subprocess
 import tempfile
@@ -269,6 +270,40 @@ _IP_AND_UDP_HEADERS = 28
 _BRIDGES = ("lo", "docker", "virbr")
 
 
+class _Bytes(socketserver.StreamRequestHandler):
+    """Sends as many bytes as it is asked for; where none are wanted, the question itself."""
+
+    timeout = 60
+
+    def handle(self) -> None:
+        block = bytes(1 << 18)
+        with contextlib.suppress(OSError):
+            while len(request := self.rfile.read(_SIZE.size)) == _SIZE.size:
+                (left,) = _SIZE.unpack(request)
+                if not left:
+                    self.connection.sendall(request)
+                while left:
+                    left -= self.connection.send(block[: min(left, len(block))])
+
+
+class _Echo(socketserver.BaseRequestHandler):
+    """Sends a datagram back as it came."""
+
+    def handle(self) -> None:
+        data, udp = self.request
+        with contextlib.suppress(OSError):
+            udp.sendto(data, self.client_address)
+
+
+class _Connections(socketserver.ThreadingTCPServer):
+    daemon_threads = allow_reuse_address = True
+    request_queue_size = 1024
+
+
+class _Datagrams(socketserver.UDPServer):
+    max_packet_size = 1 << 16
+
+
 class Listener:
     """Answers other nodes until it is closed: as many bytes as they ask for, and datagrams as they came.
 
@@ -277,74 +312,28 @@ class Listener:
     """
 
     def __init__(self, address: str, port: int = 0) -> None:
-        self._stop = threading.Event()
-        self._sockets: list[socket.socket] = []
+        self._servers: list[socketserver.TCPServer] = []
         try:
-            self.tcp = self._listen(address, 0)
+            self.tcp = self._serve(_Connections((address, 0), _Bytes))
             if port:
-                self._listen("", port)  # as PyTorch's store does
-            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            self._sockets.append(udp)
-            udp.bind((address, 0))
-            udp.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
-            udp.settimeout(0.2)
-            self.udp = int(udp.getsockname()[1])
-            threading.Thread(target=self._echo, args=(udp,), daemon=True).start()
+                self._serve(_Connections(("", port), _Bytes))  # as PyTorch's store does
+            datagrams = _Datagrams((address, 0), _Echo)
+            datagrams.socket.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+            self.udp = self._serve(datagrams)
         except OSError:
             self.close()
             raise
 
-    def _listen(self, address: str, port: int) -> int:
-        server = socket.create_server((address, port), backlog=1024)
-        server.settimeout(0.2)
-        self._sockets.append(server)
-        threading.Thread(target=self._accept, args=(server,), daemon=True).start()
-        return int(server.getsockname()[1])
-
-    def _accept(self, server: socket.socket) -> None:
-        while not self._stop.is_set():
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return
-            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
-
-    def _echo(self, udp: socket.socket) -> None:
-        while not self._stop.is_set():
-            with contextlib.suppress(TimeoutError, OSError):
-                data, sender = udp.recvfrom(1 << 16)
-                udp.sendto(data, sender)
+    def _serve(self, server: socketserver.TCPServer) -> int:
+        self._servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
+        return int(server.server_address[1])
 
     def close(self) -> None:
         """Stop answering."""
-        self._stop.set()
-        for one in self._sockets:
-            one.close()
-
-
-def _answer(connection: socket.socket) -> None:
-    block = bytes(1 << 18)
-    with connection, contextlib.suppress(OSError):
-        connection.settimeout(60)
-        while request := _receive(connection, _SIZE.size):
-            (left,) = _SIZE.unpack(request)
-            if not left:
-                connection.sendall(request)
-            while left:
-                left -= connection.send(block[: min(left, len(block))])
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    """Return so many bytes, b"" at the end of the connection."""
-    found = b""
-    while len(found) < count:
-        more = connection.recv(count - len(found))
-        if not more:
-            return b""
-        found += more
-    return found
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
 
 
 def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -369,7 +358,8 @@ def _hello(address: str, other: str, port: int) -> str:
     try:
         with socket.create_connection((other, port), timeout=LIMIT_S, source_address=source) as connection:
             connection.sendall(_SIZE.pack(0))
-            return "" if _receive(connection, _SIZE.size) else "somebody else answers"
+            answer = connection.makefile("rb").read(_SIZE.size)
+            return "" if len(answer) == _SIZE.size else "somebody else answers"
     except OSError as error:
         return error.strerror or str(error)
 
