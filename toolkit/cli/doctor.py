@@ -11,27 +11,12 @@ toolkit doctor [launcher options] [recipe=NAME] [hostfile=FILE] [key=value …]
 import sys
 import time
 
-from toolkit.arguments import parse, positive_int
+from toolkit.arguments import one_of, parse, positive_int
 from toolkit.config.schema import RunConfig
 from toolkit.doctor import agents, examine, findings
 from toolkit.launch import deepspeed
 from toolkit.messages import ConfigError, say, tr
 
-CHECKS = (
-    "ssh",
-    "clocks",
-    "code",
-    "recipe",
-    "versions",
-    "GPUs",
-    "ops",
-    "files",
-    "disks",
-    "limits",
-    "environment",
-    "network",
-    "all-reduce",
-)
 _OWN = ("quick", "timeout_s")
 _SIGNS = {findings.ERROR: "FAIL", findings.WARNING: "warn", findings.NOTE: "note", "": "ok"}
 
@@ -44,19 +29,18 @@ def run(words: list[str]) -> int:
     _, options, rest = deepspeed.typed_options(words)
     own = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
     overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
-    if own.get("quick", "true") not in ("true", "false"):
-        raise ConfigError("quick = {value}: write true or false.", value=own["quick"])
+    is_quick = one_of(own, "quick", ("false", "true")) == "true"
     cfg = parse(overrides).loaded.cfg if overrides else RunConfig()
     found = examine.plan_examination(options, overrides, cfg)
     found.limit_s = float(positive_int(own, "timeout_s") or found.limit_s)
-    found.run(own.get("quick") == "true")
+    found.run(is_quick)
     _tell(found, time.monotonic() - started)
     return ConfigError.exit_code if found.has_errors() else 0
 
 
 def _tell(found: examine.Examination, seconds: float) -> None:
     """Print a table, and below it what is wrong, the worst first."""
-    checks = [check for check in CHECKS if check in _looked_at(found)]
+    checks = [check for check in findings.checks() if check in _looked_at(found)]
     width = max(map(len, checks))
     for check in checks:
         levels = {one.level for one in found.findings if one.check == check}

@@ -41,6 +41,11 @@ def finding(name: str, /, *, level: str = "", **values: object) -> Finding:
     return Finding(check, level or usual, messages.tr(text, **values))
 
 
+def checks() -> list[str]:
+    """Return the names of all checks, in the order in which they are shown."""
+    return ["ssh", *dict.fromkeys(check for check, *_ in _table().values())]
+
+
 def outliers(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return a host with what most have (the first in a tie), and what the others have."""
     if not values:

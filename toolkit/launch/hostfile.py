@@ -88,7 +88,7 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
     """
     include = options.get("--include") or options.get("-i") or ""
     exclude = options.get("--exclude") or options.get("-e") or ""
-    nodes = _whole_number(options, "--num_nodes")
+    nodes = whole_number(options, "--num_nodes")
     gpus = asked_gpus(options)
     if bool(include) + bool(exclude) + (nodes is not None or gpus is not None) > 1:
         raise LaunchError(tr("give one of --include, --exclude, or --num_nodes and --num_gpus, not several."))
@@ -123,10 +123,11 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
 
 def asked_gpus(options: Mapping[str, str]) -> int | None:
     """Return how many GPUs of each node --num_gpus asks for, None without it; LaunchError if it is no such number."""
-    return _whole_number(options, "--num_accelerators" if "--num_accelerators" in options else "--num_gpus")
+    return whole_number(options, "--num_accelerators" if "--num_accelerators" in options else "--num_gpus")
 
 
-def _whole_number(options: Mapping[str, str], name: str) -> int | None:
+def whole_number(options: Mapping[str, str], name: str) -> int | None:
+    """Return an option that is a positive whole number, None without it, or for -1, as DeepSpeed's parser has it."""
     value = options.get(name, "-1")
     if value == "-1":
         return None
