@@ -54,11 +54,7 @@ def start_detached(command: Sequence[str], **options: Any) -> "subprocess.Popen[
 
 
 def _tied_to_this(way: str, command: Sequence[str], options: dict[str, Any]) -> list[str]:
-    """Return this file's command line for a command.
-
-    Raises:
-        FileNotFoundError: there is no such program, as subprocess says it.
-    """
+    """Return this file's command line for a command; an error as subprocess's own if there is no such program."""
     if not shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH")):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), way, str(os.getpid()), *command]

@@ -12,9 +12,9 @@ toolkit data-report recipe=NAME [output=FILE.html] [key=value …]
 
 from pathlib import Path
 
-from toolkit.arguments import named_arguments, parse_checked, positive_int
+from toolkit.arguments import named_arguments, one_of, parse_checked, positive_int
 from toolkit.config import preflight, schema
-from toolkit.messages import ConfigError, say
+from toolkit.messages import say
 
 OUTPUT = "data-report.html"
 
@@ -27,13 +27,9 @@ def run(words: list[str]) -> None:
         optional = ("output", "format", "workers")
         usage = "toolkit data-report DATA"
         values = named_arguments(words, required=("path",), optional=optional, usage=usage, bare="path")
-        given, known = values.get("format", "auto"), [one.value for one in schema.RowFormat]
-        if given not in known:
-            raise ConfigError("format = {value}. Known: {known}.", value=given, known=", ".join(known))
-        data, cache_dir = (
-            schema.DataConfig(sources=[schema.SourceConfig(path=values["path"], format=schema.RowFormat(given))]),
-            Path(),
-        )
+        row_format = schema.RowFormat(one_of(values, "format", [known.value for known in schema.RowFormat]))
+        source = schema.SourceConfig(path=values["path"], format=row_format)
+        data, cache_dir = schema.DataConfig(sources=[source]), Path()
     else:
         arguments = parse_checked(words, names=("output", "workers"))
         values, cfg = arguments.values, preflight.resolve_model_path(arguments.loaded).cfg

@@ -36,13 +36,11 @@ def build_once(
     build: Callable[[Path], None],
     is_complete: Callable[[Path], bool],
     status: Callable[[], str] = str,
-    setting: str = "prepare.dir",
 ) -> bool:
     """Make `target` unless it is complete or another process is making it; return whether this process has.
 
     `build` fills an empty temporary directory, which is flushed and renamed: `target` is whole or absent.
-    `is_complete`: whether an existing one is used, else replaced; `status`: progress for those who wait; `setting`: the
-    user's key for another directory.
+    `is_complete`: whether an existing one is used, else replaced; `status`: progress for those who wait.
     """
     if is_complete(target):
         return False
@@ -59,7 +57,7 @@ def build_once(
             _build_and_rename(target, build, is_complete)
             return True
     except OSError as error:
-        raise explain_lock_error(error, target.parent, setting) from error
+        raise explain_lock_error(error, target.parent) from error
 
 
 def _build_and_rename(target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
@@ -173,18 +171,16 @@ def _wait(file: IO[str], signature: _Signature) -> None:
         time.sleep(_POLL_S)
 
 
-def explain_lock_error(error: OSError, folder: Path, setting: str = "prepare.dir") -> DataError:
+def explain_lock_error(error: OSError, folder: Path) -> DataError:
     """Return the message for a folder that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DataError(
             "No space left while writing below '{folder}'. Free some, or choose another directory with "
-            "{setting}=FOLDER.",
+            "prepare.dir=FOLDER.",
             folder=folder,
-            setting=setting,
         )
     return DataError(
-        "Cannot write below '{folder}': {reason}. Choose another directory with {setting}=FOLDER.",
+        "Cannot write below '{folder}': {reason}. Choose another directory with prepare.dir=FOLDER.",
         folder=folder,
-        setting=setting,
         reason=error.strerror or error,
     )

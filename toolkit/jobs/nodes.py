@@ -26,12 +26,8 @@ _ANSWER_S = 5
 class Nodes:
     """The nodes that ranks are started on: all that were asked for, or with `launch.min_nodes` those that can.
 
-    Args:
-        typed: the arguments of `deepspeed`.
-        words: recipe and overrides of `cfg`.
-
-    Raises:
-        LaunchError: too few nodes, or what DeepSpeed's launcher would misread or not start.
+    `typed`: the arguments of `deepspeed`; `words`: recipe and overrides of `cfg`. A LaunchError if they are too few
+    or the launcher would misread them, or not start.
     """
 
     def __init__(self, typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> None:

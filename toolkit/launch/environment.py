@@ -379,7 +379,7 @@ _COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
 """What ends a text between double quotes, or runs a command in it (DeepSpeed 0.19.8); $NAME and ${NAME} do not."""
 
 
-def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[Path, dict[str, str]]:
+def variables_of_files(folder: Path) -> dict[Path, dict[str, str]]:
     """Return what the files set that DeepSpeed reads when it starts several machines; the last file wins.
 
     A file that somebody else could have written is an error (whoever clones a repository gets its files), and so is a
@@ -387,7 +387,7 @@ def variables_of_files(folder: Path, environ: Mapping[str, str] = os.environ) ->
     """
     found: dict[Path, dict[str, str]] = {}
     for place in dict.fromkeys((Path.home(), folder)):
-        file = place / environ.get("DS_ENV_FILE", ".deepspeed_env")
+        file = place / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
         if not file.is_file():
             continue
         status, values = file.stat(), found.setdefault(file, {})
@@ -436,9 +436,9 @@ def status_variables(file: Path) -> dict[str, str]:
     return {STATUS_VARIABLE: str(file), _LAUNCHED_BY: f"{socket.gethostname()}:{os.getpid()}"}
 
 
-def front_end(environ: Mapping[str, str] = os.environ) -> int:
+def front_end() -> int:
     """Return the process of the `toolkit launch` on this machine that started this rank; 0 without one."""
-    host, _, pid = environ.get(_LAUNCHED_BY, "").rpartition(":")
+    host, _, pid = os.environ.get(_LAUNCHED_BY, "").rpartition(":")
     return int(pid) if host == socket.gethostname() and pid.isdecimal() else 0
 
 
