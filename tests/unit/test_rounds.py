@@ -100,6 +100,12 @@ def test_pairs_are_of_the_best_and_the_worst() -> None:
     assert about == {"prompts": 3, "samples": 8, "mean_reward": 0.0, "best_reward": 4 / 3, "pairs": 1, "ties": 2}
 
 
+def test_lines_end_at_newlines_alone(tmp_path: Path) -> None:
+    rows = [row("a\u2028b\x85c"), row("d")]
+    write_lines(tmp_path / "rows.jsonl", rows)
+    assert read_lines(tmp_path / "rows.jsonl") == rows
+
+
 class Steps:
     """Does what the commands of rounds would do, and notes it; stops at the step of number `stop`."""
 

@@ -159,8 +159,8 @@ def pairs_of(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
 
 def read_lines(file: Path) -> list[Row]:
     """Return the rows of a file of JSON lines."""
-    with reading(file, DataError):
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with reading(file, DataError), file.open(encoding="utf-8") as lines:  # str.splitlines would cut texts at U+2028
+        return [json.loads(line) for line in lines]
 
 
 def write_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
