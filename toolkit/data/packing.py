@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,8 @@ def plan_sequences(
     if by_source or classes:
         points = [[source.weight, *((point.at, point.weight) for point in source.weights)] for source in sources]
         key.append({"weights": points if by_source else [], "classes": classes})
-    target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
-    def build(folder: Path) -> None:
+    def build(folder: Path) -> tuple[int, list[int]]:
         units = evaluated_samples(cache, most, size) if is_capped else weighted_samples(cache, weights, seed, size)
         dealt = _Units(cache, units, size, max_length if share else 0, f"plan {seed}")
         kinds = cache.sources()[dealt.first] if by_source else np.searchsorted(classes, dealt.longest)
@@ -139,11 +138,9 @@ def plan_sequences(
             rows[mine] = filled + bounds[-1]
             bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
         dealt.save(folder, rows, relative)
-        plan = {"num_rows": bounds[-1], "bounds": bounds if by_source else []}
-        (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        return bounds[-1], bounds if by_source else []
 
-    build_once(target, build, lambda folder: (folder / "plan.json").is_file())
-    return load_plan(target)
+    return _kept(cache_dir, key, build)
 
 
 class _Units:
@@ -236,9 +233,8 @@ def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Pat
     assert members is not None and offsets is not None
     pairs = hashlib.sha256(members.tobytes()).hexdigest()
     key = [CODE_VERSION, cache.fingerprint, cache.split, "prompts", pairs, list(plan.bounds)]
-    target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
-    def build(folder: Path) -> None:
+    def build(folder: Path) -> tuple[int, list[int]]:
         firsts, places = np.unique(members[::2], return_inverse=True)  # weights may take a pair several times
         common = [_common(cache[first][0], *cache[first + 1]) for first in firsts.tolist()]
         shared = np.zeros(len(members), np.uint32)
@@ -246,11 +242,9 @@ def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Pat
         np.save(folder / "members.npy", members)
         np.save(folder / "offsets.npy", offsets)
         np.save(folder / "shared.npy", shared)
-        about = {"num_rows": len(plan), "bounds": list(plan.bounds)}
-        (folder / "plan.json").write_text(json.dumps(about), encoding="utf-8")
+        return len(plan), list(plan.bounds)
 
-    build_once(target, build, lambda folder: (folder / "plan.json").is_file())
-    return load_plan(target)
+    return _kept(cache_dir, key, build)
 
 
 def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:
@@ -345,6 +339,18 @@ def group(lengths: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
         groups[order[start:end]] = number
         start, number = end, number + 1
     return groups
+
+
+def _kept(cache_dir: Path, key: list[Any], build: Callable[[Path], tuple[int, list[int]]]) -> PackingPlan:
+    """Return the plan of a key, made now if there is none; `build` saves arrays and returns rows, bounds."""
+    target = cache_dir / "plans" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+    def build_plan(folder: Path) -> None:
+        num_rows, bounds = build(folder)
+        (folder / "plan.json").write_text(json.dumps({"num_rows": num_rows, "bounds": bounds}), encoding="utf-8")
+
+    build_once(target, build_plan, lambda folder: (folder / "plan.json").is_file())
+    return load_plan(target)
 
 
 def load_plan(folder: Path) -> PackingPlan:
