@@ -10,24 +10,32 @@ it for good (CPython issue 112275, seen in 3.11.7). A launcher does not hand the
 
 import ctypes
 import errno
+import gc
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:  # imported where they are used: this file is run for each child
-    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures import Future, ProcessPoolExecutor
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 5.0
 _POLL_S = 0.05
+_AHEAD = 2
+
+_Item = TypeVar("_Item", bound=tuple[Any, ...])
+_Result = TypeVar("_Result")
+_function: Callable[..., Any] | None = None
+"""What a process of `in_order` calls."""
 
 
 def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[Any]":
@@ -67,6 +75,47 @@ def workers(count: int, begin: Callable[..., None] | None = None, *arguments: An
 
     context = multiprocessing.get_context("spawn")  # a forked copy of a process that runs threads may hang
     return ProcessPoolExecutor(count, context, initializer=_tied, initargs=(os.getpid(), begin, *arguments))
+
+
+def in_order(count: int, function: Callable[..., _Result], items: Iterable[_Item]) -> Iterator[tuple[_Item, _Result]]:
+    """Yield each item, in their order, with `function(*item)`; here for a `count` of 1, else in so many new
+    interpreters, which get the function once and the items, few ahead, as they come.
+
+    Raises:
+        BrokenProcessPool: one of them was killed.
+    """
+    if count == 1:
+        yield from ((item, function(*item)) for item in items)
+        return
+    from toolkit.messages import current_language
+
+    executor = workers(count, _serve, function, current_language())
+    waiting: deque[tuple[_Item, Future[_Result]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, executor.submit(_called, item)))
+            if len(waiting) >= count * _AHEAD:
+                oldest, future = waiting.popleft()
+                yield oldest, future.result()
+        yield from ((item, future.result()) for item, future in waiting)
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _serve(function: Callable[..., Any], language: str) -> None:
+    """Prepare a process of `in_order`: one thread each, as there is a process for every core."""
+    from toolkit.messages import set_language
+
+    global _function
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    set_language(language)
+    _function = function
+    gc.freeze()  # of what is imported nothing becomes garbage; looking through it takes a third of a second each time
+
+
+def _called(item: tuple[Any, ...]) -> Any:
+    assert _function is not None
+    return _function(*item)
 
 
 def copied(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,7 @@ def test_parts_of_other_rules_are_never_used(tmp_path: Path) -> None:
     def path(rules: DataConfig, columns: dict[str, str] | None = None, fingerprint: str = "bytes") -> Path:
         encoder = ByteEncoder()
         encoder.fingerprint = fingerprint
-        return PartBuilder(encoder, rules, tmp_path).path(block, file.row_format, columns or {})
+        return PartBuilder(encoder, rules, tmp_path).path(replace(file, columns=columns or {}), block)
 
     rules = [
         DataConfig(max_length=100, too_long=TooLong.drop, train_on=TrainOn.auto),
@@ -235,6 +236,7 @@ def test_parts_of_other_rules_are_never_used(tmp_path: Path) -> None:
 
 FILL = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tests.unit.data_tools import ByteEncoder, run_config
 from toolkit.data.tokenize import build_caches

@@ -323,7 +323,7 @@ class RowReader:
 _ANSWERS = ("chosen", "rejected")
 
 
-class PairReader:
+class PairReader(RowReader):
     """Turns rows of `RowFormat.preference` into two conversations that differ in their last answer alone. What was said
     before is read as one of the other formats; an answer is a text, a message or a list of messages.
     """
@@ -331,9 +331,7 @@ class PairReader:
     row_format, gives_pairs = RowFormat.preference, True
 
     def __init__(self, columns: Mapping[str, str]) -> None:
-        self.columns = columns
-        self.names = {field: columns.get(field, field) for field in ROW_FIELDS[self.row_format]}
-        self.skipped: Counter[str] = Counter()  # as of `RowReader`
+        super().__init__(self.row_format, columns)
 
     def read_all(self, row: object) -> list[Conversation]:
         """Return the conversation with the chosen answer and the one with the rejected; a RowError as `RowReader`."""
@@ -362,10 +360,6 @@ class PairReader:
             )
         return [replace(one, messages=messages) for one, messages in zip(pair, plain, strict=True)]
 
-    def unused(self, row: Mapping[str, object]) -> list[str]:
-        """Return the keys of a row that are not read."""
-        return [str(key) for key in row if key not in self.names.values()]
-
     def _before(self, row: Mapping[str, Any], is_answered: bool = False) -> Conversation:
         """Return what was said before the last answer; `is_answered`: with the chosen one."""
         names = self.names
@@ -382,17 +376,20 @@ class PairReader:
     def _read(
         self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
     ) -> Conversation:
+        """Return a row's conversation in one of the other formats; `columns`: beside those of this reader."""
         reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
         reader.skipped = self.skipped
-        others = {self.names[field] for field in _MARKS if field in self.names} - set(columns.values())
-        if not is_answered:
-            others |= {self.names[fields[1]] for fields in _PAIR_FIELDS.values()}
+        others = self._others(is_answered) - set(columns.values())
         return reader.read({key: value for key, value in row.items() if key not in others})
+
+    def _others(self, is_answered: bool) -> set[str]:
+        """Return the keys of a row that are not of the conversation."""
+        others = {self.names[field] for field in _MARKS.intersection(ROW_FIELDS[self.row_format])}
+        return others if is_answered else others | {self.names[answer] for _, answer in _PAIR_FIELDS.values()}
 
     def _answered(self, before: Conversation, row: Mapping[str, Any], answer: str) -> Conversation:
         """Return what was said with an answer of the row behind it."""
-        key, reader = self.names[answer], RowReader(RowFormat.messages, self.columns)
-        reader.skipped = self.skipped
+        key = self.names[answer]
         if not before.messages or before.messages[-1]["role"] == "assistant":
             raise RowError(tr("the messages before the two answers must end with a question"))
         messages, said = list(before.messages), _parsed(row[key]) if key in row else _missing(row, key)
@@ -402,9 +399,9 @@ class PairReader:
             try:
                 if not isinstance(item, dict):
                     raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
-                reader._add_item(item, messages)
+                self._add_item(item, messages)
             except RowError as error:
-                raise RowError("'{key}' cannot be used: {reason}", key=key, reason=reader._explained(error)) from None
+                raise RowError("'{key}' cannot be used: {reason}", key=key, reason=self._explained(error)) from None
         return replace(before, messages=messages)
 
     def _whole(self, row: Mapping[str, Any], answer: str) -> str:
@@ -483,12 +480,8 @@ class ClassReader(PairReader):
         whole = self._read(mapping, RowFormat.text) if is_text else self._before(mapping)
         return [replace(whole, messages=_unmarked(whole), label=label, is_read=True)]
 
-    def _read(
-        self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
-    ) -> Conversation:
-        reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
-        reader.skipped = self.skipped
-        return reader.read({key: value for key, value in row.items() if key != self.names["label"]})
+    def _others(self, is_answered: bool) -> set[str]:
+        return {self.names["label"]}  # an answer that is there is read
 
 
 class TextPairReader(PairReader):
@@ -515,16 +508,12 @@ def _unmarked(conversation: Conversation) -> list[Message]:
     return [{key: value for key, value in message.items() if key != "loss"} for message in conversation.messages]
 
 
-def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader | PairReader:
+def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader:
     """Return the reader of a format's rows."""
-    readers = {
-        RowFormat.preference: PairReader,
-        RowFormat.labeled: LabelReader,
-        RowFormat.reward: MarginReader,
-        RowFormat.classify: ClassReader,
-        RowFormat.embed: TextPairReader,
-    }
-    return readers[row_format](columns) if row_format in readers else RowReader(row_format, columns)
+    for reader in (PairReader, MarginReader, LabelReader, ClassReader, TextPairReader):
+        if reader.row_format is row_format:
+            return reader(columns)
+    return RowReader(row_format, columns)
 
 
 def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowFormat:

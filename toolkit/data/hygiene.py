@@ -14,9 +14,8 @@ import hashlib
 import json
 import os
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from toolkit import children
 from toolkit.data import formats, readers, sources
 from toolkit.data.tokenize import LEAST_BYTES_FOR_PROCESSES, PrepareReport
-from toolkit.messages import RowError, current_language, read_table, set_language, tr, translated
+from toolkit.messages import RowError, read_table, tr, translated
 from toolkit.report.page import Section, Table, Tile, short, write_page
 
 SIMILAR = 0.8
@@ -35,7 +34,6 @@ _SHINGLE, _BINS, _BANDS = 5, 32, 8
 _BATCH_CHARS = 1 << 20
 EXAMPLES = 5
 OTHER = "other"
-_AHEAD = 2
 
 
 @dataclass(slots=True)
@@ -97,7 +95,7 @@ def _script_table() -> tuple[list[str], NDArray[np.uint8]]:
 class Inspector:
     """Looks at blocks of rows; `special`: the control strings of the tokenizer."""
 
-    def __init__(self, special: Iterable[str] = ()) -> None:
+    def __init__(self, special: Iterable[str]) -> None:
         rules = read_table("data/hygiene.yaml")
         texts = {*rules["leftovers"], *(text for text in special if len(text) > 2)}
         longest_first = sorted(texts, key=len, reverse=True)
@@ -248,41 +246,6 @@ def alike(facts: Facts) -> tuple[Alike, Alike]:
     return Alike(len(equal), [(int(row), int(earlier[row])) for row in equal[:EXAMPLES]]), Alike(len(found), pairs)
 
 
-def inspect_blocks(
-    blocks: Iterable[tuple[int, sources.DataFile, readers.Block]], inspector: Inspector, num_workers: int
-) -> Iterator[Facts]:
-    """Yield what is in each block, in their order."""
-    if num_workers == 1:
-        for number, file, block in blocks:
-            yield inspector.inspect(number, file, block)
-        return
-    executor = children.workers(num_workers, _start, inspector, current_language())
-    waiting: deque[Future[Facts]] = deque()
-    try:
-        for one in blocks:
-            waiting.append(executor.submit(_inspect, *one))
-            if len(waiting) >= num_workers * _AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-_inspector: Inspector | None = None
-
-
-def _start(inspector: Inspector, language: str) -> None:
-    global _inspector
-    set_language(language)
-    _inspector = inspector
-
-
-def _inspect(number: int, file: sources.DataFile, block: readers.Block) -> Facts:
-    assert _inspector is not None
-    return _inspector.inspect(number, file, block)
-
-
 def kinds() -> dict[str, str]:
     """Return the kinds of findings in the reader's words."""
     return {
@@ -296,9 +259,9 @@ def kinds() -> dict[str, str]:
 def inspect_files(files: Sequence[sources.DataFile], special: Iterable[str] = (), workers: int = 0) -> Facts:
     """Return what is in all rows of files; `special`: see `Inspector`; `workers`: processes, 0 one for each core."""
     size, whole = sources.total_bytes(files), Facts()
-    count = workers or len(os.sched_getaffinity(0))
+    count = (workers or len(os.sched_getaffinity(0))) if size >= LEAST_BYTES_FOR_PROCESSES else 1
     blocks = sources.read_blocks(files, [0] * len(files), readers.block_bytes(size))
-    for part in inspect_blocks(blocks, Inspector(special), count if size >= LEAST_BYTES_FOR_PROCESSES else 1):
+    for _, part in children.in_order(count, Inspector(special).inspect, blocks):
         whole.add(part)
     return whole
 

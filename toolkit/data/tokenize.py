@@ -52,33 +52,17 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
 
 
 @dataclass(slots=True)
-class PrepareReport:
+class PrepareReport(workers.RowCounts):
     """What became of the rows; kept in the manifest, so that a later run can show it too."""
 
     rows_read: int = 0
     """Rows of training and validation files together, blank lines excepted."""
     train_samples: int = 0
     validation_samples: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows of which nothing, or not all, was used, by reason."""
     examples: dict[str, list[str]] = field(default_factory=dict)
-    """For each reason the first few places, "file:line"; for unusable rows with what is wrong."""
+    """For each reason of `dropped` the first few places, "file:line"; for unusable rows with what is wrong."""
     bad_rows: int = 0
     """Rows that could not be used; all are listed in bad_rows.jsonl of the cache."""
-    truncated: int = 0
-    """Samples that lost their oldest turns (a plain text: its end)."""
-    turns_dropped: int = 0
-    """Turns that these lost."""
-    split: int = 0
-    """Conversations that became several samples for their length."""
-    divided: int = 0
-    """Conversations that became several samples, as the chat template writes earlier answers otherwise later on."""
-    divided_samples: int = 0
-    systems: int = 0
-    """Rows whose system message or tools were left out because the model's format has no place for them."""
-    unused: list[str] = field(default_factory=list)
-    message_keys: dict[str, int] = field(default_factory=dict)
-    """Keys of messages that were not read, and in how many messages."""
     repeated: int = 0
     """Training rows that give the same samples as an earlier training row."""
     repeated_examples: list[str] = field(default_factory=list)
@@ -318,7 +302,7 @@ class _Builder:
     def read(self, made: BuiltPart) -> Part:
         part = read_part(made.path)
         if part is None:  # another build that has it too was finished, and removed it
-            part = read_part(self.maker.make(made.block, made.file.row_format, made.file.columns)[0])
+            part = read_part(self.maker.make(made.file_number, made.file, made.block)[0])
         if part is None:
             raise DataError(
                 "{path} was changed or removed while it was being used. Start the same command again; what is "
@@ -349,14 +333,9 @@ class _Builder:
         report, counts, examples = self.report, part.counts, self.report.examples
         report.rows_read += counts.rows
         self.source_rows[made.file.source] += counts.rows
-        for name in ("truncated", "turns_dropped", "split", "divided", "divided_samples", "systems"):
-            setattr(report, name, getattr(report, name) + getattr(counts, name))
-        report.unused += [name for name in counts.unused if name not in report.unused]
-        for key, count in counts.message_keys.items():
-            report.message_keys[key] = report.message_keys.get(key, 0) + count
-        for reason, count in counts.dropped.items():
-            report.dropped[reason] = report.dropped.get(reason, 0) + count
-            examples.setdefault(reason, []).extend(_place(made, row) for row in counts.dropped_rows[reason])
+        report.add(counts)
+        for reason, rows in counts.dropped_rows.items():
+            examples.setdefault(reason, []).extend(_place(made, row) for row in rows)
         if counts.bad:
             reason = tr("cannot be used")
             report.bad_rows += len(counts.bad)

@@ -2,16 +2,13 @@
 the block's content and every rule, so an interrupted build finds the parts that still hold.
 """
 
-import gc
 import hashlib
 import json
 import os
 import pickle
 import zipfile
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain, groupby, islice, pairwise
@@ -25,8 +22,8 @@ from numpy.typing import NDArray
 from toolkit import children
 from toolkit.config.schema import DataConfig, RowFormat, TooLong
 from toolkit.data import readers, sources
-from toolkit.data.formats import Conversation, Message, PairReader, RowReader, mark_trained, parse_row, reader_of, turns
-from toolkit.messages import DataError, RowError, current_language, set_language, tr
+from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, parse_row, reader_of, turns
+from toolkit.messages import DataError, RowError, current_language, tr
 
 Encoded = tuple[list[int], list[bool]]
 """Ids of one conversation, and for each whether the loss covers it."""
@@ -100,29 +97,48 @@ class RowPosition(NamedTuple):
 
 
 @dataclass(slots=True)
-class PartCounts:
+class RowCounts:
+    """What became of some rows."""
+
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows of which nothing, or not all, was used, by reason."""
+    truncated: int = 0
+    """Samples that lost their oldest turns (a plain text: its end)."""
+    turns_dropped: int = 0
+    """Turns that these lost."""
+    split: int = 0
+    """Conversations that became several samples for their length."""
+    divided: int = 0
+    """Conversations that became several samples, as the chat template writes earlier answers otherwise later on."""
+    divided_samples: int = 0
+    systems: int = 0
+    """Rows whose system message or tools were left out because the model's format has no place for them."""
+    unused: list[str] = field(default_factory=list)
+    """Columns that were not read."""
+    message_keys: dict[str, int] = field(default_factory=dict)
+    """Keys of messages that were not read, and in how many messages."""
+
+    def add(self, other: "RowCounts") -> None:
+        """Add what became of more rows."""
+        for name in ("truncated", "turns_dropped", "split", "divided", "divided_samples", "systems"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.unused += [name for name in other.unused if name not in self.unused]
+        for mine, theirs in ((self.dropped, other.dropped), (self.message_keys, other.message_keys)):
+            for name, count in theirs.items():
+                mine[name] = mine.get(name, 0) + count
+
+
+@dataclass(slots=True)
+class PartCounts(RowCounts):
     """What became of the rows of a part."""
 
     rows: int = 0
     bad: list[tuple[RowPosition, str, str]] = field(default_factory=list)
     """Rows that cannot be used: place, reason, excerpt."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Rows of which nothing, or not all, was used, by reason."""
     dropped_rows: dict[str, list[RowPosition]] = field(default_factory=dict)
-    """The first few of them."""
+    """The first few of those that were dropped, by reason."""
     too_long: list[tuple[RowPosition, int]] = field(default_factory=list)
     """With too_long=error: the first row that is too long, and its tokens."""
-    truncated: int = 0
-    turns_dropped: int = 0
-    split: int = 0
-    divided: int = 0
-    divided_samples: int = 0
-    systems: int = 0
-    """Rows whose system message or tools the model's format leaves out."""
-    unused: list[str] = field(default_factory=list)
-    """Columns that are not read."""
-    message_keys: dict[str, int] = field(default_factory=dict)
-    """Keys of messages that are not read, and in how many messages."""
     labels: list[str] = field(default_factory=list)
     """Labels of the samples, in the order in which they came; a sample's value is a number of these."""
 
@@ -186,23 +202,25 @@ class PartBuilder:
         rules += [texts] if texts > 2 else []
         self._key = repr(rules).encode()
 
-    def path(self, block: readers.Block, row_format: RowFormat, columns: dict[str, str]) -> Path:
+    def path(self, file: sources.DataFile, block: readers.Block) -> Path:
         """Return where the part of a block is kept."""
-        digest = hashlib.sha256(self._key + repr((row_format, sorted(columns.items()))).encode())
+        digest = hashlib.sha256(self._key + repr((file.row_format, sorted(file.columns.items()))).encode())
         digest.update(block.content if isinstance(block.content, bytes) else pickle.dumps(block.content, 4))
         return self.folder / f"{digest.hexdigest()[:40]}.npz"
 
-    def make(self, block: readers.Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
-        """Make a part unless an undamaged one is there; return where it is and whether it was made."""
-        path = self.path(block, row_format, columns)
+    def make(self, number: int, file: sources.DataFile, block: readers.Block) -> tuple[Path, bool]:
+        """Make a part unless an undamaged one is there, whatever its file's number; return where it is and whether it
+        was made.
+        """
+        path = self.path(file, block)
         if read_part(path) is not None:
             return path, False
         # A block of which no row can be parsed has no format; all its rows are rejected before one is needed.
-        row_format = RowFormat.prompt_response if row_format is RowFormat.auto else row_format
-        write_part(path, self._encode(block, reader_of(row_format, columns)))
+        row_format = RowFormat.prompt_response if file.row_format is RowFormat.auto else file.row_format
+        write_part(path, self._encode(block, reader_of(row_format, file.columns)))
         return path, True
 
-    def _encode(self, block: readers.Block, reader: RowReader | PairReader) -> Part:
+    def _encode(self, block: readers.Block, reader: RowReader) -> Part:
         counts, ids, trained = PartCounts(), array("I"), bytearray()
         lengths, lines, ordinals, values = array("I"), array("I"), array("I"), array("f")
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(readers.rows_of(block)))
@@ -224,9 +242,7 @@ class PartBuilder:
         known = np.frombuffer(values, np.float32)
         return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, known, counts)
 
-    def _batch(
-        self, batch: list[tuple[RowPosition, Any]], reader: RowReader | PairReader, counts: PartCounts
-    ) -> Iterator[_Sample]:
+    def _batch(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> Iterator[_Sample]:
         """Yield the samples of some rows, each with its row."""
         counts.rows += len(batch)
         read: list[_ReadRow] = []
@@ -516,9 +532,6 @@ def read_part(path: Path) -> Part | None:
     return part if int(part.lengths.sum()) == len(part.ids) else None
 
 
-_AHEAD = 2
-
-
 class BuiltPart(NamedTuple):
     """One part that is ready."""
 
@@ -534,24 +547,9 @@ def make_parts(
 ) -> Iterator[BuiltPart]:
     """Yield the parts of blocks in their order; a DataError if a process was killed."""
     maker.folder.mkdir(parents=True, exist_ok=True)
-    if num_workers == 1:
-        for number, file, block in blocks:
-            yield BuiltPart(number, file, block, *maker.make(block, file.row_format, file.columns))
-        return
-    executor = children.workers(num_workers, _start, maker, current_language())
-    waiting: deque[tuple[int, sources.DataFile, readers.Block, Future[tuple[Path, bool]]]] = deque()
-
-    def oldest() -> BuiltPart:
-        number, file, block, future = waiting.popleft()
-        return BuiltPart(number, file, block, *future.result())
-
     try:
-        for number, file, block in blocks:
-            waiting.append((number, file, block, executor.submit(_make, block, file.row_format, file.columns)))
-            if len(waiting) >= num_workers * _AHEAD:
-                yield oldest()
-        while waiting:
-            yield oldest()
+        for (number, file, block), made in children.in_order(num_workers, maker.make, blocks):
+            yield BuiltPart(number, file, block, *made)
     except BrokenProcessPool:
         raise DataError(
             "A tokenizing process was killed, most likely by the system for lack of memory (see "
@@ -559,22 +557,3 @@ def make_parts(
             "memory: prepare.num_workers={fewer}.",
             fewer=max(1, num_workers // 2),
         ) from None
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-_maker: PartBuilder | None = None
-
-
-def _start(maker: PartBuilder, language: str) -> None:
-    """Prepare a process: one thread each, as there is a process for every core."""
-    global _maker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    set_language(language)
-    _maker = maker
-    gc.freeze()  # of what is imported nothing becomes garbage; looking through it takes a third of a second each time
-
-
-def _make(block: readers.Block, row_format: RowFormat, columns: dict[str, str]) -> tuple[Path, bool]:
-    assert _maker is not None
-    return _maker.make(block, row_format, columns)
