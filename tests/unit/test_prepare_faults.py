@@ -20,7 +20,6 @@ import pytest
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong, TrainOn
 from toolkit.data import tokenize as module
-from toolkit.data.readers import block_bytes
 from toolkit.data.sources import read_blocks
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches, prepare_shard
@@ -216,7 +215,7 @@ def test_file_that_changes_while_it_is_read(tmp_path: Path, cfg: RunConfig) -> N
 def test_parts_of_other_rules_are_never_used(tmp_path: Path) -> None:
     cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", pairs(3)))
     files = module.locate_all(cfg.data, tmp_path)
-    ((_, file, block),) = read_blocks(files, [0], block_bytes(1))
+    ((_, file, block),) = read_blocks(files)
 
     def path(rules: DataConfig, columns: dict[str, str] | None = None, fingerprint: str = "bytes") -> Path:
         encoder = ByteEncoder()

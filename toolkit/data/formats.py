@@ -115,11 +115,14 @@ _MARKS = _PREFERENCE | {"completion", "label", "kto_tag", "margin"}
 class RowReader:
     """Turns a source's rows into conversations. `columns`: format's name -> file's; `answered`: an answer is due."""
 
+    row_format: RowFormat
     gives_pairs = False
     """Whether a row becomes two samples that are used together or not at all."""
 
     def __init__(self, row_format: RowFormat, columns: Mapping[str, str], answered: bool = True) -> None:
-        self.row_format, self.answered = row_format, answered
+        # Undecided where no row of a block can be parsed: each is rejected before a format is needed.
+        self.row_format = RowFormat.prompt_response if row_format is RowFormat.auto else row_format
+        self.answered = answered
         self.skipped: Counter[str] = Counter()  # keys of messages that are not read, and in how many messages
         fields = {field for names in ROW_FIELDS.values() for field in names}
         self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}

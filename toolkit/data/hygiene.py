@@ -260,8 +260,7 @@ def inspect_files(files: Sequence[sources.DataFile], special: Iterable[str] = ()
     """Return what is in all rows of files; `special`: see `Inspector`; `workers`: processes, 0 one for each core."""
     size, whole = sources.total_bytes(files), Facts()
     count = (workers or len(os.sched_getaffinity(0))) if size >= LEAST_BYTES_FOR_PROCESSES else 1
-    blocks = sources.read_blocks(files, [0] * len(files), readers.block_bytes(size))
-    for _, part in children.in_order(count, Inspector(special).inspect, blocks):
+    for _, part in children.in_order(count, Inspector(special).inspect, sources.read_blocks(files)):
         whole.add(part)
     return whole
 
@@ -297,7 +296,7 @@ def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepa
             id="texts", title=tr("Texts to look at"), tables=[_found(facts)] if facts.found else [], empty=_none(facts)
         ),
         Section(id="lengths", title=tr("Lengths and turns"), tables=_lengths(facts)),
-        Section(id="languages", title=tr("Scripts"), tables=[_scripts(facts, total)]),
+        Section(id="languages", title=tr("Scripts"), tables=[_scripts(facts)]),
         Section(id="files", title=tr("Files"), tables=[Table([tr("file")], [[str(file.path)] for file in files[:60]])]),
     ]
     tiles = [
@@ -337,17 +336,16 @@ def _lengths(facts: Facts) -> list[Table]:
     return [Table(heads, rows), Table([tr("messages of the user"), tr("conversations")], turns)]
 
 
-def _scripts(facts: Facts, total: int) -> Table:
+def _scripts(facts: Facts) -> Table:
     characters = max(sum(facts.scripts.values()), 1)
     rows = [
         [
             tr("digits, signs, white space, others") if name == OTHER else name,
             f"{count / characters:.2%}",
-            f"{mostly:,}",
+            f"{facts.mostly[name]:,}",
         ]
         for name, count in facts.scripts.most_common()
         if count
-        for mostly in [facts.mostly[name]]
     ]
     note = tr("By Unicode's blocks of letters, not by language: Latin is English as well as French.")
     return Table(

@@ -85,29 +85,27 @@ def locate_all(data: DataConfig, cache_dir: Path) -> list[DataFile]:
     """Return the files of all sources, training first; a DataError if there are no sources or files."""
     if not data.sources:
         raise DataError(tr("data.sources is empty: name at least one file under data.sources."))
-    sources = [*data.sources, *data.validation]
-    return [file for number, source in enumerate(sources) for file in locate_source(source, number, cache_dir)]
+    return [file for numbered in _numbered(data) for file in locate_source(*numbered, cache_dir)]
 
 
 def local_files(data: DataConfig) -> list[DataFile]:
     """Return the files of the sources that have a path; downloads and derives nothing."""
-    sources = [*data.sources, *data.validation]
-    return [
-        file for number, source in enumerate(sources) if source.path for file in locate_source(source, number, Path())
-    ]
+    return [file for numbered in _numbered(data) if numbered[0].path for file in locate_source(*numbered, Path())]
 
 
-def read_blocks(
-    files: Sequence[DataFile], limits: Sequence[int], least_bytes: int
-) -> Iterator[tuple[int, DataFile, Block]]:
+def _numbered(data: DataConfig) -> list[tuple[SourceConfig, int]]:
+    return [(source, number) for number, source in enumerate([*data.sources, *data.validation])]
+
+
+def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[int, DataFile, Block]]:
     """Yield the blocks of several files, in order, each with its file's number; formats are found on the way. `limits`:
-    of each file, rows from it and the files before it of the same limit; 0: all.
+    of each file, rows from it and the files before it of the same limit; 0, as without limits: all.
     """
-    taken = 0
+    taken, least_bytes = 0, block_bytes(total_bytes(files))
     for number, file in enumerate(files):
         known: DataFile | None = None
         for block in blocks(file.path, least_bytes, file.columns.values()):
-            if limit := limits[number]:
+            if limit := limits[number] if limits else 0:
                 if taken >= limit:
                     break
                 rows = list(islice(rows_of(block), limit - taken))
@@ -144,15 +142,16 @@ def with_format(file: DataFile, block: Block) -> DataFile | None:
 def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversation]:
     """Yield the training sources' conversations, for a tokenizer; the cache's build reports the rows skipped here."""
     files = [file for file in locate_all(data, cache_dir) if file.source < len(data.sources)]
-    for _, file, block in read_blocks(files, [data.max_samples] * len(files), block_bytes(total_bytes(files))):
-        if file.row_format is RowFormat.auto:
-            continue
+    return (one for _, one in usable_rows(files, [data.max_samples] * len(files)))
+
+
+def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[str, Conversation]]:
+    """Yield the conversations of files with their "file:line", without rows that cannot be used; see `read_blocks`."""
+    for _, file, block in read_blocks(files, limits):
         reader = reader_of(file.row_format, file.columns)
-        for _, row in rows_of(block):
-            try:
-                yield from reader.read_all(parse_row(row))
-            except RowError:
-                continue
+        for offset, row in rows_of(block):
+            with suppress(RowError):
+                yield from ((f"{file.path}:{block.first + offset}", one) for one in reader.read_all(parse_row(row)))
 
 
 def total_bytes(files: Sequence[DataFile]) -> int:

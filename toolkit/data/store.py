@@ -25,16 +25,8 @@ from toolkit.messages import DataError, reading, tr
 if TYPE_CHECKING:
     import datasets
 
-IDS, TRAINED, OFFSETS, FILES, LINES, ROWS, MANIFEST = (
-    "ids.bin",
-    "trained.bin",
-    "offsets.npy",
-    "files.npy",
-    "lines.npy",
-    "rows.npy",
-    "manifest.json",
-)
-BAD_ROWS, VALUES = "bad_rows.jsonl", "values.npy"
+IDS, TRAINED, MANIFEST, BAD_ROWS = "ids.bin", "trained.bin", "manifest.json", "bad_rows.jsonl"
+OFFSETS, FILES, LINES, ROWS, VALUES = "offsets.npy", "files.npy", "lines.npy", "rows.npy", "values.npy"
 _COLUMNS = {
     "lengths": np.uint32,
     "trained": np.uint32,

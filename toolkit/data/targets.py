@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from toolkit.data.store import MANIFEST, TokenizedCache
 from toolkit.disk import flush
-from toolkit.messages import DataError, reading, tr
+from toolkit.messages import DataError, json_object, reading, tr
 
 PARTS, BEGINS = "parts.npy", "begins.npy"
 
@@ -38,8 +38,7 @@ class TokenTargets:
 
     def open(self, folder: Path) -> None:
         """Read from a directory what a teacher says."""
-        with reading(folder / MANIFEST, DataError):
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json_object(folder / MANIFEST, DataError)
         self.folder, self.top_k = folder, int(manifest["top_k"])
         self._parts, self._begins = (np.load(folder / name, mmap_mode="r") for name in (PARTS, BEGINS))
         self._files = [os.open(folder / f"{part}.bin", os.O_RDONLY) for part in range(manifest["parts"])]
@@ -54,30 +53,30 @@ class TokenTargets:
         columns = {"taught": torch.from_numpy(np.repeat(self.is_taught[numbers], self.counts[numbers]))}
         if self.folder is None:
             return columns
-        record = _record(self.top_k)
+        stored = record(self.top_k)
         mine = numbers[self.is_taught[numbers] & (self.counts[numbers] > 0)]
-        found = [self._read(int(sample), record) for sample in mine]
-        whole = np.concatenate(found) if found else np.empty(0, record)
+        found = [self._read(int(sample), stored) for sample in mine]
+        whole = np.concatenate(found) if found else np.empty(0, stored)
         return columns | {
             "teacher_ids": torch.from_numpy(np.ascontiguousarray(whole["ids"])),
             "teacher_logs": torch.from_numpy(np.ascontiguousarray(whole["logs"])),
         }
 
-    def _read(self, sample: int, record: np.dtype[Any]) -> NDArray[Any]:
-        part, size = int(self._parts[sample]), int(self.counts[sample]) * record.itemsize
+    def _read(self, sample: int, stored: np.dtype[Any]) -> NDArray[Any]:
+        part, size = int(self._parts[sample]), int(self.counts[sample]) * stored.itemsize
         assert self.folder is not None
         with reading(self.folder / f"{part}.bin", DataError):
-            content = os.pread(self._files[part], size, int(self._begins[sample]) * record.itemsize)
+            content = os.pread(self._files[part], size, int(self._begins[sample]) * stored.itemsize)
             if len(content) < size:
                 raise OSError(tr("it is shorter than when it was written"))
-        return np.frombuffer(content, record)
+        return np.frombuffer(content, stored)
 
 
 class TargetWriter:
     """Writes the file of one rank, whose samples come in the order of its share."""
 
     def __init__(self, folder: Path, part: int, top_k: int) -> None:
-        self.record = _record(top_k)
+        self.record = record(top_k)
         self._file: IO[bytes] = open(folder / f"{part}.bin", "wb")
 
     def append(self, ids: torch.Tensor, logs: torch.Tensor) -> None:
@@ -91,11 +90,6 @@ class TargetWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-
-
-def record_bytes(top_k: int) -> int:
-    """Return the bytes of what is stored of a token."""
-    return _record(top_k).itemsize
 
 
 def is_complete(folder: Path) -> bool:
@@ -123,5 +117,6 @@ def publish(
         building.rename(folder)
 
 
-def _record(top_k: int) -> np.dtype[Any]:
+def record(top_k: int) -> np.dtype[Any]:
+    """Return the type of what is stored of a token."""
     return np.dtype([("ids", np.int32, (top_k,)), ("logs", np.float32, (top_k + 1,))])

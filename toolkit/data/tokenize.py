@@ -297,7 +297,7 @@ class _Builder:
     def blocks(self) -> Iterator[tuple[int, DataFile, readers.Block]]:
         training = len(self.data.sources)
         limits = [self.data.max_samples if file.source < training else 0 for file in self.files]
-        return read_blocks(self.files, limits, readers.block_bytes(self.bytes))
+        return read_blocks(self.files, limits)
 
     def read(self, made: BuiltPart) -> Part:
         part = read_part(made.path)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit import children
-from toolkit.config.schema import DataConfig, RowFormat, TooLong
+from toolkit.config.schema import DataConfig, TooLong
 from toolkit.data import readers, sources
 from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, parse_row, reader_of, turns
 from toolkit.messages import DataError, RowError, current_language, tr
@@ -215,9 +215,7 @@ class PartBuilder:
         path = self.path(file, block)
         if read_part(path) is not None:
             return path, False
-        # A block of which no row can be parsed has no format; all its rows are rejected before one is needed.
-        row_format = RowFormat.prompt_response if file.row_format is RowFormat.auto else file.row_format
-        write_part(path, self._encode(block, reader_of(row_format, file.columns)))
+        write_part(path, self._encode(block, reader_of(file.row_format, file.columns)))
         return path, True
 
     def _encode(self, block: readers.Block, reader: RowReader) -> Part:

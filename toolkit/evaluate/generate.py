@@ -430,12 +430,10 @@ def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
     if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
         raise DataError("format = {format} holds no questions.", format=source.format.value)
     files = [sources.DataFile(path, 0, source.format, dict(source.columns)) for path in readers.files_of(source)]
-    for _, file, block in sources.read_blocks(files, [0] * len(files), readers.block_bytes(sources.total_bytes(files))):
+    for _, file, block in sources.read_blocks(files):
         if file.row_format is schema.RowFormat.text:
             raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
-        # Undecided where no row of the block can be parsed: each then reports its own error.
-        row_format = schema.RowFormat.prompt_response if file.row_format is schema.RowFormat.auto else file.row_format
-        reader = formats.RowReader(row_format, file.columns, answered=False)
+        reader = formats.RowReader(file.row_format, file.columns, answered=False)
         for offset, row in readers.rows_of(block):
             where = f"{file.path}:{block.first + offset}"
             try:
@@ -592,10 +590,6 @@ def _merge(output: Path, settings: Mapping[str, Any], window: int) -> bool:
     return False
 
 
-def _window_sizes(total: int, window: int) -> list[int]:
-    return [min(window, total - begin) for begin in range(0, total, window)]
-
-
 BATCHES = 8
 """In a window, whose questions are sorted by length and whose answers are written together."""
 
@@ -715,7 +709,8 @@ def answer_source(
         windows = answer_rows(
             model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done, shard=shard
         )
-        total = total if not is_shard else sum(_window_sizes(total, batch_size * BATCHES)[shard[0] - 1 :: shard[1]])
+        window = batch_size * BATCHES
+        total = sum(min(window, total - begin) for begin in range(0, total, window)[shard[0] - 1 :: shard[1]])
         is_quiet = file is None or shard[0] > 1
         with tqdm(total=total, initial=done, unit=tr("row"), dynamic_ncols=True, disable=is_quiet) as bar:
             for rows in windows:

@@ -32,8 +32,8 @@ from safetensors.torch import load_file
 from toolkit import children, disk, messages
 from toolkit.checkpoint import directory
 from toolkit.config.schema import DataConfig, TrainOn
-from toolkit.data import preview, readers, sources
-from toolkit.data.formats import Conversation, Message, mark_trained, parse_row, reader_of
+from toolkit.data import preview, sources
+from toolkit.data.formats import Conversation, Message, mark_trained
 from toolkit.export.model import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
@@ -115,19 +115,7 @@ def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Con
         warn("the run's data cannot be read, the built-in conversations alone are tried: {reason}", reason=error)
         return []
     held = [one for one in located if one.source >= len(data.sources)] or located
-
-    def read() -> Iterator[tuple[str, Conversation]]:
-        for _, file, block in sources.read_blocks(
-            held, [0] * len(held), readers.block_bytes(sources.total_bytes(held))
-        ):
-            reader = reader_of(file.row_format, file.columns)
-            for line, row in readers.rows_of(block):
-                try:
-                    yield from ((f"{file.path}:{block.first + line}", one) for one in reader.read_all(parse_row(row)))
-                except RowError:
-                    continue
-
-    return list(islice(read(), MOST))
+    return list(islice(sources.usable_rows(held), MOST))
 
 
 def trained_answers(

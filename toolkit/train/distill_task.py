@@ -376,7 +376,7 @@ def _compute(
     place = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
     is_writer = ranks.rank % place.tensor == 0 and place.stage == place.pipeline - 1
     building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
-    size = int(table.counts[samples].sum()) * targets.record_bytes(top_k)
+    size = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
     process_group.on_rank0(lambda: _begin(building, size))
     numbers, batches = language_data.sample_batches(cfg, data, split, ranks, samples)
 
