@@ -105,7 +105,6 @@ class CsvFile(Backend):
         return {TRAIN: -1, EVAL: -1}
 
     def take_back(self, step: int) -> None:
-        """Drop the rows after a step."""
         if not self.is_old:
             self._write(self.columns, [row for row in self._read() if int(row["step"]) <= step])
 
@@ -192,7 +191,6 @@ class TensorboardEvents(Backend):
         self._write(*({"step": step, "summary": {"value": scalars}} for step, scalars in for_step))
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
-        """Write a table."""
         self._write(self._text(step, name, as_markdown(answers)))
 
     def _beginning(self, step: int) -> dict[str, Any]:
@@ -218,15 +216,12 @@ class _LoggedRun(Backend):
     """The library's type of a text in Markdown."""
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the figures."""
         self.run.log({tracked_name(name): value for name, value in values.items()}, step=step)
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
-        """Log a table."""
         self.run.log({name: self.as_text(as_markdown(answers))}, step=step)
 
     def end(self, status: str) -> None:
-        """Wait until all is sent, or written."""
         self.run.finish()
 
 
@@ -267,12 +262,10 @@ class WandbRun(_LoggedRun):
             self.run.save(str(folder / name), base_path=self.run.dir, policy="now")
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the figures."""
         named = {tracked_name(name): value for name, value in values.items()}
         self.run.log(named | {"train/global_step": step}, step=step)
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
-        """Log a table."""
         columns = ["prompt", "answer", "reference"]
         data = [[answer.get(one, "") for one in columns] for answer in answers]
         self.run.log({name: self.wandb.Table(columns=columns, data=data)}, step=step)
@@ -282,7 +275,6 @@ class WandbRun(_LoggedRun):
         self.run.summary.update(dict(values))
 
     def end(self, status: str) -> None:
-        """Wait until all is sent, or written."""
         code = 0 if status == FINISHED else 1
         self.run.finish(exit_code=code)
         # `finish` of 0.31 does not wait for wandb's own process to close its file, and that process ends within 0.1 s
@@ -321,7 +313,6 @@ class SwanlabRun(_LoggedRun):
             self.run.log({name: self.as_text(text)}, step=run.step)
 
     def end(self, status: str) -> None:
-        """Wait until all is sent, or written."""
         if status == FINISHED:
             self.run.finish()
         else:
@@ -337,7 +328,6 @@ class TrackioRun(_LoggedRun):
         self.trackio, self.as_text = trackio, trackio.Markdown
 
     def begin(self, run: TrackedRun) -> None:
-        """Begin the run or resume it."""
         self.run = self.trackio.init(
             project=run.settings["project"],
             name=f"{run.name}-{run.id}",
@@ -368,7 +358,6 @@ class MlflowRun(Backend):
         self.connect, self.entities, self.error = mlflow.MlflowClient, entities, exceptions.MlflowException
 
     def begin(self, run: TrackedRun) -> None:
-        """Find the run or make it."""
         uri = run.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or str(run.folder.parent / "mlruns")
         if mlflow_folder(uri):
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # mlflow 3 would rather have a database
@@ -414,7 +403,6 @@ class MlflowRun(Backend):
         self.client.log_text(self.id, "\n".join(lines) + "\n", f"{name}/step-{step}.jsonl")
 
     def end(self, status: str) -> None:
-        """Set how the run ended."""
         self.client.set_terminated(self.id, _STATUS[status])
 
     def _experiment(self, name: str) -> str:
