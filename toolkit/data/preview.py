@@ -22,10 +22,9 @@ _BAR = 40
 
 
 Style = Mapping[str, tuple[str, str]]
-"""What is put before and after a stretch of tokens of each kind: colours, or brackets where there are none."""
+"""What is put before and after a stretch of tokens of a kind, if anything: colours, or brackets without them."""
 COLOURS: Style = {
     "trained": ("\x1b[1;32m", "\x1b[0m"),
-    "context": ("", ""),
     "special": ("\x1b[36m", "\x1b[0m"),
     "padding": ("\x1b[90m", "\x1b[0m"),
     "removed": ("\x1b[1;31m", "\x1b[0m"),
@@ -33,9 +32,6 @@ COLOURS: Style = {
 }
 BRACKETS: Style = {
     "trained": ("⟦", "⟧"),
-    "context": ("", ""),
-    "special": ("", ""),
-    "padding": ("", ""),
     "removed": ("[-", "-]"),
     "added": ("{+", "+}"),
 }
@@ -50,7 +46,7 @@ def style_of(color: str) -> Style:
 
 
 def _in_style(kind: str, text: str, style: Style) -> str:
-    begin, end = style[kind]
+    begin, end = style.get(kind, ("", ""))
     return f"{begin}{text}{end}"
 
 
@@ -175,14 +171,10 @@ def count_lines(
     _, size = schema.data_unit(cfg)
     heads = (tr("source"), tr("split"), tr("rows"), unit_name(cfg), tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
-    counts = [
-        (source["rows"], source["samples"] // size, source["tokens"], source["trained_tokens"])
-        for source in report.sources
-    ]
-    rows = [
-        (secrets.hide(name), str(source["split"]), *(f"{count:,}" for count in found))
-        for name, source, found in zip(names, report.sources, counts, strict=True)
-    ]
+    rows = []
+    for name, source in zip(names, report.sources, strict=True):
+        counts = source["rows"], source["samples"] // size, source["tokens"], source["trained_tokens"]
+        rows.append((secrets.hide(name), str(source["split"]), *(f"{count:,}" for count in counts)))
     lengths = cache.lengths()
     filled = padding_line(cfg, packing, cache, plan)
     labels = ", ".join(f"{label} {count:,}" for label, count in report.labels.items())

@@ -75,22 +75,14 @@ def evaluate_loss(
     return figures
 
 
-@dataclass(frozen=True, slots=True)
-class NgramBaselines:
-    """Mean validation losses in nats per trained token."""
-
-    unigram: float
-    bigram: float
-
-
 def ngram_baselines(
     train: TokenizedCache, validation: TokenizedCache, vocab_size: int, samples: NDArray[Any] | None = None
-) -> NgramBaselines:
-    """Fit a unigram and a bigram model to the trained tokens of one split and measure them on the other's.
+) -> tuple[float, float]:
+    """Fit a unigram and a bigram model to the trained tokens of one split; return its losses on the other's.
 
     Unigram: counts plus one. Bigram: Witten-Bell, P(w|h) = (c(h,w) + t(h) P(w)) / (c(h) + t(h)) with t(h) the number of
     different tokens seen after h and P the unigram, which an h never seen leaves. 1 million tokens take about a second.
-    `samples` of the validation split are measured; None takes all.
+    Losses are means in nats per trained token; `samples` of the validation split are measured, None takes all.
     """
     before, token = _pairs(train)
     probability = (np.bincount(token, minlength=vocab_size) + 1.0) / (len(token) + vocab_size)
@@ -106,10 +98,7 @@ def ngram_baselines(
     total = np.maximum(seen[before] + followers[before], 1)
     unseen_weight = np.where(seen[before] > 0, followers[before] / total, 1.0)
     bigram_probability = count / total + unseen_weight * probability[token]
-    return NgramBaselines(
-        unigram=float(-np.log(probability[token]).mean()),
-        bigram=float(-np.log(bigram_probability).mean()),
-    )
+    return float(-np.log(probability[token]).mean()), float(-np.log(bigram_probability).mean())
 
 
 def _pairs(store: TokenizedCache, samples: NDArray[Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -435,27 +435,28 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
     return draw_lines
 
 
+def _evaluated(run: Run, figure: str, evaluated: str, axes: Axes, name: str, title: str) -> list[Drawing]:
+    """Return a chart of a figure of training, if there is any, and of what evaluations say of it."""
+    training, validation = tr("training"), tr("validation")
+    points = _points(run, figure, training)
+    looks = Series(colors={training: BLUE, validation: ORANGE}, dotted=[validation])
+    records = [*points, *_validation(run, evaluated, validation)]
+    return [lines(records, axes, looks, name=name, title=title)] if points else []
+
+
 def _apart(run: Run) -> list[Drawing]:
     """Return charts of how far a run is from its teacher or its reference, and of its loss on general samples."""
-    training, validation = tr("training"), tr("validation")
-    title, unit, figure = tr("Divergence from the teacher"), tr("nats per token"), "distill/kl"
-    points = _points(run, figure, training)
-    if not points:
-        title, unit, figure = tr("Divergence from the reference"), tr("nats per answer"), "kl"
-        points = _points(run, figure, training)
-    if not points:
-        return []
-    looks = Series(colors={training: BLUE, validation: PALETTE[1]}, dotted=[validation])
-    axes = Axes(x=tr("step"), y=unit, series=tr("divergence"), from_zero=True)
-    records = [*points, *_validation(run, "eval_kl", validation)]
-    drawn = [lines(records, axes, looks, name="divergence", title=title)]
-    if general := _validation(run, "eval_general_loss", (names := (tr("general"), tr("all")))[0]):
-        looks = Series(colors=dict(zip(names, (BLUE, PALETTE[1]), strict=True)), dotted=list(names))
+    axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("divergence"), from_zero=True)
+    drawn = _evaluated(run, "distill/kl", "eval_kl", axes, "divergence", tr("Divergence from the teacher"))
+    axes = replace(axes, y=tr("nats per answer"))
+    drawn = drawn or _evaluated(run, "kl", "eval_kl", axes, "divergence", tr("Divergence from the reference"))
+    general, whole = tr("general"), tr("all")
+    if drawn and (records := _validation(run, "eval_general_loss", general)):
+        records += _validation(run, "eval_loss", whole)
+        looks = Series(colors={general: BLUE, whole: ORANGE}, dotted=[general, whole])
         axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("validation"))
-        records = [*general, *_validation(run, "eval_loss", names[1])]
-        drawn.append(
-            lines(records, axes, looks, name="forgetting", title=tr("What is forgotten: loss on general samples"))
-        )
+        title = tr("What is forgotten: loss on general samples")
+        drawn.append(lines(records, axes, looks, name="forgetting", title=title))
     return drawn
 
 
@@ -467,12 +468,9 @@ def _preferred(run: Run) -> list[Drawing]:
         return []
     axes = Axes(x=tr("step"), y=tr("reward"), series=tr("answers"), from_zero=True)
     drawn = [lines(records, axes, Series(colors=shorts), name="rewards", title=tr("Rewards"))]
-    training, validation = tr("training"), tr("validation")
+    axes, title = replace(axes, y=tr("share"), format=".0%"), tr("Reward accuracy")
     figure = "rewards/accuracies"
-    records = [*_points(run, figure, training), *_validation(run, f"eval_{figure}", validation)]
-    looks = Series(colors={training: BLUE, validation: ORANGE}, dotted=[validation])
-    axes = Axes(x=tr("step"), y=tr("share"), series=tr("answers"), format=".0%", from_zero=True)
-    return [*drawn, lines(records, axes, looks, name="reward-accuracy", title=tr("Reward accuracy"))]
+    return drawn + _evaluated(run, figure, f"eval_{figure}", axes, "reward-accuracy", title)
 
 
 _MOST_EXPERTS = 1 << 16

@@ -566,8 +566,8 @@ class LanguageTask(task.Task):
         data = self.data
         assert data.validation is not None
         measured = None if data.validation_plan is None else data.validation_plan.members
-        counted = metrics.ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
-        return {"unigram_loss": counted.unigram, "bigram_loss": counted.bigram}
+        unigram, bigram = metrics.ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
+        return {"unigram_loss": unigram, "bigram_loss": bigram}
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         losses = {name: f"{loss:.3f}" for name, loss in summary.items() if name.endswith("_loss")}
