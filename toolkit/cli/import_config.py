@@ -16,7 +16,7 @@ import sys
 import textwrap
 
 from toolkit.arguments import check_output, named_arguments, positive_int, write_output
-from toolkit.config.preflight import FILES, check_tuning_here
+from toolkit.config.preflight import FILES
 from toolkit.messages import ConfigError, Problems, printable, tr
 from toolkit.secrets import hide
 from toolkit.translate import convert, read
@@ -77,7 +77,7 @@ def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], .
 
 def _report(converted: convert.Converted) -> str:
     problems = Problems()
-    problems.apply((*FILES, check_tuning_here), converted.loaded)
+    problems.apply(FILES, converted.loaded)
     # Their places are in a file that was removed again, or in a group.
     missing = [re.sub(r"^\S*\.yaml:\d+: ", "", str(error)) for error in problems.errors]
     parts = (

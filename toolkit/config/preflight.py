@@ -187,7 +187,6 @@ def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 CUSTOM_FILES = (_nvme_folders, _run_dir, _resume)
 """Rules about files and directories for a program that brings its own model and data."""
-FILES = (*CUSTOM_FILES, _model, _sources, _packages)
 
 
 _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -319,7 +318,7 @@ def mlflow_folder(uri: str) -> Path | None:
     return Path(parts.path if parts.scheme == "file" else uri) if parts.scheme in ("", "file") else None
 
 
-def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
+def _tuning(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Check the adapter's directory, and what QLoRA needs of this machine."""
     tuning = loaded.cfg.tuning
     if tuning.adapter and not Path(tuning.adapter).is_dir():
@@ -335,10 +334,14 @@ def check_tuning_here(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
 
 
+FILES = (*CUSTOM_FILES, _model, _sources, _packages, _tuning)
+"""The same for a language model."""
+
+
 _GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "zero.offload_optimizer.super_offload")
 
 
-def _devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
+def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Check that the ranks' device computes in the precision of the run, and what works on NVIDIA GPUs alone."""
     # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
     if loaded.cfg.precision.dtype is schema.Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
@@ -356,10 +359,6 @@ def _devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "optim.name",
             "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install bitsandbytes",
         )
-
-
-HERE = (_devices,)
-"""Rules about this machine."""
 
 
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")
@@ -381,39 +380,35 @@ def resolve_model_path(loaded: LoadedConfig, *, config_only: bool = False) -> Lo
     nothing but the cache is looked at. With `config_only` config.json is enough, and the Python files if it names any.
     A ConfigError if there is no such model, it is not for everybody, or neither cache nor network has it.
     """
-    name, revision, model = loaded.cfg.model.path, loaded.cfg.model.revision, loaded.cfg.model
-    if model.init is schema.Init.random or not files.is_hub_name(name):
-        return loaded
-    try:
-        folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)
-    except Exception as error:
-        reason = _reason(name, revision, error)
-        if model.modelscope_id:
-            ways = tr(
-                "Or `modelscope download --model {name} --local_dir DIR`, then model.path=DIR. To try the recipe "
-                "without weights: model=glm_tiny.",
-                name=model.modelscope_id,
-            )
-            reason = joined(reason, ways)
-        raise loaded.about("model.path", reason) from error
-    place = tr("{name} on Hugging Face", name=name)
-    values = {"model.path": folder, "model.revision": "", "model.hub_id": name}
-    return replace(loaded, {key: (value, place) for key, value in values.items()})
+    is_random = loaded.cfg.model.init is schema.Init.random
+    return loaded if is_random else _resolve(loaded, "model.path", "model.revision", config_only)
 
 
 def resolve_teacher(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
     """Return a config whose `distill.teacher` is a directory, as `resolve_model_path` does of the model."""
-    name, revision = loaded.cfg.distill.teacher, loaded.cfg.distill.teacher_revision
+    return _resolve(loaded, "distill.teacher", "distill.teacher_revision", config_only)
+
+
+def _resolve(loaded: LoadedConfig, key: str, revision_key: str, config_only: bool) -> LoadedConfig:
+    name, revision = (str(schema.get_value(loaded.cfg, one)) for one in (key, revision_key))
     if not files.is_hub_name(name):
         return loaded
+    is_model, modelscope_id = key == "model.path", loaded.cfg.model.modelscope_id
     try:
         folder = _config_folder(name, revision) if config_only else _once_per_machine(name, revision)
     except Exception as error:
-        reason = _reason(name, revision, error).replace("model.path", "distill.teacher")
-        reason = reason.replace("model.revision", "distill.teacher_revision")
-        raise loaded.about("distill.teacher", reason) from error
+        reason = _reason(name, revision, error).replace("model.path", key).replace("model.revision", revision_key)
+        if is_model and modelscope_id:
+            ways = tr(
+                "Or `modelscope download --model {name} --local_dir DIR`, then model.path=DIR. To try the recipe "
+                "without weights: model=glm_tiny.",
+                name=modelscope_id,
+            )
+            reason = joined(reason, ways)
+        raise loaded.about(key, reason) from error
     place = tr("{name} on Hugging Face", name=name)
-    return replace(loaded, {"distill.teacher": (folder, place), "distill.teacher_revision": ("", place)})
+    values = {key: folder, revision_key: ""} | ({"model.hub_id": name} if is_model else {})
+    return replace(loaded, {one: (value, place) for one, value in values.items()})
 
 
 def _config_folder(name: str, revision: str) -> str:

@@ -48,12 +48,8 @@ def check_rules(
     if world_size is not None:
         found.apply((_check_ranks,), loaded, world_size)
     if files:
-        found.apply(
-            (*preflight.CUSTOM_FILES, *preflight.HERE)
-            if custom
-            else (*preflight.FILES, *preflight.HERE, preflight.check_tuning_here),
-            loaded,
-        )
+        rules = preflight.CUSTOM_FILES if custom else preflight.FILES
+        found.apply((*rules, preflight.check_devices), loaded)
     if problems is None:
         found.raise_all()
 
