@@ -2,6 +2,7 @@
 
 import ast
 import re
+import string
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from toolkit import messages
 from toolkit.cli import COMMANDS, help_of, main, module_of
 from toolkit.config import rule_tables
 from toolkit.config.schema import all_keys
-from toolkit.messages import chinese, current_language, joined, placeholders, read_table, set_language, tr
+from toolkit.messages import chinese, current_language, joined, read_table, set_language, tr
 
 ROOT = Path(__file__).parents[1]
 CHINESE = chinese()["messages"]
@@ -76,6 +77,22 @@ def texts_of(page: Path) -> list[str]:
     return found
 
 
+def placeholders(template: str) -> set[str]:
+    """Return the names of a template's placeholders."""
+    return {name for _, name, _, _ in string.Formatter().parse(template) if name}
+
+
+def of_rules() -> Iterator[str]:
+    """Yield the templates of all tables of rules."""
+    tables = rule_tables
+    for row in (*tables.READ_WHEN, tables.READ_BY_LANGUAGE_MODELS, tables.READ_WITH_VALIDATION):
+        yield row.reason
+    for name in ("RANGES", "INCOMPATIBLE", "INCOMPATIBLE_OF_MODELS", "INCOMPATIBLE_WITH_CUSTOM_MODELS"):
+        for rule in getattr(tables, name):
+            yield from (rule.sentence, rule.reason)
+    yield from (*tables.BOUNDS.values(), *(row.sentence for row in tables.REQUIRES))
+
+
 def test_each_call_has_a_literal_template_and_fills_it() -> None:
     found = 0
     for place, call in calls():
@@ -108,7 +125,7 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates |= {*read_table("translate/keys.yaml")["sentences"].values(), *read_table("plan/kinds.yaml").values()}
     templates |= {text for _, _, text in read_table("doctor/findings.yaml").values()}
     templates |= {text for page in (ROOT / "toolkit").rglob("*.j2") for text in texts_of(page)}
-    templates |= set(filter(None, rule_tables.sentences())) | {*read_table("data/hygiene.yaml")["answers"]}
+    templates |= set(filter(None, of_rules())) | {*read_table("data/hygiene.yaml")["answers"]}
     templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS}
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"

@@ -14,7 +14,6 @@ import logging
 import os
 import pwd
 import re
-import string
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -160,11 +159,6 @@ console = _Console()
 _logger.addHandler(console)
 _logger.setLevel(logging.INFO)
 _logger.propagate = False
-
-
-def placeholders(template: str) -> set[str]:
-    """Return the names of a template's placeholders (for the test that compares both languages)."""
-    return {name for _, name, _, _ in string.Formatter().parse(template) if name}
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:

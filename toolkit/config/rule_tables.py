@@ -4,13 +4,13 @@ Most rows are in rules.yaml; here are those that compute. Sentences are English 
 their placeholders are keys.
 """
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cache
-from math import inf
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class OptimizerTraits:
 
     ds_type: str
     """What DeepSpeed's JSON calls it; "" where it has no name for it."""
-    reads: tuple[str, ...]
+    reads: list[str]
     """Settings of `optim` that it reads in addition to those that all do."""
     state_bytes: float
     """Bytes that it keeps per trained parameter next to float32 weights. Of Muon the most: with ZeRO-1 and 2 the
@@ -44,30 +44,7 @@ class OptimizerTraits:
     """Whether DeepSpeed's ZeRO takes it unasked, which concerns those that it has tested."""
 
 
-OPTIMIZERS = {
-    schema.OptimizerName.adamw: OptimizerTraits(
-        ds_type="AdamW", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True
-    ),
-    schema.OptimizerName.adam: OptimizerTraits(
-        ds_type="Adam", reads=("betas", "eps"), state_bytes=8, is_adam=True, takes_adam=True
-    ),
-    # Two numbers of 8 bits, and for each 256 of them a float32 scale (bitsandbytes 0.50, optim/optimizer.py).
-    schema.OptimizerName.adamw_8bit: OptimizerTraits(
-        ds_type="", reads=("betas", "eps"), state_bytes=2.04, is_known=False
-    ),
-    schema.OptimizerName.muon: OptimizerTraits(
-        ds_type="Muon",
-        reads=("betas", "eps", "momentum", "adam_lr"),
-        state_bytes=8,
-        takes_adam=True,
-        is_known=False,
-    ),
-    schema.OptimizerName.lion: OptimizerTraits(ds_type="Lion", reads=("betas",), state_bytes=4),
-    # A row and a column for each matrix.
-    schema.OptimizerName.adafactor: OptimizerTraits(ds_type="Adafactor", reads=(), state_bytes=0.1, is_known=False),
-    schema.OptimizerName.sgd: OptimizerTraits(ds_type="SGD", reads=("momentum",), state_bytes=4, is_known=False),
-    schema.OptimizerName.adagrad: OptimizerTraits(ds_type="Adagrad", reads=("eps",), state_bytes=4),
-}
+OPTIMIZERS = {schema.OptimizerName[name]: OptimizerTraits(**row) for name, row in _TABLES["optimizers"].items()}
 SOMETIMES_READ = ("betas", "eps", "momentum", "adam_lr")
 """Settings that not every optimizer reads."""
 
@@ -90,7 +67,8 @@ def is_grouped(optim: schema.OptimConfig) -> bool:
 def when(condition: str) -> Test:
     """Return the test of a condition: words that all have to hold, or such words on one side of an " or ".
 
-    KEY is neither 0, blank nor false, !KEY is; KEY=A|B has one of these values, KEY!=A|B has none, KEY>N is above N.
+    KEY is neither 0, blank nor false, !KEY is; KEY=A|B has one of these values, KEY!=A|B has none. KEY>N is above N, a
+    number or another key; KEY>=N is that or equal.
     """
     alternatives = [[_word(word) for word in words.split()] for words in condition.split(" or ")]
     return lambda cfg: any(all(test(cfg) for test in tests) for tests in alternatives)
@@ -102,8 +80,11 @@ def _word(word: str) -> Test:
     default = get(_DEFAULTS)  # a key or a value that the schema does not know raises an error here, at import
     if not sign:
         return lambda cfg: bool(value.strip() if isinstance(value := get(cfg), str) else value) != bool(negation)
-    if sign == ">":
-        return lambda cfg: get(cfg) > float(text)
+    if sign.startswith(">"):
+        compare = operator.gt if sign == ">" else operator.ge
+        limit: Callable[[schema.RunConfig], Any] = attrgetter(text) if text[0].isalpha() else lambda cfg: float(text)
+        limit(_DEFAULTS)
+        return lambda cfg: compare(get(cfg), limit(cfg))
     options = [
         type(default)[option] if isinstance(default, Enum) else yaml.safe_load(option) if option else ""
         for option in text.split("|")
@@ -116,7 +97,7 @@ def keys_in(condition: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(word)[0][1] for word in condition.split() if word != "or")
 
 
-_WORD = re.compile(r"(!?)([\w.]+)(?:(!?=|>)(.*))?")
+_WORD = re.compile(r"(!?)([\w.]+)(?:(!?=|>=?)(.*))?")
 _DEFAULTS = schema.RunConfig()
 
 
@@ -212,11 +193,6 @@ RANGES: tuple[Rule, ...] = (
         "run.name = {value} must be a plain directory name; the directory around it is run.dir.",
     ),
     Rule(
-        "preference.label_smoothing",
-        lambda c: c.preference.label_smoothing >= 0.5,
-        "preference.label_smoothing = {value} must be below 0.5. If more pairs are mislabelled, swap their answers.",
-    ),
-    Rule(
         "prepare.shard",
         lambda c: (
             c.prepare.shard
@@ -228,38 +204,11 @@ RANGES: tuple[Rule, ...] = (
 """What single values must be, beyond the bounds at their fields."""
 BOUNDS: dict[str, str] = _TABLES["bounds"]
 """Kinds of bounds at a field -> the sentence about a number that is not within."""
-WRONG_WEIGHTS: tuple[tuple[Callable[[schema.SourceConfig], object], str], ...] = (
-    (
-        lambda source: source.weights and source.weight != 1,
-        "data.sources[{number}]: weight and weights are both given: keep one of them.",
-    ),
-    (
-        lambda source: [p.at for p in source.weights] != sorted({p.at for p in source.weights if 0 <= p.at <= 1}),
-        "data.sources[{number}].weights: the points {points} must rise from 0, the beginning of the run, to at most 1, "
-        "its end.",
-    ),
-    (
-        lambda source: any(not 0 <= weight < inf for weight in [source.weight, *(p.weight for p in source.weights)]),
-        "data.sources[{number}]: a weight must be a number of at least 0.",
-    ),
-)
-"""What is wrong with one of several sources whose weights change."""
 
 
 PARALLEL = ("parallel.tensor", "parallel.sequence", "parallel.pipeline")
 
 INCOMPATIBLE: tuple[Rule, ...] = (
-    Rule(
-        "launch.max_nodes",
-        lambda c: 0 < c.launch.max_nodes < c.launch.min_nodes,
-        "launch.max_nodes = {value} is less than launch.min_nodes = {launch.min_nodes}.",
-    ),
-    Rule(
-        "schedule.warmup_steps",
-        lambda c: 0 < c.train.max_steps < c.schedule.warmup_steps,
-        "schedule.warmup_steps = {value} is more than train.max_steps = {train.max_steps}: the run would end while "
-        "the learning rate still rises.",
-    ),
     Rule(
         "schedule.decay_steps",
         lambda c: (
@@ -267,26 +216,6 @@ INCOMPATIBLE: tuple[Rule, ...] = (
         ),
         "schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_steps = {value} are more together than "
         "train.max_steps = {train.max_steps}.",
-    ),
-    Rule(
-        "profile.flops.profile_step",  # a profile of a step that never comes would be missed at the end only
-        lambda c: c.profile.flops.enabled and 0 < c.train.max_steps <= c.profile.flops.profile_step,
-        "profile.flops.profile_step = {value} must be less than train.max_steps = {train.max_steps}.",
-    ),
-    Rule(
-        "data.curriculum.start_length",
-        lambda c: c.data.curriculum.steps and c.data.curriculum.start_length >= c.data.max_length,
-        "data.curriculum.start_length = {value} must be less than data.max_length = {data.max_length}.",
-    ),
-    Rule(
-        "train.activation_checkpointing.contiguous_memory_optimization",
-        lambda c: (
-            (kept := c.train.activation_checkpointing).contiguous_memory_optimization
-            and not (kept.partition_activations and kept.number_checkpoints)
-        ),
-        "{key} = true needs partition_activations = true (it is "
-        "{train.activation_checkpointing.partition_activations}) and number_checkpoints, the number of layers (it is "
-        "{train.activation_checkpointing.number_checkpoints}).",
     ),
     Rule(
         "zero.zenflow.select_interval",
@@ -303,10 +232,6 @@ INCOMPATIBLE: tuple[Rule, ...] = (
     *_rules_of("incompatible"),
     *_rules(
         {
-            **{
-                f"!track.{key} track.{key.partition('.')[0]}.enabled": "{key} must not be empty."
-                for key in ("wandb.project", "mlflow.experiment", "swanlab.project", "trackio.project")
-            },
             # Each rank draws its own noise, so ranks that share sequences would disagree about it.
             **{
                 f"train.neftune_alpha {key}>1": f"train.neftune_alpha cannot be used with {key} = {{{key}}}: each rank "
@@ -371,15 +296,6 @@ READ_WITH_VALIDATION = _read(
 )
 
 
-def updates_early(cfg: schema.RunConfig) -> str:
-    """Return the key by which weights change while gradients still come, before a step can be judged; "" if none."""
-    if cfg.zero.zenflow.enabled:
-        return "zero.zenflow.enabled"
-    if cfg.zero.offload_optimizer.super_offload and not cfg.train.gradient_clipping:
-        return "zero.offload_optimizer.super_offload"
-    return ""
-
-
 class Requirement(NamedTuple):
     """A setting that needs others."""
 
@@ -390,52 +306,20 @@ class Requirement(NamedTuple):
     sentence: str
 
 
-def _requirement(when_on: str, needs: Mapping[str, str], shared: str = "none", sentence: str = "") -> Requirement:
-    """Return what settings need by which the first key of a condition is on.
-
-    `needs`: override -> condition by which a config can do without it; "" is the override itself. `shared` names what
-    several need.
-    """
-    tests = {
-        word: test if callable(test) else when(test or word) for word, test in {**needs, **_SHARED[shared]}.items()
-    }
-    return Requirement(keys_in(when_on)[0], when(when_on), tests, sentence or _CANNOT_STAY)
-
-
 _CANNOT_STAY = "{key} = {value} cannot be with the other settings; docs/zero.md says why. Add {words}, or leave it out."
-_DATA_PARALLEL = {f"{key}=1": "" for key in (*PARALLEL, "parallel.expert")}
-_UPDATES_ADAMW: dict[str, str | Test] = {
-    "optim.name=adamw": "",
-    "optim.torch=false": "optim.torch!=true",
-    "run.max_restarts=0": lambda c: (
-        not (c.run.max_restarts and (c.zero.offload_optimizer.super_offload or c.zero.zenflow.overlap_step))
-    ),
-    "plan.auto=false": "",
-    "train.rehearse=false": lambda c: not (updates_early(c) and c.train.rehearse),
-    "train.on_bad_step=stop": lambda c: not updates_early(c) or c.train.on_bad_step.value == "stop",
-    "train.max_grad_norm_ratio=0": lambda c: not updates_early(c) or c.train.max_grad_norm_ratio == 0,
-    "batch.micro_per_gpu=1": lambda c: not updates_early(c) or c.batch.micro_per_gpu != "auto",
-    "train.on_bad_step=skip": lambda c: updates_early(c) or c.train.on_bad_step.value != "rewind",
-    **_DATA_PARALLEL,
-}
-"""What cannot be where weights change before a step is judged, and where another process keeps states."""
-_SHARED: dict[str, Mapping[str, str | Test]] = {
-    "none": {},
-    "data_parallel": _DATA_PARALLEL,
-    "updates_adamw": _UPDATES_ADAMW,
-}
+
+
+def _requirement(
+    when_on: str, needs: Mapping[str, str], shared: Mapping[str, str] | None = None, sentence: str = _CANNOT_STAY
+) -> Requirement:
+    """Return what settings need by which the first key of a condition is on; rules.yaml says what the others are."""
+    tests = {word: when(condition or word) for word, condition in {**needs, **(shared or {})}.items()}
+    return Requirement(keys_in(when_on)[0], when(when_on), tests, sentence)
+
+
 REQUIRES: tuple[Requirement, ...] = tuple(_requirement(**row) for row in _TABLES["requires"])
 """What ZeRO++, ZenFlow, SuperOffload and DeepCompile (docs/zero.md), and restarts, need of other settings."""
 UNTESTED = ("parallel.pipeline>1", "zero.zenflow.enabled", "zero.offload_optimizer.super_offload")
 """What has not been tried with groups of parameters, nor with optimizers other than DeepSpeed's and PyTorch's own."""
 UNTESTED_WITH_MUON = ("parallel.tensor>1", "parallel.sequence>1", "zero.zero_hpz_partition_size>1")
 """What has not been tried with Muon either."""
-
-
-def sentences() -> Iterator[str]:
-    """Yield the English templates of all tables, for the test of their Chinese."""
-    for row in (*READ_WHEN, READ_BY_LANGUAGE_MODELS, READ_WITH_VALIDATION):
-        yield row.reason
-    for rule in (*RANGES, *INCOMPATIBLE, *INCOMPATIBLE_OF_MODELS, *INCOMPATIBLE_WITH_CUSTOM_MODELS):
-        yield from (rule.sentence, rule.reason)
-    yield from (*BOUNDS.values(), *(sentence for _, sentence in WRONG_WEIGHTS), *(row.sentence for row in REQUIRES))

@@ -174,17 +174,30 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "data.curriculum.steps",
             "data.curriculum and weights of a source that change both decide which rows come when: keep one of them.",
         )
-    wrong = [
-        loaded.about(key, loaded.fill(key, sentence, number=number, points=[point.at for point in source.weights]))
-        for number, source in enumerate(sources)
-        for is_wrong, sentence in rule_tables.WRONG_WEIGHTS
-        if is_wrong(source)
-    ]
+    wrong = [error for number, source in enumerate(sources) for error in _wrong_weights(loaded, number, source)]
     yield from wrong
     times = sorted({0.0, 1.0, *(point.at for source in sources for point in source.weights)})
     empty = [str(time) for time in times if not any(source.weight_at(time) for source in sources)]
     if empty and not wrong:
         yield loaded.error(key, "no source has a weight above 0 at {place} of the run.", place=", ".join(empty))
+
+
+def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfig) -> Iterator[ConfigError]:
+    key, points = "data.sources", [point.at for point in source.weights]
+    if source.weights and source.weight != 1:
+        yield loaded.error(
+            key, "data.sources[{number}]: weight and weights are both given: keep one of them.", number=number
+        )
+    if points != sorted({at for at in points if 0 <= at <= 1}):
+        yield loaded.error(
+            key,
+            "data.sources[{number}].weights: the points {points} must rise from 0, the beginning of the run, to at "
+            "most 1, its end.",
+            number=number,
+            points=points,
+        )
+    if any(not 0 <= weight < math.inf for weight in [source.weight, *(point.weight for point in source.weights)]):
+        yield loaded.error(key, "data.sources[{number}]: a weight must be a number of at least 0.", number=number)
 
 
 def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -206,12 +219,11 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
         for number, source in enumerate(sources):
             if source.format is wanted if wanted else source.format not in of_pairs + of_scores:
                 continue
-            place = f"{key}[{number}].format"
+            where = {"place": f"{key}[{number}].format", "format": source.format.value}
             if wanted and not preference.is_on:
                 sentence = tr(
                     "{place} = {format} is not the format that task={kind} reads ({wanted}). Leave the format out.",
-                    place=place,
-                    format=source.format.value,
+                    **where,
                     kind=loaded.cfg.task.kind.value,
                     wanted=wanted.value,
                 )
@@ -219,19 +231,16 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 sentence = tr(
                     "{place} = {format} is not the format that preference.loss = {loss} reads ({wanted}). Leave the "
                     "format out, or use preference=none.",
-                    place=place,
-                    format=source.format.value,
+                    **where,
                     loss=preference.loss.value,
                     wanted=preference.row_format.value,
                 )
             elif source.format in of_scores:
-                sentence = tr("{place} = {format} needs task={format}.", place=place, format=source.format.value)
+                sentence = tr("{place} = {format} needs task={format}.", **where)
             else:
+                loss = "dpo" if source.format is schema.RowFormat.preference else "kto"
                 sentence = tr(
-                    "{place} = {format} needs a preference loss, for example preference={loss}.",
-                    place=place,
-                    format=source.format.value,
-                    loss="dpo" if source.format is schema.RowFormat.preference else "kto",
+                    "{place} = {format} needs a preference loss, for example preference={loss}.", **where, loss=loss
                 )
             yield loaded.about(key, sentence)
 
