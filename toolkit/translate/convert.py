@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     if path:
         told_by = {key: place for key, place in loaded.where.items() if place.startswith(path)}
         origins |= {key: place.replace(f"{folder}/", "") for key, place in told_by.items()}
-    text = recipe_text(loaded.cfg, _compose(folder, groups).cfg, groups, origins)
+    differing = _differing(loaded.cfg, _compose(folder, groups).cfg)
+    text = recipe_text(groups, list(_lines(differing, "", "", origins)))
     again = folder / "recipe.yaml"
     again.write_text(text, encoding="utf-8")
     final = load([f"recipe={again}"])
@@ -103,7 +104,7 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
 
 def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
     path = folder / "groups.yaml"
-    path.write_text(recipe_text(None, None, groups, {}), encoding="utf-8")
+    path.write_text(recipe_text(groups), encoding="utf-8")
     return load([f"recipe={path}"])
 
 
@@ -192,16 +193,11 @@ def chosen_groups(cfg: schema.RunConfig) -> dict[str, str]:
     return {name: chosen for name, (chosen, usual) in groups.items() if chosen != usual}
 
 
-def recipe_text(
-    cfg: schema.RunConfig | None, base: schema.RunConfig | None, groups: Mapping[str, str], origins: Mapping[str, str]
-) -> str:
-    """Return a recipe."""
+def recipe_text(groups: Mapping[str, str], body: Sequence[str] = ()) -> str:
+    """Return a recipe of groups and of the lines that set single keys."""
     lines = ["# @package _global_", "defaults:"]
     lines += [f"  - override /{group}: {choice}" for group, choice in sorted(groups.items())]
-    lines += ["  - _self_"]
-    if cfg is not None and base is not None:
-        body = list(_lines(_differing(cfg, base), "", "", origins))
-        lines += ["", *body] if body else []
+    lines += ["  - _self_", *(["", *body] if body else [])]
     return "\n".join(lines) + "\n"
 
 

@@ -171,13 +171,7 @@ def _trl_loss(given: ForeignConfig) -> str:
         kind = "cpo"
     known = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "kto")
     if kind not in known or (is_cpo and kind not in ("cpo", "simpo")) or len(given.names("loss_type")) > 1:
-        raise ConfigError(
-            "{place}: {key} = {value} has no counterpart: {names} have.",
-            place=given.place("loss_type"),
-            key="loss_type",
-            value=given.get("loss_type"),
-            names=", ".join(known),
-        )
+        raise given.without_counterpart("loss_type", known)
     return kind
 
 
@@ -544,17 +538,14 @@ def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("data.max_length", length, "max_source_length", "max_target_length")
 
 
+_STAGES = ("sft", "pt", "dpo", "kto", "rm")
+
+
 def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Compute what LLaMA-Factory makes of its arguments."""
     stage = str(given.get("stage"))
-    if stage not in ("sft", "pt", "dpo", "kto", "rm"):
-        raise ConfigError(
-            "{place}: {key} = {value} has no counterpart: {names} have.",
-            place=given.place("stage"),
-            key="stage",
-            value=stage,
-            names="sft, pt, dpo, kto, rm",
-        )
+    if stage not in _STAGES:
+        raise given.without_counterpart("stage", _STAGES)
     if not given.flag("do_train"):
         raise ConfigError(
             "{place}: do_train is not true, so this config trains nothing. `toolkit eval` scores, `toolkit "
@@ -594,15 +585,9 @@ def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 def _factory_preference(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
     loss = "kto" if stage == "kto" else str(given.get("pref_loss"))
-    known = ("sigmoid", "hinge", "ipo", "orpo", "simpo", *(["kto"] if stage == "kto" else []))
-    if loss not in known:
-        raise ConfigError(
-            "{place}: {key} = {value} has no counterpart: {names} have.",
-            place=given.place("pref_loss"),
-            key="pref_loss",
-            value=loss,
-            names=", ".join(known),
-        )
+    known = ("sigmoid", "hinge", "ipo", "orpo", "simpo")
+    if stage != "kto" and loss not in known:
+        raise given.without_counterpart("pref_loss", known)
     keys = {"beta": "pref_beta", "loss": "stage" if loss == "kto" else "pref_loss", "smoothing": "dpo_label_smoothing"}
     _preference(given, draft, loss, keys, {"pref_ftx": given.number("pref_ftx")})
     if loss == "simpo":  # it does not read it
@@ -617,25 +602,21 @@ def _factory_preference(given: ForeignConfig, draft: RecipeDraft, stage: str) ->
 def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
     method = str(given.get("finetuning_type"))
     bits = given.get("quantization_bit")
-    if method == "lora":
-        quantized = bits is not None and given.number("quantization_bit", int) == 4
-        draft.put("tuning.method", method, "finetuning_type")
-        if quantized:
-            draft.put("tuning.method", "qlora", "finetuning_type", "quantization_bit")
-        elif bits is not None:
-            draft.lost["quantization_bit"] = tr("4 bits are there (tuning=qlora), {bits} are not", bits=bits)
-        _lora(given, draft)
-    elif method == "freeze":
-        draft.put("tuning.method", "freeze", "finetuning_type")
-        _freeze(given, draft)
-    elif method == "full":
-        draft.put("tuning.method", "full", "finetuning_type")
-    else:
+    if method not in ("lora", "freeze", "full"):
         raise ConfigError(
             "{place}: finetuning_type = {value} has no counterpart: lora, freeze and full have.",
             place=given.place("finetuning_type"),
             value=method,
         )
+    draft.put("tuning.method", method, "finetuning_type")
+    if method == "lora":
+        if bits is not None and given.number("quantization_bit", int) == 4:
+            draft.put("tuning.method", "qlora", "finetuning_type", "quantization_bit")
+        elif bits is not None:
+            draft.lost["quantization_bit"] = tr("4 bits are there (tuning=qlora), {bits} are not", bits=bits)
+        _lora(given, draft)
+    elif method == "freeze":
+        _freeze(given, draft)
 
 
 def _lora(given: ForeignConfig, draft: RecipeDraft) -> None:

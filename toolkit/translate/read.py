@@ -6,7 +6,7 @@ Shell scripts are read, not executed, without the environment: what only a shell
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -87,6 +87,16 @@ class ForeignConfig:
         """Return "file:line" of a key, or the file."""
         line = self.lines.get(name)
         return f"{self.shown}:{line}" if line else self.shown
+
+    def without_counterpart(self, name: str, known: Iterable[str]) -> ConfigError:
+        """Return the error about a value that has no counterpart here, where those of `known` have."""
+        return ConfigError(
+            "{place}: {key} = {value} has no counterpart: {names} have.",
+            place=self.place(name),
+            key=name,
+            value=self.get(name),
+            names=", ".join(known),
+        )
 
     def number(self, name: str, kind: type = float) -> Any:
         """Return a key's value as a number; an error if it is none."""
