@@ -28,7 +28,7 @@ from toolkit.messages import Problems, say
 from toolkit.plan import speed
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
 from toolkit.plan.machine import Machine
-from toolkit.plan.outline import outline_of, published_teachers
+from toolkit.plan.outline import outline_of, published_models
 
 OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
@@ -37,7 +37,7 @@ def run(words: list[str]) -> None:
     loaded, given, machine = _checked(words)
     if needs_lookup(loaded.cfg.model):
         loaded = resolve_model_path(loaded, config_only=True)
-    if loaded.cfg.distill.teacher not in published_teachers():
+    if loaded.cfg.distill.teacher not in published_models("hub_id"):
         loaded = resolve_teacher(loaded, config_only=True)
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)

@@ -212,7 +212,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
             count=cfg.checkpoint.keep + 1 if cfg.checkpoint.keep else tr("all"),
             export=gib(export_bytes(outline, cfg)),
         ),
-        *_stored_line(cfg),
+        *([_stored_line(cfg)] if cfg.distill.top_k else []),
         _time_line(mine, rates),
         "",
         tr(
@@ -222,25 +222,19 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         *_layout_table(found),
         "",
         advice,
-        *(_kept_line(cfg, best, found) if best else ()),
-        *_leanest_line(found),
+        *([*_kept_line(cfg, best, found), _leanest_line(found)] if best else []),
         *(f"  {note}" for note in _unknown(mine, machine, rates, divides)),
     ]
 
 
-def _stored_line(cfg: RunConfig) -> list[str]:
+def _stored_line(cfg: RunConfig) -> str:
     """Return what is stored of a teacher."""
-    top_k = cfg.distill.top_k
-    if not top_k:
-        return []
-    each = 8 * top_k + 4
-    return [
-        tr(
-            "Disk: {bytes} bytes for each trained token that has a teacher (distill.top_k), {gib} GiB per million.",
-            bytes=each,
-            gib=gib(each * 1e6),
-        )
-    ]
+    each = 8 * cfg.distill.top_k + 4
+    return tr(
+        "Disk: {bytes} bytes for each trained token that has a teacher (distill.top_k), {gib} GiB per million.",
+        bytes=each,
+        gib=gib(each * 1e6),
+    )
 
 
 def _beyond(cfg: RunConfig) -> set[str]:
@@ -265,19 +259,15 @@ def _kept_line(cfg: RunConfig, best: Layout, found: Sequence[Layout]) -> list[st
     return [text]
 
 
-def _leanest_line(found: Sequence[Layout]) -> list[str]:
+def _leanest_line(found: Sequence[Layout]) -> str:
     fitting = [layout for layout in found if layout.fits]
-    if not fitting:
-        return []
     leanest = min(fitting, key=lambda layout: (layout.peak, layout.time.seconds))
-    micro = leanest.cfg.batch.micro_per_gpu
-    text = tr(
+    return tr(
         "The leanest: {layout}, micro-batch {micro}, {gib} GiB per rank.",
         layout=leanest.name,
-        micro=micro,
+        micro=leanest.cfg.batch.micro_per_gpu,
         gib=gib(leanest.peak),
     )
-    return [text]
 
 
 def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:

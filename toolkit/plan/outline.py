@@ -609,16 +609,9 @@ def _teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
     if cfg.task.kind is not schema.TaskKind.distill or not cfg.distill.teacher or schema.has_own_teacher(cfg):
         return None
     path = cfg.distill.teacher
-    published = published_teachers().get(path, {})
+    published = published_models("hub_id").get(path, {})
     model = replace(cfg.model, init=schema.Init.pretrained, path=path, name=path, published=published)
     return replace(cfg, task=schema.TaskConfig(), model=model, tuning=schema.TuningConfig())
-
-
-@cache
-def published_teachers() -> dict[str, dict[str, Any]]:
-    """Return what config.json of the published models says, by their names on Hugging Face."""
-    groups = [files.read(path).values for path in sorted((files.conf_folder() / "model").glob("*.yaml"))]
-    return {group["hub_id"]: group["published"] for group in groups if "published" in group and "hub_id" in group}
 
 
 def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
@@ -640,10 +633,12 @@ def tuning_of(cfg: schema.RunConfig) -> schema.TuningConfig:
 
 
 @cache
-def published_models() -> dict[str, dict[str, Any]]:
-    """Return by name the models of conf/model/ whose sizes are known, with what their config.json says of them."""
+def published_models(by: str = "name") -> dict[str, dict[str, Any]]:
+    """Return the models of conf/model/ whose sizes are known, with what their config.json says of them: by name, or by
+    another key of their files, such as hub_id.
+    """
     groups = [files.read(path).values for path in sorted((files.conf_folder() / "model").glob("*.yaml"))]
-    return {group["name"]: group["published"] for group in groups if "published" in group}
+    return {group[by]: group["published"] for group in groups if "published" in group and by in group}
 
 
 def config_of(cfg: schema.RunConfig) -> dict[str, Any]:
