@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 from unicodedata import east_asian_width
@@ -39,12 +39,12 @@ def set_display(display: str) -> None:
     _display, _is_session = display, True
 
 
-def is_live(environment: Mapping[str, str] = os.environ) -> bool:
+def is_live() -> bool:
     """Return whether there is a live view: asked for, or on a terminal that nobody else's program reads."""
     if _display != "auto":
         return _display == "live"
-    is_watched = _stream().isatty() and environment.get("TERM", "") not in ("", "dumb")
-    return is_watched and not any(environment.get(name) for name in SCHEDULERS)
+    is_watched = _stream().isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    return is_watched and not any(os.environ.get(name) for name in SCHEDULERS)
 
 
 def _stream() -> TextIO:

@@ -203,7 +203,8 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
     problems.raise_all()
     cfg = TreeReader(str, problems, is_resolved=True).read(tree, schema.RunConfig)
     problems.raise_all()
-    return LoadedConfig(
+    return dataclasses.replace(
+        loaded,
         cfg=cfg,
         where=loaded.where | {key: place for key, (_, place) in values.items()},
         explicit=set(loaded.explicit),

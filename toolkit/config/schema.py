@@ -332,8 +332,6 @@ STAGE3_KEYS = (
 """Settings of `zero` that stage 3 alone reads."""
 SUPER_OFFLOAD_KEYS = ("super_offload", "cpuadam_cores_perc")
 """Settings of `zero.offload_optimizer` that SuperOffload alone reads."""
-INDUCTOR = "inductor"
-"""torch.compile's own backend."""
 
 
 class Backend(str, Enum):
@@ -970,7 +968,7 @@ class CompileConfig:
 
     enabled: bool = False
     """Compile the model."""
-    backend: str = INDUCTOR
+    backend: str = "inductor"
     """Of torch.compile: inductor, eager (for tests), or another one that is installed."""
     mode: str = ""
     """Of torch.compile: reduce-overhead, max-autotune, max-autotune-no-cudagraphs; "" its default."""
