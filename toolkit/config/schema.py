@@ -318,20 +318,6 @@ EVAL_EMBED = ("eval_recall_at_1", "eval_mrr")
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Environment variables that `distributed.interface` sets."""
-STAGE3_KEYS = (
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_gather_16bit_weights_on_model_save",
-    "zero_hpz_partition_size",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-)
-"""Settings of `zero` that stage 3 alone reads."""
-SUPER_OFFLOAD_KEYS = ("super_offload", "cpuadam_cores_perc")
-"""Settings of `zero.offload_optimizer` that SuperOffload alone reads."""
 
 
 class Backend(str, Enum):

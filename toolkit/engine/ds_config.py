@@ -344,13 +344,14 @@ def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
     if zero.stage == 0:
         _same(ds, cfg, "zero_optimization.stage")
         return
-    _copy(ds, cfg, "zero_optimization", *(() if zero.stage == 3 else schema.STAGE3_KEYS))
+    of_stage3 = () if zero.stage == 3 else rule_tables.expand("zero.sub_group_size zero.stage3_* zero.zero_*")
+    _copy(ds, cfg, "zero_optimization", *(key.removeprefix("zero.") for key in of_stage3))
     if zero.stage == 3 and cfg.optim.name is schema.OptimizerName.muon:
         ds.put("zero_optimization.reduce_scatter", False, tr("= false: Muon needs whole gradients"))
     for name, offload in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         if offload.device is not schema.Device.none:
             unread: tuple[str, ...] = () if offload.device is schema.Device.nvme else ("nvme_path",)
-            unread += () if zero.offload_optimizer.super_offload else schema.SUPER_OFFLOAD_KEYS
+            unread += () if zero.offload_optimizer.super_offload else ("super_offload", "cpuadam_cores_perc")
             _copy(ds, cfg, f"zero_optimization.{name}", *unread)
     if schema.Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device):
         _copy(ds, cfg, "aio")
