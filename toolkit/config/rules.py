@@ -365,9 +365,8 @@ def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
     known = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
-    known += schema.EVAL_LABELS if loaded.cfg.task.kind is schema.TaskKind.classify else ()
     kind, is_paired = loaded.cfg.task.kind, loaded.cfg.preference.is_paired
-    known += schema.EVAL_EMBED if kind is schema.TaskKind.embed else ()
+    known += {schema.TaskKind.classify: schema.EVAL_LABELS, schema.TaskKind.embed: schema.EVAL_EMBED}.get(kind, ())
     if kind is schema.TaskKind.distill:
         known += schema.EVAL_TAUGHT[: 1 if loaded.cfg.distill.teacher else 2] if _has_teacher(loaded.cfg) else ()
     known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + (is_paired or kind is schema.TaskKind.reward)]

@@ -325,10 +325,8 @@ def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
     fp16, bf16 = given.flag("fp16"), given.flag("bf16")
     if fp16 and bf16:
         raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=given.place("bf16"))
-    if fp16 or bf16:
-        draft.put("precision.dtype", "fp16" if fp16 else "bf16", "fp16" if fp16 else "bf16")
-    else:
-        draft.put("precision.dtype", "fp32", "fp16", "bf16")
+    dtype = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    draft.put("precision.dtype", dtype, *(("fp16", "bf16") if dtype == "fp32" else (dtype,)))
     recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if given.flag(name)]
     if recompute:
         draft.put("train.activation_checkpointing.enabled", True, recompute[0])
@@ -358,9 +356,8 @@ def _logging(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("checkpoint.every", steps, "save_steps")
     elif strategy not in ("steps", "no"):
         draft.lost["save_strategy"] = tr("checkpoint.every counts steps; the recipe saves at the end only")
-    limit = given.get("save_total_limit")
-    keep = given.number("save_total_limit", int) if limit is not None else 0
-    draft.put("checkpoint.keep", max(0, keep), *(["save_total_limit"] if limit is not None else []))
+    keep = given.number("save_total_limit", int) if given.has("save_total_limit") else 0
+    draft.put("checkpoint.keep", max(0, keep), "save_total_limit")
     asked = [name.lower() for name in given.names("report_to") if name.lower() not in ("", "none")]
     for name in asked:
         if name in schema.TRACKERS:
