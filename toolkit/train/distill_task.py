@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from toolkit.config import mesh, schema
 from toolkit.config.load import to_dict
-from toolkit.data import sampler, targets
+from toolkit.data import targets
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
@@ -50,13 +50,11 @@ class DistillTask(language_task.LanguageTask):
     teacher: Any = None
     """Another model, or its engine, that computes with each step."""
 
-    def __init__(self) -> None:
-        self._figures = self._zeros()
-        self._evaluated = torch.zeros(4, dtype=torch.float64)
+    names = (KL, CE)
 
-    @staticmethod
-    def _zeros() -> dict[str, torch.Tensor]:
-        return {name: torch.zeros(2) for name in (KL, CE)}
+    def __init__(self) -> None:
+        super().__init__()
+        self._evaluated = torch.zeros(4, dtype=torch.float64)
 
     # Data
 
@@ -91,10 +89,6 @@ class DistillTask(language_task.LanguageTask):
         self.identity = {**self.identity, **({"general": marks} if "1" in marks else {})}
         if language_data.has_targets(cfg) and not self.data.targets:
             self.data = replace(self.data, targets=token_targets(cfg, self.data))
-
-    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
-        self._figures = self._zeros()  # without those of a dry run that failed
-        return super().batches(position, num_steps)
 
     # Model
 
@@ -131,14 +125,7 @@ class DistillTask(language_task.LanguageTask):
 
     # Dry run
 
-    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
-        batch, name = super().longest_batch(position)
-        return self._with_any_target(batch), name
-
-    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
-        return self._with_any_target(super().larger_batch(rows, share))
-
-    def _with_any_target(self, batch: language_data.Batch) -> language_data.Batch:
+    def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
         """Return a micro-batch all of whose tokens have a teacher that says something."""
         count, top_k = loss.num_trained_tokens(batch), min(self.cfg.distill.top_k, len(self.data.tokenizer))
         if not self.data.targets:
@@ -154,14 +141,9 @@ class DistillTask(language_task.LanguageTask):
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of trained tokens, and add up their two parts."""
         total, found, _ = self._distil(engine, batch)
-        for name, values in ((KL, found.divergences), (CE, found.cross_entropies)):
-            pair = torch.stack((values.sum(), values.new_tensor(len(values))))
-            self._figures[name] = self._figures[name].to(pair) + pair
+        parts = {KL: found.divergences, CE: found.cross_entropies}
+        self._add({name: torch.stack((one.sum(), one.new_tensor(len(one)))) for name, one in parts.items()})
         return total
-
-    def take_figures(self) -> dict[str, torch.Tensor]:
-        taken, self._figures = self._figures, self._zeros()
-        return taken
 
     def _distil(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
         """Return the sum of a micro-batch's losses, with gradients, what it is made of, and the places of its tokens:
@@ -345,9 +327,7 @@ def stored_targets(
     found, folder = token_targets(cfg, data), Path(cfg.distill.dir or run_folder / "teacher")
     teacher, whose = None, process_group.on_rank0(lambda: _identity(cfg))
     for split, table in found.items():
-        plan = data.train_plan if split == "train" else data.validation_plan
-        cache = data.train if split == "train" else data.validation
-        assert plan is not None and cache is not None
+        cache, plan = data.split(split)
         members = np.arange(len(cache)) if plan.members is None else np.unique(plan.members).astype(np.int64)
         samples = table.samples(members)
         made_of = [whose, cache.fingerprint, split, cfg.distill.top_k, len(data.tokenizer)]

@@ -1,8 +1,9 @@
 """Data of a language model: encoder, tokenized caches, packing plans, and this rank's micro-batches of them."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,9 @@ from toolkit.data.targets import TokenTargets
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
-from toolkit.messages import ConfigError, DataError, clauses, say, warn
+from toolkit.messages import ConfigError, DataError, clauses, say, tr, warn
 from toolkit.models import attention, chat, classifier, directory
+from toolkit.terminal import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,6 +61,13 @@ class LanguageData:
         """Return what is the same if a run learns from the same samples in the same rows."""
         plan = self.train_plan.folder
         return {"store": self.train.fingerprint, "rows": plan.name if plan else self.packing.value}
+
+    def split(self, name: str) -> tuple[TokenizedCache, PackingPlan]:
+        """Return the samples of "train" or "validation", which must be there, and the plan of their rows."""
+        is_train = name == "train"
+        store, plan = (self.train, self.train_plan) if is_train else (self.validation, self.validation_plan)
+        assert store is not None and plan is not None
+        return store, plan
 
     @property
     def shares_prefixes(self) -> bool:
@@ -301,20 +310,31 @@ def training_batches(
     """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares them ahead."""
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = _sampler(cfg, prepared, place, start, total_steps, changing_order(cfg, prepared))
-    loader = build_loader(
-        prepared.train,
-        prepared.train_plan,
-        shares,
-        prepared.pad_id,
-        prepared.layout,
-        seed=cfg.run.seed,
-        num_workers=cfg.data.num_workers,
-        multiple=pad_multiple(place.sequence),
-    )
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
-    batches = _with_columns(iter(loader), shares, prepared, "train")
-    parts = map(partial(attention.local_part, part=place.part, parts=place.sequence), batches)
-    return ahead(parts, accumulation(cfg, ranks.world_size))
+    batches = _with_columns(_loaded(cfg, prepared, "train", shares, cfg.data.num_workers), shares, prepared, "train")
+    return ahead(_parts_of(batches, place), accumulation(cfg, ranks.world_size))
+
+
+def _loaded(
+    cfg: schema.RunConfig, prepared: LanguageData, split: str, shares: Iterable[list[int]], num_workers: int = 0
+) -> Iterator[Batch]:
+    """Return the micro-batches of shares of a split's rows."""
+    return iter(
+        build_loader(
+            *prepared.split(split),
+            shares,
+            prepared.pad_id,
+            prepared.layout,
+            seed=cfg.run.seed,
+            num_workers=num_workers,
+            multiple=pad_multiple(cfg.parallel.sequence),
+        )
+    )
+
+
+def _parts_of(batches: Iterator[Batch], place: Mesh) -> Iterator[Batch]:
+    """Return this rank's parts of micro-batches whose sequences are divided over ranks."""
+    return map(partial(attention.local_part, part=place.part, parts=place.sequence), batches)
 
 
 def _with_columns(
@@ -323,11 +343,8 @@ def _with_columns(
     """Yield batches of shares of a plan's rows with what is known of samples: `reference`, `value`, float32 [B]; and of
     trained tokens: the columns of `TokenTargets`.
     """
-    is_train = split == "train"
-    store = prepared.train if is_train else prepared.validation
-    plan = prepared.train_plan if is_train else prepared.validation_plan
+    store, plan = prepared.split(split)
     reference, targets = prepared.reference.get(split), prepared.targets.get(split)
-    assert store is not None and plan is not None
     is_known = store.has_values or reference is not None or targets is not None
     for rows, batch in zip(shares, batches, strict=True):
         samples = [sample for row in rows for sample in plan[row]] if is_known else []
@@ -345,17 +362,13 @@ def answer_batches(
     """Return this rank's share of a split's answers, row by row, each once over all ranks: the samples of each
     micro-batch, and these. As many on every rank; those at the end may be empty.
     """
-    is_train = split == "train"
-    store = prepared.train if is_train else prepared.validation
-    plan = prepared.train_plan if is_train else prepared.validation_plan
-    assert store is not None and plan is not None and plan.members is not None
+    _, plan = prepared.split(split)
+    assert plan.members is not None
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
     _, rows = np.unique(plan.members[::2], return_index=True)
     shares = sampler.sequential(len(rows), micro_rows(cfg), place.data_rank, place.data_ranks)
     planned = [rows[share].tolist() for share in shares]
-    multiple = pad_multiple(place.sequence)
-    loader = build_loader(store, plan, planned, prepared.pad_id, prepared.layout, seed=cfg.run.seed, multiple=multiple)
-    parts = map(partial(attention.local_part, part=place.part, parts=place.sequence), iter(loader))
+    parts = _parts_of(_loaded(cfg, prepared, split, planned), place)
     return [[sample for row in share for sample in plan[row]] for share in planned], ahead(parts, 2)
 
 
@@ -365,8 +378,7 @@ def sample_batches(
     """Return this rank's share of some samples of a split, each on a whole row of its own: the samples of each
     micro-batch, and these. As many on every rank; those at the end may be empty.
     """
-    store = prepared.train if split == "train" else prepared.validation
-    assert store is not None
+    store, _ = prepared.split(split)
     numbers = sample_shares(samples, micro_rows(cfg), *sample_place(cfg, ranks))
     everything = PackingPlan(store.num_numbers)
     loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
@@ -457,16 +469,30 @@ def evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ran
     return ahead(_evaluation_batches(cfg, prepared, ranks), 2)
 
 
+@contextmanager
+def shown_evaluation(
+    cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks, alive: Callable[[], object]
+) -> Iterator[Iterator[Batch]]:
+    """Yield the same batches, and show how far the evaluation has got; `alive` is called after each."""
+    at_once = rows_per_step(cfg, prepared.packing)[1] * mesh_of(cfg, ranks.world_size).data_ranks
+    count = -(-len(prepared.split("validation")[1]) // at_once)
+    with phase(tr("Evaluating"), count, tr("batches")) as advance:
+
+        def batches() -> Iterator[Batch]:
+            for batch in evaluation_batches(cfg, prepared, ranks):
+                yield batch
+                alive()
+                advance(1)
+
+        yield batches()
+
+
 def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
-    assert prepared.validation is not None and prepared.validation_plan is not None
-    store, plan = prepared.validation, prepared.validation_plan
+    store, plan = prepared.split("validation")
     place = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = sampler.sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
-    loader = build_loader(
-        store, plan, shares, prepared.pad_id, prepared.layout, seed=cfg.run.seed, multiple=pad_multiple(place.sequence)
-    )
-    sources, batches = store.sources(), iter(loader)
-    for rows, batch in zip(shares, _with_columns(batches, shares, prepared, "validation"), strict=True):
+    sources, loaded = store.sources(), _loaded(cfg, prepared, "validation", shares)
+    for rows, batch in zip(shares, _with_columns(loaded, shares, prepared, "validation"), strict=True):
         samples = laid_out([plan[row] for row in rows], prepared.layout)
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):

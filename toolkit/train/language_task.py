@@ -122,19 +122,9 @@ class Evaluation:
         answer is a line of `file`, what is true of all is in its .json; `alive` is called now and then.
         """
         cfg, prepared = self.cfg, self.prepared
-        assert prepared.validation_plan is not None
-        at_once = language_data.rows_per_step(cfg, prepared.packing)[1] * self._layout.data_ranks
-        count = -(-len(prepared.validation_plan) // at_once)
-        with terminal.phase(tr("Evaluating"), count, tr("batches")) as advance:
-
-            def batches() -> Iterator[language_data.Batch]:
-                for batch in language_data.evaluation_batches(cfg, prepared, self.ranks):
-                    yield batch
-                    alive()
-                    advance(1)
-
+        with language_data.shown_evaluation(cfg, prepared, self.ranks, alive) as batches:
             figures = metrics.evaluate_loss(
-                self.model, batches(), prepared.source_names, self.device, self._layout.copies, self.measure
+                self.model, batches, prepared.source_names, self.device, self._layout.copies, self.measure
             )
         if not self.questions:
             return figures
@@ -289,12 +279,20 @@ class LanguageTask(task.Task):
     """Trains a causal language model on conversations and texts; its steps need no data and no run."""
 
     loss_unit = "nats/token"
+    names: tuple[str, ...] = ()
+    """Of the figures of a step."""
     cfg: RunConfig
     ranks: Ranks
     data: language_data.LanguageData
     epoch: schedule.Epoch
     questions: list[metrics.ValidationQuestion]
     evaluation: Evaluation | None = None
+
+    def __init__(self) -> None:
+        self._figures = self._zeros()
+
+    def _zeros(self) -> dict[str, torch.Tensor]:
+        return dict.fromkeys(self.names, torch.zeros(2))
 
     # Data
 
@@ -366,6 +364,7 @@ class LanguageTask(task.Task):
         }
 
     def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
+        self._figures = self._zeros()  # without those of a dry run that failed
         return language_data.training_batches(self.cfg, self.data, self.ranks, num_steps, position)
 
     def next_position(self, position: sampler.Position) -> sampler.Position:
@@ -452,10 +451,15 @@ class LanguageTask(task.Task):
         """Return the longest rows of the training data."""
         batch = language_data.longest_batch(self.cfg, self.data, self.ranks.world_size)
         rows, tokens = self.shape(batch)
-        return batch, tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
+        name = tr("the longest batch ({rows} x {tokens} tokens)", rows=rows, tokens=tokens)
+        return self._with_any_columns(batch), name
 
     def larger_batch(self, rows: int, share: float) -> language_data.Batch:
-        return language_data.repeated_batch(self.cfg, self.data, rows, share)
+        return self._with_any_columns(language_data.repeated_batch(self.cfg, self.data, rows, share))
+
+    def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
+        """Return a micro-batch of the dry run with what those of the run have beside their tokens."""
+        return batch
 
     def check_evaluation(self, run: task.RunContext) -> None:
         """Evaluate one batch, and begin an answer."""
@@ -490,6 +494,14 @@ class LanguageTask(task.Task):
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the cross entropies of trained tokens, nats."""
         return token_loss_sum(engine, batch)
+
+    def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
+        """Add up figures of a micro-batch: sums, and over how many, [2] each."""
+        self._figures = {name: self._figures[name].to(pair) + pair for name, pair in figures.items()}
+
+    def take_figures(self) -> dict[str, torch.Tensor]:
+        taken, self._figures = self._figures, self._zeros()
+        return taken
 
     def routers(self, engine: DeepSpeedEngine) -> loss.Routers | None:
         return getattr(engine.module, "routers", None)

@@ -1,16 +1,14 @@
 """What tasks share whose loss is of whole samples and not of their tokens: figures, columns of a batch, evaluation."""
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 
-from toolkit import terminal
 from toolkit.config import mesh
-from toolkit.data import sampler
 from toolkit.messages import tr
 from toolkit.models import adapters
 from toolkit.models.loss import samples_in_rows
@@ -21,37 +19,18 @@ class SampleTask(language_task.LanguageTask):
     """Trains a model on what is known of each sample."""
 
     loss_unit = ""
-    names: tuple[str, ...]
-    """Of the figures of a step."""
     reported: tuple[str, str]
     """The figure of an evaluation that is reported at the end, and what the summary calls it."""
-
-    def __init__(self) -> None:
-        self._figures = self._zeros()
 
     @property
     def _is_leader(self) -> bool:
         """Whether what this rank finds of its samples counts: others that work on the same ones find the same."""
         return mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).is_leader
 
-    def _zeros(self) -> dict[str, torch.Tensor]:
-        return dict.fromkeys(self.names, torch.zeros(2))
-
-    def batches(self, position: sampler.Position, num_steps: int) -> Iterator[language_data.Batch]:
-        self._figures = self._zeros()  # without those of a dry run that failed
-        return super().batches(position, num_steps)
-
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Nothing is asked of the model."""
 
     # Dry run
-
-    def longest_batch(self, position: sampler.Position) -> tuple[language_data.Batch, str]:
-        batch, name = super().longest_batch(position)
-        return self._with_any_columns(batch), name
-
-    def larger_batch(self, rows: int, share: float) -> language_data.Batch:
-        return self._with_any_columns(super().larger_batch(rows, share))
 
     def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
         columns = ["reference"] * bool(self.data.reference) + ["value"] * self.data.train.has_values
@@ -65,27 +44,10 @@ class SampleTask(language_task.LanguageTask):
 
     # Steps
 
-    def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
-        """Add up figures of a micro-batch: sums, and over how many, [2] each."""
-        self._figures = {name: self._figures[name].to(pair) + pair for name, pair in figures.items()}
-
-    def take_figures(self) -> dict[str, torch.Tensor]:
-        taken, self._figures = self._figures, self._zeros()
-        return taken
-
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
         """Evaluate the validation data."""
-        data, ranks = self.data, mesh.mesh_of(run.cfg, run.ranks.world_size).data_ranks
-        at_once = language_data.rows_per_step(run.cfg, data.packing)[1] * ranks
-        with terminal.phase(tr("Evaluating"), -(-len(data.validation_plan or ()) // at_once), tr("batches")) as advance:
-
-            def batches() -> Iterator[language_data.Batch]:
-                for batch in language_data.evaluation_batches(run.cfg, data, run.ranks):
-                    yield batch
-                    alive()
-                    advance(1)
-
-            return self._evaluate(run.engine, batches())
+        with language_data.shown_evaluation(run.cfg, self.data, run.ranks, alive) as batches:
+            return self._evaluate(run.engine, batches)
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return the figures of this rank's batches and the others'. A collective."""

@@ -42,6 +42,7 @@ class _Task(language_task.LanguageTask):
     """Language modelling whose tokens are counted beforehand: all of a micro-batch."""
 
     def __init__(self, tokens: int) -> None:
+        super().__init__()
         self.tokens = tokens
 
     def count(self, batch: attention.Batch) -> int:
