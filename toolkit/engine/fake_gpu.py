@@ -9,7 +9,6 @@ For a process of its own: the device, the accelerator and the patches stay.
 """
 
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,8 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from toolkit.engine.memory import LiveBytes
 
 NAME = "gpu"
 DEVICE = f"{NAME}:0"
@@ -186,7 +186,7 @@ def _fused_attention(
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-class Watch(TorchDispatchMode):
+class Watch(LiveBytes):
     """Notes bytes of the device's tensors, collectives, and where the host waits for the device.
 
     A number that is read is 1.0, or 0 where it is a whole number or a truth value (such as an overflow). Works above a
@@ -195,14 +195,13 @@ class Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
         self.collectives: list[tuple[Any, ...]] = []
         """Name, ranks of the group, and numbers and type of what is sent, in their order."""
         self.waits: Counter[str] = Counter()
         """Where in the code."""
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, Any] = {}
         self._events: list[tuple[int, int, str]] = []
+        self._function: Any = None
+        """What is being computed."""
         self._begun = 0
 
     def restart(self) -> None:
@@ -250,8 +249,9 @@ class Watch(TorchDispatchMode):
         leaves = [leaf for leaf in _pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if on_device and func is _aten._to_copy.default and leaves[0].device.type == "cpu":
             self.waits[_place()] += 1
+        self._function = func
         for leaf in leaves:
-            self._see(leaf, func)
+            self.see(leaf)
         return result
 
     def _note_collective(self, func: Any, args: Any) -> None:
@@ -262,26 +262,15 @@ class Watch(TorchDispatchMode):
         name = func.name().removeprefix("c10d::").rstrip("_")
         self.collectives.append((name, sizes[0] if sizes else 0, sum(one.numel() for one in sent), "/".join(kinds)))
 
-    def _see(self, tensor: torch.Tensor, func: Any) -> None:
-        if tensor.device.type != NAME:
-            return
-        storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
-            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-        if known != size:
-            what = f"{func.name().removeprefix('aten::')} {str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}"
-            self._sizes[key] = size
-            self._change(key, size - (known or 0), what)
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == NAME
 
-    def _forget(self, key: int) -> None:
-        self._change(key, -self._sizes.pop(key), "")
-        del self._references[key]
-
-    def _change(self, key: int, change: int, what: str) -> None:
-        self.now += change
-        self.peak = max(self.peak, self.now)
+    def _change(self, key: int, change: int, tensor: torch.Tensor | None = None) -> None:
+        super()._change(key, change)
+        what = ""
+        if tensor is not None:
+            name, dtype = self._function.name().removeprefix("aten::"), str(tensor.dtype).removeprefix("torch.")
+            what = f"{name} {dtype} {[*tensor.shape]}"
         self._events.append((key, change, what))
 
 

@@ -30,23 +30,29 @@ class LiveBytes(TorchDispatchMode):
         self._references: dict[int, Any] = {}
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was there before."""
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if storage.device.type == "meta":  # also of the fake tensors that torch.compile leaves behind
+        """Count a tensor that was there before, or that has just been made."""
+        if not self._counts(tensor):
             return
-        size = storage.nbytes()
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         if known != size:
             self._sizes[key] = size
-            self.now += size - (known or 0)
-            self.peak = max(self.peak, self.now)
+            self._change(key, size - (known or 0), tensor)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        # Meta storages are also those of the fake tensors that torch.compile leaves behind.
+        return tensor.untyped_storage().device.type != "meta"
 
     def _forget(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
+        self._change(key, -self._sizes.pop(key))
         del self._references[key]
+
+    def _change(self, key: int, change: int, tensor: torch.Tensor | None = None) -> None:
+        self.now += change
+        self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
