@@ -912,7 +912,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     """Rotation and the next start go by step: what another way has saved later must not count any more."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
-    run_dir.choose_run_dir(cfg)
+    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
     run_dir.release_run_dir()
     run = tmp_path / "mine"
     for step in (2, 4, 6):
@@ -921,7 +921,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
         (run / name).mkdir()
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
-    assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
+    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
     run_dir.release_run_dir()
     directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
@@ -933,7 +933,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "export.replaced", "logs", "run.lock"]
     assert (run / "logs" / "FAILED").exists()
     cfg.resume = "auto"
-    assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
+    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)).checkpoint == run / "checkpoints" / "step-2"
     run_dir.release_run_dir()
 
 
@@ -941,17 +941,17 @@ def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
     """The random model that a start left may be of another seed or shape; a checkpoint stands on it."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
-    run_dir.choose_run_dir(cfg)
+    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
     run_dir.release_run_dir()
     run = tmp_path / "mine"
     for name in ("base", ".base.abc.tmp"):
         (run / name).mkdir()
-    run_dir.choose_run_dir(cfg)
+    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
     run_dir.release_run_dir()
     assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
     (run / "base").mkdir()
     checkpoint(run / "checkpoints", 2)
-    run_dir.choose_run_dir(cfg)
+    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
     run_dir.release_run_dir()
     assert (run / "base").is_dir()
 
@@ -961,7 +961,7 @@ def test_an_adapter_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     (made / "adapter_config.json").touch()
     cfg = RunConfig(resume=str(made))
     with pytest.raises(ConfigError, match=rf"resume = {made} is a model or an adapter alone.*tuning\.adapter={made}"):
-        run_dir.choose_run_dir(cfg)
+        run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
 
 
 def test_links_and_files_that_would_be_loaded_are_foreign(tmp_path: Path) -> None:

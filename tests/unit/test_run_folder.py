@@ -64,9 +64,9 @@ def test_a_start_that_died_early_is_in_nobodys_way(left: str, mode: str, tmp_pat
     cfg.resume = mode
     if (left, mode) == ("run.lock", "never"):
         with pytest.raises(RunFolderError, match="already exists and is not touched"):
-            run_dir.choose_run_dir(cfg)
+            run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
         return
-    assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, None)
+    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)) == run_dir.RunSource(run, None)
 
 
 @pytest.mark.parametrize("left", ["notes.txt", "logs/notes.txt"])
@@ -75,7 +75,7 @@ def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path)
     file.parent.mkdir(parents=True)
     file.touch()
     with pytest.raises(RunFolderError, match="already exists and is not touched"):
-        run_dir.choose_run_dir(named(tmp_path))
+        run_dir.begin_in(named(tmp_path), run_dir.claim_run_dir(named(tmp_path)))
 
 
 @pytest.mark.fault("X1")
@@ -159,11 +159,11 @@ def test_a_stop_file_of_an_earlier_start_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     cfg = named(tmp_path)
-    run_dir.choose_run_dir(cfg)
+    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
     run_dir.release_run_dir()
     stop = tmp_path / "mine" / "stop"
     stop.touch()
-    run_dir.choose_run_dir(cfg)
+    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
     run_dir.release_run_dir()
     assert not stop.exists()
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
@@ -171,7 +171,7 @@ def test_a_stop_file_of_an_earlier_start_is_removed(
     monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
     monkeypatch.setattr(run_dir, "check_repeated_death", lambda folder, step: None)
     stop.touch()
-    run_dir.choose_run_dir(cfg)
+    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
     assert stop.exists()
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from toolkit.config import rules, schema
 from toolkit.messages import ConfigError, say, warn
-from toolkit.report.run import json_lines
 from toolkit.terminal import clock
 from toolkit.track.metrics import MetricsLog
+from toolkit.train import run_dir
 
 FILE = "deadline.jsonl"
 _ENOUGH = 5
@@ -75,7 +75,7 @@ class Deadline:
         self.total_steps, self.accumulation = total_steps, accumulation
         self.costs = Costs()
         self.costs.save, self._export_s = (size / _BYTES_PER_S for size in sizes)
-        rows = [row for row in _rows(folder) if row["step"] <= start]
+        rows = [row for row in run_dir.read_rows(folder / FILE) if row["step"] <= start]
         (folder / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         self.log = MetricsLog(folder / FILE)
         self.last = total_steps
@@ -201,9 +201,4 @@ def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
 
 def recorded(folder: Path) -> dict[int, int]:
     """Return the decisions of a run: the step to end with, by the step before which it was decided."""
-    return {row["step"]: row["last"] for row in _rows(folder)}
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    file = folder / FILE
-    return [row for row in json_lines(file) if row is not None] if file.exists() else []
+    return {row["step"]: row["last"] for row in run_dir.read_rows(folder / FILE)}

@@ -246,14 +246,7 @@ class TrainLoop:
         """Warn of a step that went wrong, and do as the config says; return whether the run was rewound."""
         self.state.bad_steps += 1
         file = disk.unused_path(self.run.folder / "logs" / f"bad-step-{self.step}.jsonl")
-        what = record_bad_step(
-            file,
-            self.step,
-            trouble,
-            result.micro_losses,
-            result.micro_counts,
-            lambda: self.task.samples_at(self.began),
-        )
+        what = record_bad_step(file, self.step, trouble, result, lambda: self.task.samples_at(self.began))
         warn(
             "{what}. It did not change the weights. See the samples of this step:  toolkit show {file}",
             what=what,

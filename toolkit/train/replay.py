@@ -7,7 +7,6 @@ from pathlib import Path
 from toolkit.checkpoint import directory
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, tr
-from toolkit.report.run import json_lines
 from toolkit.terminal import text_table
 from toolkit.train import run_dir, step as steps
 from toolkit.train.step import Samples, StepResult
@@ -59,7 +58,7 @@ def step_lines(
     """
     last = results[-1]
     head = {"step": step, "what": "replay", "text": f"loss {last.loss}, gradient norm {last.grad_norm}"}
-    found, reason = steps.record_samples(file, head, last.micro_losses, last.micro_counts, samples)
+    found, reason = steps.record_samples(file, head, last, samples)
     places = dict.fromkeys((row["rank"], row["micro_batch"], row["loss"]) for row in found)
     rows = [[str(rank), str(place), f"{loss:.6f}"] for rank, place, loss in places]
     lines = [
@@ -74,7 +73,7 @@ def step_lines(
 
 def _compared(step: int, results: Sequence[StepResult], recorded: Path) -> str:
     """Compare with the row of metrics.jsonl, which is a mean over the steps since the one before it."""
-    rows = [row for row in json_lines(recorded) if row is not None and "loss" in row] if recorded.exists() else []
+    rows = [row for row in run_dir.read_rows(recorded) if "loss" in row]
     before, row = 0, None
     for one in rows:
         if int(one["step"]) >= step:

@@ -68,15 +68,10 @@ class Claim:
     is_new: bool
 
 
-def choose_run_dir(cfg: RunConfig) -> RunSource:
-    """Return where to work, made and locked. For rank 0 only. Raises RunFolderError (finished, in use, cannot be made),
-    RepeatedDeath, CheckpointError (nothing to resume), ConfigError (`resume`).
-    """
-    return begin_in(cfg, claim_run_dir(cfg))
-
-
 def claim_run_dir(cfg: RunConfig) -> Claim:
-    """Make or choose the directory and lock it: the first half of `choose_run_dir`."""
+    """Make or choose the directory and lock it. For rank 0 only. Raises RunFolderError (finished, in use, cannot be
+    made), CheckpointError (nothing to resume), ConfigError (`resume`).
+    """
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     checkpoint = None if cfg.resume in (NEVER, AUTO, MUST) else _checkpoint_at(Path(cfg.resume))
     if checkpoint is not None:
@@ -97,7 +92,9 @@ def claim_run_dir(cfg: RunConfig) -> Claim:
 
 
 def begin_in(cfg: RunConfig, claim: Claim, copy: Path | None = None) -> RunSource:
-    """Decide what to resume from, `copy` in memory if there is one, and note the start: the second half."""
+    """Decide what to resume from, `copy` in memory if there is one, and note the start. For rank 0 only; raises
+    RepeatedDeath too.
+    """
     folder, checkpoint = claim.folder, copy or claim.checkpoint
     note_copy(folder, directory.read_run_state(copy).step if copy else 0)
     if claim.is_new:
@@ -358,7 +355,7 @@ def check_repeated_death(folder: Path, step: int, is_noted: bool = False) -> Non
     """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time.
     `is_noted`: whether this start is the last in the log already.
     """
-    rows = _rows(folder / "logs" / STARTS)
+    rows = read_rows(folder / "logs" / STARTS)
     now = rows.pop()["reached_step"] if is_noted else reached_step(folder)
     if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
         raise RepeatedDeath(
@@ -412,8 +409,8 @@ def identity(folder: Path) -> str:
 
 def reached_step(folder: Path) -> int:
     """Return the step in which a run ended, as far as its rows and its ranks' heartbeats show."""
-    logged = max((int(row["step"]) for row in _rows(folder / "metrics.jsonl")[-1:]), default=0)
-    beats = [row for path in (folder / "logs").glob(failure.heartbeat_file("*")) for row in _rows(path)]
+    logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl")[-1:]), default=0)
+    beats = [row for path in (folder / "logs").glob(failure.heartbeat_file("*")) for row in read_rows(path)]
     seen = max((int(beat["step"]) for beat in beats), default=0)
     in_step = (failure.STEP, failure.DATA)
     if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
@@ -421,7 +418,7 @@ def reached_step(folder: Path) -> int:
     return logged + 1
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines, [] if it is not there; a line that was cut off is none."""
     with suppress(OSError):
         return [row for row in json_lines(path) if row is not None]

@@ -293,16 +293,11 @@ _NAMED = 3
 
 
 def record_bad_step(
-    file: Path,
-    step: int,
-    trouble: Anomaly,
-    micro_losses: torch.Tensor,
-    micro_counts: Sequence[int],
-    samples: Callable[[], Samples],
+    file: Path, step: int, trouble: Anomaly, result: "StepResult", samples: Callable[[], Samples]
 ) -> str:
     """Write a step's samples to a file, as `record_samples` does; return a sentence. A collective."""
     head = {"step": step, "what": trouble.kind.value, "text": trouble.text()}
-    found, reason = record_samples(file, head, micro_losses, micro_counts, samples)
+    found, reason = record_samples(file, head, result, samples)
     worst = found[0]
     named = [row["where"] + reason for row in found if all(row[key] == worst[key] for key in ("rank", "micro_batch"))]
     return tr(
@@ -317,17 +312,12 @@ def record_bad_step(
 
 
 def record_samples(
-    file: Path,
-    head: Mapping[str, Any],
-    micro_losses: torch.Tensor,
-    micro_counts: Sequence[int],
-    samples: Callable[[], Samples],
+    file: Path, head: Mapping[str, Any], result: "StepResult", samples: Callable[[], Samples]
 ) -> tuple[list[dict[str, Any]], str]:
     """Write `head` (with its "step") and a step's samples, worst micro-batch first; return these, and why the file
-    could not be written, "" if it was. A collective. `micro_losses`, sums, and `micro_counts` [accumulation] are this
-    rank's; `samples` is called on rank 0 only.
+    could not be written, "" if it was. A collective; `samples` is called on rank 0 only.
     """
-    sums = zip(micro_losses.tolist(), micro_counts, strict=True)
+    sums = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
     losses = gather([loss / count if count else 0.0 for loss, count in sums])
 
     def write() -> tuple[list[dict[str, Any]], str]:
