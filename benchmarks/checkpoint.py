@@ -79,15 +79,12 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, repeats: int, 
     described = ModelFiles(
         files, probe.ids_of([prepared.train[0][0].tolist()], engine.module.config), export_in_background
     )
-    savers = {
-        name: Checkpointer(
-            engine,
-            folder / name,
-            replace(cfg.checkpoint, asynchronous=name == "asynchronous", keep=1, keep_weights=0),
-            described,
-        )
+    kept = replace(cfg.checkpoint, keep=1, keep_weights=0)
+    settings = {
+        name: replace(cfg, checkpoint=replace(kept, asynchronous=name == "asynchronous"))
         for name in ("ours", "asynchronous")
     }
+    savers = {name: Checkpointer(engine, folder / name, own, described) for name, own in settings.items()}
     seconds, sizes = _in_turns(engine, step, savers, folder, repeats)
     seconds |= _copies(cfg, savers["ours"], repeats, step)
     bare = seconds["bare"]
@@ -170,7 +167,7 @@ def _copies(cfg: RunConfig, on_disk: Checkpointer, repeats: int, step: Callable[
         with made_up:
             copies = node_memory.Copies(f"toolkit-bench-{folder.name}", timedelta(seconds=cfg.distributed.timeout_s))
             place = folder / f"{name}copied" / "checkpoints"
-            saver = Checkpointer(on_disk.engine, place, cfg.checkpoint, on_disk.described, copies=copies)
+            saver = Checkpointer(on_disk.engine, place, cfg, on_disk.described, copies)
             for what, found in _copy_in_turns(on_disk, saver, repeats, step).items():
                 seconds[name + what] = found
             copies.close()

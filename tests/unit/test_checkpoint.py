@@ -349,11 +349,11 @@ def test_a_checkpoint_goes_only_after_a_good_step_followed_a_newer_one(tmp_path:
 def test_a_resumed_run_knows_the_checkpoint_that_a_good_step_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_files, "files_of", mock.Mock())
+    monkeypatch.setattr(checkpointer, "_files_of", mock.Mock())
     engine = mock.Mock(module=torch.nn.Linear(1, 1))
 
     def resumed() -> Path | None:
-        return Checkpointer(engine, tmp_path, CheckpointConfig(keep=1), mock.Mock()).good
+        return Checkpointer(engine, tmp_path, RunConfig(checkpoint=CheckpointConfig(keep=1)), mock.Mock()).good
 
     assert resumed() is None
     saver = saver_in(tmp_path, CheckpointConfig(keep=1))

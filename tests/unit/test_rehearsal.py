@@ -101,10 +101,10 @@ def test_what_was_tried() -> None:
 
 
 def test_an_error_without_words_is_told() -> None:
-    memory, ranks = mock.Mock(restart=lambda: 0, highest=lambda: 0), mock.Mock(rank=0, world_size=2)
+    memory = mock.Mock(restart=lambda: 0, highest=lambda: 0)
     with (
         pytest.raises(OutOfMemory, match="reason: MemoryError"),
-        explain_out_of_memory(cfg(), ranks, "a step", memory, 0, None),
+        explain_out_of_memory(cfg(), "a step", memory, 0, None),
     ):
         raise MemoryError
 

@@ -274,12 +274,11 @@ def test_a_start_from_a_copy_that_cannot_be_used_begins_at_the_checkpoint(
     identity, made = run_dir.identity(tmp_path), save(tmp_path / "checkpoints", 4)
     monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
     run_dir.record_start(tmp_path, 6)
-    state, saver = directory.RunState(step=6), mock.Mock(complete=lambda _: "no room")
+    saver = mock.Mock(complete=lambda _: "no room")
     copy = run_dir.RunSource(tmp_path, tmp_path / "memory", in_memory=True)
 
-    def complete() -> run_dir.RunSource:
-        source, _ = trainer.Trainer._complete(mock.Mock(), saver, copy, state, lambda source: None)
-        return source
+    def complete() -> run_dir.RunSource | None:
+        return trainer.Trainer._without_copy(mock.Mock(), saver, copy, 6)
 
     assert complete() == run_dir.RunSource(tmp_path, made)
     assert [row["from_step"] for row in json_lines(tmp_path / "logs" / run_dir.STARTS)] == [0, 4]

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.disk import flush, sha256, unused_path
-from toolkit.messages import CheckpointError, OtherFormat, clauses, say, tr, warn
+from toolkit.messages import CheckpointError, OtherFormat, clauses, reason_of, say, tr, warn
 
 LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""
@@ -286,7 +286,7 @@ def read_manifest(folder: Path, known: int = FORMAT) -> dict[str, Any]:
         raise
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            "{folder} is not a complete checkpoint: {reason}.", folder=folder, reason=_why(error)
+            "{folder} is not a complete checkpoint: {reason}.", folder=folder, reason=reason_of(error)
         ) from None
     if found.get("format") != known:
         raise OtherFormat(
@@ -340,12 +340,8 @@ def _problem(folder: Path, name: str, known: Any) -> str:
     except PermissionError:
         raise
     except OSError as error:
-        return f"{name}: {_why(error)}"
+        return f"{name}: {reason_of(error)}"
     return ""
-
-
-def _why(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 STATE = "state.json"
@@ -410,7 +406,7 @@ def read_run_state(folder: Path) -> RunState:
         return RunState(**{name: value for name, value in found.items() if value is not None})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            "{file} cannot be read: {reason}.", file=folder / STATE, reason=str(error).splitlines()[0]
+            "{file} cannot be read: {reason}.", file=folder / STATE, reason=reason_of(error)
         ) from None
 
 

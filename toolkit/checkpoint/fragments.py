@@ -25,7 +25,7 @@ from toolkit import disk
 from toolkit.checkpoint.directory import CHECKSUMS, FRAGMENTS, read_header
 from toolkit.config import mesh
 from toolkit.distributed import process_group
-from toolkit.messages import CheckpointError
+from toolkit.messages import CheckpointError, reason_of
 
 WEIGHT = "weight"
 """State under which the weight itself is stored: the fp32 master of what is trained, else as the model has it."""
@@ -303,8 +303,7 @@ class Fragments:
                         raise OSError("it ends too early")
                     done += count
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise CheckpointError("{file} cannot be read: {reason}.", file=path, reason=reason) from None
+            raise CheckpointError("{file} cannot be read: {reason}.", file=path, reason=reason_of(error)) from None
 
 
 def iter_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:

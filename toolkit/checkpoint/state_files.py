@@ -13,13 +13,12 @@ from typing import Any, cast
 import numpy as np
 import psutil
 import torch
-from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
 from toolkit import disk
 from toolkit.checkpoint import fragments
-from toolkit.messages import CheckpointError
+from toolkit.messages import CheckpointError, reason_of
 
 
 class Files:
@@ -81,18 +80,7 @@ class Files:
             fragments.write(content, path)
             self.written.append(path)
         except Exception as error:  # whatever it is: the other ranks wait
-            self.failure = getattr(error, "strerror", None) or str(error).splitlines()[0]
-
-
-def files_of(engine: DeepSpeedEngine, asynchronous: bool = False) -> Files:
-    """Return what writes an engine's fragments; its updates wait for copies."""
-    asynchronous = asynchronous and not engine.zero_nvme_offload_optimizer()  # what memory has no room for is written
-    # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8): Muon's
-    # momentum before it, by the ZeRO wrappers.
-    is_muon = type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
-    files = Files(asynchronous, copies_at_once=bool(engine.zenflow or engine.super_offload() or is_muon))
-    engine.basic_optimizer.register_step_pre_hook(lambda *_: files.wait_for_copies())
-    return files
+            self.failure = reason_of(error)
 
 
 class HostCopies:
@@ -206,5 +194,4 @@ def seed_all(seed: int) -> None:
 
 def unreadable_error(path: Path, error: Exception) -> CheckpointError:
     """Return the error of a file that cannot be read."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0][:300]
-    return CheckpointError("{file} cannot be read: {reason}.", file=path, reason=reason)
+    return CheckpointError("{file} cannot be read: {reason}.", file=path, reason=reason_of(error))

@@ -29,6 +29,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
+from toolkit.engine.ds_config import tensor_ranks
+from toolkit.engine.parameters import is_muon
 from toolkit.messages import ConfigError, tr
 
 # 1.2 s each time; for an op of the CPU DeepSpeed asks twice, to compare with what it was built on (0.19.8,
@@ -163,7 +165,7 @@ def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> Mo
 
     Without it DeepSpeed 0.19.8 divides the global batch by all ranks (runtime/config.py).
     """
-    size = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
+    size = tensor_ranks(ds_config)
     if size == 1:
         return None
     check_split(model, size)
@@ -196,7 +198,7 @@ def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[
     section = ds_config.get("tensor_parallel")
     if section is None:
         return ds_config
-    size, group = section["autotp_size"], module.mpu().get_slice_parallel_group()
+    size, group = tensor_ranks(ds_config), module.mpu().get_slice_parallel_group()
     check_split(model, size)
     groups._TENSOR_MODEL_PARALLEL_GROUP = group
     layers.set_autotp_mode(training=True)
@@ -374,7 +376,7 @@ class UpdateVeto:
         norm_method = "_get_norm_groups" if is_stage3 else "scaled_global_norm"
         compute_norm = getattr(self.optimizer, norm_method)
         momentum_method = ""
-        if type(self.engine.basic_optimizer).__name__ == "MuonWithAuxAdam":
+        if is_muon(self.engine):
             if is_stage3:
                 momentum_method = "_apply_muon_to_accumulated_grads"
             elif self.optimizer.cpu_offload:

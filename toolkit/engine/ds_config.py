@@ -226,6 +226,11 @@ class DsConfig:
         self.missing.append(messages.tr(template, **values))
 
 
+def tensor_ranks(values: Mapping[str, Any]) -> int:
+    """Return over how many ranks a DeepSpeed JSON splits each layer."""
+    return int(values.get("tensor_parallel", {}).get("autotp_size", 1))
+
+
 def read_key(cfg: schema.RunConfig, key: str) -> Any:
     """Return the value of a dotted schema key, with enums as their plain strings."""
     value = schema.get_value(cfg, key)

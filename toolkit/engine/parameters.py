@@ -19,6 +19,11 @@ def is_partitioned(engine: deepspeed.DeepSpeedEngine) -> bool:
     return bool(engine.zero_optimization_partition_weights()) or divided
 
 
+def is_muon(engine: deepspeed.DeepSpeedEngine) -> bool:
+    """Whether DeepSpeed's Muon is the optimizer, which ZeRO's wrappers move momenta of before its step (0.19.8)."""
+    return type(engine.basic_optimizer).__name__ == "MuonWithAuxAdam"
+
+
 def gathered_parameters(
     module: torch.nn.Module, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, GlmConfig, PreTrainedModel, PreTraine
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
+from toolkit.engine.ds_config import tensor_ranks
 from toolkit.messages import ModelError, reason_of
 from toolkit.models import attention, classifier, directory, probe, save, weights
 from toolkit.models.chatglm import modeling, tokenizers
@@ -160,7 +161,7 @@ def create_model(
     else:
         model = classifier.with_head(model, head, seed)
     if parts > 1:
-        attention.split_sequences(model, parts, (ds_config or {}).get("tensor_parallel", {}).get("autotp_size", 1))
+        attention.split_sequences(model, parts, tensor_ranks(ds_config or {}))
     else:
         attention.choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ from toolkit.checkpoint import directory, engine_state, fragments, node_memory, 
 from toolkit.config import load, mesh, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather, on_rank0, rank
-from toolkit.engine.parameters import is_partitioned, ruined_ranks
+from toolkit.engine.parameters import is_muon, is_partitioned, ruined_ranks
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, ConfigError, say, tr, warn
+from toolkit.messages import CheckpointError, ConfigError, reason_of, say, tr, warn
 from toolkit.models import probe, save
 from toolkit.models.pipeline import capture_probe, is_pipeline, stage_model, unwrap_model
 from toolkit.train import run_dir
@@ -51,6 +51,16 @@ def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
     stored = model.state_dict(keep_vars=True)
     buffers = {name: one for name, one in model.named_buffers() if name in stored}
     return engine_state.Held(named, buffers, with_frozen, frozenset(twice))
+
+
+def _files_of(engine: DeepSpeedEngine, asynchronous: bool) -> state_files.Files:
+    """Return what writes an engine's fragments; its updates wait for copies."""
+    asynchronous = asynchronous and not engine.zero_nvme_offload_optimizer()  # what memory has no room for is written
+    # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8).
+    copies_at_once = bool(engine.zenflow or engine.super_offload() or is_muon(engine))
+    files = state_files.Files(asynchronous, copies_at_once)
+    engine.basic_optimizer.register_step_pre_hook(lambda *_: files.wait_for_copies())
+    return files
 
 
 class Rotation:
@@ -92,8 +102,7 @@ class Rotation:
                 if also is not None:
                     self._rotate(also)
             except Exception as error:  # whatever it is: the thread must be there for the next save
-                reason = error.strerror if isinstance(error, OSError) else None
-                warn("older checkpoints could not be removed: {reason}.", reason=reason or error)
+                warn("older checkpoints could not be removed: {reason}.", reason=reason_of(error))
 
     def _rotate(self, also: Collection[Path]) -> None:
         keep, keep_weights = self.config.keep, self.config.keep_weights
@@ -143,28 +152,26 @@ class ModelFiles:
 
 
 class Checkpointer:
-    """All checkpoints of one run, in `folder`. Every method but `is_proven` and `is_busy` is a collective. `keep_best`:
-    a metric or ""; `patience_s`: how long a save waits for the room of those being removed; `copies`: in memory.
-    """
+    """All checkpoints of one run, in `folder`. Every method but `is_proven` and `is_busy` is a collective."""
 
     copies: node_memory.Copies | None = None
+    """In memory."""
 
     def __init__(
         self,
         engine: DeepSpeedEngine,
         folder: Path,
-        config: schema.CheckpointConfig,
+        cfg: schema.RunConfig,
         described: ModelFiles,
-        keep_best: str = "",
-        patience_s: float = 300.0,
         copies: node_memory.Copies | None = None,
     ) -> None:
-        self.engine, self.folder, self.config, self.described = engine, folder, config, described
-        self.keep_best, self.patience_s = keep_best, patience_s
-        self.copies = copies
+        self.engine, self.folder, self.config, self.described = engine, folder, cfg.checkpoint, described
+        self.keep_best, self.copies = cfg.evaluate.keep_best, copies
+        self.patience_s = cfg.distributed.timeout_s / 2
+        """How long a save waits for the room of those being removed."""
         self.makes_copies = copies is not None and copies.open(self.least_bytes())
         """Whether there is room for copies in memory."""
-        self.files = state_files.files_of(engine, config.asynchronous)
+        self.files = _files_of(engine, self.config.asynchronous)
         self.newest: Path | None = None
         self.failed = False
         """Whether the last save came to nothing, and is to be tried again."""
@@ -174,7 +181,7 @@ class Checkpointer:
         """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
         self._held = _held_by(engine, described.holds_frozen)
-        self._rotation = Rotation(folder, config, described.export)
+        self._rotation = Rotation(folder, self.config, described.export)
         if rank() == 0:
             self._rotation.request()  # what an earlier start has left
         self._rated: list[dict[str, float]] | None = None
@@ -238,7 +245,7 @@ class Checkpointer:
         self.files.begin()
         for number, content in enumerate(engine_state.contents(self.engine, self._held)):
             self.files.save(content, temporary / fragments.file_name(rank(), number))
-        pending = self._pending = _Pending(state.step, temporary, self.files, state.evaluations, copies)
+        pending = self._pending = _Pending(state.step, temporary, self.files, [*state.evaluations], copies)
         try:
             if not self.files.failure:
                 path = temporary / state_files.generators_file(rank())
@@ -435,25 +442,24 @@ class Checkpointer:
         )
 
 
+@dataclass(slots=True)
 class _Pending:
     """One rank's part of a save that is written but not published."""
 
-    def __init__(
-        self,
-        step: int,
-        folder: Path,
-        files: state_files.Files,
-        evaluations: list[dict[str, float]],
-        copies: node_memory.Copies | None = None,
-    ) -> None:
-        self.step, self.folder, self.files, self.copies = step, folder, files, copies
-        self.evaluations = list(evaluations)
-        self.mine: list[Path] = []
-        """Files of this rank next to the engine's."""
-        self.is_good = False
-        """Whether a good step has followed, or an evaluation or a probe has shown as much."""
-        self.failure = ""
-        self.records: dict[str, directory.FileRecord] = {}
+    step: int
+    folder: Path
+    files: state_files.Files
+    evaluations: list[dict[str, float]]
+    copies: node_memory.Copies | None = None
+    mine: list[Path] = field(default_factory=list)
+    """Files of this rank next to the engine's."""
+    is_good: bool = False
+    """Whether a good step has followed, or an evaluation or a probe has shown as much."""
+    failure: str = ""
+    records: dict[str, directory.FileRecord] = field(default_factory=dict)
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self._prove, name="checkpoint", daemon=True)
 
     def wait(self) -> None:

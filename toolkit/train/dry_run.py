@@ -28,7 +28,7 @@ from toolkit.disk import flush
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, listed, say, tr, warn
+from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, listed, reason_of, say, tr, warn
 from toolkit.models import adapters, pipeline
 from toolkit.plan import layouts, speed
 from toolkit.plan.machine import Machine, find_gpu, own_memory
@@ -160,7 +160,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
         memory = stack.enter_context(PeakMemory(engine.device, limit if engine.device.type == "cpu" else 0))
 
         def explained(doing: str) -> AbstractContextManager[None]:
-            return explain_out_of_memory(cfg, run.ranks, doing, memory, limit, plan, task.memory_sections)
+            return explain_out_of_memory(cfg, doing, memory, limit, plan, task.memory_sections)
 
         with explained(tr("forward, backward and update of {batch}", batch=name)):
             measured = trial_step(engine, task, run.guard, batch, memory, run.accumulation)
@@ -185,9 +185,8 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
 
 
 def _saves(config: CheckpointConfig, steps: range) -> int:
-    due = sum(1 for step in steps if config.every and step % config.every == 0)
-    is_last_due = bool(config.every) and steps.stop - 1 >= steps.start and (steps.stop - 1) % config.every == 0
-    return due + (config.at_end and not is_last_due)
+    due = {step for step in steps if config.every and step % config.every == 0}
+    return len(due | {steps.stop - 1} if config.at_end else due)
 
 
 def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
@@ -253,7 +252,7 @@ def _reason(write: Callable[..., object], *arguments: object) -> str:
     try:
         write(*arguments)
     except (OSError, SafetensorError) as error:
-        return getattr(error, "strerror", None) or str(error)
+        return reason_of(error)
     return ""
 
 
@@ -436,13 +435,7 @@ def _take_update_memory(engine: DeepSpeedEngine) -> None:
 
 @contextmanager
 def explain_out_of_memory(
-    cfg: RunConfig,
-    ranks: Ranks,
-    doing: str,
-    memory: PeakMemory,
-    limit: int,
-    plan: RunPlan | None,
-    sections: tuple[str, ...] = ("",),
+    cfg: RunConfig, doing: str, memory: PeakMemory, limit: int, plan: RunPlan | None, sections: tuple[str, ...] = ("",)
 ) -> Iterator[None]:
     """Report what ran out of memory, what was measured and planned, and which overrides in `sections` help."""
     before = memory.restart()
@@ -454,7 +447,7 @@ def explain_out_of_memory(
         lines = [
             tr(
                 "out of memory before the first step, on rank {rank} ({host}): {doing}.",
-                rank=ranks.rank,
+                rank=rank(),
                 host=socket.gethostname(),
                 doing=doing,
             ),
@@ -467,7 +460,7 @@ def explain_out_of_memory(
             *(layouts.memory_table(plan.layout) if plan else []),
             tr("  reason: {reason}", reason=(str(error) or type(error).__name__).splitlines()[0]),
             tr("What helps, the cheapest first; each can be pasted behind the command:"),
-            *(f"  {word}" for word in remedies(cfg, ranks.world_size) if word.startswith(sections)),
+            *(f"  {word}" for word in remedies(cfg, world_size()) if word.startswith(sections)),
         ]
         raise OutOfMemory("\n".join(lines)) from None
 
@@ -524,24 +517,20 @@ def search_micro_batch(
             )
         )
     engine, guard = build()
-    times, sizes, room = (
-        mesh.accumulation(cfg, ranks.world_size),
-        mesh.micro_sizes(cfg, ranks.world_size),
-        SHARE * limit,
-    )
+    times, sizes = mesh.accumulation(cfg, ranks.world_size), mesh.micro_sizes(cfg, ranks.world_size)
     doing, found = tr("looking for batch.micro_per_gpu with one row"), 1
 
     def measure(rows: int, share: float = 1.0) -> Measured:
         return trial_step(engine, task, guard, task.larger_batch(rows, share), memory, times)
 
     with PeakMemory(engine.device) as memory:
-        with explain_out_of_memory(cfg, ranks, doing, memory, limit, None), restore_after(engine):
+        with explain_out_of_memory(cfg, doing, memory, limit, None), restore_after(engine):
             if times > 1:
                 half, two_halves, one = measure(1, 0.5), measure(2, 0.5), measure(1)
                 before, last = (0, 2 * half.forward_backward - two_halves.forward_backward), (1, one.forward_backward)
-                while (rows := min(gather(_next(sizes, before, last, room)))) > last[0]:
+                while (rows := min(gather(_next(sizes, before, last, SHARE * limit)))) > last[0]:
                     measured = measure(rows)
-                    if not all(gather(max(measured.forward_backward, measured.update) <= room)):
+                    if not all(gather(max(measured.forward_backward, measured.update) <= SHARE * limit)):
                         break
                     before, last = last, (rows, measured.forward_backward)
                 found = last[0]

@@ -89,32 +89,24 @@ class Trainer:
         """Choose the run directory, settle the config, write it down, and build the engine in its starting state."""
         task, ranks = self.task, self.ranks
         task.begin(self.cfg, ranks)
-        source, hosts = self._open_run_dir()
+        source = self._open_run_dir()
         at = process_group.on_rank0(lambda: deadline.deadline_of(self.cfg, source.folder))
         cfg, built = self._settle(_with_ops(_with_optimizer(self.cfg, source), self.cfg), source)
         self.cfg, total_steps = cfg, task.total_steps
         schedule.tell_length(cfg, task.epoch, total_steps, ranks.world_size)
         ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
-        start = process_group.on_rank0(lambda: self._record_start(cfg, ds, source, hosts))
+        start = process_group.on_rank0(lambda: self._record_start(ds, source))
         if built is None:
             engine, guard = self._build(cfg, ds, source)
         else:
             engine, guard = built
             dry_run.set_micro_batch(engine, cfg)
             engine.lr_scheduler.set_length(total_steps, ds_config.warmup_steps(cfg, total_steps))
-        checkpointer = Checkpointer(
-            engine,
-            source.folder / "checkpoints",
-            cfg.checkpoint,
-            task.model_files(engine),
-            cfg.evaluate.keep_best,
-            cfg.distributed.timeout_s / 2,
-            self.copies,
-        )
-        if source.in_memory:
-            source, start = self._complete(
-                checkpointer, source, start, partial(self._record_start, cfg, ds, hosts=hosts)
-            )
+        files = task.model_files(engine)
+        checkpointer = Checkpointer(engine, source.folder / "checkpoints", cfg, files, self.copies)
+        if source.in_memory and (other := self._without_copy(checkpointer, source, start.step)):
+            source = other
+            start = process_group.on_rank0(lambda: self._record_start(ds, source))
         if source.checkpoint is not None:
             resume_from(checkpointer, source.checkpoint, start, ranks, cfg)
         status = partial(environment.report_status, first_step=start.step + 1)
@@ -144,25 +136,20 @@ class Trainer:
             patience_s = min(tracking.PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
             self.reporter = tracking.AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
 
-    def _complete(
-        self,
-        checkpointer: Checkpointer,
-        source: run_dir.RunSource,
-        start: directory.RunState,
-        record: Callable[..., directory.RunState],
-    ) -> tuple[run_dir.RunSource, directory.RunState]:
-        """Get what the ranks need of a copy in memory; return where the run begins: there, or on the disk."""
+    def _without_copy(
+        self, checkpointer: Checkpointer, source: run_dir.RunSource, step: int
+    ) -> run_dir.RunSource | None:
+        """Get what the ranks need of a copy in memory; where that fails, return what the run begins with instead."""
         assert source.checkpoint is not None
         reason = checkpointer.complete(source.checkpoint)
         if not reason:
-            return source, start
-        warn("the copy of step {step} in memory cannot be used: {reason}.", step=start.step, reason=reason)
+            return None
+        warn("the copy of step {step} in memory cannot be used: {reason}.", step=step, reason=reason)
         checkpointer.forget_copies()
         checkpoint = process_group.patiently_on_rank0(
             lambda: run_dir.fall_back(source.folder, self.cfg.resume == run_dir.MUST)
         )
-        source = run_dir.RunSource(source.folder, checkpoint)
-        return source, process_group.on_rank0(lambda: record(source=source))
+        return run_dir.RunSource(source.folder, checkpoint)
 
     def _deadline(
         self, at: float | None, folder: Path, start: int, engine: DeepSpeedEngine, checkpointer: Checkpointer
@@ -252,8 +239,8 @@ class Trainer:
         if line := recipe_files.notice(run.cfg.data):
             say(line)
 
-    def _open_run_dir(self) -> tuple[run_dir.RunSource, list[str]]:
-        """Choose the run directory, see that all ranks see it, and write logs into it; return the hosts too."""
+    def _open_run_dir(self) -> run_dir.RunSource:
+        """Choose the run directory, see that all ranks see it, and write logs into it."""
         ranks = self.ranks
         # In a thread, as every byte of a checkpoint is read.
         claim = process_group.patiently_on_rank0(lambda: run_dir.claim_run_dir(self.cfg))
@@ -283,7 +270,8 @@ class Trainer:
         peers = [peer for peer, _ in found]
         failure.watch_failures(folder, ranks.rank, peers)
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
-        return source, [peer.host for peer in peers]
+        self.hosts = [peer.host for peer in peers]
+        return source
 
     def _copies_of(self, folder: Path) -> node_memory.Copies | None:
         """Return the copies of a run in the memory of its nodes, None without. A collective."""
@@ -320,16 +308,14 @@ class Trainer:
         engine = self.task.build(ds, source)
         return engine, StepGuard(engine, cfg.train)
 
-    def _record_start(
-        self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource, hosts: list[str]
-    ) -> directory.RunState:
+    def _record_start(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> directory.RunState:
         """Return the starting state, and write down what the run is. For rank 0 only."""
-        task, folder = self.task, source.folder
+        cfg, task, folder = self.cfg, self.task, source.folder
         if source.checkpoint is not None:
             task.check_checkpoint(source.checkpoint)
         start = starting_state(cfg, task.identity, self.ranks, source)
         device = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else ""
-        run_dir.write_settings(folder, load.to_yaml(cfg), ds.values, hosts, device)
+        run_dir.write_settings(folder, load.to_yaml(cfg), ds.values, self.hosts, device)
         card = {"total_steps": task.total_steps, "steps_per_epoch": task.steps_per_epoch, **task.data_card()}
         text = json.dumps(secrets.hide_all(card), indent=2, ensure_ascii=False) + "\n"
         with suppress(OSError):  # a full disk is reported by what a run cannot do without
@@ -393,10 +379,7 @@ def _with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.
     )
     known = before.get("torch")  # what the run decided when it began; None in a new one
     is_torch = any(torch for torch, _ in found) or known is True  # a node without a compiler decides for all
-    if is_torch and known is True and not any(torch for torch, _ in found):
-        reason = tr("as before")
-    else:
-        reason = next(reason for torch, reason in found if torch == is_torch)
+    reason = next((reason for torch, reason in found if torch == is_torch), tr("as before"))
     if rule_tables.OPTIMIZERS[cfg.optim.name].takes_adam:
         whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
         say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
