@@ -64,8 +64,6 @@ def make(folder: Path, said: list[str]) -> Made:
             ranks=ALONE,
             questions=choose_prompts(cfg, prepared),
             model=model,
-            device=CPU,
-            in_step=False,
         )
         return evaluation, said
 

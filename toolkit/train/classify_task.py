@@ -20,7 +20,7 @@ class ClassifyTask(sample_task.ScoreTask):
 
     counted = "labels"
     names = ("accuracy",)
-    reported = schema.EVAL_LABELS[0], schema.EVAL_LABELS[0]
+    reported = ((schema.EVAL_LABELS[0], schema.EVAL_LABELS[0]),)
 
     def count(self, batch: language_data.Batch) -> int:
         """Return the samples; the row that stands in for an empty micro-batch is none."""

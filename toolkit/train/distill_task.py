@@ -51,6 +51,7 @@ class DistillTask(language_task.LanguageTask):
     """Another model, or its engine, that computes with each step."""
 
     names = (KL, CE)
+    reported = ((EVAL_KL, EVAL_KL), (EVAL_GENERAL, EVAL_GENERAL))
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +89,16 @@ class DistillTask(language_task.LanguageTask):
         marks = "".join(str(int(source.general)) for source in cfg.data.sources)
         self.identity = {**self.identity, **({"general": marks} if "1" in marks else {})}
         if language_data.has_targets(cfg) and not self.data.targets:
-            self.data = replace(self.data, targets=token_targets(cfg, self.data))
+            self.data = replace(self.data, targets=self._token_targets())
+
+    def _token_targets(self) -> dict[str, targets.TokenTargets]:
+        """Return by split which samples have a teacher: those marked `general` if it is the model before training."""
+        found = {}
+        for split, cache in (("train", self.data.train), ("validation", self.data.validation)):
+            if cache is not None:
+                taught = np.ones(len(cache), np.bool_) if self.cfg.distill.teacher else general_of(self.cfg, cache)
+                found[split] = targets.TokenTargets(cache, taught)
+        return found
 
     # Model
 
@@ -96,32 +106,77 @@ class DistillTask(language_task.LanguageTask):
         """Store what a teacher says, or load it, and build the engine. No checkpoint is loaded yet. A collective."""
         cfg, is_ahead = self.cfg, bool(self.cfg.distill.top_k)
         if is_ahead and cfg.distill.teacher:
-            self._store(source.folder, lambda: load_teacher(cfg, self.data, ds.values))
-            if self.teacher is not None:
-                release(self.teacher)
-                self.teacher = None
+            release(self._store(source.folder, lambda: load_teacher(cfg, self.data, ds.values)))
         engine = super().build(ds, source)
         if is_ahead and not cfg.distill.teacher:
             self._store(source.folder, lambda: engine)
-            self.teacher = None
         if schema.has_live_teacher(cfg) and self.teacher is None:
             self.teacher = load_teacher(cfg, self.data, ds.values, cfg.parallel.sequence)
         return engine
 
-    def _store(self, folder: Path, load: Callable[[], Any]) -> None:
+    def _store(self, run_folder: Path, get_teacher: Callable[[], Any]) -> Any:
+        """Take what the teacher says of each token, computed unless it is stored already; return the teacher if
+        `get_teacher` was called for that. A collective.
+        """
+        cfg, data, found, teacher = self.cfg, self.data, self._token_targets(), None
+        folder, whose = Path(cfg.distill.dir or run_folder / "teacher"), process_group.on_rank0(lambda: _identity(cfg))
+        for split, table in found.items():
+            cache, plan = data.split(split)
+            members = np.arange(len(cache)) if plan.members is None else np.unique(plan.members).astype(np.int64)
+            samples = table.samples(members)
+            made_of = [whose, cache.fingerprint, split, cfg.distill.top_k, len(data.tokenizer)]
+            digest = hashlib.sha256(json.dumps(made_of).encode() + samples.tobytes()).hexdigest()[:32]
+            target = folder / f"{split}-{digest}"
+            if not process_group.on_rank0(partial(targets.is_complete, target)):
+                teacher = teacher or get_teacher()
+                self._compute(teacher, table, samples, split, target)
+            table.open(target)
+        self.data = replace(data, targets=found)
+        return teacher
 
-        def get() -> Any:
-            self.teacher = load()
-            return self.teacher
+    def _compute(
+        self, teacher: Any, table: targets.TokenTargets, samples: NDArray[np.int64], split: str, target: Path
+    ) -> None:
+        """Let each rank write what the teacher says of its share of the samples; rank 0 makes a directory of it."""
+        cfg, ranks, vocabulary = self.cfg, self.ranks, len(self.data.tokenizer)
+        top_k = min(cfg.distill.top_k, vocabulary)
+        part, num_parts = language_data.sample_place(cfg, ranks)
+        place = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
+        is_writer = ranks.rank % place.tensor == 0 and place.stage == place.pipeline - 1
+        building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
+        size = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
+        process_group.on_rank0(lambda: _begin(building, size))
+        numbers, batches = language_data.sample_batches(cfg, self.data, split, ranks, samples)
 
-        found = stored_targets(self.cfg, self.data, self.ranks, folder, get)
-        self.data = replace(self.data, targets=found)
+        def measure(model: Any, batch: language_data.Batch) -> StoredScores:
+            given = loss.on_device(model, batch)
+            scores = loss.loss_head(model).scores(model, given, given["places"])
+            with weights.full_params([one for one in scores[1:] if one is not None]):
+                return store(scores, vocabulary, top_k)
+
+        try:
+            writer = targets.TargetWriter(building, part, top_k) if is_writer else None
+            with (
+                probe.evaluating(teacher),
+                phase(tr("Storing what the teacher says"), len(numbers), tr("batches")) as advance,
+            ):
+                for _, found in pipeline.measured(teacher, batches, measure):
+                    if writer:
+                        writer.append(*found)
+                    advance(1)
+            if writer:
+                writer.close()
+        except OSError as error:
+            raise _not_written(building, error) from error
+        process_group.barrier()
+        shares = [samples[rank::num_parts] for rank in range(num_parts)]  # as sample_batches shares them out
+        process_group.on_rank0(lambda: targets.publish(building, target, shares, table, top_k))
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Let evaluations measure the divergence too, in the same passes."""
         super().prepare_evaluation(run)
         if self.evaluation is not None:
-            self.evaluation.prepared, self.evaluation.measure = self.data, self._measure
+            self.evaluation.measure = self._measure
 
     # Dry run
 
@@ -214,17 +269,8 @@ class DistillTask(language_task.LanguageTask):
 
     # End
 
-    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Return also how far the model was from its teacher before and after, and what it forgot."""
-        known, summary = result.state.evaluations, super().summary(run, result)
-        for name in (EVAL_KL, EVAL_GENERAL):
-            if known and name in known[0] and name in known[-1]:
-                summary |= {f"first_{name}": known[0][name], f"last_{name}": known[-1][name]}
-        return summary
-
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
-        plain = {name: value for name, value in summary.items() if not name.endswith(EVAL_GENERAL)}
-        lines = super().end_lines(plain)
+        lines = super().end_lines(summary)
         ends = {name: f"{summary[f'last_{name}']:.4f}" for name in (EVAL_KL, EVAL_GENERAL) if f"last_{name}" in summary}
         if EVAL_GENERAL in ends:
             before, after = summary[f"first_{EVAL_GENERAL}"], summary[f"last_{EVAL_GENERAL}"]
@@ -304,91 +350,6 @@ def general_of(cfg: schema.RunConfig, store: Any) -> NDArray[np.bool_]:
     return marks[store.sources()]
 
 
-def token_targets(cfg: schema.RunConfig, data: language_data.LanguageData) -> dict[str, targets.TokenTargets]:
-    """Return by split which samples have a teacher: those marked `general` where it is the model before training."""
-    found = {}
-    for split, cache in (("train", data.train), ("validation", data.validation)):
-        if cache is not None:
-            everything = np.ones(len(cache), np.bool_)
-            found[split] = targets.TokenTargets(cache, everything if cfg.distill.teacher else general_of(cfg, cache))
-    return found
-
-
-def stored_targets(
-    cfg: schema.RunConfig,
-    data: language_data.LanguageData,
-    ranks: Ranks,
-    run_folder: Path,
-    get_teacher: Callable[[], Any],
-) -> dict[str, targets.TokenTargets]:
-    """Return the same with what the teacher says of each token, computed unless it is stored already. A collective;
-    `get_teacher` is called where it has to be.
-    """
-    found, folder = token_targets(cfg, data), Path(cfg.distill.dir or run_folder / "teacher")
-    teacher, whose = None, process_group.on_rank0(lambda: _identity(cfg))
-    for split, table in found.items():
-        cache, plan = data.split(split)
-        members = np.arange(len(cache)) if plan.members is None else np.unique(plan.members).astype(np.int64)
-        samples = table.samples(members)
-        made_of = [whose, cache.fingerprint, split, cfg.distill.top_k, len(data.tokenizer)]
-        digest = hashlib.sha256(json.dumps(made_of).encode() + samples.tobytes()).hexdigest()[:32]
-        target = folder / f"{split}-{digest}"
-        if not process_group.on_rank0(partial(targets.is_complete, target)):
-            teacher = teacher or get_teacher()
-            _compute(cfg, data, ranks, teacher, table, samples, split, target)
-        table.open(target)
-    return found
-
-
-def _compute(
-    cfg: schema.RunConfig,
-    data: language_data.LanguageData,
-    ranks: Ranks,
-    teacher: Any,
-    table: targets.TokenTargets,
-    samples: NDArray[np.int64],
-    split: str,
-    target: Path,
-) -> None:
-    """Let each rank write what the teacher says of its share of the samples; rank 0 makes a directory of it."""
-    top_k = min(cfg.distill.top_k, len(data.tokenizer))
-    part, num_parts = language_data.sample_place(cfg, ranks)
-    place = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
-    is_writer = ranks.rank % place.tensor == 0 and place.stage == place.pipeline - 1
-    building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
-    size = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
-    process_group.on_rank0(lambda: _begin(building, size))
-    numbers, batches = language_data.sample_batches(cfg, data, split, ranks, samples)
-
-    def measure(model: Any, batch: language_data.Batch) -> StoredScores:
-        given = loss.on_device(model, batch)
-        scores = loss.loss_head(model).scores(model, given, given["places"])
-        with weights.full_params([one for one in scores[1:] if one is not None]):
-            return store(scores, len(data.tokenizer), top_k)
-
-    try:
-        writer = targets.TargetWriter(building, part, top_k) if is_writer else None
-        with (
-            probe.evaluating(teacher),
-            phase(tr("Storing what the teacher says"), len(numbers), tr("batches")) as advance,
-        ):
-            for _, found in pipeline.measured(teacher, batches, measure):
-                if writer:
-                    writer.append(*found)
-                advance(1)
-        if writer:
-            writer.close()
-    except OSError as error:
-        raise _not_written(building, error) from error
-    process_group.barrier()
-    shares = [
-        np.array([sample for share in shares for sample in share], np.int64)
-        for rank in range(num_parts)
-        for shares in [language_data.sample_shares(samples, mesh.micro_rows(cfg), rank, num_parts)]
-    ]
-    process_group.on_rank0(lambda: targets.publish(building, target, shares, table, top_k))
-
-
 def _begin(building: Path, size: int) -> None:
     """Make an empty directory where so many bytes have room; DataError if they have not."""
     shutil.rmtree(building, ignore_errors=True)
@@ -416,7 +377,7 @@ def _not_written(folder: Path, error: OSError) -> DataError:
 
 
 def release(teacher: Any) -> None:
-    """Give back the memory of a teacher that is not needed any more."""
+    """Give back the memory of a teacher that is not needed any more; None: of nothing."""
     if hasattr(teacher, "destroy"):  # an engine, whose hooks refer to it
         teacher.destroy()
     gc.collect()

@@ -28,7 +28,7 @@ class EmbedTask(sample_task.ScoreTask):
 
     counted = "pairs"
     names = ("recall_at_1",)
-    reported = schema.EVAL_EMBED[0], schema.EVAL_EMBED[0]
+    reported = ((schema.EVAL_EMBED[0], schema.EVAL_EMBED[0]),)
     _known: deque[tuple[torch.Tensor, ...]]
     """Of each micro-batch of a step that is to come: the losses of its pairs, their gradients by the embeddings, and
     whether a query's own positive was the most similar one."""

@@ -379,7 +379,8 @@ def sample_batches(
     micro-batch, and these. As many on every rank; those at the end may be empty.
     """
     store, _ = prepared.split(split)
-    numbers = sample_shares(samples, micro_rows(cfg), *sample_place(cfg, ranks))
+    shares = sampler.sequential(len(samples), micro_rows(cfg), *sample_place(cfg, ranks))
+    numbers = [samples[share].tolist() for share in shares]
     everything = PackingPlan(store.num_numbers)
     loader = build_loader(store, everything, numbers, prepared.pad_id, prepared.layout, seed=cfg.run.seed)
     return numbers, ahead(iter(loader), 2)
@@ -391,11 +392,6 @@ def sample_place(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
     """
     parts = ranks.world_size // (cfg.parallel.tensor * cfg.parallel.pipeline)
     return ranks.rank // cfg.parallel.tensor % parts, parts
-
-
-def sample_shares(samples: NDArray[np.int64], rows: int, rank: int, world_size: int) -> list[list[int]]:
-    """Return a rank's micro-batches of some samples, `rows` at once."""
-    return [samples[share].tolist() for share in sampler.sequential(len(samples), rows, rank, world_size)]
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:

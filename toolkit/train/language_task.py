@@ -20,7 +20,7 @@ from toolkit import disk, messages, secrets, terminal
 from toolkit.checkpoint import state_files
 from toolkit.config.load import to_dict
 from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod, data_unit
+from toolkit.config.schema import EVAL_LOSS, Init, Packing, RunConfig, TuningMethod, data_unit
 from toolkit.data import loader, preview, sampler
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
@@ -91,9 +91,6 @@ class Evaluation:
     questions: list[metrics.ValidationQuestion]
     model: DeepSpeedEngine | transformers.PreTrainedModel
     """The engine, or where there is none the model."""
-    device: torch.device
-    in_step: bool
-    """Whether the model is partitioned over the ranks."""
     adapter: str = ""
     """Directory of an adapter that was loaded for this; "" in a run."""
     measure: metrics.Measure = loss.token_losses
@@ -124,7 +121,7 @@ class Evaluation:
         cfg, prepared = self.cfg, self.prepared
         with language_data.shown_evaluation(cfg, prepared, self.ranks, alive) as batches:
             figures = metrics.evaluate_loss(
-                self.model, batches, prepared.source_names, self.device, self._layout.copies, self.measure
+                self.model, batches, prepared.source_names, self.model.device, self._layout.copies, self.measure
             )
         if not self.questions:
             return figures
@@ -136,8 +133,8 @@ class Evaluation:
                 [question.prompt for question in self.questions],
                 self._sampling(),
                 cfg.evaluate.batch_size,
-                self.device,
-                in_step=self.in_step,
+                self.model.device,
+                in_step=self._in_step,
                 alive=lambda: (alive(), advance(1)),
                 place=self._layout.data_rank,
                 num_places=self._layout.data_ranks,
@@ -147,14 +144,14 @@ class Evaluation:
     def rehearse(self) -> None:
         """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
         batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
-        names, copies = self.prepared.source_names, self._layout.copies
-        metrics.evaluate_loss(self.model, batches, names, self.device, copies, self.measure)
+        names, copies, device = self.prepared.source_names, self._layout.copies, self.model.device
+        metrics.evaluate_loss(self.model, batches, names, device, copies, self.measure)
         if not self.questions:
             return
         longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
         sampling = replace(self._sampling(), max_new_tokens=min(2, self.cfg.evaluate.max_new_tokens))
         try:
-            generate.generate(self._module, self.prepared.encoder, longest, sampling, self.device, in_step=self.in_step)
+            generate.generate(self._module, self.prepared.encoder, longest, sampling, device, in_step=self._in_step)
         except Exception as error:
             if memory.is_out_of_memory(error):
                 raise
@@ -167,6 +164,11 @@ class Evaluation:
     @property
     def _module(self) -> transformers.PreTrainedModel:
         return pipeline.unwrap_model(getattr(self.model, "module", self.model))
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether the model is partitioned over the ranks."""
+        return isinstance(self.model, DeepSpeedEngine) and parameters.is_partitioned(self.model)
 
     @property
     def _layout(self) -> Mesh:
@@ -243,16 +245,7 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     if packed:
         of_model = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
         attention.check_isolation(*of_model, shared=prepared.shares_prefixes)
-    evaluation = Evaluation(
-        cfg=cfg,
-        prepared=prepared,
-        ranks=ranks,
-        questions=questions,
-        model=loaded,
-        device=device,
-        in_step=cfg.zero.stage == 3,
-        adapter=adapter,
-    )
+    evaluation = Evaluation(cfg=cfg, prepared=prepared, ranks=ranks, questions=questions, model=loaded, adapter=adapter)
     evaluation.leave_out_too_long()
     figures = evaluation.run(file)
     say("\n".join(_lines(figures)))
@@ -281,6 +274,8 @@ class LanguageTask(task.Task):
     loss_unit = "nats/token"
     names: tuple[str, ...] = ()
     """Of the figures of a step."""
+    reported: tuple[tuple[str, str], ...] = ()
+    """Figures of an evaluation that are reported at the end beside its loss, and what the summary calls each."""
     cfg: RunConfig
     ranks: Ranks
     data: language_data.LanguageData
@@ -407,13 +402,7 @@ class LanguageTask(task.Task):
         """Skip questions whose answers would be too long for the model."""
         if self.has_validation:
             self.evaluation = Evaluation(
-                cfg=run.cfg,
-                prepared=self.data,
-                ranks=run.ranks,
-                questions=self.questions,
-                model=run.engine,
-                device=run.engine.device,
-                in_step=parameters.is_partitioned(run.engine),
+                cfg=run.cfg, prepared=self.data, ranks=run.ranks, questions=self.questions, model=run.engine
             )
             self.evaluation.leave_out_too_long()
 
@@ -463,15 +452,18 @@ class LanguageTask(task.Task):
 
     def check_evaluation(self, run: task.RunContext) -> None:
         """Evaluate one batch, and begin an answer."""
-        cfg, engine, encoder = run.cfg.evaluate, run.engine, self.data.encoder
+        cfg = run.cfg.evaluate
         if self.evaluation is not None:
             self.evaluation.rehearse()
         for prompt in cfg.prompts:
-            encoded = encoder.prompt([{"role": "user", "content": prompt}])
-            generate.check_length(engine.module, len(encoded), cfg.max_new_tokens)
+            encoded = self.data.encoder.prompt([{"role": "user", "content": prompt}])
+            generate.check_length(run.engine.module, len(encoded), cfg.max_new_tokens)
         if cfg.prompts:
-            new, in_step = min(2, cfg.max_new_tokens), parameters.is_partitioned(engine)
-            generate.answer(engine.module, encoder, cfg.prompts[0], new, engine.device, in_step=in_step)
+            self._answer(run.engine, cfg.prompts[0], min(2, cfg.max_new_tokens))
+
+    def _answer(self, engine: DeepSpeedEngine, prompt: str, most: int) -> str:
+        in_step = parameters.is_partitioned(engine)
+        return generate.answer(engine.module, self.data.encoder, prompt, most, engine.device, in_step=in_step)
 
     # Steps
 
@@ -518,13 +510,11 @@ class LanguageTask(task.Task):
 
     def samples(self, run: task.RunContext) -> list[dict[str, str]]:
         """Answer the recipe's questions, and write samples.jsonl."""
-        cfg, engine, encoder = run.cfg.evaluate, run.engine, self.data.encoder
-
-        def answered(prompt: str) -> str:
-            in_step = parameters.is_partitioned(engine)
-            return generate.answer(engine.module, encoder, prompt, cfg.max_new_tokens, engine.device, in_step=in_step)
-
-        samples = [{"prompt": secrets.hide(prompt), "answer": answered(prompt)} for prompt in cfg.prompts]
+        cfg = run.cfg.evaluate
+        samples = [
+            {"prompt": secrets.hide(prompt), "answer": self._answer(run.engine, prompt, cfg.max_new_tokens)}
+            for prompt in cfg.prompts
+        ]
         if samples and run.ranks.rank == 0:
             lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
             (run.folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -558,7 +548,7 @@ class LanguageTask(task.Task):
         serving.require_serving(folder, self.data.encoder, held, cfg.data.train_on)
 
     def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Return parameters, tokens, validation losses, and those of unigrams and bigrams."""
+        """Return parameters, tokens, what the first and the last evaluation gave, and the losses of n-grams."""
         counts = parameters.count_parameters(pipeline.unwrap_model(run.engine.module)).values()
         summary: dict[str, Any] = {
             "parameters": sum(one.total for one in counts),
@@ -566,9 +556,10 @@ class LanguageTask(task.Task):
             "trained_tokens": result.state.trained_tokens,
             "total_tokens": result.state.total_tokens,
         }
-        if result.state.evaluations:
-            summary["first_eval_loss"] = result.state.evaluations[0]["eval_loss"]
-            summary["last_eval_loss"] = result.state.evaluations[-1]["eval_loss"]
+        ends = result.state.evaluations[:1] + result.state.evaluations[-1:]
+        for figure, name in ((EVAL_LOSS, EVAL_LOSS), *self.reported):
+            if ends and all(figure in row for row in ends):
+                summary |= {f"first_{name}": ends[0][figure], f"last_{name}": ends[1][figure]}
         if run.cfg.evaluate.ngram_baselines and self.has_validation and run.ranks.rank == 0:
             summary |= self._baselines()
         return summary

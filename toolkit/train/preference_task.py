@@ -52,7 +52,7 @@ class PreferenceTask(sample_task.SampleTask):
 
     counted = "pairs"
     names: tuple[str, ...] = FIGURES
-    reported = schema.EVAL_PAIRS[0], "eval_accuracy"
+    reported = ((schema.EVAL_PAIRS[0], "eval_accuracy"),)
 
     # Data
 
@@ -206,11 +206,9 @@ class KtoTask(PreferenceTask):
         self, ratios: torch.Tensor, values: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each answer, and of its figures sums with counts, [2] each."""
-        losses, beta = (
-            preference.answer_losses(self.cfg.preference, ratios, is_good, divergence),
-            self.cfg.preference.beta,
-        )
-        rewards, good, all_of_them = beta * ratios.detach(), is_good.float(), torch.ones_like(ratios)
+        losses = preference.answer_losses(self.cfg.preference, ratios, is_good, divergence)
+        rewards, good = self.cfg.preference.beta * ratios.detach(), is_good.float()
+        all_of_them = torch.ones_like(ratios)
         in_order = torch.where(is_good, ratios > divergence, ratios < divergence).float()
         logps = values.detach()
         columns = ((rewards, good), (rewards, 1 - good), (in_order, all_of_them), (logps, good), (logps, 1 - good))

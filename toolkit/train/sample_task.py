@@ -19,8 +19,6 @@ class SampleTask(language_task.LanguageTask):
     """Trains a model on what is known of each sample."""
 
     loss_unit = ""
-    reported: tuple[str, str]
-    """The figure of an evaluation that is reported at the end, and what the summary calls it."""
 
     @property
     def _is_leader(self) -> bool:
@@ -58,18 +56,12 @@ class SampleTask(language_task.LanguageTask):
     def _baselines(self) -> dict[str, float]:
         return {}
 
-    def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
-        """Return also what is reported, before and after training."""
-        known = result.state.evaluations
-        ends = {"first": known[0], "last": known[-1]} if known else {}
-        figure, name = self.reported
-        return super().summary(run, result) | {f"{end}_{name}": row[figure] for end, row in ends.items()}
-
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
         if "last_eval_loss" not in summary:
             return []
         losses = {end: f"{summary[f'{end}_eval_loss']:.4f}" for end in ("first", "last")}
-        before, after = (f"{summary[f'{end}_{self.reported[1]}']:.1%}" for end in ("first", "last"))
+        [(_, name)] = self.reported
+        before, after = (f"{summary[f'{end}_{name}']:.1%}" for end in ("first", "last"))
         return [self._result(**losses, before=before, after=after)]
 
     def _result(self, **values: str) -> str:
