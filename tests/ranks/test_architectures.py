@@ -10,6 +10,7 @@ from ranks import forked, run
 from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny
 
 from tests.architectures import write
+from tests.probes import compare
 from toolkit.models import load_model, load_tokenizer, probe
 
 COMMON = [
@@ -82,8 +83,8 @@ def test_its_export_is_what_was_trained(name: str, folder: Path) -> None:
     tolerance = probe.TOLERANCES[saved.dtype] / 5
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert probe.compare(theirs.eval(), saved)[0] < tolerance
-    assert probe.compare(load_model(export), saved)[0] < tolerance
-    assert probe.compare(load_model(folder / name), saved)[0] > 5 * tolerance
+    assert compare(theirs.eval(), saved)[0] < tolerance
+    assert compare(load_model(export), saved)[0] < tolerance
+    assert compare(load_model(folder / name), saved)[0] > 5 * tolerance
     kinds = [json.loads((place / "config.json").read_text())["model_type"] for place in (export, folder / name)]
     assert kinds[0] == kinds[1]

@@ -13,6 +13,7 @@ from ranks import REPOSITORY, deepspeed, run
 from shared import losses, tiny
 
 from tests.architectures import write
+from tests.probes import compare
 from toolkit.cli import main
 from toolkit.models import load_tokenizer, probe
 
@@ -100,5 +101,5 @@ def test_trained_and_exported_with_its_code(rows_file: Path, folder: Path, tmp_p
     assert saved is not None
     model = transformers.AutoModelForCausalLM.from_pretrained(export, trust_remote_code=True)
     assert type(model).__name__ == "TinyForCausalLM"
-    assert probe.compare(model.eval(), saved)[0] < 1e-4
+    assert compare(model.eval(), saved)[0] < 1e-4
     assert float((model.factor.detach() - 1.5).abs().max()) > 0

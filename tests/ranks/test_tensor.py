@@ -8,6 +8,7 @@ import torch
 from ranks import REPOSITORY, deepspeed, forked, run
 from shared import LORA, SHORT_FIRST, STEADY, check_short_first, rows_of, tiny, trained
 
+from tests.probes import compare
 from toolkit.checkpoint import directory
 from toolkit.export.load import load_any
 from toolkit.export.model import load_checkpoint
@@ -120,7 +121,7 @@ def test_checkpoints_and_exports_are_whole(name: str, runs: Path) -> None:
     for model in (load_any(str(export)).model, load_checkpoint(checkpoint)):
         taken = probe.read(export)
         assert taken is not None
-        difference, tolerance = probe.compare(model, taken)
+        difference, tolerance = compare(model, taken)
         assert difference <= tolerance
     mine, kept = load_any(str(export)).model.state_dict(), load_checkpoint(checkpoint).state_dict()
     assert all((mine[key] == kept[key]).all() for key in mine)

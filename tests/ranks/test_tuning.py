@@ -13,6 +13,7 @@ from ranks import BIN, deepspeed, environment, forked, run
 from safetensors.torch import load_file
 from shared import ALL, RECOMPUTE, WORKER, by_tier, eval_losses, experts, losses, of_tier, tiny
 
+from tests.probes import compare
 from toolkit.checkpoint.fragments import iter_weights
 from toolkit.cli import main
 from toolkit.export.load import load_any
@@ -185,7 +186,7 @@ def test_everything_kept_proves_itself(
         saved = probe.read(copy / "merged")
         assert saved is not None
         usable = load_any(str(copy / "merged"))
-        difference, tolerance = probe.compare(usable.model, saved)
+        difference, tolerance = compare(usable.model, saved)
         assert difference <= tolerance
         assert not list((copy / "merged").glob("adapter*"))
     elif "freeze" not in name:

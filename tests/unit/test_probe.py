@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import GlmConfig
 
+from tests.probes import compare
 from toolkit.config.schema import PrecisionConfig
 from toolkit.engine.build import use_tf32
 from toolkit.export import model as export_model
@@ -65,20 +66,20 @@ def test_nothing_else_is_touched(model: transformers.GlmForCausalLM, tmp_path: P
     assert torch.equal(again.ids, ids)
     assert torch.equal(again.logits, taken.logits)
     assert again.dtype == "float32"
-    assert probe.compare(model, again) == (0.0, 1e-4)
+    assert compare(model, again) == (0.0, 1e-4)
 
 
 def test_other_weights_give_other_logits(model: transformers.GlmForCausalLM, tmp_path: Path) -> None:
     taken = probe.capture(model, probe.spread_ids(model.config))
     half = model.bfloat16()
-    difference, tolerance = probe.compare(half, taken)
+    difference, tolerance = compare(half, taken)
     assert 0 < difference < tolerance == probe.TOLERANCES["bfloat16"], "the coarser precision of the two decides"
     with torch.no_grad():
         half.lm_head.weight[3] *= -9  # one row of one tensor
-    assert probe.compare(half, taken)[0] > tolerance
+    assert compare(half, taken)[0] > tolerance
     with torch.no_grad():
         half.lm_head.weight[3] *= float("nan")
-    assert not probe.compare(half, taken)[0] <= tolerance
+    assert not compare(half, taken)[0] <= tolerance
     assert probe.read(tmp_path) is None
     probe.write(taken, tmp_path).write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match=r"Cannot read .*probe\.safetensors"):
@@ -97,10 +98,10 @@ def test_weights_of_4_bits_are_told_again_by_whole_ones(model: transformers.GlmF
     taken = probe.capture(model, ids)
     model.is_loaded_in_4bit = False
     model.load_state_dict(whole)
-    difference, tolerance = probe.compare(model, taken)
+    difference, tolerance = compare(model, taken)
     assert probe.TOLERANCES["float32"] < difference <= tolerance
     model.lm_head.weight.data = torch.randn_like(model.lm_head.weight)
-    assert probe.compare(model, taken)[0] > tolerance
+    assert compare(model, taken)[0] > tolerance
 
 
 def test_the_tolerance_follows_what_the_device_computes(model: transformers.GlmForCausalLM) -> None:
@@ -117,7 +118,7 @@ def test_the_tolerance_follows_what_the_device_computes(model: transformers.GlmF
         use_tf32(PrecisionConfig(tf32=before))
     taken = probe.capture(model, probe.spread_ids(model.config))
     off = probe.Probe(taken.ids, taken.logits + 5e-3 * taken.logits.std(), "tf32")
-    difference, tolerance = probe.compare(model, off)
+    difference, tolerance = compare(model, off)
     assert 1e-3 < difference < tolerance == 0.05
 
 

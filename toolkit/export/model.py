@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +47,9 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 def card(state: directory.RunState, is_adapter: bool) -> bytes:
     """Return the model card of a run, or of its adapter: what was trained, on what, how far, with what versions."""
     config: Mapping[str, Any] = secrets.hide_all(state.config)
-    model, tuning = config["model"], config["tuning"]
+    model, tuning, kind = config["model"], config["tuning"], config.get("task", {}).get("kind", "language")
     base = model["name"] or model["path"] or "?"
-    scores = config.get("task", {}).get("kind", "language") != "language"
-    pipeline = "text-classification" if scores else "text-generation"
+    pipeline = "text-generation" if kind == "language" else "text-classification"
     front = {"pipeline_tag": pipeline, "tags": ["deepspeed", f"tuning-{tuning['method']}"]}
     if not (is_adapter and tuning["method"] == TuningMethod.ptuning_v2.value):  # which no library loads
         front["library_name"] = "peft" if is_adapter else "transformers"
@@ -74,9 +73,7 @@ def card(state: directory.RunState, is_adapter: bool) -> bytes:
     versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
     versions += [tr("toolkit commit {commit}", commit=commit)] if commit else []
     keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
-    kind = config.get("task", {}).get("kind", "language")
-    left_out = {"task"} if kind == "language" else set()
-    left_out |= set() if kind == "distill" else {"distill"}
+    left_out = ["task"] * (kind == "language") + ["distill"] * (kind != "distill")
     shown = {key: config[key] for key in keys if key in config and key not in left_out}
     lines = [
         *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""),
@@ -94,7 +91,6 @@ def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
     lines = []
     if not math.isnan(state.first_loss):
         kind = config.get("task", {}).get("kind", "language")
-        preference = config.get("preference", {}).get("loss", "none")
         preference = config.get("preference", {}).get("loss", "none")
         is_of_samples = kind in ("reward", "classify", "embed") or preference != "none"
         ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
@@ -440,29 +436,40 @@ def _by_weight(
     return layers, whole
 
 
-Rebuilt = tuple[PreTrainedModel, dict[str, torch.Tensor]]
-"""A model with empty parameters, and its weights by name, tied ones once."""
-
-
 def rebuild(
-    checkpoint: Path, scratch: Path | None = None, part: TunedPart | None = None, dtype: torch.dtype | None = None
-) -> Rebuilt:
-    """Return the whole model of a verified checkpoint, of which it may hold only a `part`.
+    source: Path, scratch: Path | None = None, part: TunedPart | None = None, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """Return an empty model and its weights by name, tied ones once: of a verified checkpoint, or of a base with what
+    was trained, `part`.
 
-    NotExportable if it does not say what its model is. `scratch`: an empty directory, so that memory holds one weight
-    at a time; None holds all of them. `dtype` None: that of training.
+    NotExportable if a checkpoint does not say what its model is; CheckpointError if a weight is missing, unknown or of
+    another shape. `scratch`: an empty directory, so that memory holds one weight at a time; None holds all of them.
+    `dtype` None: that of training.
     """
-    described = checkpoint / MODEL_DIR
-    if not described.is_dir():
+    described = source / MODEL_DIR
+    if part is not None:
+        model, values = merge_adapter(part)
+        dtype = dtype or getattr(torch, read_object(described / "config.json")["dtype"])
+    elif described.is_dir():
+        model, values = empty(described), fragments.iter_weights(source)
+    else:
         raise NotExportable(
             "{folder} does not say what its model is: it was saved by an older version. Go on with the run "
             "(resume={folder}) to its end: it writes export/.",
-            folder=checkpoint,
+            folder=source,
         )
-    if part is None:
-        return collect_files(empty(described), fragments.iter_weights(checkpoint), checkpoint, dtype, scratch)
-    trained_in: torch.dtype = getattr(torch, read_object(described / "config.json")["dtype"])
-    return collect_files(*merge_adapter(part), checkpoint, dtype or trained_in, scratch)
+    wanted, tied = weights.shapes_of(model), weights.tied_names(model)
+    state: dict[str, torch.Tensor] = {}
+    for name, value in values:  # perhaps tied ones twice
+        if name in wanted or name not in tied:
+            kept = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            state[name] = kept if scratch is None else _map(kept, scratch / f"{len(state)}.pt")
+            del kept
+        del value
+        weights.return_memory()
+    if wrong := weights.differences(model, state):
+        raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason=clauses(wrong[:5]))
+    return model, state
 
 
 def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
@@ -473,30 +480,6 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
     model, state = rebuild(checkpoint)
     weights.assign(model, state)
     return model
-
-
-def collect_files(
-    model: PreTrainedModel,
-    values: Iterator[tuple[str, torch.Tensor]],
-    source: Path,
-    dtype: torch.dtype | None,
-    scratch: Path | None,
-) -> Rebuilt:
-    """Return an empty model with its weights; a CheckpointError if any is missing, unknown or of another shape.
-    `values` may hold tied ones twice; `dtype` None keeps theirs; `scratch` as for `rebuild`.
-    """
-    wanted, tied = weights.shapes_of(model), weights.tied_names(model)
-    state: dict[str, torch.Tensor] = {}
-    for name, value in values:
-        if name in wanted or name not in tied:
-            kept = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-            state[name] = kept if scratch is None else _map(kept, scratch / f"{len(state)}.pt")
-            del kept
-        del value
-        weights.return_memory()
-    if wrong := weights.differences(model, state):
-        raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason=clauses(wrong[:5]))
-    return model, state
 
 
 def _map(value: torch.Tensor, file: Path) -> torch.Tensor:
@@ -567,24 +550,21 @@ def export_checkpoint(checkpoint: Path, folder: Path, wanted: ExportOptions | No
     files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in described}
     is_adapter = part is not None and bool(part.settings) and not wanted.merge
     files[CARD_FILE] = card(directory.read_run_state(checkpoint), is_adapter)
-
-    def build(scratch: Path) -> Rebuilt:
-        return rebuild(checkpoint, scratch, part, wanted.precision)
-
-    export_part(part, folder, wanted, files, probe.read(checkpoint), build)
+    _export_part(checkpoint, part, folder, wanted, files, wanted.precision)
 
 
-def export_part(
+def _export_part(
+    source: Path,
     part: TunedPart | None,
     folder: Path,
     wanted: ExportOptions,
     files: Mapping[str, bytes],
-    probed: probe.Probe | None,
-    build: Callable[[Path], Rebuilt],
+    dtype: torch.dtype | None,
 ) -> None:
-    """Write the model that `build` makes, given an empty directory for its weights; or an adapter alone. `part`: what
-    was trained of it; `files`: of `toolkit.models.save.describe`, and the card.
+    """Write what `rebuild` makes of a checkpoint or an adapter, or an adapter alone. `files`: of
+    `toolkit.models.save.describe`, and the card.
     """
+    probed = probe.read(source)
     is_adapter = part is not None and bool(part.settings)
     if wanted.merge and not is_adapter:
         raise _nothing_to_merge()
@@ -606,7 +586,7 @@ def export_part(
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
-        model, state = build(Path(scratch))
+        model, state = rebuild(source, Path(scratch), part, dtype)
         own = {name: content for name, content in files.items() if name not in (adapters.BASE_FILE, adapters.CONFIG)}
         if wanted.dtype:
             own["config.json"] = json.dumps(json.loads(own["config.json"]) | {"dtype": wanted.dtype}, indent=2).encode()
@@ -623,9 +603,7 @@ def export_in_background(checkpoint: Path, folder: Path) -> None:
         raise CheckpointError(reason)
 
 
-def export_adapter_folder(
-    path: Path, folder: Path, wanted: ExportOptions, base: str = "", family: str = "auto"
-) -> None:
+def export_adapter_folder(path: Path, folder: Path, wanted: ExportOptions, base: str, family: str) -> None:
     """Merge an adapter into the weights of its base, or copy it; `base` "" finds the base."""
     part = part_of_adapter(path, base)
     precision = wanted.precision or next(iter(part.values.values())).dtype
@@ -637,11 +615,7 @@ def export_adapter_folder(
         files[CARD_FILE] = (path / CARD_FILE).read_bytes()
         if wanted.merge:
             files[CARD_FILE] = files[CARD_FILE].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
-
-    def build(scratch: Path) -> Rebuilt:
-        return collect_files(*merge_adapter(part), path, precision, scratch)
-
-    export_part(part, folder, wanted, files, probe.read(path), build)
+    _export_part(path, part, folder, wanted, files, precision)
 
 
 def _encoder(folder: Path, family: str) -> chat.AnyChatEncoder | None:
@@ -674,10 +648,9 @@ def is_custom(folder: Path) -> bool:
 def verify_logits(folder: Path) -> str:
     """Run the model of a checkpoint or an export once, on the CPU, and return the comparison with its probe as text.
 
-    Raises:
-        ProofDiffers: if the logits differ by more than rounding was measured to, but by less than damage does.
-        CheckpointError: if weights are missing, empty, of another shape, or others than were saved: see `probe.WRONG`.
-        ModelError: the same, of an export.
+    ProofDiffers if the logits differ by more than rounding was measured to, but by less than damage does;
+    CheckpointError, of an export ModelError, if weights are missing, empty, of another shape, or others than were
+    saved: see `probe.WRONG`.
     """
     if adapters.is_original_prefix(folder):
         reason = tr("the layout of the ChatGLM repositories does not say of which model a prefix is")

@@ -23,8 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice, product
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -36,6 +36,7 @@ from toolkit.data import preview, sources
 from toolkit.data.formats import Conversation, Message, mark_trained
 from toolkit.export.model import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
+from toolkit.launch.processes import last_line
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn
 from toolkit.models import chat_template, load, probe, save, weights
 from toolkit.models.chat import AnyChatEncoder
@@ -219,10 +220,8 @@ def verify_serving(
 def require_serving(
     folder: Path, encoder: AnyChatEncoder, conversations: Sequence[tuple[str, Conversation]], train_on: TrainOn
 ) -> None:
-    """Hold an export back that transformers alone does not serve as it was trained.
-
-    Raises:
-        CheckpointError: it has another name now, and the reasons stand in a file next to it.
+    """Hold an export back that transformers alone does not serve as it was trained: CheckpointError; it has another
+    name then, and the reasons stand in a file next to it.
     """
     try:
         findings = verify_serving(folder, encoder, conversations, train_on=train_on)
@@ -275,8 +274,7 @@ def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[di
         except subprocess.TimeoutExpired:
             raise ModelError("transformers did not answer within {seconds} s", seconds=_PLAIN_S) from None
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["?"]
-            raise ModelError("transformers cannot use it: {reason}", reason=lines[-1])
+            raise ModelError("transformers cannot use it: {reason}", reason=last_line(done.stderr))
         answer: dict[str, Any] = json.loads(files[1].read_text(encoding="utf-8"))
         return answer, load_file(files[1].with_name("logits.safetensors"))
 
@@ -381,10 +379,8 @@ def _fields(folder: Path, answer: dict[str, Any]) -> Finding:
     config, files = answer["config"], weights.WeightFiles(folder)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     wrong = [f"{kind}: {', '.join(names[:_SHOWN])}" for kind, names in answer["loading"].items() if names]
-    has_layers, keys = (
-        save.has_predicting_layers(files, config.get("num_hidden_layers", 0)),
-        save.predicting_keys(config),
-    )
+    has_layers = save.has_predicting_layers(files, config.get("num_hidden_layers", 0))
+    keys = save.predicting_keys(config)
     if keys and not has_layers:
         wrong += [tr("{key} = {value}, but there are no such layers", key=key, value=config[key]) for key in keys]
     if has_layers and not keys:
@@ -438,18 +434,6 @@ Prompts = list[list[list[int] | int]]
 """Of each case, in each mode: ids, or how many there are."""
 
 
-class Chat(Protocol):
-    """Messages and tools as a client sends them."""
-
-    @property
-    def messages(self) -> Sequence[Any]:
-        """Return the messages before an answer."""
-
-    @property
-    def tools(self) -> list[Any] | None:
-        """Return the tools that may be called."""
-
-
 class NotRun(Exception):
     """Why an engine was not asked."""
 
@@ -460,28 +444,31 @@ def _program(name: str) -> str | None:
 
 
 @contextmanager
-def _server(command: Sequence[str], port: int, scratch: Path) -> Iterator[str]:
-    """Start a server and yield its address once it is ready; NotRun if it ends before."""
-    log = scratch / "server.log"
-    alone = {"HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as output:
+def _server(command: Sequence[str]) -> Iterator[str]:
+    """Start a server on a free port and yield its address once it is ready; NotRun if it ends before."""
+    port, alone = free_port(), {"HF_HUB_OFFLINE": "1"}
+    with NamedTemporaryFile() as log:
         process = children.start_tree(
-            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=without_ranks() | alone
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=without_ranks() | alone,
         )
-    url, until = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
-    try:
-        while True:
-            if process.poll() is not None or time.monotonic() > until:
-                lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()] or ["?"]
-                raise NotRun(tr("it is installed, but does not start here: {reason}", reason=lines[-1][:300]))
-            with suppress(OSError):
-                if _OPENER.open(f"{url}/health", timeout=_ANSWER_S).status == 200:
-                    break
-            time.sleep(0.5)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
+        try:
+            while True:
+                if process.poll() is not None or time.monotonic() > until:
+                    reason = last_line(Path(log.name).read_text("utf-8", "replace"))[:300]
+                    raise NotRun(tr("it is installed, but does not start here: {reason}", reason=reason))
+                with suppress(OSError):
+                    if _OPENER.open(f"{url}/health", timeout=_ANSWER_S).status == 200:
+                        break
+                time.sleep(0.5)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -491,7 +478,7 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return dict(json.loads(answer.read()))
 
 
-def _each(cases: Sequence[Chat], ask: Callable[[dict[str, Any]], list[int] | int]) -> Prompts:
+def _each(cases: Sequence[Case], ask: Callable[[dict[str, Any]], list[int] | int]) -> Prompts:
     """Ask about each case in each mode, as OpenAI's clients do; what is rejected gives no prompt."""
     found: Prompts = []
     for case in cases:
@@ -503,55 +490,45 @@ def _each(cases: Sequence[Chat], ask: Callable[[dict[str, Any]], list[int] | int
     return found
 
 
-def _vllm(folder: Path, cases: Sequence[Chat]) -> Prompts:
+def _vllm(folder: Path, cases: Sequence[Case]) -> Prompts:
     if not (program := _program("vllm")):
         raise NotRun(tr("it is not installed"))
-    port = free_port()
-    command = [program, "serve", str(folder), "--served-model-name", "model", "--host", "127.0.0.1"]
-    with TemporaryDirectory() as scratch, _server([*command, "--port", str(port)], port, Path(scratch)) as url:
+    with _server([program, "serve", str(folder), "--served-model-name", "model"]) as url:
         return _each(cases, lambda body: list(_post(f"{url}/tokenize", body)["tokens"]))
 
 
-def _sglang(folder: Path, cases: Sequence[Chat]) -> Prompts:
+def _sglang(folder: Path, cases: Sequence[Case]) -> Prompts:
     if importlib.util.find_spec("sglang") is None:
         raise NotRun(tr("it is not installed"))
-    port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder), "--host", "127.0.0.1"]
-    chat = "v1/chat/completions"
-    with TemporaryDirectory() as scratch, _server([*command, "--port", str(port)], port, Path(scratch)) as url:
-        return _each(
-            cases, lambda body: int(_post(f"{url}/{chat}", {**body, "max_tokens": 1})["usage"]["prompt_tokens"])
-        )
+    with _server([sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)]) as url:
+        chat = f"{url}/v1/chat/completions"
+        return _each(cases, lambda body: int(_post(chat, {**body, "max_tokens": 1})["usage"]["prompt_tokens"]))
 
 
-def _llama_cpp(folder: Path, cases: Sequence[Chat]) -> Prompts:
+def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:
     """Convert to GGUF, which keeps the vocabulary and the template, and ask llama.cpp's server."""
     program, convert = _program("llama-server"), _program("convert_hf_to_gguf.py")
     if not program:
         raise NotRun(tr("it is not installed"))
     if not convert:
         raise NotRun(tr("its convert_hf_to_gguf.py is not on PATH"))
-    port = free_port()
     with TemporaryDirectory() as scratch:
-        file = Path(scratch) / "model.gguf"
-        made = children.run(
-            [sys.executable, convert, str(folder), "--outfile", str(file)], capture_output=True, text=True
-        )
+        file = f"{scratch}/model.gguf"
+        made = children.run([sys.executable, convert, str(folder), "--outfile", file], capture_output=True, text=True)
         if made.returncode:
-            lines = [line for line in made.stderr.splitlines() if line.strip()] or ["?"]
-            raise NotRun(tr("it cannot be converted to GGUF: {reason}", reason=lines[-1][:300]))
+            reason = last_line(made.stderr)[:300]
+            raise NotRun(tr("it cannot be converted to GGUF: {reason}", reason=reason))
 
         def ask(body: dict[str, Any]) -> list[int]:
             prompt = _post(f"{url}/apply-template", body)["prompt"]
             asked = {"content": prompt, "add_special": True, "parse_special": True}  # as its chat does
             return [int(token) for token in _post(f"{url}/tokenize", asked)["tokens"]]
 
-        command = [program, "-m", str(file), "--jinja", "--host", "127.0.0.1", "--port", str(port)]
-        with _server(command, port, Path(scratch)) as url:
+        with _server([program, "-m", file, "--jinja"]) as url:
             return _each(cases, ask)
 
 
-ENGINES: dict[str, Callable[[Path, Sequence[Chat]], Prompts]] = {
+ENGINES: dict[str, Callable[[Path, Sequence[Case]], Prompts]] = {
     "vLLM": _vllm,
     "SGLang": _sglang,
     "llama.cpp": _llama_cpp,

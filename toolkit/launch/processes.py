@@ -229,7 +229,10 @@ def run_module(module: str, *words: str) -> str:
         finished = children.run(command, capture_output=True, text=True, env=without_ranks(), timeout=_MODULE_S)
     except subprocess.TimeoutExpired:
         return tr("no answer within {seconds} s", seconds=_MODULE_S)
-    if not finished.returncode:
-        return ""
-    lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["?"]
+    return last_line(finished.stderr) if finished.returncode else ""
+
+
+def last_line(text: str) -> str:
+    """Return the last line of what a program printed, "?" if it printed nothing."""
+    lines = [line for line in text.splitlines() if line.strip()] or ["?"]
     return lines[-1]

@@ -228,14 +228,11 @@ class PrefixEncoder(nn.Module):
         self.tensor_size = 1
         """Ranks that split the layers, of which each has some of the heads."""
         width, hidden = 2 * self.num_layers * self.num_heads * self.head_size, config.hidden_size
-        self.trans: nn.Module | None = None
+        # Before the MLP ChatGLM-6B embeds in the hidden width, its successors in the full one.
+        embedded = hidden if projection and config.model_type == "chatglm" else width
+        self.embedding, self.trans = nn.Embedding(num_tokens, embedded), None
         if projection:
-            # ChatGLM-6B embeds in the hidden width, its successors in the full one.
-            embedded = hidden if config.model_type == "chatglm" else width
-            self.embedding = nn.Embedding(num_tokens, embedded)
             self.trans = nn.Sequential(nn.Linear(embedded, hidden), nn.Tanh(), nn.Linear(hidden, width))
-        else:
-            self.embedding = nn.Embedding(num_tokens, width)
 
     def states(self, batch_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each layer's keys, which are not rotated, and values, [B, heads, P, head_size] each."""

@@ -98,45 +98,32 @@ def check_isolation(
     a batch where the engine cannot simply be called, such as a pipeline's. `remedy`: what to do where they are not.
     """
     for trunk in (0, 8) if shared else (0,):
-        advice = "data.share_prefixes=false" if trunk else remedy
-        _check_isolation(engine, isolation_rows(vocab_size, trunk=trunk), device, name, forward, 12 + trunk, advice)
-
-
-def _check_isolation(
-    engine: torch.nn.Module,
-    batch: Batch,
-    device: torch.device,
-    name: str,
-    forward: Callable[[Batch], torch.Tensor] | None,
-    first: int,
-    remedy: str,
-) -> None:
-    """Check one batch of `isolation_rows`, whose second samples have `first` tokens before them."""
-    second, trunk = 20, first - 12
-    try:
-        logits = forward(batch) if forward is not None else evaluate_logits(engine, batch, device)
-    except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        if forward is not None:
-            raise
-        raise ModelError(
-            "{name} cannot be trained on packed rows: it rejects the arguments that keep their samples apart "
-            "({reason}). Use {remedy}.",
-            remedy=remedy,
-            name=name,
-            reason=str(error).split("\n")[0],
-        ) from error
-    after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, trunk : trunk + second]
-    changes = torch.stack([(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, alone)])
-    change = float(changes.max() / after_other.std())
-    if not change <= MOST_CHANGE:  # nan too
-        raise ModelError(
-            "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
-            "change by {change} of their spread, rounding changes them by less than {most}). Use {remedy}.",
-            remedy=remedy,
-            name=name,
-            change=f"{change:.3g}",
-            most=MOST_CHANGE,
-        )
+        batch, first, own = isolation_rows(vocab_size, trunk=trunk), 12 + trunk, 20 + trunk
+        remedy = "data.share_prefixes=false" if trunk else remedy
+        try:
+            logits = forward(batch) if forward is not None else evaluate_logits(engine, batch, device)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            if forward is not None:
+                raise
+            raise ModelError(
+                "{name} cannot be trained on packed rows: it rejects the arguments that keep their samples apart "
+                "({reason}). Use {remedy}.",
+                remedy=remedy,
+                name=name,
+                reason=str(error).split("\n")[0],
+            ) from error
+        after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, trunk:own]
+        changes = torch.stack([(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, alone)])
+        change = float(changes.max() / after_other.std())
+        if not change <= MOST_CHANGE:  # nan too
+            raise ModelError(
+                "{name} cannot be trained on packed rows: the samples of a row influence each other (logits of a token "
+                "change by {change} of their spread, rounding changes them by less than {most}). Use {remedy}.",
+                remedy=remedy,
+                name=name,
+                change=f"{change:.3g}",
+                most=MOST_CHANGE,
+            )
 
 
 def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -206,13 +206,10 @@ class TemplateChatEncoder:
 
     def _given(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages as the template gets them: control strings covered, the reasoning under its key."""
-        return self.shield.cover(self._named(messages))
-
-    def _named(self, messages: Sequence[Message]) -> Sequence[Message]:
         key = self.reasoning_key
-        if key in (None, "reasoning_content"):
-            return messages
-        return [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
+        if key not in (None, "reasoning_content"):
+            messages = [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
+        return self.shield.cover(messages)
 
     def _has_place(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
         """Return whether the template writes `_WORD` of a conversation, or rejects it, which is told of each row."""
@@ -571,9 +568,8 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         calls = []
         for call in message.get("tool_calls") or []:
-            function = call["function"]
-            arguments = json.dumps(function["arguments"], ensure_ascii=False)
-            calls.append({**call, "function": {**function, "arguments": arguments}})
+            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
         changed.append({**message, "tool_calls": calls} if calls else message)
     return changed
 

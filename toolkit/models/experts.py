@@ -33,13 +33,8 @@ SORTED = "sorted"
 
 
 def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
-    """Leave of each layer's experts those of this rank, in an empty model. A collective.
-
-    Returns:
-        By name of every parameter and stored buffer, which of its rows this rank has.
-
-    Raises:
-        ModelError: the model has no experts, or they cannot be divided by `ranks`.
+    """Leave of each layer's experts those of this rank, in an empty model; return by name of every parameter and stored
+    buffer which of its rows this rank has. ModelError if there are no experts, or not so many. A collective.
     """
     check_divides(model, ranks)
     from deepspeed.utils import groups  # seconds, which those who divide nothing need not wait
@@ -212,13 +207,8 @@ def attach_lora(model: PreTrainedModel, adapter: str) -> None:
 def _forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the experts of each token make of it, weighted and added up, [T, H].
-
-    Args:
-        self: the layer's experts, of which this rank has some.
-        hidden_states: this rank's tokens [T, H].
-        top_k_index: numbers of their experts, among all [T, K]; ~number of a choice that was dropped.
-        top_k_weights: [T, K], 0 of what was dropped.
+    """Return what the experts of each token make of it, weighted and added up, [T, H] of [T, H]. `top_k_index`, [T, K]:
+    numbers among all experts, of which `self` has this rank's, ~number of a dropped choice, whose weight [T, K] is 0.
     """
     choices, own = top_k_index.size(-1), self.num_experts
     group = getattr(self, "expert_group", None)

@@ -94,23 +94,27 @@ def _build_empty(
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
         return _finish(model, folder)
     generation = directory.read_object(generation_file) if generation_file.is_file() else {}
-    if architecture is directory.Architecture.v1:
-        # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
-        foreign = ("auto_map", "architectures", "_name_or_path")
-        wanted = {key: value for key, value in config.items() if key not in foreign}
-        model_config: Any = modeling.ChatGLMConfig(**wanted)
-        model = weights.empty_model(lambda: modeling.ChatGLMForConditionalGeneration(model_config), ds_config)
-    else:
-        model_config = modeling.glm_config(
-            config, generation, divides_positions=directory.divides_positions(config, folder)
-        )
-        model = weights.empty_model(lambda: transformers.GlmForCausalLM(model_config), ds_config)
+    kind, known = official_class(folder, config, generation)
+    model = weights.empty_model(lambda: kind(known), ds_config)
     model.generation_config = GenerationConfig(
-        eos_token_id=model_config.eos_token_id,
+        eos_token_id=known.eos_token_id,
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
     )
     save.load_origin(model, folder)
     return model.eval()
+
+
+def official_class(folder: Path, config: dict[str, Any], generation: dict[str, Any]) -> tuple[Any, Any]:
+    """Return class and config of the model that an official ChatGLM's checked config.json describes; `generation`:
+    content of its generation_config.json.
+    """
+    if directory.architecture_of(config) is directory.Architecture.v1:
+        # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
+        foreign = ("auto_map", "architectures", "_name_or_path")
+        wanted = {key: value for key, value in config.items() if key not in foreign}
+        return modeling.ChatGLMForConditionalGeneration, modeling.ChatGLMConfig(**wanted)
+    divides = directory.divides_positions(config, folder)
+    return transformers.GlmForCausalLM, modeling.glm_config(config, generation, divides_positions=divides)
 
 
 def _open(
@@ -298,9 +302,8 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
     missing = {*map(str, report["missing_keys"])} - weights.tied_names(model)
     predicting = re.compile(weights.predicting(model.config))
     unexpected = [name for name in map(str, report["unexpected_keys"]) if not predicting.search(name)]
-    mismatched = sorted(map(str, report["mismatched_keys"]))
-    wrong = {"missing": sorted(missing), "unexpected": sorted(unexpected), "mismatched": mismatched}
-    weights.reject_differences(folder, model, wrong)
+    mismatched = map(str, report["mismatched_keys"])
+    weights.reject_differences(folder, model, missing=missing, unexpected=unexpected, mismatched=mismatched)
     return _finish(model, folder)
 
 

@@ -631,12 +631,9 @@ def within_capacity(
 ) -> torch.Tensor:
     """Return which choices [tokens, K] experts have a place for, bool; see `model.expert_capacity`.
 
-    Args:
-        chosen: numbers of each token's experts [tokens, K].
-        weights: theirs [tokens, K]; the smallest are dropped, of equal ones the last.
-        is_real: whether a token is none of padding [tokens], which takes no place.
-        size: E, the number of experts.
-        factor: of the mean n x K / E over experts of n real tokens, how many an expert takes, rounded up.
+    `chosen`, `weights`: [tokens, K]; the smallest weights are dropped, of equal ones the last. `is_real`, [tokens]: no
+    padding, which takes no place. `size`: E. `factor`: of the mean n x K / E of n real tokens, how many an expert
+    takes, rounded up.
     """
     choices = chosen.flatten(0, -2)
     limit = (is_real.sum().double() * (factor * choices.size(-1) / size)).ceil()

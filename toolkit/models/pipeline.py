@@ -52,12 +52,8 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
         if part is not embedding and not isinstance(part, nn.ModuleList) and any(True for _ in part.parameters())
     ]
     layers = [name for part, name in names.items() if isinstance(part, GradientCheckpointingLayer)]
-    return [names[embedding], *layers, *norms, "score" if probe.is_classifier(model) else names[_output_layer(model)]]
-
-
-def _output_layer(model: PreTrainedModel) -> nn.Module:
-    layer: nn.Module = model.get_output_embeddings()
-    return layer
+    head = model.score if probe.is_classifier(model) else model.get_output_embeddings()
+    return [names[embedding], *layers, *norms, names[head]]
 
 
 def stage_bounds(model: PreTrainedModel, num_stages: int, num_scores: int = 0) -> list[int]:

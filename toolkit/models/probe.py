@@ -143,12 +143,6 @@ def read(folder: Path) -> Probe | None:
         return Probe(tensors.get_tensor("ids"), tensors.get_tensor("logits"), tensors.metadata()["dtype"])
 
 
-def compare(model: PreTrainedModel, probe: Probe) -> tuple[float, float]:
-    """Run a loaded model on the ids of a probe; return the difference, see `difference_of`, and how large it may be."""
-    found = capture(model, probe.ids)
-    return difference_of(found, probe), TOLERANCES.get(coarser(found, probe), 0.0)
-
-
 def difference_of(found: Probe, probe: Probe) -> float:
     """Return the largest difference of a logit as a fraction of the logits' spread, nan if one is no number."""
     if found.logits.shape != probe.logits.shape:

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from toolkit.messages import ModelError
-from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
-from toolkit.models.directory import Architecture, architecture_of, divides_positions, read_config, read_object
+from toolkit.models.directory import architecture_of, read_config, read_object
+from toolkit.models.load import official_class
 
 LAYERS, HEADS, HEAD_SIZE = 4, 4, 16
 """The least; model-parallel ranks may need more heads. FlexAttention takes no heads smaller than 16 (torch 2.13)."""
@@ -57,22 +57,18 @@ def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
 
 
 def shrunk_model(path: str, seed: int, heads: int = HEADS) -> transformers.PreTrainedModel:
-    """Build a random fp32 model on the CPU after a directory's config.json, whose weights are not read.
-
-    Raises:
-        ModelError: the directory's own Python code would be needed, or the model stays large.
+    """Build a random fp32 model on the CPU after a directory's config.json, whose weights are not read; ModelError if
+    that needs the directory's own Python code, or the model stays large.
     """
     folder = Path(path)
     config = shrunk_config(read_config(path, with_weights=False), heads)
-    architecture, generation_file = architecture_of(config), folder / "generation_config.json"
+    is_official, generation_file = architecture_of(config) is not None, folder / "generation_config.json"
     generation = read_object(generation_file) if generation_file.is_file() else {}
     torch.manual_seed(seed)
     model: transformers.PreTrainedModel
-    if architecture is Architecture.v1:
-        model = ChatGLMForConditionalGeneration(ChatGLMConfig(**{name: config[name] for name in config.keys() - _HUB}))
-    elif architecture is Architecture.glm:
-        known = glm_config(config, generation, divides_positions=divides_positions(config, folder))
-        model = transformers.GlmForCausalLM(known)
+    if is_official:
+        kind, known = official_class(folder, config, generation)
+        model = kind(known)
     else:
         with TemporaryDirectory() as temporary:
             (Path(temporary) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -94,12 +90,9 @@ def shrunk_model(path: str, seed: int, heads: int = HEADS) -> transformers.PreTr
             path=path,
             count=f"{inner:,}",
         )
-    if generation and architecture is None:
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    elif architecture is not None:
+    if is_official:
         model.generation_config = transformers.GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=0)
+    elif generation:
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     model.get_input_embeddings().padding_idx = None
     return model.eval()
-
-
-_HUB = {"auto_map", "architectures", "_name_or_path"}

@@ -9,7 +9,7 @@ import ctypes
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -432,18 +432,18 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
             for target in targets:
                 filled[target] += sizes[target] if layout.index(name) is ... else torch.Size(info.shape).numel()
     missing = [name for name, count in filled.items() if count < sizes[name]]
-    wrong = {"missing": sorted(missing), "unexpected": sorted(unexpected), "mismatched": mismatched}
-    reject_differences(files.folder, model, wrong)
+    reject_differences(files.folder, model, missing=missing, unexpected=unexpected, mismatched=mismatched)
 
 
-def reject_differences(folder: Path, model: PreTrainedModel, wrong: dict[str, list[str]]) -> None:
-    """Raise if names are missing, unexpected or mismatched; the error has the first few of each, and their number."""
+def reject_differences(folder: Path, model: PreTrainedModel, **names: Iterable[str]) -> None:
+    """Raise if names are `missing`, `unexpected` or `mismatched`; with the first few of each, and their number."""
+    wrong = {kind: sorted(found) for kind, found in names.items()}
     if any(wrong.values()):
-        counts = {kind: f" … ({len(names)})" if len(names) > 5 else "" for kind, names in wrong.items()}
+        counts = {kind: f" … ({len(found)})" if len(found) > 5 else "" for kind, found in wrong.items()}
         raise ModelError(
             "the weights in {path} are not those of {architecture}: missing {missing}, unexpected {unexpected}, of "
             "another shape {mismatched}. Nothing was trained.",
             path=folder,
             architecture=type(model).__name__,
-            **{kind: f"[{', '.join(names[:5])}{counts[kind]}]" for kind, names in wrong.items()},
+            **{kind: f"[{', '.join(found[:5])}{counts[kind]}]" for kind, found in wrong.items()},
         )
