@@ -19,10 +19,11 @@ import transformers
 
 from toolkit.config.mesh import accumulation
 from toolkit.config.schema import Init, RunConfig
+from toolkit.distributed import process_group
 from toolkit.distributed.process_group import barrier, on_rank0, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.models import experts, weights
+from toolkit.models import weights
 from toolkit.plan.outline import Outline, dispatched_bytes, expert_part
 from toolkit.train.language_data import LanguageData, training_batches
 from toolkit.train.language_task import LanguageTask, build_engine
@@ -112,14 +113,14 @@ def _compare(
 def _counted() -> Iterator[list[int]]:
     """Give a list whose one number grows by the bytes of rows that this rank sends to other ranks."""
     found = [0]
-    exchange = experts._Exchange.apply
+    exchange = process_group.exchange_rows
 
     def counting(rows: torch.Tensor, sent: list[int], came: list[int], group: Any) -> torch.Tensor:
         others = sum(sent) - sent[torch.distributed.get_rank(group)]
         found[0] += others * rows.size(1) * rows.element_size()
         return exchange(rows, sent, came, group)
 
-    with mock.patch.object(experts._Exchange, "apply", counting):
+    with mock.patch.object(process_group, "exchange_rows", counting):
         yield found
 
 

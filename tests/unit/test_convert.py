@@ -12,7 +12,8 @@ import torch
 from toolkit.checkpoint import convert, directory
 from toolkit.checkpoint.fragments import WEIGHT, Fragments
 from toolkit.cli import main
-from toolkit.messages import OtherFormat
+from toolkit.export.model import export_checkpoint
+from toolkit.messages import NotExportable, OtherFormat
 
 OLD = Path(__file__).parents[1] / "golden" / "format1" / "step-3"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -121,6 +122,14 @@ def test_a_run_does_not_take_another_format_for_damage(number: int, tmp_path: Pa
     with pytest.raises(OtherFormat, match=r"toolkit convert-checkpoint .*step-3 output=DIR"):
         directory.newest_complete(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_what_was_converted_does_not_say_what_its_model_is(
+    foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    converted(foreign, capsys, 0)
+    with pytest.raises(NotExportable, match="does not say what its model is: an older version or another program"):
+        export_checkpoint(tmp_path / "output", tmp_path / "export")
 
 
 def test_files_are_bounded_and_hold_the_same(

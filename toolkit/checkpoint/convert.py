@@ -21,6 +21,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from toolkit import disk
 from toolkit.checkpoint import directory, engine_state, fragments, state_files
 from toolkit.config import mesh
 from toolkit.messages import CheckpointError, ConfigError, clauses
@@ -91,13 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(_SAFE):
             found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        lines = str(error).splitlines()
-        raise CheckpointError(
-            "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was executed. Get the "
-            "weights from a source you trust, as safetensors if there are any.",
-            file=path,
-            reason=next((line for line in lines if "GLOBAL" in line), lines[0]).strip().rstrip("."),
-        ) from None
+        raise disk.pickled_code(path, error, CheckpointError) from None
     except Exception as error:  # torch.load and zip raise whatever they like on damaged files
         raise state_files.unreadable_error(path, error) from None
     return found

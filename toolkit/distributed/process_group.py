@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -506,3 +506,24 @@ def take_part(name: str, whole: torch.Tensor, number: int, count: int) -> torch.
     if split is mesh.Split.pairs:
         return torch.cat([half.chunk(count)[number] for half in whole.chunk(2)])
     return whole.chunk(count, dim=mesh.AXES.get(split, 0))[number]
+
+
+def exchange_rows(rows: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Send `sent` rows of a tensor to each rank of a group, and return the `came` from each; gradients go back."""
+    return _Exchange.apply(rows, sent, came, group)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group = (sent, came), group
+        received = rows.new_empty(sum(came), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), came, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sent, came = ctx.sizes
+        return exchange_rows(gradients[0], came, sent, ctx.group), None, None, None

@@ -47,7 +47,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 def card(state: directory.RunState, is_adapter: bool) -> bytes:
     """Return the model card of a run, or of its adapter: what was trained, on what, how far, with what versions."""
     config: Mapping[str, Any] = secrets.hide_all(state.config)
-    model, tuning, kind = config["model"], config["tuning"], config.get("task", {}).get("kind", "language")
+    model, tuning, kind = config["model"], config["tuning"], config["task"]["kind"]
     base = model["name"] or model["path"] or "?"
     pipeline = "text-generation" if kind == "language" else "text-classification"
     front = {"pipeline_tag": pipeline, "tags": ["deepspeed", f"tuning-{tuning['method']}"]}
@@ -74,7 +74,7 @@ def card(state: directory.RunState, is_adapter: bool) -> bytes:
     versions += [tr("toolkit commit {commit}", commit=commit)] if commit else []
     keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
     left_out = ["task"] * (kind == "language") + ["distill"] * (kind != "distill")
-    shown = {key: config[key] for key in keys if key in config and key not in left_out}
+    shown = {key: config[key] for key in keys if key not in left_out}
     lines = [
         *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""),
         *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in facts), ""),
@@ -90,8 +90,7 @@ def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
     """Return a table of the evaluations, and the training loss at both ends."""
     lines = []
     if not math.isnan(state.first_loss):
-        kind = config.get("task", {}).get("kind", "language")
-        preference = config.get("preference", {}).get("loss", "none")
+        kind, preference = config["task"]["kind"], config["preference"]["loss"]
         is_of_samples = kind in ("reward", "classify", "embed") or preference != "none"
         ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
         lines += [tr("training: {losses}", losses=ends), ""]
@@ -306,8 +305,16 @@ class TunedPart:
 
 
 def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
-    """Return what a verified checkpoint holds, None if that is the whole model; `given` "" finds the base."""
+    """Return what a verified checkpoint holds, None if that is the whole model; NotExportable if it does not say what
+    its model is. `given` "" finds the base.
+    """
     described = checkpoint / MODEL_DIR
+    if not described.is_dir():
+        raise NotExportable(
+            "{folder} does not say what its model is: an older version or another program saved it. Go on with the run "
+            "(resume={folder}) to its end: it writes export/.",
+            folder=checkpoint,
+        )
     known = adapters.read_base(described)
     if known is None:
         return None
@@ -369,7 +376,7 @@ def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str,
     if part.head is not None:
         model = part.shaped(model)
         values = _with_score(model, values)
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = weights.tied_names(model)
     layers, whole = _by_weight(part) if part.settings else ({}, part.values)
     if part.settings and (apart := sorted({*layers, *whole} & {*tied, *tied.values()})):
         raise ConfigError(
@@ -442,22 +449,15 @@ def rebuild(
     """Return an empty model and its weights by name, tied ones once: of a verified checkpoint, or of a base with what
     was trained, `part`.
 
-    NotExportable if a checkpoint does not say what its model is; CheckpointError if a weight is missing, unknown or of
-    another shape. `scratch`: an empty directory, so that memory holds one weight at a time; None holds all of them.
-    `dtype` None: that of training.
+    CheckpointError if a weight is missing, unknown or of another shape. `scratch`: an empty directory, so that memory
+    holds one weight at a time; None holds all of them. `dtype` None: that of training.
     """
     described = source / MODEL_DIR
     if part is not None:
         model, values = merge_adapter(part)
         dtype = dtype or getattr(torch, read_object(described / "config.json")["dtype"])
-    elif described.is_dir():
-        model, values = empty(described), fragments.iter_weights(source)
     else:
-        raise NotExportable(
-            "{folder} does not say what its model is: it was saved by an older version. Go on with the run "
-            "(resume={folder}) to its end: it writes export/.",
-            folder=source,
-        )
+        model, values = empty(described), fragments.iter_weights(source)
     wanted, tied = weights.shapes_of(model), weights.tied_names(model)
     state: dict[str, torch.Tensor] = {}
     for name, value in values:  # perhaps tied ones twice
@@ -473,7 +473,7 @@ def rebuild(
 
 
 def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
-    """Return the model of a checkpoint on the CPU, in its precision; NotExportable as `rebuild` raises it."""
+    """Return the model of a checkpoint on the CPU, in its precision; raises as `part_of_checkpoint`."""
     part = part_of_checkpoint(checkpoint)
     if part is not None:
         return load_part(part)

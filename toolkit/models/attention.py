@@ -26,7 +26,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from toolkit.config.schema import Attention, Dtype, RunConfig
-from toolkit.distributed.process_group import sum_over_ranks
+from toolkit.distributed.process_group import exchange_rows, sum_over_ranks
 from toolkit.messages import ModelError, tr
 from toolkit.models.probe import evaluating
 
@@ -258,15 +258,14 @@ def sample_attention(
         others, _ = sample_attention(module, query, key, value, attention_mask, dropout, scaling, in_parts)
         return torch.cat((own, others), dim=1), None
     if in_parts:
-        assert _group is not None
         ranks = dist.get_world_size(_group)
         # Fewer heads of keys than ranks: each is sent to all ranks whose heads of queries need it.
         copies = ranks // math.gcd(key.size(1), ranks)
         if copies > 1:
             key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
         before = key.size(2) - query.size(2)
-        key, value = (_exchange_after(states, before) for states in (key, value))  # [B, heads / P, before + S, D]
-        query = _Exchange.apply(query, 1, 2)
+        key, value = (_exchange(states, before) for states in (key, value))  # [B, heads / P, before + S, D]
+        query = _exchange(query)
     if bounds is not None:
         paths = None if keys is None else (keys, options["cu_seq_lens_k"])
         mixed = attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling, paths)
@@ -280,7 +279,7 @@ def sample_attention(
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=grouped
         )[:, :, before:].transpose(1, 2)
-    return (_Exchange.apply(mixed, 1, 2) if in_parts else mixed), None
+    return (_exchange(mixed) if in_parts else mixed), None
 
 
 def attend_to_segments(
@@ -419,32 +418,17 @@ def own_places(batch: Batch, places: torch.Tensor) -> tuple[torch.Tensor, torch.
     return mine, (places // size * length + column)[mine]
 
 
-def _exchange_after(states: torch.Tensor, learned: int) -> torch.Tensor:
-    """Exchange keys or values [B, heads, learned + S / P, D]; of the learned ones in front, which each rank has with
-    all heads, there remain those of its heads.
+def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
+    """Give each rank a piece of dimension 1, and join what comes along dimension 2. Of the `learned` in front, keys or
+    values that each rank has with all heads, [B, heads, learned + S / P, D], there remain those of its heads.
     """
-    if not learned:
-        return _Exchange.apply(states, 1, 2)
-    mine = states[:, :, :learned].chunk(dist.get_world_size(_group), dim=1)[dist.get_rank(_group)]
-    return torch.cat((mine, _Exchange.apply(states[:, :, learned:], 1, 2)), dim=2)
-
-
-class _Exchange(torch.autograd.Function):
-    """Give each rank a piece of dimension `cut`, and join what comes along `joined`; backward the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
-        ctx.dims = cut, joined
-        ranks = dist.get_world_size(_group)
-        sent = torch.stack(states.chunk(ranks, dim=cut)).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=_group)
-        return torch.cat(received.unbind(), dim=joined)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cut, joined = ctx.dims
-        return _Exchange.apply(gradients[0], joined, cut), None, None
+    assert _group is not None
+    ranks = dist.get_world_size(_group)
+    if learned:
+        mine = states[:, :, :learned].chunk(ranks, dim=1)[dist.get_rank(_group)]
+        return torch.cat((mine, _exchange(states[:, :, learned:])), dim=2)
+    pieces, one_each = torch.stack(states.chunk(ranks, dim=1)), [1] * ranks
+    return torch.cat(exchange_rows(pieces, one_each, one_each, _group).unbind(), dim=2)
 
 
 def sum_over_parts(values: torch.Tensor) -> torch.Tensor:

@@ -257,13 +257,13 @@ def _compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor, name
     received = received.view(ranks, own)
     sent, came = rows_exchanged(counts.view(ranks, own), received)
     dropped = len(rows) - sum(sent)  # the first ones
-    rows = _Exchange.apply(rows[dropped:], sent, came, group)  # [N, H], by rank and expert
+    rows = process_group.exchange_rows(rows[dropped:], sent, came, group)  # [N, H], by rank and expert
     expert = torch.arange(own, device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
     place = expert.argsort(stable=True)
     rows = rows[place]
     rows = _compute(self, rows, _Groups(received.sum(0)), expert[place])
-    back: torch.Tensor = _Exchange.apply(rows[place.argsort()], came, sent, group)
+    back = process_group.exchange_rows(rows[place.argsort()], came, sent, group)
     return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
 
 
@@ -311,22 +311,6 @@ def _grouped(rows: torch.Tensor, matrices: torch.Tensor, groups: _Groups, turned
 
 def _has_kernel(rows: torch.Tensor) -> bool:
     return rows.is_cuda and rows.dtype is torch.bfloat16 and len(rows) > 0
-
-
-class _Exchange(torch.autograd.Function):
-    """Send `sent` rows to each rank and get `came` rows from each; backward the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], came: list[int], group: Any) -> torch.Tensor:
-        ctx.sizes, ctx.group = (sent, came), group
-        received = rows.new_empty(sum(came), rows.size(1))
-        dist.all_to_all_single(received, rows.contiguous(), came, sent, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent, came = ctx.sizes
-        return _Exchange.apply(gradients[0], came, sent, ctx.group), None, None, None
 
 
 ALL_EXPERTS_FUNCTIONS.register(SORTED, _forward)

@@ -66,7 +66,6 @@ def load_model(
 def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
     """Return a directory's model with empty parameters, and their values one after another."""
     model, files, layout = _open(Path(path), directory.read_config(str(path)))
-    weights.check_weights_fit(model, files, layout)
     shapes = weights.shapes_of(model)
     return model, weights.stored_values(files, layout, shapes, shapes.keys())
 
@@ -126,11 +125,14 @@ def _open(
     """Return a directory's model with empty parameters, its weight files, and how their tensors become parameters."""
     model, files = _build_empty(folder, config, dtype, ds_config), weights.WeightFiles(folder)
     architecture = directory.architecture_of(config)
+    layout: weights.Layout
     if architecture is None:
-        return model, files, weights.TransformersLayout(model)
-    interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
-    layout = modeling.official_layout(model.config, interleaved)
-    save.save_origin(model, files, layout, interleaved)
+        layout = weights.TransformersLayout(model)
+    else:
+        interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
+        layout = modeling.official_layout(model.config, interleaved)
+        save.save_origin(model, files, layout, interleaved)
+    weights.check_weights_fit(model, files, layout)
     return model, files, layout
 
 
@@ -299,7 +301,7 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
             raise
         raise _not_loadable(folder, error) from error
     # A head that is tied to the embedding is in no file, and rightly so.
-    missing = {*map(str, report["missing_keys"])} - weights.tied_names(model)
+    missing = {*map(str, report["missing_keys"])} - weights.tied_names(model).keys()
     predicting = re.compile(weights.predicting(model.config))
     unexpected = [name for name in map(str, report["unexpected_keys"]) if not predicting.search(name)]
     mismatched = map(str, report["mismatched_keys"])
@@ -312,14 +314,13 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     forward pass reads all files; weights that a model uses outside their layer are NaN.
     """
     model, files, layout = _open(Path(path), directory.read_config(str(path)))
-    weights.check_weights_fit(model, files, layout)
     shapes = weights.shapes_of(model)
     dtypes = {
         target: dtype if dtype and info.dtype.is_floating_point else info.dtype
         for name, info in files.items()
         for target in layout.parameters(name)
     }
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = weights.tied_names(model)
 
     def read(names: dict[str, str]) -> None:
         """Set the parameters `names` to the values of those that they are tied to, or their own."""

@@ -135,7 +135,7 @@ def write(probe: Probe, folder: Path) -> Path:
 
 
 def read(folder: Path) -> Probe | None:
-    """Return the probe of a checkpoint or an export, None where an older version wrote none."""
+    """Return the probe of a checkpoint or an export, None if there is none."""
     file = folder / FILE
     if not file.is_file():
         return None

@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from toolkit import disk, terminal
-from toolkit.messages import ModelError, reading, tr
+from toolkit.messages import ModelError, reading, reason_of, tr
 from toolkit.models.directory import weight_files
 
 Shapes = dict[str, tuple[int, ...]]
@@ -192,19 +192,12 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
     """Return the named tensors of a torch file, nothing executed; `mapped` leaves values in it (from torch 1.6)."""
     try:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise disk.pickled_code(file, error, ModelError) from error
     except Exception as error:  # whatever a damaged archive makes torch raise
-        # The first sentence of torch's long advice, which suggests the very thing that must not be done.
-        text = str(error).strip()
-        text = text[max(text.find("Unsupported"), 0) :]
-        reason = text.splitlines()[0].split(". ")[0].rstrip(".") if text else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):
-            raise ModelError(
-                "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was "
-                "executed. Get the weights from a source you trust, as safetensors if there are any.",
-                file=file,
-                reason=reason,
-            ) from error
-        raise ModelError("{file} cannot be read ({reason}): download it again.", file=file, reason=reason) from error
+        raise ModelError(
+            "{file} cannot be read ({reason}): download it again.", file=file, reason=reason_of(error)
+        ) from error
     if not isinstance(values, dict) or not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise ModelError("{file} holds something else than named tensors.", file=file)
     return values
@@ -251,7 +244,6 @@ def read_weights(
     own; `ready` is called with the name of each parameter that is filled.
     """
     held = _stored_as(model)
-    check_weights_fit(model, files, layout)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     rows = dict.fromkeys(held, slice(None)) if own is None else own(model)
@@ -355,9 +347,9 @@ def compute_buffers(model: PreTrainedModel) -> None:
             setattr(model.get_submodule(module), leaf, fresh[name])
 
 
-def tied_names(model: PreTrainedModel) -> set[str]:
-    """Return the names of parameters that are others under a second name."""
-    return set(getattr(model, "all_tied_weights_keys", None) or ())
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return the names of parameters that are others under a second name, with the first."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[str]:

@@ -36,7 +36,7 @@ from toolkit.distributed.process_group import gather, on_rank0, rank
 from toolkit.engine.parameters import is_muon, is_partitioned, ruined_ranks
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, reason_of, say, tr, warn
-from toolkit.models import probe, save
+from toolkit.models import probe, save, weights
 from toolkit.models.pipeline import capture_probe, is_pipeline, stage_model, unwrap_model
 from toolkit.train import run_dir
 
@@ -45,7 +45,7 @@ def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
     """Return what an engine's checkpoints hold, under the names of the model."""
     model, whole = stage_model(engine.module), unwrap_model(engine.module)
     # On the last stage of a pipeline a head that is the embedding has a name of its own, and is saved by the first.
-    tied = (getattr(whole, "all_tied_weights_keys", None) or {}) if is_pipeline(engine) else {}
+    tied = weights.tied_names(whole) if is_pipeline(engine) else {}
     named = {tied.get(name, name): one for name, one in model.named_parameters()}
     twice = {name for name, one in named.items() if getattr(one, "ds_pipe_replicated", False)}
     stored = model.state_dict(keep_vars=True)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from toolkit.config.schema import Family
 from toolkit.messages import RowError, tr
+from toolkit.models.answer_spans import Encoded
 
 CODE_VERSION = 3
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]
-Encoded = tuple[list[int], list[bool]]
 TEXT = "text"
 SOP, EOP = "<|sop|>", "<|eop|>"
 """Names, in ChatGLM2's and 3's tokenizers, of what the original calls `sop` and `eop`. As added tokens, those would be

@@ -208,14 +208,6 @@ class _Chats:
     vocabulary: Path
     own_template: str | None
 
-    def describe_tools(self, tools: Sequence[Any]) -> str | None:
-        """Return the system message about tools, where the official template has words for them."""
-        return None
-
-    def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text as the bare vocabulary gives them: no special tokens, none parsed."""
-        raise NotImplementedError
-
     @property
     def format(self) -> formats.FamilyChatEncoder:
         """Return the family's chat format over this tokenizer."""
@@ -293,7 +285,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         return type(self), (self.family, self.vocabulary, self.has_chat_format)
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text; see `_Chats`."""
+        """Return the ids of each text as the bare vocabulary gives them: no special tokens, none parsed."""
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -301,7 +293,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
             return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def describe_tools(self, tools: Sequence[Any]) -> str | None:
-        """Return what follows <|system|>; see `_Chats`."""
+        """Return the system message about tools, where the official template has words for them."""
         before = "[gMASK]<sop><|system|>"
         message = {"role": "system", "content": "", "tools": list(tools)}
         text = PreTrainedTokenizerFast.apply_chat_template(self, [message], tokenize=False)
@@ -387,7 +379,7 @@ class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
         return dict(self.ids)
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text; see `_Chats`."""
+        """Return the ids of each text as the bare vocabulary gives them: no special tokens, none parsed."""
         with formats.no_cycles():
             ids: list[list[int]] = self.pieces.encode([spell(text) for text in texts], num_threads=-1)
             return [[index + self.offset for index in row] for row in ids] if self.offset else ids
