@@ -115,10 +115,10 @@ def _counted() -> Iterator[list[int]]:
     found = [0]
     exchange = process_group.exchange_rows
 
-    def counting(rows: torch.Tensor, sent: list[int], came: list[int], group: Any) -> torch.Tensor:
+    def counting(rows: torch.Tensor, group: Any, sent: list[int], came: list[int]) -> torch.Tensor:
         others = sum(sent) - sent[torch.distributed.get_rank(group)]
         found[0] += others * rows.size(1) * rows.element_size()
-        return exchange(rows, sent, came, group)
+        return exchange(rows, group, sent, came)
 
     with mock.patch.object(process_group, "exchange_rows", counting):
         yield found

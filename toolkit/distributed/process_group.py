@@ -508,22 +508,23 @@ def take_part(name: str, whole: torch.Tensor, number: int, count: int) -> torch.
     return whole.chunk(count, dim=mesh.AXES.get(split, 0))[number]
 
 
-def exchange_rows(rows: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Send `sent` rows of a tensor to each rank of a group, and return the `came` from each; gradients go back."""
-    return _Exchange.apply(rows, sent, came, group)
+def exchange_rows(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, came: list[int] | None = None
+) -> torch.Tensor:
+    """Send so many rows of a tensor to each rank of a group, and return those that came from each; gradients go back.
+    Without numbers all send and get the same.
+    """
+    return _Exchange.apply(rows, group, sent, came)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.sizes, ctx.group = (sent, came), group
-        received = rows.new_empty(sum(came), *rows.shape[1:])
+    def forward(ctx: Any, rows: torch.Tensor, group: Any, sent: Any, came: Any) -> torch.Tensor:
+        ctx.given = group, came, sent
+        received = rows.new_empty(len(rows) if came is None else sum(came), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), came, sent, group=group)
         return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent, came = ctx.sizes
-        return exchange_rows(gradients[0], came, sent, ctx.group), None, None, None
+        return exchange_rows(gradients[0], *ctx.given), None, None, None

@@ -427,8 +427,8 @@ def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
     if learned:
         mine = states[:, :, :learned].chunk(ranks, dim=1)[dist.get_rank(_group)]
         return torch.cat((mine, _exchange(states[:, :, learned:])), dim=2)
-    pieces, one_each = torch.stack(states.chunk(ranks, dim=1)), [1] * ranks
-    return torch.cat(exchange_rows(pieces, one_each, one_each, _group).unbind(), dim=2)
+    pieces = torch.stack(states.chunk(ranks, dim=1))
+    return torch.cat(exchange_rows(pieces, _group).unbind(), dim=2)
 
 
 def sum_over_parts(values: torch.Tensor) -> torch.Tensor:

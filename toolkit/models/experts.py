@@ -257,13 +257,13 @@ def _compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor, name
     received = received.view(ranks, own)
     sent, came = rows_exchanged(counts.view(ranks, own), received)
     dropped = len(rows) - sum(sent)  # the first ones
-    rows = process_group.exchange_rows(rows[dropped:], sent, came, group)  # [N, H], by rank and expert
+    rows = process_group.exchange_rows(rows[dropped:], group, sent, came)  # [N, H], by rank and expert
     expert = torch.arange(own, device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
     place = expert.argsort(stable=True)
     rows = rows[place]
     rows = _compute(self, rows, _Groups(received.sum(0)), expert[place])
-    back = process_group.exchange_rows(rows[place.argsort()], came, sent, group)
+    back = process_group.exchange_rows(rows[place.argsort()], group, came, sent)
     return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
 
 

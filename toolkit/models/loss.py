@@ -746,13 +746,14 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
 
 def _routers_in(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return by name what transformers records as router_logits, the first of what they return."""
-    routers: dict[nn.Module, str] = {}
+    routers: dict[str, nn.Module] = {}
     for prefix, part in model.named_modules():
         recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
         recorder = (recorders or {}).get("router_logits")
         if isinstance(recorder, OutputRecorder) and recorder.index == 0:
             layer = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
             for name, module in part.named_modules():
-                if isinstance(module, recorder.target_class) and layer in f".{name}.":
-                    routers.setdefault(module, f"{prefix}.{name}")
-    return {name: module for module, name in routers.items()}
+                is_one = isinstance(module, recorder.target_class) and layer in f".{name}."
+                if is_one and module not in routers.values():
+                    routers[f"{prefix}.{name}"] = module
+    return routers
