@@ -32,13 +32,13 @@ TENSOR_TYPES = {
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def pickled_code(file: Path, found: pickle.UnpicklingError, kind: type[ToolkitError]) -> ToolkitError:
+def pickled_code(file: Path, found: pickle.UnpicklingError) -> str:
     """Return the error about a pickle that wants to run code, which torch has not done."""
     # The first sentence of torch's long advice, which suggests the very thing that must not be done.
     text = str(found)
-    return kind(
-        "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was executed. Get the "
-        "weights from a source you trust, as safetensors if there are any.",
+    return tr(
+        "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was executed. Get the weights "
+        "from a source you trust, as safetensors if there are any.",
         file=file,
         reason=text[max(text.find("Unsupported"), 0) :].strip().splitlines()[0].split(". ")[0].rstrip("."),
     )

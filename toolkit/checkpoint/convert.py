@@ -92,7 +92,7 @@ def _read(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(_SAFE):
             found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise disk.pickled_code(path, error, CheckpointError) from None
+        raise CheckpointError(disk.pickled_code(path, error)) from None
     except Exception as error:  # torch.load and zip raise whatever they like on damaged files
         raise state_files.unreadable_error(path, error) from None
     return found

@@ -193,7 +193,7 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
     try:
         values = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        raise disk.pickled_code(file, error, ModelError) from error
+        raise ModelError(disk.pickled_code(file, error)) from error
     except Exception as error:  # whatever a damaged archive makes torch raise
         raise ModelError(
             "{file} cannot be read ({reason}): download it again.", file=file, reason=reason_of(error)
