@@ -128,7 +128,9 @@ def test_what_was_converted_does_not_say_what_its_model_is(
     foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converted(foreign, capsys, 0)
-    with pytest.raises(NotExportable, match="does not say what its model is: an older version or another program"):
+    with pytest.raises(
+        NotExportable, match="does not say what its model is: it was saved by an older version or another"
+    ):
         export_checkpoint(tmp_path / "output", tmp_path / "export")
 
 

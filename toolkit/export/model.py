@@ -311,8 +311,8 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
     described = checkpoint / MODEL_DIR
     if not described.is_dir():
         raise NotExportable(
-            "{folder} does not say what its model is: an older version or another program saved it. Go on with the run "
-            "(resume={folder}) to its end: it writes export/.",
+            "{folder} does not say what its model is: it was saved by an older version or another program. Go on with "
+            "the run (resume={folder}) to its end: it writes export/.",
             folder=checkpoint,
         )
     known = adapters.read_base(described)
