@@ -257,6 +257,15 @@ class Dtype(str, Enum):
     fp16 = "fp16"
 
 
+class Fp8(str, Enum):
+    """What shares a scale where linear layers multiply in FP8; names and numbers are torchao's."""
+
+    none = "none"
+    tensorwise = "tensorwise"
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
+
+
 class CommunicationDtype(str, Enum):
     """The arithmetic in which gradients are averaged over ranks."""
 
@@ -770,6 +779,8 @@ class PrecisionConfig:
 
     dtype: Dtype = Dtype.bf16
     """fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights."""
+    fp8: Fp8 = Fp8.none
+    """bf16: the decoder's linear layers multiply in FP8 in training, on GPUs that have it; weights, optimizer, evaluation and what is saved stay as they are. What shares a scale: tensorwise a matrix (fastest), rowwise a row or column, rowwise_with_gw_hp likewise with weight gradients in bf16 (most accurate); none multiplies in bf16."""
     tf32: bool = False
     """fp32 on GPUs: multiply matrices in TF32, several times as fast with 10 instead of 23 bits of mantissa; off, fp32 is fp32, convolutions included."""
     loss_scale: NonNegativeFloat = 0.0

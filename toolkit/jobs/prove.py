@@ -41,6 +41,7 @@ _BRIEF = (
 Applies = Callable[[schema.RunConfig], bool]
 _PLAINER: tuple[tuple[Applies, str], ...] = (
     (lambda cfg: cfg.compile.enabled, "compile=none"),
+    (lambda cfg: cfg.precision.fp8 is not schema.Fp8.none, "precision=bf16"),
     (lambda cfg: cfg.train.activation_checkpointing.enabled, "train.activation_checkpointing.enabled=false"),
     (lambda cfg: cfg.data.packing is not schema.Packing.none, "data.packing=none"),
     (lambda cfg: cfg.model.attention is not schema.Attention.eager, "model.attention=eager"),
@@ -107,7 +108,7 @@ class Proof:
 
     def plain(self, words: Sequence[str], cfg: schema.RunConfig, dtype: str) -> dict[str, Any]:
         """Return losses, gradient norms and last logits of the plain loop."""
-        key = (dtype, cfg.data.packing, cfg.precision.dtype, cfg.tuning.method, mesh.model_ranks(cfg))
+        key = (dtype, cfg.data.packing, repr(cfg.precision), cfg.tuning.method, mesh.model_ranks(cfg))
         if key not in self.known:
             device = "cpu" if dtype == "float64" else self.device
             spec = {"dtype": dtype, "device": device, "world_size": self.world_size}

@@ -35,6 +35,7 @@ from toolkit.models import (
     classifier,
     directory,
     experts,
+    fp8,
     layers,
     load,
     loss,
@@ -623,6 +624,7 @@ def build_engine(
         own = partial(own, num_scores=len(head.labels)) if head else own
     elif mesh.expert > 1:
         own = partial(experts.divide, ranks=mesh.expert)
+    fp8.check_device(cfg.precision.fp8)
     # Each layer as soon as it is read: a model in 16 bits need not fit into host memory.
     ready = adapters.quantize_layer if cfg.tuning.method is TuningMethod.qlora else None
     model = load.create_model(
@@ -637,6 +639,7 @@ def build_engine(
             adapters.check_base(known, model.tuned.base, source.checkpoint)
     if cfg.kernels.mlp_pieces > 1:
         layers.tile_mlp(model, cfg.kernels.mlp_pieces)
+    fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
     if cfg.train.neftune_alpha:
         layers.add_neftune(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:

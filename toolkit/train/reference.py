@@ -21,7 +21,7 @@ from toolkit.data import loader, sampler, store
 from toolkit.engine.build import parameter_groups, use_tf32
 from toolkit.export.load import load_any
 from toolkit.export.model import write_folder
-from toolkit.models import adapters, save, shrink
+from toolkit.models import adapters, fp8, save, shrink
 from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.train import language_data
 
@@ -74,6 +74,8 @@ def follow(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(own).to(wanted)
     model.train().to(device)
+    if dtype != "float64":
+        fp8.convert(model, cfg.precision.fp8)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     is_low = wanted in (torch.bfloat16, torch.float16)
     masters = {name: one.detach().float().requires_grad_() if is_low else one for name, one in trained.items()}

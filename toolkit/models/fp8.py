@@ -1,0 +1,175 @@
+"""Linear layers that multiply in FP8 while a model trains (`precision.fp8`).
+
+Both matrices of a product are scaled into the range of an 8-bit type, by the largest number that each has at this
+moment, and `torch._scaled_mm` sums in higher precision. Weights stay parameters in bf16, and an evaluation multiplies
+in bf16: what is saved, exported and evaluated is a model like any other.
+
+Scalings are torchao's (0.18, torchao/float8/config.py) by name, types and numbers. Its layer itself keeps a view of the
+weight for the backward pass, by which ZeRO-3 would hold all layers' weights at once; this one keeps the parameter.
+
+T tokens, I and O the widths that go in and come out.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.nn import functional
+
+from toolkit.config.schema import Fp8
+from toolkit.distributed import process_group
+from toolkit.messages import ConfigError, clauses, say, tr, warn
+from toolkit.models import adapters, experts
+from toolkit.models.attention import trains_on_gpu
+from toolkit.plan.outline import is_routed
+
+MULTIPLE = 16
+"""What the sizes of the matrices must be divisible by (torch 2.13, `torch._scaled_mm` on GPUs)."""
+_LEAST = 1e-12
+_ROUTERS = ("gate", "router")
+
+
+def _scaled(
+    matrix: torch.Tensor, axis: int | None, dtype: torch.dtype, power: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix in an 8-bit type, and what undoes its scale: one number, or along `axis` one for each slice.
+    `power`: scales are powers of two.
+    """
+    largest = matrix.abs().amax() if axis is None else matrix.abs().amax(axis, keepdim=True)
+    most = torch.finfo(dtype).max
+    scale = (most / largest.double().clamp(min=_LEAST)).float()
+    if power:
+        scale = scale.log2().floor().exp2()
+    return (matrix.float() * scale).clamp_(-most, most).to(dtype), scale.reciprocal()
+
+
+def _product(
+    left: torch.Tensor, right: torch.Tensor, fp8: Fp8, *, gradient: bool = False, by_column: bool = True
+) -> torch.Tensor:
+    """Return a product in bf16. `gradient`: whether `left` is one; `by_column`: whether each column of `right` has its
+    own scale where rows of `left` have.
+    """
+    by_row = fp8 is not Fp8.tensorwise
+    range_first = gradient and not by_row
+    dtype = torch.float8_e5m2 if range_first else torch.float8_e4m3fn
+    first, undo_first = _scaled(left, -1 if by_row else None, dtype, by_row)
+    second, undo_second = _scaled(right, 0 if by_row and by_column else None, torch.float8_e4m3fn, by_row)
+    if by_row and not by_column:
+        undo_second = undo_second.expand(1, right.shape[1]).contiguous()
+    # The kernels want rows on the left and columns on the right, each in one piece.
+    first, second = first.contiguous(), second.t().contiguous().t()
+    return torch._scaled_mm(
+        first, second, scale_a=undo_first, scale_b=undo_second, out_dtype=left.dtype, use_fast_accum=not gradient
+    )
+
+
+class _Multiply(torch.autograd.Function):
+    """[T, I] states and the weight [O, I] to [T, O]."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, fp8: Fp8) -> torch.Tensor:
+        # The parameter itself, which ZeRO-3 lets go, and gathers again before the backward pass.
+        ctx.save_for_backward(states if ctx.needs_input_grad[1] else None, weight)
+        ctx.fp8 = fp8
+        return _product(states, weight.t(), fp8)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,), (states, weight), fp8 = gradients, ctx.saved_tensors, ctx.fp8
+        of_states = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_states = _product(gradient, weight, fp8, gradient=True, by_column=fp8 is Fp8.rowwise)
+        if ctx.needs_input_grad[1] and fp8 is Fp8.rowwise_with_gw_hp:
+            of_weight = gradient.t() @ states
+        elif ctx.needs_input_grad[1]:
+            missing = (0, 0, 0, -len(states) % MULTIPLE)  # rows of zeros add nothing
+            gradient, states = functional.pad(gradient, missing), functional.pad(states, missing)
+            of_weight = _product(gradient.t(), states, fp8, gradient=True)
+        return of_states, of_weight, None
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer that multiplies in FP8 in training; a layer becomes one by its class and `fp8`, see `convert`."""
+
+    fp8: Fp8
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[…, I] to […, O]."""
+        if not self.training:
+            return super().forward(input)
+        output = _Multiply.apply(input.flatten(0, -2), self.weight, self.fp8).unflatten(0, input.shape[:-1])
+        return output if self.bias is None else output + self.bias
+
+
+def check_device(fp8: Fp8) -> None:
+    """Try a small layer on this rank's device, before a model is read. A collective.
+
+    Raises:
+        ConfigError: a rank's device has no such products; on all ranks.
+    """
+    if fp8 is Fp8.none:
+        return
+    reason, device = "", torch.device(get_accelerator().current_device_name())
+    try:
+        layer = _converted(nn.Linear(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16), fp8)
+        states = torch.ones(MULTIPLE, MULTIPLE, device=device, dtype=torch.bfloat16, requires_grad=True)
+        float(torch.autograd.grad(layer(states).sum(), [states, layer.weight])[1].sum())  # waits for the GPU
+    except (RuntimeError, AttributeError) as error:
+        reason = str(error).partition("\n")[0]
+    if reasons := sorted({text for text in process_group.gather(reason) if text}):
+        raise ConfigError(
+            "precision.fp8 = {value} needs GPUs that multiply so, of compute capability 8.9 or higher (L40S, RTX 4090, "
+            "H100, H200, B200), and PyTorch says: {reasons}. Use {remedy}.",
+            value=fp8.value,
+            reasons=clauses(reasons),
+            remedy="precision=bf16" if fp8 is Fp8.tensorwise else "precision.fp8=tensorwise, precision=bf16",
+        )
+
+
+def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
+    """Let the linear layers of a model's decoder multiply in FP8, and say how many do, and what was left out: LoRA's
+    additions, routers, experts, and sizes that do not divide. Names, parameters and hooks stay. `compiles`: whether
+    torch.compile will make one kernel of scaling and rounding.
+
+    Raises:
+        ConfigError: no layer can.
+    """
+    if fp8 is Fp8.none:
+        return
+    left: Counter[str] = Counter()
+    count = 0
+    for name, layer in model.get_submodule(adapters.decoder_layers_name(model)).named_modules():
+        if type(layer) is not nn.Linear:
+            continue
+        if ".lora_" in name:
+            left[tr("LoRA's matrices")] += 1
+        elif is_routed(f".{name}.") or name.rpartition(".")[2] in _ROUTERS:
+            left[tr("routers and experts")] += 1
+        elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+            left[tr("sizes that are no multiples of 16")] += 1
+        else:
+            _converted(layer, fp8)
+            count += 1
+    if stacks := len(experts.names_of(model)):
+        left[tr("routers and experts")] += stacks
+    if not count:
+        raise ConfigError(tr("precision.fp8: no linear layer of this model can multiply in FP8. Use precision=bf16."))
+    say(
+        "FP8 ({fp8}): {count} linear layers multiply in it while training. In bf16 stay embedding, output layer{left}.",
+        fp8=fp8.value,
+        count=count,
+        left="".join(f", {what} ({number})" for what, number in left.items()),
+    )
+    if not trains_on_gpu():
+        say("FP8 on CPUs is for trying it out: it is much slower than bf16.")
+    elif not compiles:
+        warn("FP8 without torch.compile: scaling takes about what the products save. Set compile=inductor.")
+
+
+def _converted(layer: nn.Linear, fp8: Fp8) -> nn.Linear:
+    layer.__class__ = Fp8Linear
+    assert isinstance(layer, Fp8Linear)
+    layer.fp8 = fp8
+    return layer
