@@ -29,6 +29,7 @@ from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
+from toolkit.models import fp8
 from toolkit.models.adapters import apply_tuning
 from toolkit.models.attention import choose_attention
 from toolkit.models.load import TORCH_DTYPES, random_config
@@ -91,6 +92,7 @@ class Part(NamedTuple):
     goal: float = 0.0
 
 
+FP8 = ("precision=fp8", "compile=inductor")
 FULL, LORA, BASE = "tuning=full", "tuning=lora", "6b-full-zero1"
 PARTS = {
     BASE: Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1"), "mfu", 0.45),
@@ -99,8 +101,10 @@ PARTS = {
     "6b-full-zero3": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage3"), "mfu", 0.45),
     "9b-lora": Part(GLM4_9B, "ours", (LORA, "zero=stage0"), "mfu", 0.45),
     "6b-full-compiled": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1", "compile=inductor"), "to_full", 1.0),
+    "6b-full-fp8": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1", *FP8), "to_full", 1.1),
     "6b-full-padded": Part(PADDED, "ours", (FULL, "zero=stage1"), "ours_to_it", 1.0),
     "9b-full-zero1": Part(GLM4_9B, "ours", (FULL, "zero=stage1"), "mfu", 0.45),
+    "9b-full-fp8": Part(GLM4_9B, "ours", (FULL, "zero=stage1", *FP8), "mfu", 0.5),
 }
 """In the order of their importance: time may run out."""
 
@@ -157,6 +161,7 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     model = _model(cfg)
     choose_attention(model, cfg.model.attention, size.packed, TORCH_DTYPES[cfg.precision.dtype])
     apply_tuning(model, cfg.tuning, Path(), None, cfg.run.seed, values)
+    fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
 
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)

@@ -184,6 +184,26 @@ REFUSED = {
     "it, or set zero.aio.queue_depth=8.",
     "precision.loss_scale=128": "precision.loss_scale = 128.0 has no effect: precision.dtype is bf16, not "
     "fp16. Remove it, or set precision.loss_scale=0.0.",
+    "precision=fp32 precision.fp8=rowwise": (
+        "precision.fp8 = rowwise has no effect: precision.dtype is fp32, not bf16. Remove it, or set "
+        "precision.fp8=none."
+    ),
+    "precision=fp8 tuning=qlora": (
+        "tuning.method = qlora and precision.fp8 = tensorwise do not go together: the layers' weights have 4 bits and "
+        "are expanded to bf16. Use precision=bf16, or tuning=lora."
+    ),
+    "precision=fp8 parallel=tensor parallel.tensor=2 batch.global_size=32": (
+        "parallel.tensor = 2 and precision.fp8 = tensorwise do not go together: DeepSpeed puts layers of its own in "
+        "the place of those that multiply in FP8. Set parallel.tensor=1, or use precision=bf16."
+    ),
+    "precision=fp8 compile=deepcompile": (
+        "compile.deepcompile = true and precision.fp8 = tensorwise do not go together: it is untested. Set "
+        "compile.deepcompile=false (compile=inductor), or use precision=bf16."
+    ),
+    "precision=fp8 profile.flops.enabled=true": (
+        "profile.flops.enabled = true and precision.fp8 = tensorwise do not go together: DeepSpeed's profiler does not "
+        "see products in FP8. Set it to false."
+    ),
     "precision=bf16 precision.tf32=true": (
         "precision.tf32 = true has no effect: precision.dtype is bf16, not fp32. Remove it, or set "
         "precision.tf32=false."

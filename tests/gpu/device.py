@@ -25,6 +25,7 @@ LIMIT_S = 420.0 if DEVICE == "cuda" else 1500.0
 LACKS = {
     "cuda": "it needs a GPU",
     "gpus": "it needs two GPUs and NCCL",
+    "fp8": "it needs a GPU of compute capability 8.9 or higher",
     "nvcc": "it needs the CUDA toolkit, to build DeepSpeed's ops",
     "libaio": "it needs DeepSpeed's async_io (libaio)",
     "liger_kernel": "it needs a GPU and liger-kernel",
@@ -40,6 +41,8 @@ def lacks(need: str) -> str:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         there = AsyncIOBuilder().is_compatible(verbose=False)
+    elif need == "fp8":
+        there = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
     elif need == "nvcc":
         there = DEVICE == "cpu" or not lacking_tools(["fused_adam"])
     elif need == "gpus":

@@ -1,11 +1,15 @@
 """Functions of the package on the device, against float64: packed attention, its isolation, the loss, the stopwatch."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from device import DEVICE, needs
+from torch import nn
 
+from toolkit.config.schema import Fp8
+from toolkit.models import fp8
 from toolkit.models.attention import attend_to_segments
 from toolkit.models.experts import _grouped, _Groups
 from toolkit.models.loss import token_loss_sum
@@ -123,6 +127,26 @@ def test_products_of_experts(turned: bool, dtype: torch.dtype) -> None:
     for one, other in zip((rows, matrices), true, strict=True):
         assert distance(one.grad, other.grad) < bound
     assert not matrices.grad[1].any()
+
+
+@needs("fp8")
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_products_in_fp8(kind: str) -> None:
+    """The kernel of the device: forward and both gradients, of any number of tokens, as the CPU computes them."""
+    found = []
+    for device in (DEVICE, "cpu"):
+        torch.manual_seed(1)
+        layer = fp8._converted(nn.Linear(256, 512, dtype=torch.bfloat16), Fp8(kind)).to(device)
+        draw = torch.Generator().manual_seed(2)
+        states, weight = (torch.randn(3, 67, width, generator=draw).bfloat16() for width in (256, 512))
+        states = states.to(device).requires_grad_()
+        with mock.patch.object(torch, "_scaled_mm", wraps=torch._scaled_mm) as product:
+            output = layer(states)
+            (output * weight.to(device)).sum().backward()
+        assert product.call_count == (2 if kind == "rowwise_with_gw_hp" else 3)
+        found.append([output, states.grad, layer.weight.grad, layer.bias.grad])
+    for mine, other in zip(*found, strict=True):
+        assert distance(mine, other.cpu().double()) < 0.005
 
 
 @needs("cuda")

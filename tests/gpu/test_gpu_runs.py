@@ -41,6 +41,9 @@ CELLS: dict[str, tuple[str, list[str]]] = {
     "bf16-stage2": ("", ["zero=stage2", "precision=bf16"]),
     "bf16-stage3": ("", ["zero=stage3", ALL, "precision=bf16"]),
     "bf16-offload": ("nvcc", ["zero=stage2_offload", DEEPSPEED_ADAM, "precision=bf16"]),
+    "fp8-stage1": ("fp8", ["zero=stage1", "precision=fp8"]),
+    "fp8-stage3": ("fp8", ["zero=stage3", ALL, "precision=fp8"]),
+    "fp8-compiled": ("fp8", ["zero=stage2", "precision=fp8", "compile=inductor", f"compile.backend={BACKEND}"]),
     "fp16-stage2": ("", ["zero=stage2", *HALF]),
     "fp16-stage3": ("", ["zero=stage3", ALL, *HALF]),
 }
@@ -51,7 +54,7 @@ PACKED: dict[str, tuple[str, list[str]]] = {
     "packed-bf16-sdpa": ("", ["zero=stage1", "data.packing=packed", "precision=bf16", "model.attention=sdpa"]),
     "packed-fp16-auto": ("", ["zero=stage2", "data.packing=packed", *HALF]),
 }
-ROUGH = {"fp32": 5e-6, "tf32": 0.005, "bf16": 0.01, "fp16": 0.003}
+ROUGH = {"fp32": 5e-6, "tf32": 0.005, "bf16": 0.01, "fp16": 0.003, "fp8": 0.03}
 """How far from float64 the CPU may be itself; TF32 rounds as bf16 does, at twice the bits."""
 # Against the same run on the CPU; the control has another micro-batch there, so another order of additions.
 ALIKE: dict[str, tuple[str, list[str]]] = {
@@ -97,7 +100,7 @@ def llama(folder: Path) -> Path:
 def control_of(name: str) -> str:
     """Return the run on the CPU that a cell is held against: its own, if it takes nothing that is built there."""
     given = (CELLS | PACKED | ALIKE)[name][1]
-    return f"{name[:4]}-stage1" if "compile=inductor" in given or DEEPSPEED_ADAM in given else name
+    return f"{name.partition('-')[0]}-stage1" if "compile=inductor" in given or DEEPSPEED_ADAM in given else name
 
 
 class Runs:
@@ -191,6 +194,8 @@ def test_it_rounds_as_the_cpu_does(name: str, runs: Runs, exact: dict[str, list[
     if name.startswith("tf32"):
         assert losses(runs.check(name)) != losses(runs.check("fp32-stage1")), "nothing was rounded"
     else:
+        if name.startswith("fp8"):
+            assert furthest(losses(runs.check(name)), losses(runs.check("bf16-stage1"))) > 1e-3, "it is bf16"
         control = furthest(losses(runs.check(control_of(name), "cpu")), wanted)
         assert control < bound
         bound = min(bound, 4 * control + bound / 5)

@@ -66,6 +66,7 @@ def read(dataset: Any, rank: int, steps: int, place: Position, *words: str, **mo
         (["data.max_length=77"], "data.max_length = 77 has no effect"),
         (["train.activation_checkpointing.enabled=true"], "enabled = true has no effect"),
         (["parallel.tensor=2"], "parallel.tensor = 2: how to split a custom model is not known"),
+        (["precision=fp8"], "precision.fp8 = tensorwise: which parameters of a custom model"),
         (["batch.micro_per_gpu=auto"], "batch.micro_per_gpu = auto: the memory of a custom model is unknown"),
         (["plan.auto=true"], "plan.auto = true: the memory of a custom model is unknown"),
         (

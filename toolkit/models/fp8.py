@@ -160,7 +160,7 @@ def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
         "FP8 ({fp8}): {count} linear layers multiply in it while training. In bf16 stay embedding, output layer{left}.",
         fp8=fp8.value,
         count=count,
-        left="".join(f", {what} ({number})" for what, number in left.items()),
+        left="".join(tr(", {what} ({number})", what=what, number=number) for what, number in left.items()),
     )
     if not trains_on_gpu():
         say("FP8 on CPUs is for trying it out: it is much slower than bf16.")

@@ -458,12 +458,23 @@ class _Rank:
         routed = routed_bytes(self.outline, rows, self.weight)[1]
         # Of a piece also what it keeps.
         computed = {"backward": max((4 if rows.mlp_pieces == 1 else 7) * inner, routed)}
+        if self.cfg.precision.fp8 is not schema.Fp8.none:
+            computed["fp8"] = self.scaled()
         if not self.cfg.train.activation_checkpointing.enabled:
             saved = saved_bytes(self.outline, rows, self.weight, dropout)
             return {kind: self.in_flight * size for kind, size in saved.items()} | computed
         last = layer_bytes(self.outline, rows, self.weight, sizes["layers"] - 1, dropout)
         inputs = self.weight * sizes["hidden"] * rows.tokens * sizes["layers"] * self.in_flight
         return {"layer inputs": inputs, **last, **computed}
+
+    def scaled(self) -> int:
+        """What one product in FP8 makes of its matrices, of the layers' largest: both in 8 bits, the larger before that
+        in float32. torch.compile makes less.
+        """
+        matrices = [shape for name, shape in self.outline.shapes.items() if layer_of(name) >= 0 and len(shape) == 2]
+        rows, columns = max(matrices, key=math.prod)
+        sizes = rows * columns, self.rows.tokens * max(rows, columns)
+        return 5 * max(sizes) + min(sizes)
 
     def loss(self, with_gradients: bool = True) -> int:
         """The output layer's; its logits are computed a chunk at a time, but for what models/loss.py names."""
