@@ -15,8 +15,8 @@ from toolkit.config.load import load
 from toolkit.train import language_data, reference
 
 STEPS, SAVED = 8, 4
-# Measured over 8 steps: 0.0026 from the plain loop, 0.0095 from bf16.
-TOLERANCE, NEAR = 0.006, 0.03
+# Measured over 8 steps: at most 0.0016 from the plain loop, 0.014 from bf16; the first loss is the plain loop's.
+TOLERANCE, APART, NEAR = 0.004, 0.008, 0.03
 
 # One scale for each token: so many samples as a rank computes at once have the numbers of each alone.
 FP8 = ["precision=fp8", "precision.fp8=rowwise_with_gw_hp", "model.attention=eager"]
@@ -81,7 +81,8 @@ def test_losses_are_those_of_the_plain_loop_and_near_bf16(name: str, runs: Path,
     found, bf16 = losses(runs / name), losses(runs / "bf16")
     assert found[0] - found[-1] > 1
     assert furthest(found, plain) < TOLERANCE
-    assert 0.001 < furthest(found, bf16) < NEAR  # not bf16 itself
+    assert abs(found[0] - plain[0]) < 1e-4 < abs(found[0] - bf16[0])
+    assert APART < furthest(found, bf16) < NEAR
     # Evaluations multiply in bf16: before the first step there is no difference.
     assert abs(eval_losses(runs / name)[0] - eval_losses(runs / "bf16")[0]) < 1e-6
     assert furthest(eval_losses(runs / name), eval_losses(runs / "bf16")) < NEAR
@@ -89,7 +90,7 @@ def test_losses_are_those_of_the_plain_loop_and_near_bf16(name: str, runs: Path,
 
 @pytest.mark.parametrize("name", ["tensorwise", "lora"])
 def test_losses_are_near_bf16(name: str, runs: Path) -> None:
-    assert 1e-4 < furthest(losses(runs / name), losses(runs / f"{name}-bf16")) < NEAR
+    assert 0.001 < furthest(losses(runs / name), losses(runs / f"{name}-bf16")) < NEAR
 
 
 @pytest.mark.parametrize("name", AGAIN)
@@ -101,7 +102,8 @@ def test_a_run_resumes(name: str, runs: Path) -> None:
 def test_checkpoints_and_exports_know_nothing_of_it(name: str, runs: Path) -> None:
     """The names, types and shapes of bf16's, and a model whose layers are PyTorch's own."""
     of_bf16 = {"lora": "lora-bf16"}.get(name, "bf16")
-    for pattern in ("export/*.safetensors", f"checkpoints/step-{STEPS}/**/*.safetensors"):
+    checkpoint = f"checkpoints/step-{STEPS}/**/*.safetensors"  # whose files depend on the stage
+    for pattern in ("export/*.safetensors", *([] if name == "zero3" else [checkpoint])):
         files = [sorted(one.relative_to(runs / run) for one in (runs / run).glob(pattern)) for run in (name, of_bf16)]
         named = [
             {key: (one.dtype, one.shape) for file in found for key, one in load_file(runs / run / file).items()}
