@@ -44,8 +44,8 @@ model did not fit, it had fewer layers, which the table says.
 
 MFU is the model FLOPs as a share of the GPU's datasheet peak ([FLOPs](bench.md#flops)), where that is known, of the
 measured matrix product otherwise; with precision=fp8 the peak is that of bf16. Goals: 45 % MFU (later 60 %), LoRA at
-least 1.3 times and FP8 1.1 times as fast as full fine-tuning in bf16, packed at least as fast as the others. `scripts/test gpu` is the other half: what is computed on a GPU against the CPU and
-float64.
+least 1.3 times and FP8 1.1 times as fast as full fine-tuning in bf16, packed at least as fast as the others.
+`scripts/test gpu` is the other half: what is computed on a GPU against the CPU and float64.
 """,
         "# GPU 实测\n\n[English](gpus.md)\n\n"
         "单张 GPU，全尺寸随机权重，bf16，激活重计算，序列长 4,096（6B）或 8,192（9B）token；"

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import CONFIGS
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
+from tests.architectures import CONFIGS
 from toolkit.config.load import load
 from toolkit.config.schema import Fp8
 from toolkit.messages import ConfigError

@@ -42,7 +42,8 @@ def _scaled(
     scale = (most / largest.double().clamp(min=_LEAST)).float()
     if power:
         scale = scale.log2().floor().exp2()
-    return (matrix.float() * scale).clamp_(-most, most).to(dtype), scale.reciprocal()
+    in_range = matrix.to(torch.float32, copy=True).mul_(scale).clamp_(-most, most)
+    return in_range.to(dtype), scale.reciprocal()
 
 
 def _product(
@@ -52,8 +53,7 @@ def _product(
     own scale where rows of `left` have.
     """
     by_row = fp8 is not Fp8.tensorwise
-    range_first = gradient and not by_row
-    dtype = torch.float8_e5m2 if range_first else torch.float8_e4m3fn
+    dtype = torch.float8_e5m2 if gradient and not by_row else torch.float8_e4m3fn
     first, undo_first = _scaled(left, -1 if by_row else None, dtype, by_row)
     second, undo_second = _scaled(right, 0 if by_row and by_column else None, torch.float8_e4m3fn, by_row)
     if by_row and not by_column:
