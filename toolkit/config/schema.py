@@ -780,7 +780,7 @@ class PrecisionConfig:
     dtype: Dtype = Dtype.bf16
     """fp32, bf16 or fp16. With bf16 and fp16 the optimizer keeps fp32 master weights."""
     fp8: Fp8 = Fp8.none
-    """bf16: the decoder's linear layers multiply in FP8 in training, on GPUs that have it; weights, optimizer, evaluation and what is saved stay as they are. What shares a scale: tensorwise a matrix (fastest), rowwise a row or column, rowwise_with_gw_hp likewise with weight gradients in bf16 (most accurate); none multiplies in bf16."""
+    """bf16: the decoder's linear layers multiply in FP8 in training, on GPUs that have it; weights, optimizer, evaluation and what is saved stay as they are. What shares a scale: tensorwise a matrix (fastest), rowwise a row or column, rowwise_with_gw_hp likewise with weight gradients in bf16 (most accurate); none: products in bf16."""
     tf32: bool = False
     """fp32 on GPUs: multiply matrices in TF32, several times as fast with 10 instead of 23 bits of mantissa; off, fp32 is fp32, convolutions included."""
     loss_scale: NonNegativeFloat = 0.0
