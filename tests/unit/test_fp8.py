@@ -9,6 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from tests.architectures import CONFIGS
+from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.config.schema import Fp8
 from toolkit.messages import ConfigError
@@ -245,3 +246,9 @@ def test_the_plan_counts_the_copies_of_the_largest_product() -> None:
     for phase in ("load", "evaluation", "save", "export"):
         assert planned.device[phase] == plain.device[phase]
     assert planned.peak("step") > plain.peak("step")
+
+
+def test_the_plan_claims_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["precision=fp8"]):
+        main(["plan", "recipe=chatglm", "gpus=8xH100", *more])
+        assert ("FP8: times are those of bf16." in capsys.readouterr().out) is bool(more)

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from toolkit.config import mesh, rule_tables
-from toolkit.config.schema import Device, Init, RunConfig, get_value
+from toolkit.config.schema import Device, Fp8, Init, RunConfig, get_value
 from toolkit.messages import listed, read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import Parts, RankMemory, checkpoint_bytes, export_bytes, longest_rows, plan_host, plan_rank
@@ -288,6 +288,10 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> lis
                 "Divided experts: the memory of a rank that gets {times} times its share of tokens.",
                 times=busiest(mine.cfg.model.expert_capacity),
             ),
+        ),
+        (
+            mine.cfg.precision.fp8 is not Fp8.none,
+            tr("FP8: times are those of bf16. What it saves is not known without a measurement."),
         ),
         (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
         (True, tr("Not counted: pages of the tokenized data (they give way), and other programs.")),
