@@ -102,7 +102,8 @@ def launch(client: socket.socket, path: str) -> None:
         if pid == 0:
             client.close()
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for name in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(name, signal.SIG_DFL)
             register(path, program)
             become(program, number, int(count), port)
             return

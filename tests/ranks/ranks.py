@@ -80,7 +80,14 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def start(command: Sequence[str], cwd: Path, **extra: str) -> "subprocess.Popen[str]":
-    """Start a command in a session of its own, so that `kill_session` reaches all its ranks."""
+    """Start a command in a session of its own, so that `kill_session` reaches all its ranks. It listens to signals also
+    where the tests do not: under nohup, or in the background of a shell.
+    """
+
+    def listen() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
     return subprocess.Popen(
         command,
         cwd=cwd,
@@ -90,6 +97,7 @@ def start(command: Sequence[str], cwd: Path, **extra: str) -> "subprocess.Popen[
         stdin=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        preexec_fn=listen,
     )
 
 
