@@ -93,15 +93,15 @@ class Part(NamedTuple):
 
 
 FP8 = ("precision=fp8", "compile=inductor")
-FULL, LORA, BASE = "tuning=full", "tuning=lora", "6b-full-zero1"
+FULL, LORA, BASE, COMPILED = "tuning=full", "tuning=lora", "6b-full-zero1", "6b-full-compiled"
 PARTS = {
     BASE: Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1"), "mfu", 0.45),
     "6b-lora": Part(CHATGLM3_6B, "ours", (LORA, "zero=stage0"), "to_full", 1.3),
     "6b-trainer": Part(SHORTER, "hugging_face", (FULL, "zero=stage1"), "ours_to_it", 1.0),
     "6b-full-zero3": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage3"), "mfu", 0.45),
     "9b-lora": Part(GLM4_9B, "ours", (LORA, "zero=stage0"), "mfu", 0.45),
-    "6b-full-compiled": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1", "compile=inductor"), "to_full", 1.0),
-    "6b-full-fp8": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1", *FP8), "to_full", 1.1),
+    COMPILED: Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1", "compile=inductor"), "to_full", 1.0),
+    "6b-full-fp8": Part(CHATGLM3_6B, "ours", (FULL, "zero=stage1", *FP8), "to_compiled", 1.1),
     "6b-full-padded": Part(PADDED, "ours", (FULL, "zero=stage1"), "ours_to_it", 1.0),
     "9b-full-zero1": Part(GLM4_9B, "ours", (FULL, "zero=stage1"), "mfu", 0.45),
     "9b-full-fp8": Part(GLM4_9B, "ours", (FULL, "zero=stage1", *FP8), "mfu", 0.5),
@@ -148,8 +148,9 @@ def marks(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     for name, own in speed.items():
         part, row = PARTS[name], found[name]
         figure = row.get("mfu", row.get("mfu_matmul")) if part.mark == "mfu" else None
-        if part.mark != "mfu" and BASE in speed and row["size"]["layers"] == found[BASE]["size"]["layers"]:
-            figure = own / speed[BASE] if part.mark == "to_full" else speed[BASE] / own
+        base = COMPILED if part.mark == "to_compiled" else BASE
+        if part.mark != "mfu" and base in speed and row["size"]["layers"] == found[base]["size"]["layers"]:
+            figure = speed[base] / own if part.mark == "ours_to_it" else own / speed[base]
         if figure is not None:
             result[name] = {part.mark: figure, "goal": part.goal}
     return result

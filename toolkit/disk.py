@@ -34,13 +34,14 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 def pickled_code(file: Path, found: pickle.UnpicklingError) -> str:
     """Return the error about a pickle that wants to run code, which torch has not done."""
-    # The first sentence of torch's long advice, which suggests the very thing that must not be done.
-    text = str(found)
+    # Of torch's long advice, which suggests the very thing that must not be done, the sentence that names the code.
+    lines = str(found).strip().splitlines()
+    reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
     return tr(
         "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was executed. Get the weights "
         "from a source you trust, as safetensors if there are any.",
         file=file,
-        reason=text[max(text.find("Unsupported"), 0) :].strip().splitlines()[0].split(". ")[0].rstrip("."),
+        reason=reason[max(reason.find("Unsupported"), 0) :].strip().split(". ")[0].rstrip("."),
     )
 
 

@@ -26,6 +26,7 @@ CELLS = {
     "zero3": [*FP8, "zero=stage3", ALL],
     "recompute": [*FP8, "zero=stage3", ALL, RECOMPUTE],
     "compiled": [*FP8, "zero=stage2", "compile.enabled=true", "compile.backend=aot_eager"],
+    "compiled3": [*FP8, "zero=stage3", ALL, "compile.enabled=true", "compile.backend=aot_eager"],
     "bf16": ["precision=bf16", "model.attention=eager", "zero=stage2"],
     "tensorwise": ["precision=fp8", "zero=stage2", "data.packing=packed"],
     "tensorwise-bf16": ["precision=bf16", "zero=stage2", "data.packing=packed"],
@@ -36,7 +37,7 @@ CELLS = {
 }
 AGAIN = ("zero2", "zero3", "lora")
 """Those that resume from a checkpoint."""
-FOLLOWS = ("zero1", "zero2", "zero3", "recompute", "compiled", "pipeline")
+FOLLOWS = ("zero1", "zero2", "zero3", "recompute", "compiled", "compiled3", "pipeline")
 
 
 def words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:

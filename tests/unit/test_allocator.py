@@ -27,6 +27,7 @@ print([faults() for _ in range(5)][-1])
         (GPU, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
         (CPU, {"THP_MEM_ALLOC_ENABLE": "1"}),
         (CPU | {"THP_MEM_ALLOC_ENABLE": "0"}, {}),
+        ({"DS_ACCELERATOR": "npu"}, {}),
         (GPU | {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
         (GPU | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, {}),
     ],
@@ -49,7 +50,9 @@ def test_the_recipe_counts_as_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
-@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize(
+    ("device", "kept"), [("cpu", True), ("cuda", False), ('cpu", "MALLOC_MMAP_THRESHOLD_": "131072', False)]
+)
 def test_memory_of_tensors_is_kept_without_a_gpu(device: str, kept: bool) -> None:
     """What is allocated again is not mapped again, page by page."""
     words = [sys.executable, "-c", KEEPS % device]

@@ -219,11 +219,12 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
         for number, source in enumerate(sources):
             if source.format is wanted if wanted else source.format not in of_pairs + of_scores:
                 continue
-            where = {"place": f"{key}[{number}].format", "format": source.format.value}
+            place, given = f"{key}[{number}].format", source.format.value
             if wanted and not preference.is_on:
                 sentence = tr(
                     "{place} = {format} is not the format that task={kind} reads ({wanted}). Leave the format out.",
-                    **where,
+                    place=place,
+                    format=given,
                     kind=loaded.cfg.task.kind.value,
                     wanted=wanted.value,
                 )
@@ -231,16 +232,20 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 sentence = tr(
                     "{place} = {format} is not the format that preference.loss = {loss} reads ({wanted}). Leave the "
                     "format out, or use preference=none.",
-                    **where,
+                    place=place,
+                    format=given,
                     loss=preference.loss.value,
                     wanted=preference.row_format.value,
                 )
             elif source.format in of_scores:
-                sentence = tr("{place} = {format} needs task={format}.", **where)
+                sentence = tr("{place} = {format} needs task={format}.", place=place, format=given)
             else:
                 loss = "dpo" if source.format is schema.RowFormat.preference else "kto"
                 sentence = tr(
-                    "{place} = {format} needs a preference loss, for example preference={loss}.", **where, loss=loss
+                    "{place} = {format} needs a preference loss, for example preference={loss}.",
+                    place=place,
+                    format=given,
+                    loss=loss,
                 )
             yield loaded.about(key, sentence)
 

@@ -207,6 +207,9 @@ def plan_examination(
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
     }
+    port = options.get("--master_port", deepspeed.DEFAULT_PORT)
+    if not port.isdecimal():
+        raise LaunchError("{name} {value}: write a positive whole number.", name="--master_port", value=port)
     given = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))  # what DeepSpeed's launcher gives to ssh too
     given += ["-p", options["--ssh_port"]] if options.get("--ssh_port") else []
     is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
@@ -221,7 +224,7 @@ def plan_examination(
         environ=ChainMap(*reversed(files.values()), forwarded) if through_ssh else {},
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
-        master_port=hostfile.whole_number(options, "--master_port") or int(deepspeed.DEFAULT_PORT),
+        master_port=int(port),
     )
 
 

@@ -303,6 +303,11 @@ class _Connections(socketserver.ThreadingTCPServer):
 class _Datagrams(socketserver.UDPServer):
     max_packet_size = 1 << 16
 
+    def server_bind(self) -> None:
+        super().server_bind()
+        self.socket.settimeout(0.2)
+        self.socket.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+
 
 class Listener:
     """Answers other nodes until it is closed: as many bytes as they ask for, and datagrams as they came.
@@ -317,9 +322,7 @@ class Listener:
             self.tcp = self._serve(_Connections((address, 0), _Bytes))
             if port:
                 self._serve(_Connections(("", port), _Bytes))  # as PyTorch's store does
-            datagrams = _Datagrams((address, 0), _Echo)
-            datagrams.socket.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
-            self.udp = self._serve(datagrams)
+            self.udp = self._serve(_Datagrams((address, 0), _Echo))
         except OSError:
             self.close()
             raise

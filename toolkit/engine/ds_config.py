@@ -149,7 +149,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "zero_optimization.offload_param": _shared("zero.offload_param"),
     "zero_optimization.zenflow": _shared("zero.zenflow", "enabled"),
     "aio": _shared("zero.aio"),
-    "fp16": _shared("precision", "dtype", "communication_dtype", "tf32"),
+    "fp16": _shared("precision", "dtype", "communication_dtype", "tf32", "fp8"),
     "optimizer.params": ("optim", ("lr", "weight_decay", *rule_tables.SOMETIMES_READ)),
     "activation_checkpointing": _shared("train.activation_checkpointing", "enabled"),
     "flops_profiler": _shared("profile.flops"),
@@ -275,6 +275,8 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     if cfg.profile.comms.enabled:
         _copy(ds, cfg, "comms_logger")
     _same(ds, cfg, "wall_clock_breakdown", "memory_breakdown", "dump_state")
+    if cfg.precision.fp8 is not schema.Fp8.none:
+        ds.omit("precision.fp8 = {fp8} is omitted: layers of the model multiply in FP8.", fp8=cfg.precision.fp8.value)
     if trackers := cfg.track.enabled:
         ds.omit(
             "The trackers ({names}) are omitted: they write through their own clients, not through "

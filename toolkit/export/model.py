@@ -47,9 +47,9 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
 def card(state: directory.RunState, is_adapter: bool) -> bytes:
     """Return the model card of a run, or of its adapter: what was trained, on what, how far, with what versions."""
     config: Mapping[str, Any] = secrets.hide_all(state.config)
-    model, tuning, kind = config["model"], config["tuning"], config["task"]["kind"]
+    model, tuning, (kind, _) = config["model"], config["tuning"], _kinds(config)
     base = model["name"] or model["path"] or "?"
-    pipeline = "text-generation" if kind == "language" else "text-classification"
+    pipeline = "text-generation" if kind in ("language", "distill") else "text-classification"
     front = {"pipeline_tag": pipeline, "tags": ["deepspeed", f"tuning-{tuning['method']}"]}
     if not (is_adapter and tuning["method"] == TuningMethod.ptuning_v2.value):  # which no library loads
         front["library_name"] = "peft" if is_adapter else "transformers"
@@ -74,7 +74,7 @@ def card(state: directory.RunState, is_adapter: bool) -> bytes:
     versions += [tr("toolkit commit {commit}", commit=commit)] if commit else []
     keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
     left_out = ["task"] * (kind == "language") + ["distill"] * (kind != "distill")
-    shown = {key: config[key] for key in keys if key not in left_out}
+    shown = {key: config[key] for key in keys if key in config and key not in left_out}
     lines = [
         *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---", ""),
         *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in facts), ""),
@@ -86,11 +86,16 @@ def card(state: directory.RunState, is_adapter: bool) -> bytes:
     return "\n".join(lines).encode()
 
 
+def _kinds(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return kind of task and loss of preferences; a config of before there were such keys knows neither."""
+    return config.get("task", {}).get("kind", "language"), config.get("preference", {}).get("loss", "none")
+
+
 def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
     """Return a table of the evaluations, and the training loss at both ends."""
     lines = []
     if not math.isnan(state.first_loss):
-        kind, preference = config["task"]["kind"], config["preference"]["loss"]
+        kind, preference = _kinds(config)
         is_of_samples = kind in ("reward", "classify", "embed") or preference != "none"
         ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
         lines += [tr("training: {losses}", losses=ends), ""]

@@ -38,7 +38,7 @@ Batch = dict[str, torch.Tensor]
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _SHORT = 512
 """Tokens up to which PyTorch 2.13's kernel for CPUs takes longer in bf16 than in float32: forward and backward of five
-heads of 64 columns, one core, 2.0 times as long for 128 tokens, 1.3 for 300, 0.8 for 1,024."""
+heads of 64 columns, one core of an EPYC without AMX, 2.0 times as long for 128 tokens, 1.3 for 300, 0.8 for 1,024."""
 MOST_CHANGE = 0.06
 """Root mean square over the vocabulary by which the logits of a token may change, of the logits' spread (0.06 = 6 %).
 
@@ -330,7 +330,7 @@ def attend_to_segments(
         k, v = (repeat_kv(one[first:last].transpose(0, 1)[None], groups) for one in (key, value))
         shared = last - first - (end - begin)
         mask = torch.ones(end - begin, last - first, dtype=torch.bool, device=q.device).tril(shared) if shared else None
-        if last - first <= _SHORT and not q.is_cuda:
+        if last - first <= _SHORT and q.device.type == "cpu" and q.dtype in _KERNEL_DTYPES:
             q, k, v = q.float(), k.float(), v.float()
         part = functional.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, scale=scaling)
         parts.append(part[0].transpose(0, 1).to(query.dtype))

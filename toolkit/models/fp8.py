@@ -28,7 +28,8 @@ from toolkit.plan.outline import is_routed
 MULTIPLE = 16
 """What the sizes of the matrices must be divisible by (torch 2.13, `torch._scaled_mm` on GPUs)."""
 _LEAST = 1e-12
-_ROUTERS = ("gate", "router")
+_DISCRETE = {"gate", "router", "indexer"}
+"""Names of modules whose outputs choose: experts, or the tokens that are attended to (GLM-MoE-DSA, DeepSeek-V3.2)."""
 
 
 def _scaled(
@@ -145,7 +146,7 @@ def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
             continue
         if ".lora_" in name:
             left[tr("LoRA's matrices")] += 1
-        elif is_routed(f".{name}.") or name.rpartition(".")[2] in _ROUTERS:
+        elif is_routed(f".{name}.") or _DISCRETE & set(name.split(".")):
             left[tr("routers and experts")] += 1
         elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
             left[tr("sizes that are no multiples of 16")] += 1

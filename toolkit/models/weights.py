@@ -196,7 +196,7 @@ def unpickle(file: Path, mapped: bool) -> dict[str, torch.Tensor]:
         raise ModelError(disk.pickled_code(file, error)) from error
     except Exception as error:  # whatever a damaged archive makes torch raise
         raise ModelError(
-            "{file} cannot be read ({reason}): download it again.", file=file, reason=reason_of(error)
+            "{file} cannot be read ({reason}): download it again.", file=file, reason=reason_of(error).split(". ")[0]
         ) from error
     if not isinstance(values, dict) or not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise ModelError("{file} holds something else than named tensors.", file=file)

@@ -355,7 +355,7 @@ def check_repeated_death(folder: Path, step: int, is_noted: bool = False) -> Non
     """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time.
     `is_noted`: whether this start is the last in the log already.
     """
-    rows = read_rows(folder / "logs" / STARTS)
+    rows = read_rows(folder / "logs" / STARTS, OSError)
     now = rows.pop()["reached_step"] if is_noted else reached_step(folder)
     if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
         raise RepeatedDeath(
@@ -409,8 +409,8 @@ def identity(folder: Path) -> str:
 
 def reached_step(folder: Path) -> int:
     """Return the step in which a run ended, as far as its rows and its ranks' heartbeats show."""
-    logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl")[-1:]), default=0)
-    beats = [row for path in (folder / "logs").glob(failure.heartbeat_file("*")) for row in read_rows(path)]
+    logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl", OSError)[-1:]), default=0)
+    beats = [row for path in (folder / "logs").glob(failure.heartbeat_file("*")) for row in read_rows(path, OSError)]
     seen = max((int(beat["step"]) for beat in beats), default=0)
     in_step = (failure.STEP, failure.DATA)
     if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
@@ -418,9 +418,9 @@ def reached_step(folder: Path) -> int:
     return logged + 1
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, [] if it is not there; a line that was cut off is none."""
-    with suppress(OSError):
+def read_rows(path: Path, *errors: type[OSError]) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, [] if it is not there, or for `errors`; a line cut off is none."""
+    with suppress(FileNotFoundError, *errors):
         return [row for row in json_lines(path) if row is not None]
     return []
 

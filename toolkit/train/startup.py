@@ -84,11 +84,14 @@ def set_allocator(environ: MutableMapping[str, str]) -> None:
     Without a GPU: let the process keep the memory of tensors that are freed, in huge pages. glibc 2.36 returns each
     large one to the system at once, and the next step's are zeroed and mapped again, page by page.
     """
-    if preflight.device_here(environ) == "cuda":
-        if not any(name in environ for name in _ALLOCATOR):
-            environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    device = preflight.device_here(environ)
+    if device == "cuda" and not any(name in environ for name in _ALLOCATOR):
+        environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    if device != "cpu":
         return
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's: read when it allocates for the first time
+    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environ):
+        return
     with contextlib.suppress(AttributeError, OSError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_MAX, 0)
