@@ -159,7 +159,11 @@ def test_each_command_is_understood(line: str, folder: Path, monkeypatch: pytest
     understand(line, monkeypatch)
 
 
-@pytest.mark.parametrize("line", QUICK)
+# A trace computes a full-size model's step on fake tensors: forty seconds.
+TIERED = [pytest.param(line, marks=pytest.mark.ranks) if "trace=true" in line else line for line in QUICK]
+
+
+@pytest.mark.parametrize("line", TIERED)
 def test_what_loads_nothing_runs(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line)
     words[:2] = ["train"] if words[0] == "python" else words[1:2]

@@ -26,8 +26,6 @@ TAUGHT = {"qwen3_distill"}
 LONG = {"deepseek_r1_distill_qwen_7b_lora", "long_context"}
 ADAM = dict.fromkeys(("glm4_0414_32b", "zero2_offload", "zero3_offload", "zero3_nvme"), "DeepSpeedCPUAdam")
 
-pytestmark = pytest.mark.default
-
 
 def recipes() -> list[str]:
     """Return the shipped recipes that a CPU allows."""

@@ -26,7 +26,7 @@ def last_line_of_ours(output: str) -> str:
     return lines[-1]
 
 
-@pytest.mark.default
+@pytest.mark.ranks
 def test_deepspeed_torchrun_and_python_train_the_same(rows_file: Path, tmp_path: Path) -> None:
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
     for name, command in (
