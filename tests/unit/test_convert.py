@@ -12,7 +12,7 @@ import torch
 from toolkit.checkpoint import convert, directory
 from toolkit.checkpoint.fragments import WEIGHT, Fragments
 from toolkit.cli import main
-from toolkit.export.model import export_checkpoint
+from toolkit.export.model import card, export_checkpoint
 from toolkit.messages import NotExportable, OtherFormat
 
 OLD = Path(__file__).parents[1] / "golden" / "format1" / "step-3"
@@ -147,3 +147,10 @@ def test_files_are_bounded_and_hold_the_same(
     for name in whole.names:
         for state in (WEIGHT, "exp_avg", "exp_avg_sq"):
             assert torch.equal(whole.whole(name, state), bounded.whole(name, state))
+
+
+@pytest.mark.parametrize("key", ["task", "preference", "distill"])
+def test_cards_of_runs_that_did_not_know_a_key(key: str) -> None:
+    state = directory.read_run_state(OLD)
+    state.config = {name: value for name, value in state.config.items() if name != key}
+    assert b"## Losses" in card(state, is_adapter=False)
