@@ -197,6 +197,21 @@ def test_layers_of_a_mixture_of_experts(capsys: pytest.CaptureFixture[str]) -> N
     assert "routers and experts (" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "part", "what"),
+    [("jetmoe", "router", "routers and experts ("), ("glm_moe_dsa", "indexer", "indexers of sparse attention (")],
+)
+def test_what_chooses_stays_as_it_is(kind: str, part: str, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.CONFIG_MAPPING[kind]()
+    config.num_hidden_layers = 2
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert any(part in name.split(".") for name, one in model.named_modules() if type(one) is nn.Linear)
+    fp8.convert(model, Fp8.rowwise)
+    assert in_fp8(model) and not any(part in name.split(".") for name in in_fp8(model))
+    assert what in capsys.readouterr().out
+
+
 def test_layers_beside_lora(capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIGS["qwen3"]()
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

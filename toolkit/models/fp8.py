@@ -28,7 +28,7 @@ from toolkit.plan.outline import is_routed
 MULTIPLE = 16
 """What the sizes of the matrices must be divisible by (torch 2.13, `torch._scaled_mm` on GPUs)."""
 _LEAST = 1e-12
-_DISCRETE = {"gate", "router", "indexer"}
+_ROUTERS, _INDEXER = {"gate", "router"}, "indexer"
 """Names of modules whose outputs choose: experts, or the tokens that are attended to (GLM-MoE-DSA, DeepSeek-V3.2)."""
 
 
@@ -130,9 +130,9 @@ def check_device(fp8: Fp8) -> None:
 
 
 def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
-    """Let the linear layers of a model's decoder multiply in FP8, and say how many do, and what was left out: LoRA's
-    additions, routers, experts, and sizes that do not divide. Names, parameters and hooks stay. `compiles`: whether
-    torch.compile will make one kernel of scaling and rounding.
+    """Let the linear layers of a model's decoder multiply in FP8, and say how many do, and what does not: LoRA's
+    additions, routers, experts, indexers, and sizes that do not divide. Names, parameters and hooks stay.
+    `compiles`: whether torch.compile will make one kernel of scaling and rounding.
 
     Raises:
         ConfigError: no layer can.
@@ -146,8 +146,10 @@ def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
             continue
         if ".lora_" in name:
             left[tr("LoRA's matrices")] += 1
-        elif is_routed(f".{name}.") or _DISCRETE & set(name.split(".")):
+        elif is_routed(f".{name}.") or _ROUTERS & set(name.split(".")):
             left[tr("routers and experts")] += 1
+        elif _INDEXER in name.split("."):
+            left[tr("indexers of sparse attention")] += 1
         elif layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
             left[tr("sizes that are no multiples of 16")] += 1
         else:
