@@ -124,10 +124,8 @@ def by_tier(names: Collection[str], short: Collection[str] = (), late: Collectio
 
 
 def train_cells(
-    request: pytest.FixtureRequest,
     folder: Path,
     cells: tuple[dict[str, list[str]], dict[str, list[str]]],
-    short: Collection[str],
     words: Callable[[str, list[str]], list[str]],
     resumed: Mapping[str, int],
     room_mib: Mapping[str, list[float]] | None = None,
@@ -136,22 +134,20 @@ def train_cells(
 
     Args:
         cells: overrides by name, of runs on two ranks and of runs on one.
-        short: the cells that the default tier trains too.
         words: takes name and overrides; returns all overrides of a run below `folder`.
         resumed: the step from which a cell is resumed.
         room_mib: of a cell: the memory that each rank is said to have.
     """
     for all_cells, command in zip(cells, (forked(2, WORKER), forked(0, WORKER)), strict=True):
-        chosen = of_tier(request, all_cells, short)
-        cases: list[dict[str, Any]] = [{"overrides": words(name, given)} for name, given in chosen.items()]
-        for name, case in zip(chosen, cases, strict=True):
+        cases: list[dict[str, Any]] = [{"overrides": words(name, given)} for name, given in all_cells.items()]
+        for name, case in zip(all_cells, cases, strict=True):
             if name in (room_mib or {}):
                 case["room_mib"] = room_mib[name]
-        for name in [one for one in chosen if one in resumed]:
+        for name in [one for one in all_cells if one in resumed]:
             checkpoint = folder / "runs" / name / "checkpoints" / f"step-{resumed[name]}"
-            cases.append({"overrides": words(f"{name}-resumed", [*chosen[name], f"resume={checkpoint}"])})
+            cases.append({"overrides": words(f"{name}-resumed", [*all_cells[name], f"resume={checkpoint}"])})
         if cases:
-            listing = folder / f"cases-{len(chosen)}.json"
+            listing = folder / f"cases-{len(all_cells)}.json"
             listing.write_text(json.dumps(cases))
             finished = run([*command, str(listing)], cwd=folder, timeout_s=400)
             assert finished.code == 0, finished.output[-6000:]

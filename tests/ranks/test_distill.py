@@ -15,7 +15,6 @@ from shared import (
     RECOMPUTE,
     WORDS,
     PlainOptimizer,
-    by_tier,
     global_batches,
     losses,
     rows_of,
@@ -56,7 +55,6 @@ LEARNED = {
     "taught": ["zero=stage0", "distill.weight=1", "train.max_steps=40", *FULL],
     "labels": ["zero=stage0", "distill.weight=1e-6", "train.max_steps=40", *FULL],
 }
-SHORT = ("live-stage3", "stored-stage2", "general-lora-stage3")
 RESUMED = ("live-stage3", "stored-stage2", "general-lora-stage3", "general-stored-stage1")
 
 
@@ -116,14 +114,12 @@ def files(rows_file: Path, general_file: Path, teacher: Path) -> tuple[Path, Pat
 
 
 @pytest.fixture(scope="session")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: tuple[Path, Path, Path]
-) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, files: tuple[Path, Path, Path]) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("distill")
     words_of = partial(words, files, folder)
     resumed = dict.fromkeys(RESUMED, 3)
-    return train_cells(request, folder, (CELLS, {**ONE_RANK, **LEARNED}), SHORT, words_of, resumed)
+    return train_cells(folder, (CELLS, {**ONE_RANK, **LEARNED}), words_of, resumed)
 
 
 def apart(cfg: Any, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -182,7 +178,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
 def test_every_layout_follows_the_plain_loop(
     name: str, runs: Path, files: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
@@ -216,7 +212,7 @@ def test_held_out_answers_are_nearer_to_the_teacher_than_labels_bring_them(runs:
     assert taught < 0.8 * labels and taught < 0.5 * rows_of(runs / "taught")[0]["eval_kl"]
 
 
-@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
+@pytest.mark.parametrize("name", RESUMED)
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 3 and whole == resumed

@@ -15,7 +15,6 @@ from shared import (
     STEADY,
     WORDS,
     PlainOptimizer,
-    by_tier,
     global_batches,
     losses,
     rows_of,
@@ -42,7 +41,6 @@ CELLS: dict[str, list[str]] = {
 }
 ONE_RANK = {"full-one-rank-8x1": ["zero=stage1", "batch.micro_per_gpu=8", "train.rehearse=true", *FULL]}
 ONE_RANK["negatives-one-rank-4x2"] = ["zero=stage0", "batch.micro_per_gpu=4", "embed.negatives=1", *MEAN]
-SHORT = ("full-stage2-micro2", "negatives-stage3-micro2")
 RESUMED = ("full-stage0", "negatives-stage3-micro2", "lora-stage2")
 
 
@@ -67,12 +65,12 @@ def words(texts_file: Path, folder: Path, name: str, overrides: list[str]) -> li
 
 
 @pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("embed")
     words_of = partial(words, texts_file, folder)
     resumed = dict.fromkeys(RESUMED, 6)
-    return train_cells(request, folder, (CELLS, ONE_RANK), SHORT, words_of, resumed)
+    return train_cells(folder, (CELLS, ONE_RANK), words_of, resumed)
 
 
 def embedded(model: Any, batch: dict[str, torch.Tensor], pooling: str) -> torch.Tensor:
@@ -118,7 +116,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
 def test_every_layout_follows_one_process_with_the_whole_batch(
     name: str, runs: Path, texts_file: Path, tmp_path: Path
 ) -> None:
@@ -135,15 +133,13 @@ def test_every_layout_follows_one_process_with_the_whole_batch(
     assert [row["pairs"] for row in whole] == expected["pairs"]
 
 
-@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
+@pytest.mark.parametrize("name", RESUMED)
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
     assert len(whole) >= STEPS - 6 and whole == resumed
 
 
-@pytest.mark.parametrize(
-    "name", by_tier(["full-stage3", "negatives-stage3-micro2", "full-stage2-micro2", "lora-stage2"], SHORT)
-)
+@pytest.mark.parametrize("name", ["full-stage3", "negatives-stage3-micro2", "full-stage2-micro2", "lora-stage2"])
 def test_held_out_pairs_find_each_other_also_in_transformers_alone(name: str, runs: Path, tmp_path: Path) -> None:
     """An export in the base model of transformers, pooled as it says, has the figures of the run's last evaluation."""
     import transformers

@@ -15,7 +15,6 @@ from shared import (
     LORA,
     RECOMPUTE,
     PlainOptimizer,
-    by_tier,
     global_batches,
     losses,
     rows_of,
@@ -66,7 +65,6 @@ ONE_RANK = {
     "lora-one-rank-1x4": ["zero=stage1", *LORA],
     "kto-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *KTO, *FULL],
 }
-SHORT = ("full-stage3", "lora-stage2", "orpo-stage3", "kto-lora-stage2")
 RESUMED = [name for name in CELLS if {"checkpoint.every=4"} <= set(CELLS[name])]
 
 
@@ -85,12 +83,12 @@ def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> li
 
 
 @pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pairs_file: Path) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, pairs_file: Path) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("preference")
     words_of = partial(words, pairs_file, folder)
     resumed = dict.fromkeys(RESUMED, 4)
-    return train_cells(request, folder, (CELLS, ONE_RANK), SHORT, words_of, resumed, ROOM_MIB)
+    return train_cells(folder, (CELLS, ONE_RANK), words_of, resumed, ROOM_MIB)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
@@ -164,7 +162,7 @@ def mismatched(samples: Any, number: int) -> tuple[Any, Any]:
     return np.array([token for token, _ in joined], np.uint16), np.array([mark for _, mark in joined], np.bool_)
 
 
-@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(pairs_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.02, "the reference must learn, or the comparison says little"
@@ -195,7 +193,7 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: 
         assert rows[0]["loss"] == pytest.approx(begin, abs=0.051 if is_kto else 1e-6), "it begins as the reference"
 
 
-@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
+@pytest.mark.parametrize("name", RESUMED)
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 4] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 4 and whole == resumed
@@ -205,7 +203,7 @@ def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
         assert one.read_bytes() == other.read_bytes()
 
 
-@pytest.mark.parametrize("name", by_tier(["full-stage3", "lora-stage2"], SHORT))
+@pytest.mark.parametrize("name", ["full-stage3", "lora-stage2"])
 def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
     first, last = (rows_of(runs / name)[index] for index in (0, -1))
     assert (first["eval_loss"], first["eval_rewards/margins"]) == pytest.approx((0.6931472, 0.0), abs=1e-6)

@@ -14,7 +14,6 @@ from shared import (
     STEADY,
     WORDS,
     PlainOptimizer,
-    by_tier,
     global_batches,
     rows_of,
     tiny,
@@ -39,7 +38,6 @@ CELLS: dict[str, list[str]] = {
     "freeze-stage2": ["zero=stage2", "tuning=freeze", "tuning.last_layers=1", *FULL, *SAVED],
 }
 ONE_RANK = {"full-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL]}
-SHORT = ("full-stage3", "lora-stage2")
 RESUMED = ("full-stage0", "lora-stage2", "freeze-stage2")
 
 
@@ -64,12 +62,12 @@ def words(margins_file: Path, folder: Path, name: str, overrides: list[str]) -> 
 
 
 @pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, margins_file: Path) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, margins_file: Path) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("reward")
     words_of = partial(words, margins_file, folder)
     resumed = dict.fromkeys(RESUMED, 6)
-    return train_cells(request, folder, (CELLS, ONE_RANK), SHORT, words_of, resumed)
+    return train_cells(folder, (CELLS, ONE_RANK), words_of, resumed)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
@@ -108,7 +106,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], SHORT))
+@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(margins_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.1, "the reference must learn, or the comparison says little"
@@ -124,20 +122,20 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file
     assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies"} <= rows[0].keys()
 
 
-@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
+@pytest.mark.parametrize("name", RESUMED)
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
     assert len(whole) >= STEPS - 6 and whole == resumed
 
 
-@pytest.mark.parametrize("name", by_tier(["full-stage3", "lora-stage2"], SHORT))
+@pytest.mark.parametrize("name", ["full-stage3", "lora-stage2"])
 def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
     first, last = (rows_of(runs / name)[index] for index in (0, -1))
     assert first["eval_pairs"] == 12 and last["eval_loss"] < first["eval_loss"]
     assert last["eval_rewards/accuracies"] >= 0.9 and last["eval_rewards/margins"] > 0.5
 
 
-@pytest.mark.parametrize("name", by_tier(["full-stage3", "lora-stage2", "freeze-stage2"], SHORT))
+@pytest.mark.parametrize("name", ["full-stage3", "lora-stage2", "freeze-stage2"])
 def test_transformers_alone_gives_the_same_scores(name: str, runs: Path, tmp_path: Path) -> None:
     """An export, for LoRA by peft alone and merged, and what is exported from the checkpoint."""
     import transformers

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import forked, run
-from shared import ALL, LORA, RECOMPUTE, WORKER, by_tier, conversations, of_tier, rows_of, trained
+from shared import ALL, LORA, RECOMPUTE, WORKER, conversations, rows_of, trained
 
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
@@ -21,7 +21,6 @@ CELLS: dict[str, list[str]] = {
     "sequence": ["zero=stage2", "parallel.sequence=2"],
     "pipeline": ["zero=stage1", "parallel.pipeline=2", RECOMPUTE],
 }
-SHORT = ("lora-stage3",)
 RESUMED = ("stage2", "lora-stage3")
 
 
@@ -32,11 +31,11 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
     """Train all cells, as trees and as copies; resume some from the middle in directories of their own."""
     folder = tmp_path_factory.mktemp("trees")
     cases = []
-    for name, given in of_tier(request, CELLS, SHORT).items():
+    for name, given in CELLS.items():
         base = [*words, f"run.dir={folder}", *given]
         cases.append({"overrides": [*base, f"run.name={name}"]})
         cases.append({"overrides": [*base, f"run.name={name}-copies", "data.share_prefixes=false"]})
@@ -50,7 +49,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-@pytest.mark.parametrize("name", by_tier(CELLS, SHORT))
+@pytest.mark.parametrize("name", CELLS)
 def test_trees_follow_their_copies(name: str, runs: Path) -> None:
     trees, copies = (rows_of(runs / one) for one in (name, f"{name}-copies"))
     assert len(trees) == len(copies)
@@ -72,7 +71,7 @@ def test_divided_over_ranks_as_on_one(runs: Path) -> None:
             assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=TOLERANCE, abs=TOLERANCE), (key, one)
 
 
-@pytest.mark.parametrize("name", by_tier(RESUMED, SHORT))
+@pytest.mark.parametrize("name", RESUMED)
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 3 and whole == resumed

@@ -30,6 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**json.loads(file.read_text()), "folder": file.parent}
 
 
+@pytest.mark.ranks
 def test_a_step_takes_what_is_planned(found: dict[str, Any]) -> None:
     for name, words in traced.WORDS.items():
         cfg = load(words).cfg
@@ -45,6 +46,7 @@ def test_a_step_takes_what_is_planned(found: dict[str, Any]) -> None:
             assert sum(size for _, _, size in rank["largest"]) > 0.7 * rank["peak_bytes"]
 
 
+@pytest.mark.ranks
 def test_divided_experts_take_what_is_planned(found: dict[str, Any]) -> None:
     """With LoRA on them; what a rank receives is the plan's assumption."""
     cfg = load(traced.experts(found["folder"])).cfg
@@ -61,6 +63,7 @@ def test_divided_experts_take_what_is_planned(found: dict[str, Any]) -> None:
         assert {(one[1], one[2]) for one in exchanged} == {(2, int(sent * (1 + BUSIEST)))}
 
 
+@pytest.mark.ranks
 def test_ranks_send_the_same_and_a_planted_difference_is_named(found: dict[str, Any]) -> None:
     first, last = found["full"]
     assert len(first["collectives"]) > 3 and difference([first, last]) == ""
@@ -69,6 +72,7 @@ def test_ranks_send_the_same_and_a_planted_difference_is_named(found: dict[str, 
     assert "none on rank 3" in difference([first, last | {"collectives": last["collectives"][:-1]}])
 
 
+@pytest.mark.ranks
 def test_waits_and_wrong_devices_are_found(found: dict[str, Any]) -> None:
     places = found["full"][0]["waits"]
     assert len(places) <= 4, places
