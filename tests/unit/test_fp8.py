@@ -14,8 +14,10 @@ from toolkit.config.load import load
 from toolkit.config.schema import Fp8
 from toolkit.messages import ConfigError
 from toolkit.models import fp8
+from toolkit.plan import machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
+from toolkit.train import startup
 
 KINDS = [Fp8.tensorwise, Fp8.rowwise, Fp8.rowwise_with_gw_hp]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -244,6 +246,29 @@ def test_a_device_without_such_products_is_refused_before_a_model_is_read(monkey
     )
     with pytest.raises(ConfigError, match=r"Use precision\.fp8=tensorwise, precision=bf16\.$"):
         fp8.check_device(Fp8.rowwise)
+
+
+@pytest.mark.parametrize("gpus", ["8xA100-80GB", "8xH100", "8x80GB"])
+def test_older_gpus_are_refused_before_data_are_prepared(
+    gpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a plan, and on the ranks themselves, as nvidia-smi names their GPUs."""
+    monkeypatch.setattr(machine, "this_machine", lambda: machine.parse_machine(gpus, 1, ""))
+    monkeypatch.setattr(startup, "set_environment", lambda *_: None)
+    is_old, words = "A100" in gpus, ["recipe=chatglm", "precision=fp8"]
+    assert (main(["plan", *words, f"gpus={gpus}"]) == 2) is is_old
+    said = capsys.readouterr().err
+    sentence = (
+        "precision.fp8 = tensorwise needs GPUs of compute capability 8.9 or higher (L40S, RTX 4090, H100, H200, B200), "
+        "and A100 80GB is older. Use precision=bf16."
+    )
+    assert (sentence in said) is is_old
+    if is_old:
+        with pytest.raises(ConfigError) as caught:
+            startup.make_ready(["recipe=quickstart", "precision=fp8"])
+        assert sentence in str(caught.value)
+    else:
+        assert startup.make_ready(["recipe=quickstart", "precision=fp8"])
 
 
 def test_gpus_without_compiling_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from toolkit.config import files, load, mesh, preflight, schema
 from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import read_config, trust_code
-from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine, this_machine
+from toolkit.plan.machine import GIB, Machine, check_fp8, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import Outline, active_line, cached_outline, rank_part
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
@@ -114,6 +114,7 @@ def machine_for(given: dict[str, str], cfg: schema.RunConfig) -> Machine:
     if machine is None:
         say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
         machine = parse_machine(_USUAL, nodes, host)
+    check_fp8(machine.card, cfg.precision.fp8)
     if host:
         machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))
     bound = int(cfg.plan.max_gpu_gib * GIB)

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 
 from toolkit import children
+from toolkit.config.schema import Fp8
 from toolkit.messages import ConfigError, read_table
 
 GIB = 1 << 30
@@ -37,6 +38,7 @@ class Gpu:
     """Bandwidth of its memory."""
     link_bytes_per_s: float
     """To the other GPUs of a server, one direction."""
+    has_fp8: bool
 
     def flops(self, dtype: str) -> float:
         """Return the peak of `bf16`, `fp16` or `fp32`, FLOP/s; 0: it cannot, or it is not known."""
@@ -135,6 +137,17 @@ def this_machine(nodes: int = 1) -> Machine | None:
     return Machine(len(cards), least << 20, find_gpu(cards[0][0]), nodes, own_memory())
 
 
+def check_fp8(card: Gpu | None, fp8: Fp8) -> None:
+    """Raise ConfigError if it is known that a GPU has no FP8; others are tried on the ranks (models/fp8.py)."""
+    if fp8 is not Fp8.none and card and not card.has_fp8:
+        raise ConfigError(
+            "precision.fp8 = {value} needs GPUs of compute capability 8.9 or higher (L40S, RTX 4090, H100, H200, "
+            "B200), and {card} is older. Use precision=bf16.",
+            value=fp8.value,
+            card=card.name,
+        )
+
+
 @functools.cache
 def known_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs of gpus.yaml."""
@@ -147,6 +160,7 @@ def known_gpus() -> tuple[Gpu, ...]:
             fp32_flops=row["fp32_tflops"] * 1e12,
             memory_bytes_per_s=row["memory_gb_s"] * 1e9,
             link_bytes_per_s=row["link_gb_s"] * 1e9,
+            has_fp8=row.get("fp8", True),
         )
         for name, row in read_table("plan/gpus.yaml").items()
     )

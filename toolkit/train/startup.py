@@ -18,6 +18,7 @@ from toolkit.config import files, load, mesh, preflight, schema
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import runs_code
+from toolkit.plan import machine
 from toolkit.secrets import HidingFilter, hide
 
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
@@ -59,8 +60,10 @@ def make_ready(
     problems.attempt(preflight.check_compiler, arguments.loaded)
     if ranks.rank == 0:
         problems.attempt(preflight.check_track_here, arguments.loaded)
-    problems.raise_all()
     cfg = arguments.loaded.cfg
+    if cfg.precision.fp8 is not schema.Fp8.none and (here := machine.this_machine()):
+        problems.attempt(machine.check_fp8, here.card, cfg.precision.fp8)
+    problems.raise_all()
     deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
     deepspeed.check_restarts(cfg.run.max_restarts, ranks, words, least_nodes=cfg.launch.min_nodes)
     set_environment(cfg, ranks, inherited)
