@@ -114,6 +114,24 @@ def test_num_nodes(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         check_launcher(3, Ranks(0, 0, 8, 4, "torchrun"))
 
 
+def test_open_mpi_s_nodes_may_have_unequal_numbers_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command line does not say what DeepSpeed was given, and a rank knows the ranks of its own node alone."""
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=1\n")
+    lines = (
+        "python run.py",
+        "mpirun -n 3 --hostfile hosts python run.py",
+        "deepspeed --hostfile hosts --launcher openmpi run.py",
+    )
+    make_processes(monkeypatch, *(line.split() for line in lines), folder=tmp_path)
+    check_launcher(2, Ranks(0, 0, 3, 2, "openmpi"))
+    with pytest.raises(LaunchError, match=r"launch.num_nodes = 3, but 2 nodes were started"):
+        check_launcher(3, Ranks(0, 0, 3, 2, "openmpi"))
+    with pytest.raises(LaunchError, match=r"names 2 nodes \(a, b\), but 1 were started"):
+        check_launcher(0, Ranks(0, 0, 2, 2, "openmpi"))
+    make_processes(monkeypatch, ["python", "run.py"], ["orted"])
+    check_launcher(2, Ranks(2, 0, 3, 1, "openmpi"))
+
+
 def test_a_parent_that_is_hidden_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's, where /proc is mounted with hidepid."""
 

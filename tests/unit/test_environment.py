@@ -14,6 +14,13 @@ from toolkit.launch.environment import Ranks, apply, check_port, detect, set_int
 from toolkit.messages import LaunchError
 
 TORCH = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_STEP_NUM_TASKS": "8",
+}
 STARTED_BY = {
     "deepspeed": (TORCH | {"CROSS_SIZE": "2"}, Ranks(3, 1, 4, 0, "deepspeed")),
     "torchrun": (
@@ -35,15 +42,11 @@ STARTED_BY = {
         Ranks(3, 1, 4, 2, "mpich"),
     ),
     "RANK set by hand": (TORCH | {"PMI_RANK": "0"}, Ranks(3, 1, 4, 0, "environment")),
-    "slurm": (
-        {
-            "SLURM_PROCID": "5",
-            "SLURM_LOCALID": "1",
-            "SLURM_NTASKS": "8",
-            "SLURM_NTASKS_PER_NODE": "4",
-            "SLURM_STEP_NUM_TASKS": "8",
-        },
-        Ranks(5, 1, 8, 4, "slurm"),
+    "slurm": (SRUN, Ranks(5, 1, 8, 4, "slurm")),
+    "slurm with PMI-2": (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"}, Ranks(5, 1, 8, 4, "slurm")),
+    "a shell of srun with PMI-2": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
+        Ranks(0, 0, 1, 1, "single"),
     ),
     "a batch script": (
         {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"},

@@ -48,13 +48,6 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
     nodes = max(1, ranks.world_size // ranks.local_world_size) if ranks.local_world_size else 0  # 0: it cannot be told
     if world := next((word for _, words in chain for word in words if word.startswith("--world_info=")), ""):
         nodes = len(json.loads(base64.urlsafe_b64decode(world.partition("=")[2])))
-    if num_nodes and nodes and num_nodes != nodes:
-        raise LaunchError(
-            "launch.num_nodes = {asked}, but {nodes} nodes were started. Check the hostfile and the "
-            "launcher's options, or set launch.num_nodes={nodes}.",
-            asked=num_nodes,
-            nodes=nodes,
-        )
     for process, words in chain:
         options, _ = split_words(launcher_options(words))
         path = hostfile_of(options)
@@ -65,6 +58,8 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
         with suppress(psutil.Error):
             folder = Path(process.cwd())
         hosts = select_gpus(read_hostfile(folder / path), options)
+        if not world and ranks.world_size == sum(map(len, hosts.values())):
+            nodes = len(hosts)  # Open MPI starts unequal numbers of ranks, too
         if nodes and len(hosts) != nodes:
             raise LaunchError(
                 "the hostfile {path} names {expected} nodes ({hosts}), but {nodes} were started.",
@@ -77,7 +72,17 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
         check_binding(hosts, options)
         if len(hosts) > 1:
             environment.variables_of_files(folder)
-        return
+        break
+    else:
+        if ranks.launcher == "openmpi" and ranks.rank:
+            return  # on another node than mpirun: of unequal nodes each would tell another number
+    if num_nodes and nodes and num_nodes != nodes:
+        raise LaunchError(
+            "launch.num_nodes = {asked}, but {nodes} nodes were started. Check the hostfile and the "
+            "launcher's options, or set launch.num_nodes={nodes}.",
+            asked=num_nodes,
+            nodes=nodes,
+        )
 
 
 def check_machines(hosts: Resources, options: Mapping[str, str]) -> None:

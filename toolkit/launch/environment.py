@@ -72,6 +72,8 @@ def detect(environ: Mapping[str, str]) -> Ranks:
     for launcher, (rank, local_rank, world_size, local_world_size) in VARIABLES.items():
         if rank not in environ:
             continue
+        if launcher == "mpich" and local_rank not in environ and "SLURM_PROCID" in environ:
+            continue  # Slurm's PMI-2 sets PMI_RANK for all that srun starts; MPICH's launcher numbers local ranks, too
         if launcher == "slurm" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
             continue  # inside an allocation, such as in a batch script, but not started by srun for several tasks
         if launcher == "torch":
