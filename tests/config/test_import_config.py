@@ -503,6 +503,26 @@ def test_lora_of_trl(capsys: pytest.CaptureFixture[str], options: str, expected:
 
 
 @pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("trl sft", (2e-5, "bf16", 1024, True)),
+        ("python trl/scripts/sft.py", (2e-5, "bf16", 1024, True)),
+        ("trl sft --fp16 --learning_rate 3e-4 --max_length 64", (3e-4, "fp16", 64, True)),
+        ("trl reward", (1e-4, "bf16", 1024, True)),
+        ("trl dpo", (1e-6, "bf16", 1024, True)),
+        ("python train.py", (5e-5, "fp32", RunConfig().data.max_length, False)),
+    ],
+)
+def test_what_a_command_of_trl_does_not_give_is_trl_s(
+    capsys: pytest.CaptureFixture[str], command: str, expected: tuple[object, ...]
+) -> None:
+    line = f"{command} --model_name_or_path m --per_device_train_batch_size 2\n"
+    cfg, _ = imported(capsys, put("a.sh", line), "world_size=1")
+    recomputes = cfg.train.activation_checkpointing.enabled
+    assert (cfg.optim.lr, cfg.precision.dtype.value, cfg.data.max_length, recomputes) == expected
+
+
+@pytest.mark.parametrize(
     ("options", "train", "validation"),
     [
         ("--dataset_name a/b", {"hub": "a/b", "split": "train"}, None),

@@ -38,8 +38,9 @@ OWNERS = ("thudm", "zai-org", "zhipuai")
 def translate(given: ForeignConfig) -> RecipeDraft:
     """Return the settings of ours that a config's keys become; a ConfigError where it cannot be understood."""
     draft = RecipeDraft(given=given)
-    if trl := _trl_loss(given):
-        own = {"learning_rate": 1e-4 if trl == "reward" else 1e-6, "gradient_checkpointing": True, "max_length": 1024}
+    trl = _trl_loss(given)
+    if rate := _TRL_RATES.get(trl or given.script) if given.program == HF_NAME else None:
+        own = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
         own["bf16"] = not given.flag("fp16")
         given.keys = {**given.keys, **{name: replace(given.keys[name], default=value) for name, value in own.items()}}
     for name, key in given.keys.items():  # those with one counterpart of the same meaning
@@ -154,6 +155,9 @@ _TRL_KTO = ("desirable_weight", "undesirable_weight")
 
 _TRL_SCRIPTS = {"dpo": "sigmoid", "cpo": "cpo", "kto": "kto", "reward": "reward", "reward_modeling": "reward"}
 """What TRL's scripts and subcommands train, where no argument says it."""
+_TRL_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "kto")
+_TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
+"""Learning rates of TRL 1.16's configs by what is trained; its other defaults are the same in all."""
 
 
 def _trl_loss(given: ForeignConfig) -> str:
@@ -169,9 +173,8 @@ def _trl_loss(given: ForeignConfig) -> str:
         kind = "kto"
     elif is_cpo and kind == "sigmoid":
         kind = "cpo"
-    known = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "kto")
-    if kind not in known or (is_cpo and kind not in ("cpo", "simpo")) or len(given.names("loss_type")) > 1:
-        raise given.without_counterpart("loss_type", known)
+    if kind not in _TRL_LOSSES or (is_cpo and kind not in ("cpo", "simpo")) or len(given.names("loss_type")) > 1:
+        raise given.without_counterpart("loss_type", _TRL_LOSSES)
     return kind
 
 
