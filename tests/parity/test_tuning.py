@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+import transformers
 from golden import GOLDEN, SETS, inputs, load
 from safetensors.torch import load_file, save_file
 
+from tests.architectures import write
+from tests.unit.test_templates import KNOWN, tokenizer_of
 from toolkit.cli import main
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.parameters import count_parameters
@@ -96,9 +99,19 @@ def test_peft_itself_loads_what_is_written(variant: str, tmp_path: Path) -> None
     assert torch.allclose(logits(theirs, "v3"), logits(model, "v3"), atol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["lora", "dora", "saved"])
+STRANGERS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "saved": {"modules_to_save": ["lm_head"]},
+    "biases": {"bias": "all"},
+    "own-biases": {"bias": "lora_only"},
+}
+
+
+@pytest.mark.parametrize("variant", STRANGERS)
 def test_a_stranger_s_peft_adapter_goes_on(variant: str, tmp_path: Path) -> None:
-    options = {"dora": {"use_dora": True}, "saved": {"modules_to_save": ["lm_head"]}}.get(variant, {})
+    """It is trained further, and merged."""
+    options = STRANGERS[variant]
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options
     )
@@ -112,6 +125,52 @@ def test_a_stranger_s_peft_adapter_goes_on(variant: str, tmp_path: Path) -> None
     apply_tuning(model, TuningConfig(method=LORA, adapter=str(tmp_path / "adapter")), GOLDEN / "glm4", None, seed=1)
     assert torch.allclose(logits(model.eval(), "glm4"), logits(theirs, "glm4"), atol=1e-6)
     assert len(trained_names(model)) == len([one for one in theirs.parameters() if one.requires_grad])
+    words = [f"model.path={GOLDEN / 'glm4'}", f"adapter={tmp_path}/adapter", "merge=true", "dtype=fp32"]
+    assert main(["export-model", *words, f"output={tmp_path}/merged"]) == 0
+    merged = load_module.load_model(tmp_path / "merged")
+    assert torch.allclose(logits(merged, "glm4"), logits(theirs, "glm4"), atol=2e-5)
+
+
+def test_what_cannot_be_merged_is_named(tmp_path: Path, capsys) -> None:
+    """Of an adapter whose vocabulary was enlarged, and of one that trains some tokens."""
+    enlarged = written(tuned("glm4"), tmp_path / "enlarged")
+    file, name = enlarged / "adapter_model.safetensors", "base_model.model.model.embed_tokens.weight"
+    save_file(load_file(file) | {name: torch.zeros(70, 64)}, file)
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2], task_type="CAUSAL_LM")
+    peft.get_peft_model(load("glm4"), config).save_pretrained(tmp_path / "tokens")
+    for adapter, wrong in (
+        ("enlarged", f"does not fit the model: {name}"),
+        ("tokens", "cannot be merged: model.embed_to"),
+    ):
+        words = [f"model.path={GOLDEN / 'glm4'}", f"adapter={tmp_path / adapter}", "merge=true"]
+        assert main(["export-model", *words, f"output={tmp_path}/merged"]) != 0
+        assert wrong in capsys.readouterr().err
+        assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_that_holds_a_weight_of_its_base_besides(tmp_path: Path) -> None:
+    """As peft stores it beside LoRA on a head."""
+    model = tuned("glm4", target_modules=["q_proj", "lm_head"])
+    adapter = written(model, tmp_path / "adapter")
+    file, name = adapter / "adapter_model.safetensors", "base_model.model.lm_head.base_layer.weight"
+    save_file(load_file(file) | {name: load("glm4").lm_head.weight.detach()}, file)
+    assert torch.equal(logits(put("glm4", adapter), "glm4"), logits(model, "glm4"))
+
+
+def test_routers_biases_are_merged_in_float32(tmp_path: Path) -> None:
+    """They choose experts: in bf16 those near 7.3 would be equal."""
+    base = write(tmp_path / "base", "glm4_moe")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(7.3 + torch.linspace(0, 0.02, len(bias)))
+    model.save_pretrained(base)
+    tokenizer_of(KNOWN["glm-4.5"]).save_pretrained(base)
+    apply_tuning(model, TuningConfig(method=LORA, target_modules=["q_proj"]), base, tokenizer=range(50), seed=1)
+    adapter = written(model, tmp_path / "adapter")
+    words = [f"model.path={base}", f"adapter={adapter}", "merge=true", "dtype=bf16", "forward=no"]
+    assert main(["export-model", *words, f"output={tmp_path}/merged"]) == 0
+    merged = load_file(tmp_path / "merged" / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert merged.dtype is torch.float32 and merged.equal(bias)
 
 
 def test_prompts_are_pefts(tmp_path: Path) -> None:

@@ -31,7 +31,16 @@ from toolkit.config.schema import TuningMethod
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.launch.processes import run_module
-from toolkit.messages import CheckpointError, ConfigError, NotExportable, ProofDiffers, ToolkitError, clauses, tr
+from toolkit.messages import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    NotExportable,
+    ProofDiffers,
+    ToolkitError,
+    clauses,
+    tr,
+)
 from toolkit.models import adapters, chat, classifier, embedding, probe, weights
 from toolkit.models.chatglm.tokenizers import official_vocabulary
 from toolkit.models.directory import read_object
@@ -427,13 +436,20 @@ def _with_score(
 def _by_weight(
     part: TunedPart,
 ) -> tuple[dict[str, tuple[Any, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight."""
+    """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight. ModelError if
+    the adapter has other tensors than the model takes.
+    """
     shell = part.shaped(empty(part.base))
+    plain = weights.shapes_of(shell)
     adapters.attach_adapter(shell, part.settings, part.known or adapters.BaseModel(str(part.base), {}))
     stored = adapters.stored_names(shell)
-    values = {name: part.values[stored_name] for name, stored_name in stored.items() if stored_name in part.values}
+    if wrong := adapters.misnamed({*stored.values()}, part.values):
+        names = clauses(wrong[:5])
+        raise ModelError("the adapter in {folder} does not fit the model: {names}.", folder=part.source, names=names)
+    values = {name: part.values[stored_name] for name, stored_name in stored.items()}
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     whole: dict[str, torch.Tensor] = {}
+    used: set[str] = set()
     for name, module in shell.named_modules():
         if not isinstance(module, LoraLayer | ModulesToSaveWrapper):
             continue
@@ -443,9 +459,15 @@ def _by_weight(
             added = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
             layers[f"{name.replace('.base_layer', '')}.{adapters.parameter_of(module)}"] = (module, added)
         else:
-            prefix = f"modules_to_save.{adapters.ADAPTER}."
+            added, prefix = own, f"modules_to_save.{adapters.ADAPTER}."
             whole |= {f"{name}.{key.removeprefix(prefix)}": value for key, value in own.items()}
-    return layers, whole
+        used |= {f"{name}.{key}" for key in added}
+    biases = {name: name.replace(".base_layer", "") for name in {*values} - used}  # those that peft's `bias` trains
+    if wrong := sorted({*biases.values()} - {*plain}):
+        raise ModelError(
+            "the adapter in {folder} cannot be merged: {names}.", folder=part.source, names=clauses(wrong[:5])
+        )
+    return layers, whole | {plain_name: values[name] for name, plain_name in biases.items()}
 
 
 def rebuild(
@@ -464,10 +486,12 @@ def rebuild(
     else:
         model, values = empty(described), fragments.iter_weights(source)
     wanted, tied = weights.shapes_of(model), weights.tied_names(model)
+    own_dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}  # routers' biases stay in float32
     state: dict[str, torch.Tensor] = {}
     for name, value in values:  # perhaps tied ones twice
         if name in wanted or name not in tied:
-            kept = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+            is_cast = dtype is not None and value.is_floating_point()
+            kept = value.to(own_dtypes.get(name, dtype)) if is_cast else value
             state[name] = kept if scratch is None else _map(kept, scratch / f"{len(state)}.pt")
             del kept
         del value

@@ -643,7 +643,7 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) -> None:
     """Give an adapter's parameters their values; all of them, and nothing else."""
     stored, own = stored_names(model), model.state_dict(keep_vars=True)
-    wrong = sorted({*values} ^ {*stored.values()})
+    wrong = misnamed({*stored.values()}, values)
     for name, stored_name in stored.items():
         parameter, value = own[name], values.get(stored_name)
         expected = process_group.full_shape(name, parameter)
@@ -656,6 +656,11 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
         raise ModelError(
             "the adapter in {folder} does not fit the model: {names}.", folder=folder, names=clauses(wrong[:5])
         )
+
+
+def misnamed(expected: set[str], values: dict[str, torch.Tensor]) -> list[str]:
+    """Return what an adapter lacks or has besides; the base's weight beside LoRA on a head is peft's (0.21)."""
+    return sorted(name for name in expected ^ {*values} if not name.endswith(".base_layer.weight"))
 
 
 def apply_tuning(
