@@ -891,6 +891,18 @@ def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(
     assert not pending.records
 
 
+def test_generators_that_cannot_be_written_cost_the_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An asynchronous save writes nothing before them: a full disk shows here first."""
+    saver = saver_in(tmp_path, CheckpointConfig())
+    saver.files, saver.engine, saver._held = Files(asynchronous=True), mock.Mock(), mock.Mock()
+    monkeypatch.setattr(checkpointer.engine_state, "contents", lambda engine, held: [])
+    saver._write(tmp_path / "no such folder", RunState(step=3), None)
+    assert saver._pending is not None
+    assert saver._pending.failure == "No such file or directory"
+
+
 def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr("toolkit.train.checkpointer.time.monotonic", lambda: clock[0])

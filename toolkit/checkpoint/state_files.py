@@ -14,9 +14,8 @@ import numpy as np
 import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
-from toolkit import disk
 from toolkit.checkpoint import fragments
 from toolkit.messages import CheckpointError, reason_of
 
@@ -175,9 +174,8 @@ def restore_generators(found: Mapping[str, torch.Tensor]) -> None:
 
 
 def save_generators(path: Path) -> None:
-    """Write the state of all generators."""
-    save_file(capture_generators(), path)
-    disk.set_permissions(path)
+    """Write the state of all generators, or raise OSError; safetensors' `save_file` has errors of its own."""
+    path.write_bytes(save(capture_generators()))
 
 
 def load_generators(path: Path) -> None:

@@ -261,7 +261,7 @@ class Checkpointer:
                     path.write_bytes(described)
                     pending.mine.append(path)
         except (OSError, RuntimeError) as error:
-            pending.failure = pending.failure or str(error)
+            pending.failure = pending.failure or reason_of(error)
         return pending
 
     def _may_probe(self, is_last: bool = False) -> bool:
