@@ -254,6 +254,17 @@ def test_a_duration_counts_from_the_first_start(tmp_path: Path) -> None:
     assert deadline_of(cfg, tmp_path) == pytest.approx(at + 3600, abs=60)
 
 
+@pytest.mark.parametrize("left", ["", '{"given": "2h", "at', "\0\0"])
+def test_a_deadline_that_a_full_disk_has_cut_off_counts_anew(left: str, tmp_path: Path) -> None:
+    cfg = RunConfig()
+    cfg.run.deadline = "2h"
+    (tmp_path / "deadline.json").write_text(left)
+    at = deadline_of(cfg, tmp_path)
+    assert at == pytest.approx(time.time() + 7200, abs=60)
+    assert deadline_of(cfg, tmp_path) == at
+    assert [path.name for path in tmp_path.iterdir()] == ["deadline.json"]
+
+
 def test_what_is_past_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     cfg = RunConfig()
     cfg.run.deadline = "2020-01-01 12:00"

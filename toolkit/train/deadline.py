@@ -10,11 +10,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from toolkit import disk
 from toolkit.config import rules, schema
 from toolkit.messages import ConfigError, say, warn
 from toolkit.terminal import clock
@@ -76,7 +78,7 @@ class Deadline:
         self.costs = Costs()
         self.costs.save, self._export_s = (size / _BYTES_PER_S for size in sizes)
         rows = [row for row in run_dir.read_rows(folder / FILE) if row["step"] <= start]
-        (folder / FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        disk.write_atomically(folder / FILE, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self.log = MetricsLog(folder / FILE)
         self.last = total_steps
         if rows:
@@ -179,7 +181,7 @@ def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
         return None
     file, now = folder / "deadline.json", datetime.now()
     known: Mapping[str, Any] = {}
-    if file.is_file():
+    with suppress(FileNotFoundError, ValueError):
         known = json.loads(file.read_text(encoding="utf-8"))
     if known.get("given") == cfg.run.deadline:
         at = float(known["at"])
@@ -187,7 +189,7 @@ def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
         found = rules.parse_deadline(cfg.run.deadline, now)
         assert found is not None  # the check of the config has seen to that
         at = found.timestamp()
-        file.write_text(json.dumps({"given": cfg.run.deadline, "at": at}) + "\n", encoding="utf-8")
+        disk.write_atomically(file, (json.dumps({"given": cfg.run.deadline, "at": at}) + "\n").encode())
     if at <= time.time():
         raise ConfigError(
             "run.deadline = {given} is past: it was {at}. Name a later one, or run.deadline= for none; what is learned "
