@@ -30,6 +30,11 @@ TENSOR_TYPES = {
 }
 """Names of types in safetensors -> in PyTorch, of what models are trained with."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_PASSING = (
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR),
+)
+"""Of a file server that does not answer for a while, and of a system without room."""
 
 
 def pickled_code(file: Path, found: pickle.UnpicklingError) -> str:
@@ -43,6 +48,11 @@ def pickled_code(file: Path, found: pickle.UnpicklingError) -> str:
         file=file,
         reason=reason[max(reason.find("Unsupported"), 0) :].strip().split(". ")[0].rstrip("."),
     )
+
+
+def proves_nothing(error: OSError) -> bool:
+    """Whether an error of reading a file leaves open what is in it: it is another user's, or it may pass."""
+    return isinstance(error, PermissionError) or error.errno in _PASSING
 
 
 def flush(path: Path) -> None:

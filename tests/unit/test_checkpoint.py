@@ -40,7 +40,7 @@ from toolkit.checkpoint.state_files import Files, HostCopies
 from toolkit.cli import main
 from toolkit.config.load import to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
-from toolkit.distributed import process_group
+from toolkit.distributed import failure, process_group
 from toolkit.engine.parameters import are_finite
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError
@@ -140,24 +140,47 @@ def test_the_newest_whole_one_is_found(tmp_path: Path, said: list[str]) -> None:
     assert directory.newest_complete(tmp_path / "nowhere") is None
 
 
-@pytest.mark.parametrize("denied", ["manifest.json", "model.pt"])
-def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: str, said: list[str]
-) -> None:
-    """Another user's checkpoint may be whole: to call it damaged, and rename it, would hide it from its owner."""
-    made = checkpoint(tmp_path, 4)
-    opened = io.open
+def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, code: int, times: int = 99) -> None:
+    """Let a file fail with an error so many times."""
+    opened, left = io.open, [times]
 
     def closed(file: Any, *args: Any, **options: Any) -> Any:
-        if str(file).endswith(denied):
-            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        if str(file).endswith(name) and left[0]:
+            left[0] -= 1
+            raise OSError(code, os.strerror(code))
         return opened(file, *args, **options)
 
     monkeypatch.setattr(io, "open", closed)
     monkeypatch.setattr("builtins.open", closed)
-    with pytest.raises(PermissionError):
+
+
+@pytest.mark.parametrize("denied", ["manifest.json", "model.pt"])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE])
+def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, denied: str, said: list[str]
+) -> None:
+    """Another user's, or one whose file server does not answer, may be whole: to rename it would hide it."""
+    made = checkpoint(tmp_path, 4)
+    unreadable(monkeypatch, denied, code)
+    with pytest.raises(OSError, match=os.strerror(code)) as raised:
         directory.newest_complete(tmp_path)
+    assert raised.value.filename == str(made / denied)
+    assert failure._of_the_machine(raised.value), "told without a traceback"
     assert made.is_dir() and not said
+
+
+@pytest.mark.parametrize("denied", ["manifest.json", "model.pt"])
+@pytest.mark.parametrize(("times", "found"), [(1, "step-4"), (99, "step-3")])
+def test_a_file_that_cannot_be_read_is_tried_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denied: str, times: int, found: str
+) -> None:
+    """A server's client that was put out gives the error of a bad sector, which nobody need wait for."""
+    monkeypatch.setattr(directory, "_PAUSE_S", 0.0)
+    for step in (3, 4):
+        checkpoint(tmp_path, step)
+    unreadable(monkeypatch, f"step-4/{denied}", errno.EIO, times)
+    assert directory.newest_complete(tmp_path) == tmp_path / found
+    assert (tmp_path / "step-4").is_dir() == (times == 1)
 
 
 def test_publishing_names_the_newest_and_removes_the_oldest(tmp_path: Path) -> None:

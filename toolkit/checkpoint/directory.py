@@ -2,6 +2,7 @@
 The manifest, written last, with sizes and digests, proves that all files are complete.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -9,15 +10,16 @@ import os
 import re
 import shutil
 import struct
+import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
-from toolkit.disk import flush, sha256, unused_path
+from toolkit.disk import flush, proves_nothing, sha256, unused_path
 from toolkit.messages import CheckpointError, OtherFormat, clauses, reason_of, say, tr, warn
 
 LATEST, GOOD = "latest", "good"
@@ -60,7 +62,7 @@ def weights_only(checkpoints: Path) -> list[Path]:
 
 def newest_complete(checkpoints: Path) -> Path | None:
     """Return the newest intact checkpoint; every byte is read, and a damaged one is renamed, with a warning.
-    PermissionError if this user may not read the newest one, OtherFormat if another version wrote it.
+    OSError if the newest one cannot be read now or by this user, OtherFormat if another version wrote it.
     """
     for folder in published_checkpoints(checkpoints):
         wrong = manifest_problems(folder)
@@ -274,17 +276,33 @@ def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping
     flush(path)
 
 
+_PAUSE_S = 5.0
+_T = TypeVar("_T")
+
+
+def _read(path: Path, read: Callable[[Path], _T]) -> _T:
+    """Read a file, after an EIO once more: a client that its file server has put out gives one like a bad sector."""
+    try:
+        return read(path)
+    except OSError as error:
+        error.filename = str(path)
+        if error.errno != errno.EIO:
+            raise
+    time.sleep(_PAUSE_S)
+    return read(path)
+
+
 def read_manifest(folder: Path, known: int = FORMAT) -> dict[str, Any]:
     """Return a checkpoint's manifest; CheckpointError if none can be read, OtherFormat if it is of another format than
-    `known`; PermissionError says nothing about it.
+    `known`; an OSError says nothing about it.
     """
     try:
-        found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(_read(folder / MANIFEST, Path.read_bytes))
         if not isinstance(found, dict) or [type(found.get(key)) for key in ("files", "format")] != [dict, int]:
             raise ValueError(tr("its manifest lists no files, or has no format"))
-    except PermissionError:
-        raise
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and proves_nothing(error):
+            raise
         raise CheckpointError(
             "{folder} is not a complete checkpoint: {reason}.", folder=folder, reason=reason_of(error)
         ) from None
@@ -300,8 +318,8 @@ def read_manifest(folder: Path, known: int = FORMAT) -> dict[str, Any]:
 
 
 def manifest_problems(folder: Path, known: int = FORMAT) -> list[str]:
-    """Return what is wrong with a checkpoint of a format; reads every byte. PermissionError, OtherFormat: it may be
-    whole, do not set it aside.
+    """Return what is wrong with a checkpoint of a format; reads every byte. OSError, OtherFormat: it may be whole, do
+    not set it aside.
     """
     try:
         files = read_manifest(folder, known)["files"]
@@ -332,14 +350,14 @@ def _problem(folder: Path, name: str, known: Any) -> str:
         return tr("{name}: the manifest says nothing of it", name=name)
     path, expected = folder / name, known.get("size_bytes")
     try:
-        size = path.stat().st_size
+        size = _read(path, Path.stat).st_size
         if size != expected:
             return tr("{name}: {size} bytes instead of {expected}", name=name, size=size, expected=expected)
-        if sha256(path) != known.get("sha256"):
+        if _read(path, sha256) != known.get("sha256"):
             return tr("{name}: its content is not what was written", name=name) + _damaged(path)
-    except PermissionError:
-        raise
     except OSError as error:
+        if proves_nothing(error):
+            raise
         return f"{name}: {reason_of(error)}"
     return ""
 
