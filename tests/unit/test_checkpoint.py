@@ -286,6 +286,30 @@ def test_without_room_for_its_weights_a_checkpoint_stays(tmp_path: Path, said: l
     ]
 
 
+def test_what_cannot_be_removed_keeps_nothing_else_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """A file that another process holds open on NFS, or that may not be deleted: once, or in the trash for ever."""
+    for step in (2, 3, 4):
+        checkpoint(tmp_path, step)
+    (tmp_path / "step-1.trash").mkdir()
+    real, stuck = shutil.rmtree, ["step-1.trash", "step-3.trash"]
+
+    def rmtree(path: Path) -> None:
+        if path.name in stuck:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        real(path)
+
+    monkeypatch.setattr(directory.shutil, "rmtree", rmtree)
+    rotation = Rotation(tmp_path, CheckpointConfig(keep=1), lambda source, target: None)
+    for left in (["step-1.trash", "step-3.trash", "step-4"], ["step-1.trash", "step-4"]):
+        rotation.request([])
+        assert not rotation.is_busy(30)
+        assert names(tmp_path) == left
+        stuck.pop()
+    assert said == ["WARNING: older checkpoints could not be removed: Directory not empty."] * 2
+
+
 def saver_in(folder: Path, config: CheckpointConfig) -> Checkpointer:
     """Return a saver without an engine."""
     saver = Checkpointer.__new__(Checkpointer)

@@ -12,7 +12,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -122,14 +122,15 @@ def remove_old(
     """
     complete, light = published_checkpoints(checkpoints), weights_only(checkpoints)
     old = {*outdated_checkpoints(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
-    taken = 0
+    taken, going = 0, []
     for folder in sorted([*complete, *light], key=step_of, reverse=True):
         size = directory_bytes(folder) if most_bytes else 0
         has_no_room = most_bytes and taken + size > most_bytes and folder not in (*complete[:1], *also)
         if folder in old or has_no_room:
-            remove_directory(folder)
+            going.append(folder)
         else:
             taken += size
+    remove_directories(going)
 
 
 def directory_bytes(folder: Path) -> int:
@@ -148,16 +149,24 @@ def discard_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def remove_directory(folder: Path) -> None:
-    """Remove a checkpoint, if it is still there. Takes minutes where it is large and the disk slow."""
-    if trash := discard_checkpoint(folder):
-        shutil.rmtree(trash)
+def remove_directories(folders: Iterable[Path]) -> None:
+    """Remove checkpoints, those that are still there. Takes minutes where they are large and the disk slow. What stands
+    in the way of one costs no other: its OSError, the first of all, is raised at the end.
+    """
+    failed: OSError | None = None
+    for folder in folders:
+        try:
+            if trash := folder if folder.suffix == _TRASH else discard_checkpoint(folder):
+                shutil.rmtree(trash)
+        except OSError as error:
+            failed = failed or error
+    if failed:
+        raise failed
 
 
 def empty_trash(checkpoints: Path) -> None:
     """Remove what was discarded, in this life of the run or in an earlier one."""
-    for path in checkpoints.glob(f"*{_TRASH}"):
-        shutil.rmtree(path)
+    remove_directories(checkpoints.glob(f"*{_TRASH}"))
 
 
 def move_aside_after(checkpoint: Path) -> None:

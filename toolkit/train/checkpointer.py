@@ -98,9 +98,11 @@ class Rotation:
                     return
                 also, self._is_due, self._also = self._also, False, None
             try:
-                directory.empty_trash(self.folder)
-                if also is not None:
-                    self._rotate(also)
+                try:
+                    directory.empty_trash(self.folder)
+                finally:  # what cannot be removed keeps nothing else on the disk
+                    if also is not None:
+                        self._rotate(also)
             except Exception as error:  # whatever it is: the thread must be there for the next save
                 warn("older checkpoints could not be removed: {reason}.", reason=reason_of(error))
 
@@ -123,7 +125,7 @@ class Rotation:
                     reason=error,
                 )
                 continue
-            directory.remove_directory(checkpoint)
+            directory.remove_directories([checkpoint])
             directory.remove_old(self.folder, 0, keep_weights=keep_weights)
 
 
