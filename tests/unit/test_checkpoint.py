@@ -432,7 +432,7 @@ def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(
 ) -> None:
     saver = saver_in(tmp_path, CheckpointConfig())
     saver.described = mock.Mock(probe_ids=None)
-    saver.engine = mock.Mock(basic_optimizer=optimizer_with(value))
+    saver.engine = mock.Mock(basic_optimizer=optimizer_with(value), optimizer=None)
     saver.begin(RunState(step=3))
     assert saver.failed
     assert not list(tmp_path.iterdir())
@@ -453,6 +453,8 @@ def test_states_that_are_no_numbers_are_neither_saved_nor_resumed(
     saver.engine.basic_optimizer = optimizer_with(3e38)  # two of them have a sum that is none
     assert are_finite(saver.engine)
     saver.load(tmp_path / "step-2")
+    saver.engine.optimizer = mock.Mock(backup_optimizer=optimizer_with(value))
+    assert not are_finite(saver.engine), "of what is updated on the GPU while the rest is offloaded"
 
 
 def test_a_save_of_ruined_weights_is_rejected(tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -873,6 +875,18 @@ def test_with_states_that_move_everything_is_copied_at_once(tmp_path: Path) -> N
     weight.zero_()
     files.write()
     assert load_file(tmp_path / "a")["0"].tolist() == [1.0] * 4
+
+
+def test_every_optimizer_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3 has a second one for what it updates on the GPU, first of all, if the rest is offloaded."""
+    engine = mock.Mock(basic_optimizer=optimizer_with(1.0), zenflow=False)
+    engine.optimizer.backup_optimizer = optimizer_with(1.0)
+    engine.zero_nvme_offload_optimizer.return_value = engine.super_offload.return_value = False
+    files, waits = checkpointer._files_of(engine, True), list[str]()
+    monkeypatch.setattr(files, "wait_for_copies", lambda: waits.append("waited"))
+    for number, optimizer in enumerate((engine.optimizer.backup_optimizer, engine.basic_optimizer), 1):
+        optimizer.step()
+        assert len(waits) == number
 
 
 class Gpu:

@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from toolkit.config.preflight import with_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
 from toolkit.engine.build import Lion, client_optimizer, parameter_groups
+from toolkit.engine.deepspeed_patches import follow_schedule
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
@@ -88,6 +90,32 @@ def test_the_schedule_keeps_the_shares(glm: torch.nn.Module) -> None:
     for _ in range(5):
         schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.025, 0.0125, 0.00625])
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_what_is_updated_on_the_gpu_beside_offloading_follows_the_schedule(decoupled: bool) -> None:
+    """DeepSpeed makes an AdamW for it, with a copy of the first group at the peak rate, and the other groups."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(5)]
+    offloaded = torch.optim.SGD([{"params": [one]} for one in weights[:2]], lr=1.0, weight_decay=0.1)
+    offloaded.adam_w_mode = decoupled  # type: ignore[attr-defined]
+    backup = torch.optim.AdamW([weights[2]], lr=1.0, weight_decay=0.1)
+    backup.add_param_group(offloaded.param_groups[1])
+    engine: Any = SimpleNamespace(
+        zenflow=False, basic_optimizer=offloaded, optimizer=SimpleNamespace(backup_optimizer=backup)
+    )
+    for group in offloaded.param_groups:
+        group["params"] = []
+    follow_schedule(engine)
+    schedule = Schedule(offloaded, RunConfig().schedule, 1.0, 10, 4)
+    schedule.step()
+    rates = schedule.get_lr()
+    assert [group["lr"] for group in backup.param_groups] == rates and 0 < rates[0] < 1
+    expected = torch.optim.Adam([weights[4]], lr=rates[0], weight_decay=0.1, decoupled_weight_decay=decoupled)
+    backup.param_groups[0]["params"] = [weights[3]]
+    for optimizer, weight in ((backup, weights[3]), (expected, weights[4])):
+        weight.grad = torch.full_like(weight, 0.01)
+        optimizer.step()
+    assert torch.equal(weights[3], weights[4]) and weights[3][0] < 1.0
 
 
 def test_lion_by_hand() -> None:

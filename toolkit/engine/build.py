@@ -103,8 +103,7 @@ def initialize_engine(
         lr_scheduler=make_schedule,
     )
     deepspeed_patches.scale_fp16_loss(engine)
-    if "zenflow" in zero:
-        deepspeed_patches.follow_schedule_in_zenflow(engine)
+    deepspeed_patches.follow_schedule(engine)
     if compiling is None or not compiling.enabled:
         return engine
     known = torch.compiler.list_backends(exclude_tags=())

@@ -491,6 +491,17 @@ def _update_model_bit16_weights(self: Any, group_index: int) -> None:
         parameter.data = reordered[self.round_robin_bit16_indices[group_index][index]].data
 
 
-def follow_schedule_in_zenflow(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Give ZenFlow's optimizer the schedule's first rate; its first update would have the peak's (deepspeed 0.19.8)."""
-    engine.optimizer._sync_selective_optimizer_lr()
+def follow_schedule(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Give DeepSpeed's second optimizers the schedule's rate (0.19.8): ZenFlow's first update would have the peak's.
+    That of partly offloaded sub-groups on the GPU shares all groups but the first, which would keep the peak's rate,
+    and decays weights as AdamW under Adam, too (stage3.py, backup_optimizer).
+    """
+    if engine.zenflow:
+        engine.optimizer._sync_selective_optimizer_lr()
+    elif backup := getattr(engine.optimizer, "backup_optimizer", None):
+        first = engine.basic_optimizer.param_groups[0]
+        for name, value in backup.param_groups[0].items():
+            first.setdefault(name, value)
+        backup.param_groups[0] = first
+        for group in backup.param_groups:
+            group["decoupled_weight_decay"] = engine.basic_optimizer.adam_w_mode

@@ -99,7 +99,9 @@ def ruined_ranks(engine: deepspeed.DeepSpeedEngine) -> str:
 def are_finite(engine: deepspeed.DeepSpeedEngine) -> bool:
     """Whether no state that this rank holds outside NVMe has a NaN or an Inf; reads 1 GB of host memory in 0.1 s."""
     basic = engine.basic_optimizer
-    parts = filter(None, (basic, getattr(basic, "aux_optimizer", None)))  # Muon's second one, for what is no matrix
+    on_gpu = getattr(engine.optimizer, "backup_optimizer", None)  # beside partly offloaded ones
+    # Muon's second one is for what is no matrix.
+    parts = filter(None, (basic, getattr(basic, "aux_optimizer", None), on_gpu))
     held = [state for part in parts for state in part.state.values() if isinstance(state, dict)]
     tensors = [value for state in held for value in state.values() if isinstance(value, torch.Tensor)]
     states = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]

@@ -59,7 +59,9 @@ def _files_of(engine: DeepSpeedEngine, asynchronous: bool) -> state_files.Files:
     # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8).
     copies_at_once = bool(engine.zenflow or engine.super_offload() or is_muon(engine))
     files = state_files.Files(asynchronous, copies_at_once)
-    engine.basic_optimizer.register_step_pre_hook(lambda *_: files.wait_for_copies())
+    # ZeRO-3 has another one for partly offloaded sub-groups on the GPU.
+    for optimizer in filter(None, (engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None))):
+        optimizer.register_step_pre_hook(lambda *_: files.wait_for_copies())
     return files
 
 
