@@ -18,6 +18,7 @@ import pytest
 from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
 from toolkit.disk import try_lock
+from toolkit.distributed import failure
 from toolkit.distributed.failure import heartbeat_file
 from toolkit.launch import deepspeed
 from toolkit.messages import CheckpointError, RepeatedDeath, RunFolderError
@@ -287,3 +288,26 @@ def test_a_start_from_a_copy_that_cannot_be_used_begins_at_the_checkpoint(
     run_dir.record_start(tmp_path, 6)
     with pytest.raises(RepeatedDeath, match="last is of step 4"):
         complete()
+
+
+@pytest.mark.parametrize("seen_after", [0, 3, None])
+def test_a_node_may_see_a_new_run_directory_late(
+    seen_after: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """A file server's client remembers for a while that there was no `runs`; where it never comes, it is not shared."""
+    here, there, asked = failure.me(), failure.Peer("node2", "node2", 1), [0]
+
+    def gather(mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        asked[0] += 1
+        return [mine, (there, seen_after is not None and asked[0] > seen_after, 0.0)]
+
+    monkeypatch.setattr(trainer.process_group, "gather", gather)
+    monkeypatch.setattr(trainer.build, "STALE_S", 60.0 if seen_after is not None else 0.05)
+    monkeypatch.setattr(trainer, "_LOOK_EVERY_S", 0.01)
+    if seen_after is None:
+        with pytest.raises(RunFolderError, match=f"{tmp_path} is not there on node2: checkpoints need"):
+            trainer._peers_that_see(tmp_path)
+    else:
+        assert trainer._peers_that_see(tmp_path) == [here, there]
+        assert asked == [seen_after + 1]
+    assert said == ([] if seen_after == 0 else [f"Waiting until {tmp_path} can be seen on node2."])

@@ -30,8 +30,8 @@ _BUILDERS = {
     "async_io": "AsyncIOBuilder",
 }
 """Ops of `preflight.needed_ops` that engines load -> DeepSpeed's class that builds each (0.19.8, op_builder)."""
-_STALE_S = 90.0
-"""So long a file server may hide a file that another node has just written; NFS caches absence for up to 60 s."""
+STALE_S = 90.0
+"""So long a file server may hide what another node has just made; NFS caches absence for up to 60 s."""
 
 
 def load_ops(names: Iterable[str]) -> str:
@@ -39,7 +39,7 @@ def load_ops(names: Iterable[str]) -> str:
 
     PyTorch's lock elects one builder, and the others poll it, so no collective waits for a compiler.
     """
-    until = time.monotonic() + _STALE_S
+    until = time.monotonic() + STALE_S
     for name in names:
         builder = _BUILDERS.get(name)
         while builder:

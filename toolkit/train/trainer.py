@@ -258,16 +258,7 @@ class Trainer:
         folder = source.folder
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
             environment.report_status(folder=str(folder))
-        found = process_group.gather((failure.me(), folder.is_dir()))
-        blind = [peer.host for peer, sees in found if not sees]
-        if blind:  # its part of a checkpoint would be lost to the others
-            raise RunFolderError(
-                "the run directory {folder} is not there on {hosts}: checkpoints need a disk that all "
-                "nodes share. Set run.dir to a directory on one.",
-                folder=folder,
-                hosts=", ".join(sorted(set(blind))),
-            )
-        peers = [peer for peer, _ in found]
+        peers = _peers_that_see(folder)
         failure.watch_failures(folder, ranks.rank, peers)
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         self.hosts = [peer.host for peer in peers]
@@ -352,6 +343,32 @@ class Trainer:
         answers = [tr("  Q: {prompt}\n  A: {answer}", **sample) for sample in samples]
         next_steps = self.task.next_steps(self.run, samples)
         return [*lines, *self.task.end_lines(summary), *answers, everything, *next_steps]
+
+
+_LOOK_EVERY_S = 1.0
+
+
+def _peers_that_see(folder: Path) -> list[failure.Peer]:
+    """Return the processes of all ranks; RunFolderError if the run directory does not come to be there on a node, as
+    its part of a checkpoint would be lost to the others. A collective.
+    """
+    started, is_told = time.monotonic(), False
+    while True:
+        found = process_group.gather((failure.me(), folder.is_dir(), time.monotonic() - started))
+        blind = sorted({peer.host for peer, sees, _ in found if not sees})
+        if not blind:
+            return [peer for peer, *_ in found]
+        if found[0][2] > build.STALE_S:  # rank 0's clock counts: all end together
+            raise RunFolderError(
+                "the run directory {folder} is not there on {hosts}: checkpoints need a disk that all "
+                "nodes share. Set run.dir to a directory on one.",
+                folder=folder,
+                hosts=", ".join(blind),
+            )
+        if not is_told:
+            say("Waiting until {folder} can be seen on {hosts}.", folder=folder, hosts=", ".join(blind))
+        is_told = True
+        time.sleep(_LOOK_EVERY_S)
 
 
 def _newest_copy(copies: node_memory.Copies, claim: run_dir.Claim) -> tuple[run_dir.Claim, Path | None]:
