@@ -79,7 +79,7 @@ import sys, time
 from pathlib import Path
 from toolkit.distributed import failure
 folder = Path(sys.argv[1])
-failure.watch_failures(folder)
+failure.watch_failures(folder, known={int(inode) for inode in sys.argv[3:]})
 if sys.argv[2] == "announce":
     print(failure.announce_failure(3, "first", 70), failure.announce_failure(3, "again", 1), flush=True)
 else:
@@ -88,10 +88,9 @@ else:
 """
 
 
-def child(folder: Path, role: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(folder), role], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+def child(folder: Path, role: str, *known: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", CHILD, str(folder), role, *map(str, known)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def test_the_first_speaks_and_the_others_end_within_seconds(tmp_path: Path) -> None:
@@ -110,6 +109,20 @@ def test_the_first_speaks_and_the_others_end_within_seconds(tmp_path: Path) -> N
     head, last = (tmp_path / "FAILED").read_text().splitlines()
     assert head.startswith("rank 3 on ") and head.endswith("), exit code 70")
     assert last == "first"
+
+
+def test_a_marker_that_was_put_aside_ends_nobody_where_it_still_seems_to_be_there(tmp_path: Path) -> None:
+    """NFS shows a file that was moved under its old name to other nodes, for up to a minute."""
+    marker = tmp_path / "FAILED"
+    marker.touch()
+    (tmp_path / "new").touch()
+    with child(tmp_path, "wait", marker.stat().st_ino) as waiting:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "waits\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=2 * (failure.CHECK_EVERY_S + failure.GRACE_S))
+        (tmp_path / "new").replace(marker)
+        assert waiting.wait(timeout=20) == 1
 
 
 RANK = """

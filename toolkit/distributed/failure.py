@@ -32,7 +32,7 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ from toolkit.messages import LaunchError, Stopped, ToolkitError, is_failure, joi
 
 _marker: Path | None = None
 _is_mine = False
+_known: Collection[int] = ()
 _over = threading.Event()
 _peers: "Peers | None" = None
 _reported_peer = threading.Event()
@@ -59,10 +60,12 @@ _PEER_S = 1.5
 """How long a rank whose collective breaks looks for one that was killed, before it takes the error for its own."""
 
 
-def watch_failures(folder: Path, rank: int = 0, everybody: "Sequence[Peer]" = ()) -> None:
-    """From now on this process ends itself soon after another rank has failed or was killed."""
-    global _marker, _peers
-    first, _marker = _marker is None, folder / "FAILED"
+def watch_failures(folder: Path, rank: int = 0, everybody: "Sequence[Peer]" = (), known: Collection[int] = ()) -> None:
+    """From now on this process ends itself soon after another rank has failed or was killed. `known`: inodes of markers
+    of earlier starts, which may seem to be there.
+    """
+    global _marker, _peers, _known
+    first, _marker, _known = _marker is None, folder / "FAILED", known
     if everybody:
         _peers = Peers(folder, rank, everybody)
     elif _peers is not None:
@@ -74,7 +77,10 @@ def watch_failures(folder: Path, rank: int = 0, everybody: "Sequence[Peer]" = ()
 
 def another_has_failed() -> bool:
     """Return whether another rank has put its error into the marker."""
-    return _marker is not None and not _is_mine and _marker.exists()
+    if _marker is not None and not _is_mine:
+        with suppress(OSError):
+            return _marker.stat().st_ino not in _known
+    return False
 
 
 def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> bool:

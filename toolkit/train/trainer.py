@@ -259,7 +259,9 @@ class Trainer:
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
             environment.report_status(folder=str(folder))
         peers = _peers_that_see(folder)
-        failure.watch_failures(folder, ranks.rank, peers)
+        # Of an earlier start, put aside: file servers may still show it to other nodes under its old name.
+        known = process_group.on_rank0(lambda: {file.stat().st_ino for file in (folder / "logs").glob("FAILED*")})
+        failure.watch_failures(folder, ranks.rank, peers, known)
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         self.hosts = [peer.host for peer in peers]
         return source
