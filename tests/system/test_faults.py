@@ -68,6 +68,26 @@ def test_the_same_command_goes_on_to_the_same_end(
     assert "has finished already (DONE)" in again.output
 
 
+@pytest.mark.fault("K1")
+def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_too(
+    rows_file: Path, tmp_path: Path, straight: list[float]
+) -> None:
+    """From there, as long as it has none of its own: the rows of steps that are done again do not count twice."""
+    old = faulty_words(rows_file, tmp_path, "old", "checkpoint.keep=0")
+    assert run(forked(2, FAULTY, *old), cwd=tmp_path, FAULT="{}").code == 0
+    source = tmp_path / "runs" / "old" / "checkpoints" / "step-4"
+    folder, note = tmp_path / "runs" / "run", tmp_path / "note"
+    command = faulty_words(rows_file, tmp_path, "run", f"resume={source}")
+    killed = {"rank": 0, "do": "killall", "note": str(note)}
+    faults: list[dict[str, Any]] = [{"at": "step", "step": 2}, {"at": "save.latest", "step": 6}, {}]
+    for fault, begun in zip(faults, (source, source, folder / "checkpoints" / "step-6"), strict=True):
+        finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault and fault | killed))
+        assert f"from {begun}.\n" in finished.output, finished.output[-3000:]
+    assert note.read_text() == "step 0\nsave.latest 0\n"
+    assert finished.code == 0
+    assert losses(folder) == straight[4:]
+
+
 @pytest.mark.fault("K3")
 @pytest.mark.parametrize("victim", ["launcher", "front end"])
 def test_no_rank_outlives_its_launcher(victim: str, rows_file: Path, tmp_path: Path) -> None:

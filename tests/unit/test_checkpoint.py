@@ -38,12 +38,13 @@ from toolkit.checkpoint.directory import (
 from toolkit.checkpoint.fragments import Fragment
 from toolkit.checkpoint.state_files import Files, HostCopies
 from toolkit.cli import main
-from toolkit.config.load import to_dict
+from toolkit.config import preflight
+from toolkit.config.load import load, to_dict
 from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
 from toolkit.distributed import failure, process_group
 from toolkit.engine.parameters import are_finite
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, ConfigError
+from toolkit.messages import CheckpointError, ConfigError, RunFolderError
 from toolkit.train import checkpointer, run_dir
 from toolkit.train.checkpointer import Checkpointer, Rotation, _Pending
 
@@ -981,7 +982,9 @@ def test_a_slow_probe_is_not_taken_at_every_save(tmp_path: Path, monkeypatch: py
     assert saver._may_probe(), "1 % of the time since"
 
 
-def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
+def test_going_back_in_a_run_puts_aside_what_came_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
     """Rotation and the next start go by step: what another way has saved later must not count any more."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
@@ -1005,9 +1008,47 @@ def test_going_back_in_a_run_puts_aside_what_came_after(tmp_path: Path) -> None:
     ]
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "export.replaced", "logs", "run.lock"]
     assert (run / "logs" / "FAILED").exists()
+    assert not said
+    checkpoint(run / "checkpoints", 3)  # and a scheduler starts the same command again
+    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)).checkpoint == run / "checkpoints" / "step-3"
+    run_dir.release_run_dir()
+    assert said == [
+        f"{run} has been started by this command before: it is resumed. To start from {cfg.resume} again, choose "
+        "another run.name."
+    ]
+    monkeypatch.setattr(run_dir.deepspeed, "typed_command", lambda: ["toolkit", "launch", "optim.lr=1e-5"])
+    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)).checkpoint == run / "checkpoints" / "step-2"
+    run_dir.release_run_dir()
+    assert (run / "checkpoints" / "step-3.replaced").is_dir(), "another command means it"
     cfg.resume = "auto"
     assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)).checkpoint == run / "checkpoints" / "step-2"
     run_dir.release_run_dir()
+
+
+def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = RunConfig()
+    cfg.run.dir, cfg.run.name, cfg.resume = str(tmp_path), "mine", str(tmp_path / "old")
+    old, run = checkpoint(tmp_path / "old" / "checkpoints", 2), tmp_path / "mine"
+
+    def begin(*options: str) -> run_dir.RunSource:
+        words = ["toolkit", "launch", *options, "run.name=mine", f"resume={cfg.resume}"]
+        monkeypatch.setattr(run_dir.deepspeed, "typed_command", lambda: words)
+        try:
+            return run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+        finally:
+            run_dir.release_run_dir()
+
+    assert begin() == begin() == begin("--master_port=29501") == run_dir.RunSource(run, old)
+    mine = checkpoint(run / "checkpoints", 3)
+    shutil.rmtree(tmp_path / "old")
+    assert begin() == run_dir.RunSource(run, mine)
+    words = ["recipe=quickstart", f"run.dir={tmp_path}", "run.name=mine", f"resume={old}"]
+    assert not [*preflight._resume(load(words))]
+    (run / "DONE").touch()
+    with pytest.raises(RunFolderError, match="has finished already"):
+        begin()
 
 
 def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:

@@ -154,7 +154,9 @@ def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
     resume = loaded.cfg.resume
     if resume in ("auto", "must", "never"):
         return
-    path = Path(resume)
+    path, run = Path(resume), loaded.cfg.run
+    if run.name and (Path(run.dir) / run.name / "logs" / "starts.jsonl").is_file():
+        return  # what its last start has resumed need not be there any more, see run_dir.py
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         yield loaded.error(
             "resume",

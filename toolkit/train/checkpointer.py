@@ -521,8 +521,8 @@ def starting_state(
     else:
         _check_layout(source.checkpoint, state, config)
         changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
-    if source.in_memory or source.checkpoint.parent.parent == source.folder:
-        trim_metrics(source.folder, state.metrics_bytes)
+    is_own = source.in_memory or source.checkpoint.parent.parent == source.folder
+    trim_metrics(source.folder, state.metrics_bytes if is_own else 0)
     say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
     if changed:
         say(tr("Changed since then:") + "\n" + "\n".join(changed))

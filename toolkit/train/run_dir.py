@@ -73,7 +73,18 @@ def claim_run_dir(cfg: RunConfig) -> Claim:
     made), CheckpointError (nothing to resume), ConfigError (`resume`).
     """
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
-    checkpoint = None if cfg.resume in (NEVER, AUTO, MUST) else _checkpoint_at(Path(cfg.resume))
+    is_path = cfg.resume not in (NEVER, AUTO, MUST)
+    if named is not None and is_path and _is_known(named, cfg.resume):
+        _claim(named)
+        say(
+            "{folder} has been started by this command before: it is resumed. To start from {path} again, choose "
+            "another run.name.",
+            folder=named,
+            path=cfg.resume,
+        )
+        has_saved = bool(directory.published_checkpoints(named / "checkpoints"))
+        return Claim(named, None if has_saved else _checkpoint_at(Path(cfg.resume)), is_new=False)
+    checkpoint = _checkpoint_at(Path(cfg.resume)) if is_path else None
     if checkpoint is not None:
         resumes = checkpoint.parent.parent == named
     else:  # a directory that is no run is an error
@@ -91,6 +102,17 @@ def claim_run_dir(cfg: RunConfig) -> Claim:
     return Claim(folder, checkpoint, is_new=True)
 
 
+def _is_known(folder: Path, resume: str) -> bool:
+    """Whether the last start of a run was by the command of this one, and resumed the same."""
+    rows = read_rows(folder / "logs" / STARTS, OSError)
+
+    def overrides(words: Sequence[str]) -> list[str]:  # launchers' options name jobs and ports
+        return [word for word in words if "=" in word and not word.startswith("-")]
+
+    is_same = bool(rows) and rows[-1].get("resume") == resume
+    return is_same and overrides(rows[-1]["command"]) == overrides(deepspeed.typed_command())
+
+
 def begin_in(cfg: RunConfig, claim: Claim, copy: Path | None = None) -> RunSource:
     """Decide what to resume from, `copy` in memory if there is one, and note the start. For rank 0 only; raises
     RepeatedDeath too.
@@ -98,12 +120,12 @@ def begin_in(cfg: RunConfig, claim: Claim, copy: Path | None = None) -> RunSourc
     folder, checkpoint = claim.folder, copy or claim.checkpoint
     note_copy(folder, directory.read_run_state(copy).step if copy else 0)
     if claim.is_new:
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0)
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, cfg.resume)
         return RunSource(folder, checkpoint)
     if checkpoint is None:
         checkpoint = newest_on_disk(folder, cfg.resume == MUST)
     directory.discard_unfinished(folder / "checkpoints")
-    _put_aside(folder, checkpoint)
+    _put_aside(folder, checkpoint, cfg.resume)
     return RunSource(folder, checkpoint, in_memory=copy is not None)
 
 
@@ -164,10 +186,12 @@ def _claim(folder: Path) -> None:
         say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
 
 
-def _put_aside(folder: Path, checkpoint: Path | None) -> None:
+def _put_aside(folder: Path, checkpoint: Path | None, resume: str) -> None:
     """Make an existing run directory ready to be resumed: what would be overwritten is renamed."""
     try:
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0)
+        if checkpoint is not None:  # first of all: once the start is noted, the same command takes the newest
+            directory.move_aside_after(folder / "checkpoints" / checkpoint.name)
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, resume)
         for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
             if (folder / name).exists():
                 (folder / name).rename(disk.unused_path(folder / "logs" / name))
@@ -175,9 +199,7 @@ def _put_aside(folder: Path, checkpoint: Path | None) -> None:
             (folder / "export").rename(disk.unused_path(folder / "export.replaced"))
         for path in [*folder.glob(".export.*.tmp"), *folder.glob(".base.*.tmp")]:
             shutil.rmtree(path)
-        if checkpoint is not None:
-            directory.move_aside_after(folder / "checkpoints" / checkpoint.name)
-        elif (folder / "base").exists():  # the random model of another config, maybe
+        if checkpoint is None and (folder / "base").exists():  # the random model of another config, maybe
             (folder / "base").rename(disk.unused_path(folder / "base.replaced"))
     except OSError as error:
         raise RunFolderError(
@@ -313,7 +335,7 @@ def _write(file: Path, text: str) -> None:
         raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
 
 
-def record_start(folder: Path, step: int) -> None:
+def record_start(folder: Path, step: int, resume: str = AUTO) -> None:
     """Note that a run starts now, from the checkpoint of a step, 0 without one. Before anything in it is touched."""
     restart = deepspeed.restart_number()
     if restart:
@@ -322,6 +344,7 @@ def record_start(folder: Path, step: int) -> None:
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
+        "resume": resume,
         "restart": restart,
         "by": "toolkit launch" if environment.read_status() else environment.detect(os.environ).launcher,
         "reached_step": reached_step(folder) if (logs / STARTS).exists() else 0,
