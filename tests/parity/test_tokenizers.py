@@ -486,6 +486,21 @@ def test_another_template_on_an_official_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["v1", "v3", "glm4"])
+def test_processes_get_the_other_template_too(name: str, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(
+        "{% if tools %}{{ '[gMASK]' + tools | tojson }}{% endif %}"
+        "{% for m in messages %}{{ '[gMASK]' + m.role + ':' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[gMASK]assistant:' }}{% endif %}"
+    )
+    encoder = load_chat_encoder(GOLDEN / f"tok_{name}", chat_template=str(tmp_path / "t.jinja"))
+    copy = pickle.loads(pickle.dumps(encoder))
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for tools in (None, [{"name": "f", "parameters": {}}]):
+        assert copy.encode(chat, tools) == encoder.encode(chat, tools)
+        assert copy.prompt(chat[:1], tools) == encoder.prompt(chat[:1], tools)
+
+
+@pytest.mark.parametrize("name", ["v1", "v3", "glm4"])
 def test_control_strings_are_text_with_another_template_too(name: str, tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ '[gMASK]' + m.content }}{% endfor %}")
     encoder = load_chat_encoder(GOLDEN / f"tok_{name}", chat_template=str(tmp_path / "t.jinja"))

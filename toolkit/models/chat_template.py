@@ -23,7 +23,7 @@ from toolkit.models.shield import Shield, any_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 6
+CODE_VERSION = 7
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]

@@ -218,6 +218,10 @@ class _Chats:
         """Return whether the chat template is still the family's."""
         return bool(self.chat_template == self.own_template)  # type: ignore[attr-defined]
 
+    def _set_later(self) -> dict[str, Any]:
+        """Return what `load_tokenizer` may set after the constructor, which pickles have beside its arguments."""
+        return {name: getattr(self, name) for name in ("chat_template", "split_special_tokens")}
+
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
         """Return a conversation's ids exactly as the original builds them. As text (`tokenize=False`), and with rarer
         options, it goes transformers' way, which parses control strings in messages.
@@ -282,7 +286,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         )
 
     def __reduce__(self) -> Any:
-        return type(self), (self.family, self.vocabulary, self.has_chat_format)
+        return type(self), (self.family, self.vocabulary, self.has_chat_format), self._set_later()
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text as the bare vocabulary gives them: no special tokens, none parsed."""
@@ -364,7 +368,7 @@ class ChatGLMTokenizer(_Chats, PreTrainedTokenizer):
         )
 
     def __reduce__(self) -> Any:
-        return type(self), (self.vocabulary, self.offset)
+        return type(self), (self.vocabulary, self.offset), self._set_later()
 
     @property
     def vocab_size(self) -> int:
