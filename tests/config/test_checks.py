@@ -369,6 +369,10 @@ REFUSED = {
         "data.sources[0] needs one of path (a file, directory or pattern) and hub (a name on Hugging Face)."
     ),
     "data.sources=[{path:.,subset:zh}]": "data.sources[0].subset has an effect with hub only. Remove it.",
+    "data.sources=[{path:.,split:test}]": (
+        "data.sources[0].split = test has an effect with hub and directories of several splits (dataset_dict.json) "
+        "only. Remove it; where files are named by their split, give a pattern as path: data/test-*.parquet."
+    ),
     "data.sources=[{path:.,weight:0}]": "data.sources[0].weight = 0.0 must be above 0; remove the source instead.",
     "data.sources=[{path:.,columns:{promt:q}}]": (
         "data.sources[0].columns: no format reads 'promt'. Did you mean 'prompt'?"

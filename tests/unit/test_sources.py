@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
+from toolkit.config.preflight import _wrong_source
 from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
 from toolkit.data import readers as files_module, sources
 from toolkit.data.tokenize import CachePair, build_caches
@@ -367,6 +368,8 @@ def test_folders_that_datasets_saved(tmp_path: Path) -> None:
     expected = {row["prompt"] for row in ROWS}
     assert {messages[0]["content"] for messages, _ in read(tmp_path / "one")} == expected
     assert [messages[0]["content"] for messages, _ in read(tmp_path / "dict", split="test")] == ["问 1\n", "问 3\n"]
+    one, several = (SourceConfig(path=str(tmp_path / name), split="test") for name in ("one", "dict"))
+    assert (len(list(_wrong_source(one, ""))), list(_wrong_source(several, ""))) == (1, [])
     with pytest.raises(DataError, match=r"has no split 'dev'; it has train, test\. Choose one with `split`"):
         read(tmp_path / "dict", split="dev")
 

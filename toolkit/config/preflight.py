@@ -119,6 +119,13 @@ def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
         yield tr(
             "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
         )
+    elif source.path and source.split != "train" and not Path(source.path, "dataset_dict.json").is_file():
+        yield tr(
+            "{place}.split = {split} has an effect with hub and directories of several splits (dataset_dict.json) "
+            "only. Remove it; where files are named by their split, give a pattern as path: data/{split}-*.parquet.",
+            place=place,
+            split=source.split,
+        )
     for key in ("subset", "revision"):
         if getattr(source, key) and not source.hub:
             yield tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key)
