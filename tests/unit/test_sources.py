@@ -184,6 +184,11 @@ def test_too_many_bad_rows_stop_even_skip(tmp_path: Path) -> None:
     assert len(listed.read_text().splitlines()) == 12
     cfg.data.max_bad_fraction = 0.03
     assert build_caches(cfg, ByteEncoder()).report.bad_rows == 12
+    listed.unlink()
+    cfg.data.max_bad_fraction = 0.01  # of a cache that is there
+    with pytest.raises(DataError, match=r"^12 of 512 rows .* = 0\.01 allows\..* \n.*d\.jsonl:501: broken JSON"):
+        build_caches(cfg, ByteEncoder())
+    assert len(listed.read_text().splitlines()) == 12
     write_rows(path, [*pairs(3), *[{}] * 10])  # ten are tolerated whatever the fraction
     cfg.data.max_bad_fraction = 0.0
     assert build_caches(cfg, ByteEncoder()).report.bad_rows == 10

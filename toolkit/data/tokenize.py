@@ -157,6 +157,9 @@ def build_caches(cfg: RunConfig, encoder: ChatEncoder) -> CachePair:
     is_new = folder not in _opened and (built or (folder / store.MANIFEST).stat().st_mtime > time.time() - age_s())
     _opened.add(folder)
     report = PrepareReport(**{**manifest["report"], "built": built, "is_new": is_new, "folder": str(folder)})
+    # The cache may be of a build that was allowed more of them.
+    builder.report = report
+    builder.check_limit(builder.bytes, folder / store.BAD_ROWS)
     validation = store.TokenizedCache(folder, "validation") if report.validation_samples else None
     return CachePair(store.TokenizedCache(folder, "train"), validation, report)
 
@@ -265,8 +268,8 @@ class _Builder:
                 report.parts_kept += not made.is_new
                 position = made.block.position
                 self.pace.update(before + position, report.rows_read, new_bytes, new_tokens)
-                self._check_limit(before + position, bad_rows_file)
-            self._check_limit(self.bytes, bad_rows_file)
+                self.check_limit(before + position, bad_rows_file)
+            self.check_limit(self.bytes, bad_rows_file)
             if self.labels and not self.maker.labels:
                 ordered = sorted(self.labels, key=_label_order)
                 writer.number_labels(np.array([ordered.index(label) for label in self.labels], np.float32))
@@ -352,7 +355,7 @@ class _Builder:
         for places in examples.values():
             del places[workers.EXAMPLES :]
 
-    def _check_limit(self, done: int, bad_rows_file: Path) -> None:
+    def check_limit(self, done: int, bad_rows_file: Path) -> None:
         """Stop when so many rows are bad that skipping them would hide a mistake in the data."""
         report = self.report
         expected = report.rows_read * self.bytes / max(done, 1)
@@ -367,7 +370,7 @@ class _Builder:
                 rows=f"{report.rows_read:,}",
                 fraction=self.data.max_bad_fraction,
                 file=self.bad_rows_file,
-                examples="\n".join(["", *report.examples[tr("cannot be used")]]),
+                examples="\n".join(["", *report.examples.get(tr("cannot be used"), ())]),
             ).rstrip()
         )
 
