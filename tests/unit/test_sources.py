@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -490,6 +491,24 @@ def test_an_edit_moves_few_blocks(tmp_path: Path) -> None:
     assert len(before) > 20
     assert len(set(after) - set(before)) <= 4
     assert b"".join(after) == path.read_bytes()  # type: ignore[arg-type]
+
+
+def test_nodes_that_number_devices_otherwise_remember_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, devices, hashed = written(tmp_path, GOOD), iter([1, 2, 1, 2]), []
+    names = [f"st_{name}" for name in ("size", "mtime_ns", "ctime_ns", "ino", "mtime", "ctime")]
+    stat, sha256 = Path.stat, sources.sha256
+
+    def other_stat(self: Path, **options: Any) -> Any:
+        found = stat(self, **options)
+        if self != path:
+            return found
+        return SimpleNamespace(st_dev=next(devices), **{name: getattr(found, name) for name in names})
+
+    monkeypatch.setattr(sources, "_SETTLED_S", -1.0)
+    monkeypatch.setattr(sources, "sha256", lambda file: hashed.append(file) or sha256(file))
+    monkeypatch.setattr(Path, "stat", other_stat)
+    assert len({sources.content_hash(path, tmp_path) for _ in range(4)}) == 1
+    assert len(hashed) == 2
 
 
 def test_hash_is_remembered_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

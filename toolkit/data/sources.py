@@ -165,8 +165,9 @@ def content_hash(path: Path, cache_dir: Path) -> str:
     """
     with reading(path, DataError):
         found = path.stat()
-        stamp = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
-        name = hashlib.sha256(str(path.absolute()).encode(errors="surrogateescape")).hexdigest()[:32]
+        stamp = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        # Nodes that share both folders may know the device by other numbers: each number has its own memory.
+        name = hashlib.sha256(f"{found.st_dev} {path.absolute()}".encode(errors="surrogateescape")).hexdigest()[:32]
         kept = cache_dir / "hashes" / f"{name}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
             remembered = json.loads(kept.read_text(encoding="utf-8"))
