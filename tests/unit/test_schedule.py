@@ -174,3 +174,11 @@ def test_a_run_that_is_too_short_for_warm_up_and_decay() -> None:
     make_schedule(cfg, TOTAL)
     with pytest.raises(ConfigError, match=r"warmup_steps = 30 and .* = 10 are more together than the 39 steps"):
         make_schedule(cfg, TOTAL - 1)
+
+
+@pytest.mark.parametrize("name", ScheduleName)
+def test_a_run_that_is_too_short_for_its_warm_up(name: ScheduleName) -> None:
+    cfg = make_config(name, WarmupType.linear, TOTAL, 0.0, 0.0)
+    make_schedule(cfg, TOTAL)
+    with pytest.raises(ConfigError, match=r"warmup_steps = 40 is more than the 39 steps of this run, which would end"):
+        make_schedule(cfg, TOTAL - 1)

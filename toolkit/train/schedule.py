@@ -187,6 +187,13 @@ class Schedule:
 def make_schedule(cfg: schema.RunConfig, total_steps: int) -> Callable[[HasGroups], Schedule]:
     """Return what makes an optimizer's learning-rate schedule; ConfigError if the run is too short for it."""
     warmup, decay = warmup_steps(cfg, total_steps), cfg.schedule.decay_steps
+    if warmup > total_steps:
+        raise ConfigError(
+            "schedule.warmup_steps = {warmup} is more than the {steps} steps of this run, which would end while the "
+            "learning rate still rises. Lower it, or set schedule.warmup_ratio in its place.",
+            warmup=warmup,
+            steps=total_steps,
+        )
     if cfg.schedule.name is schema.ScheduleName.wsd and warmup + decay > total_steps:
         raise ConfigError(
             "schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} are more together than the "

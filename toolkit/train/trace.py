@@ -58,7 +58,8 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
     attention.trains_on_gpu = lambda: True
     if cfg.optim.torch is not True:  # as where there is an nvcc
         cfg = replace(cfg, optim=replace(cfg.optim, torch=False))
-    outline, ds = outline_of(cfg), ds_config.build_ds_config(cfg, world_size, _TOTAL_STEPS)
+    total_steps = max(_TOTAL_STEPS, cfg.schedule.warmup_steps + cfg.schedule.decay_steps)
+    outline, ds = outline_of(cfg), ds_config.build_ds_config(cfg, world_size, total_steps)
     device, mode, watch = torch.device(fake_gpu.DEVICE), FakeTensorMode(allow_non_fake_inputs=True), fake_gpu.Watch()
     with mode, watch:
         with device:
@@ -70,7 +71,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
             model,
             ds.values,
             cfg.train.activation_checkpointing,
-            schedule.make_schedule(cfg, _TOTAL_STEPS),
+            schedule.make_schedule(cfg, total_steps),
             None,
             cfg.optim,
         )
