@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.unit.data_tools import END, ByteEncoder, UntrainedEncoder, pairs, run_config, text_of, write_rows
 from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
-from toolkit.data.store import TokenizedCache, damaged_files
+from toolkit.data.store import TRAINED, TokenizedCache, damaged_files
 from toolkit.data.tokenize import build_caches, split_rows
 from toolkit.messages import DataError
 from toolkit.train.language_data import _tell
@@ -53,6 +54,24 @@ def test_ids_and_masks_by_hand(tmp_path: Path) -> None:
 def test_smallest_width(tmp_path: Path, vocab_size: int, dtype: type) -> None:
     cfg = made(tmp_path, pairs(1))
     assert build_caches(cfg, ByteEncoder(vocab_size)).train[0][0].dtype == dtype
+
+
+def test_trained_tokens_of_a_large_store_are_counted_in_little_memory(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    offsets = np.concatenate(([0], np.cumsum(rng.integers(1, 300, 20_000))))
+    trained = rng.random(offsets[-1]) < 0.5
+    cache = build_caches(made(tmp_path, pairs(1)), ByteEncoder()).train
+    (tmp_path / TRAINED).write_bytes(np.packbits(trained).tobytes())
+    cache._trained = os.open(tmp_path / TRAINED, os.O_RDONLY)
+    cache.offsets, cache.members = offsets, np.arange(0, 20_000, 3, np.uint32)
+    tracemalloc.start()
+    counts = cache.predicted_counts()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    os.close(cache._trained)
+    assert peak < 4 * len(trained)
+    trained[offsets[:-1]] = False
+    assert np.array_equal(counts, np.add.reduceat(trained, offsets[:-1], dtype=np.int64)[::3])
 
 
 def test_split_by_fraction(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ _COLUMNS = {
     "hashes": np.uint64,
     "values": np.float32,
 }
+_SAMPLES_AT_ONCE = 1 << 12
+"""Of which trained tokens are counted: ten bytes of memory for each of their tokens."""
 
 Sample = tuple[NDArray[Any], NDArray[np.bool_]]
 """Ids (unsigned integers) and mask of one sample."""
@@ -113,11 +115,14 @@ class TokenizedCache:
 
     def predicted_counts(self) -> NDArray[np.int64]:
         """Return how many tokens of each sample the loss covers, without a sample's first, [len(self)]; reads all."""
-        begins = self.offsets[:-1]
-        trained = self.read_trained(0, int(self.offsets[-1])).copy()
-        trained[begins] = False
-        counts: NDArray[np.int64] = np.add.reduceat(trained, begins, dtype=np.int64)[self.members]
-        return counts
+        counts = np.zeros(len(self.offsets) - 1, np.int64)
+        for low in range(0, len(counts), _SAMPLES_AT_ONCE):
+            offsets = self.offsets[low : low + _SAMPLES_AT_ONCE + 1]
+            trained = self.read_trained(int(offsets[0]), int(offsets[-1])).copy()
+            begins = offsets[:-1] - offsets[0]
+            trained[begins] = False
+            counts[low : low + len(begins)] = np.add.reduceat(trained, begins, dtype=np.int64)
+        return counts[self.members]
 
     def values(self, indices: Sequence[int]) -> NDArray[np.float32] | None:
         """Return what the rows of some samples of this split say of them; None if rows say nothing."""
