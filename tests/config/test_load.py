@@ -340,6 +340,32 @@ def test_own_groups(tmp_path: Path) -> None:
     assert message_with_dir(str(tmp_path / "nosuch")) == f"--config-dir {tmp_path}/nosuch is not a directory."
 
 
+def test_texts_are_as_they_were_typed(tmp_path: Path) -> None:
+    words = ["run.name=1.10", "model.revision=2026_11_26", "track.wandb.project=True", "run.deadline='22:00'"]
+    cfg = load(["recipe=quickstart", *words, "optim.lr=1e-3"]).cfg
+    assert (cfg.run.name, cfg.model.revision, cfg.track.wandb.project) == ("1.10", "2026_11_26", "True")
+    assert (cfg.run.deadline, cfg.optim.lr) == ("22:00", 1e-3)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("path: 007\nrevision: 1e3\n")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "defaults: [quickstart, override /model: mine, _self_]\nrun: {name: 2026_11_26, deadline: 22:00}\n"
+        "classify: {labels: [yes, 1.10, 'no']}\noptim: {lr: 1e-3}\n"
+        "data: {sources: [{path: 1.10, columns: {prompt: on, response: 0x1F}}]}\n"
+        "track:\n  wandb:\n    group: ${run.name}\n"
+    )
+    cfg = load([f"recipe={recipe}"], config_dir=str(tmp_path)).cfg
+    assert (cfg.run.name, cfg.run.deadline, cfg.track.wandb.group) == ("2026_11_26", "22:00", "2026_11_26")
+    assert (cfg.model.path, cfg.model.revision, cfg.optim.lr) == ("007", "1e3", 1e-3)
+    assert cfg.classify.labels == ["yes", "1.10", "no"]
+    assert (cfg.data.sources[0].path, cfg.data.sources[0].columns) == ("1.10", {"prompt": "on", "response": "0x1F"})
+    recipe.write_text(to_yaml(cfg))
+    assert load([f"recipe={recipe}"]).cfg == cfg
+    recipe.write_text("run: {name: }\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml:1: 'run\.name' = null must be a text"):
+        load([f"recipe={recipe}"])
+
+
 def test_own_groups_of_any_name_in_any_folder(tmp_path: Path) -> None:
     folder = tmp_path / "my own, 配置's"
     (folder / "habit").mkdir(parents=True)

@@ -1,9 +1,11 @@
 """YAML files read as data, with the line of every key; and where conf/, recipes/ and examples/data/ are."""
 
+import dataclasses
 import functools
 import importlib
 import os
 import re
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +14,15 @@ from typing import Any
 import yaml
 from omegaconf._utils import get_yaml_loader
 
-from toolkit.config.schema import DataConfig, RowFormat
+from toolkit.config.schema import DataConfig, RowFormat, types_of
 from toolkit.messages import ConfigError, tr
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_FILE_BYTES = 1_000_000
 DEEPEST_NESTING = 50
 _TEXT = "tag:yaml.org,2002:str"
+_CONVERTED = [f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "merge", "value")]
+"""What YAML makes of texts without quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,9 @@ def show(path: Path) -> str:
     return str(path)
 
 
-def read(path: Path) -> YamlDocument:
-    """Read a recipe or a group file. Nothing in it is executed, and aliases, which can explode, are refused.
+def read(path: Path, kind: Any = None) -> YamlDocument:
+    """Read a recipe or a group file. Nothing in it is executed, and aliases, which can explode, are refused. What is a
+    text in `kind`, a section of the schema, stays as it is typed: `1.10`, `off`, `012`.
 
     Raises:
         ConfigError: unreadable, no YAML, no mapping, too large, too deep, a key twice.
@@ -113,16 +118,16 @@ def read(path: Path) -> YamlDocument:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("cannot read {file}: {reason}", file=shown, reason=error) from error
-    return parse(text, shown)
+    return parse(text, shown, kind)
 
 
-def parse(text: str, shown: str) -> YamlDocument:
+def parse(text: str, shown: str, kind: Any = None) -> YamlDocument:
     """Parse YAML text; see `read`."""
     try:
         try:
-            values, lines = _parsed(text, shown, _fast_loader())
+            values, lines = _parsed(text, shown, _fast_loader(), kind)
         except yaml.YAMLError:  # PyYAML's own parser says better what is wrong, and where
-            values, lines = _parsed(text, shown, get_yaml_loader())
+            values, lines = _parsed(text, shown, get_yaml_loader(), kind)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError("{file}:{line}: {reason}", file=shown, line=line, reason=error.problem) from error
@@ -133,7 +138,7 @@ def parse(text: str, shown: str) -> YamlDocument:
     return YamlDocument(shown, values, lines)
 
 
-def _parsed(text: str, shown: str, loader_class: Any) -> tuple[Any, dict[str, int]]:
+def _parsed(text: str, shown: str, loader_class: Any, kind: Any) -> tuple[Any, dict[str, int]]:
     """Return a text's content, and the line of each key and list item."""
     depth = 0
     for event in yaml.parse(text, Loader=loader_class):
@@ -145,7 +150,7 @@ def _parsed(text: str, shown: str, loader_class: Any) -> tuple[Any, dict[str, in
             raise ConfigError("{file} nests deeper than {limit} levels.", file=shown, limit=DEEPEST_NESTING)
     loader, lines = loader_class(text), dict[str, int]()
     node = loader.get_single_node()
-    _walk(node, "", lines)
+    _walk(node, "", lines, kind)
     return loader.construct_document(node) if node is not None else {}, lines
 
 
@@ -167,21 +172,24 @@ def _fast_loader() -> Any:
     return Fast
 
 
-def _walk(node: yaml.Node | None, path: str, lines: dict[str, int]) -> None:
-    """Note where each key and item is; let environment variables be texts: YAML makes false of `off`, 10 of `012`."""
+def _walk(node: yaml.Node | None, path: str, lines: dict[str, int], kind: Any) -> None:
+    """Note where each key and item is; keep texts as they are typed: YAML makes false of `off`, 10 of `012`."""
+    inner = typing.get_args(kind)
     if isinstance(node, yaml.MappingNode):
+        fields = types_of(typing.cast("type", kind)) if dataclasses.is_dataclass(kind) else {}
+        of_all = str if path == "launch.env" else inner[1] if typing.get_origin(kind) is dict else None
         for key, value in node.value:
-            if path == "launch.env":
+            if of_all is str:
                 key.tag = _TEXT
-                if isinstance(value, yaml.ScalarNode) and value.tag != "tag:yaml.org,2002:null":
-                    value.tag = _TEXT
-            inner = f"{path}.{key.value}" if path else str(key.value)
-            lines[inner] = key.start_mark.line + 1
-            _walk(value, inner, lines)
+            below = f"{path}.{key.value}" if path else str(key.value)
+            lines[below] = key.start_mark.line + 1
+            _walk(value, below, lines, of_all or fields.get(str(key.value)))
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             lines[f"{path}[{index}]"] = item.start_mark.line + 1
-            _walk(item, f"{path}[{index}]", lines)
+            _walk(item, f"{path}[{index}]", lines, inner[0] if typing.get_origin(kind) is list else None)
+    elif node is not None and kind is str and node.tag in _CONVERTED:
+        node.tag = _TEXT
 
 
 SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")

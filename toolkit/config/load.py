@@ -343,7 +343,7 @@ class _CommandLine:
         kind, before = field_type(key), problems.count
         if kind is None or "_target_" in key.split("."):
             raise unknown_key(key, partial(_always, place))
-        if key.startswith("launch.env.") and isinstance(value, (bool, int, float)):
+        if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
             value = str(override.input_line).partition("=")[2].strip()  # as it was typed: 1e3, not 1000.0
         reader = TreeReader(partial(_always, place), problems)
         reader.read(value, kind, key)
@@ -400,7 +400,7 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
     waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN, chosen, ())]
     while waiting:
         name, path, above = waiting.pop()
-        document = documents[name] = files.read(path)
+        document = documents[name] = files.read(path, schema.RunConfig)
         others = [str(key) for key in document.values if key not in own and is_foreign(str(key))]
         if len(others) >= 2 and 2 * len(others) > len(document.values):  # else its keys would be reported one by one
             raise ConfigError(
@@ -516,7 +516,8 @@ def _layers(
             yield recipes[name], "", named.index(name) + 1
         elif group in groups:
             layer = layers.get(group, 0 if path in ordinary else 1)
-            document = files.read(groups[group][name])
+            kind = field_type(one.package) if one.package else schema.RunConfig
+            document = files.read(groups[group][name], kind)
             _check_document(document, one.package or "", problems)
             yield document, one.package or "", layer
         elif path == "config":

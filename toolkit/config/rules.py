@@ -334,7 +334,7 @@ def _check_deadline(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.error(
             "run.deadline",
             '{key} = {value} is no time: give a time of day ("18:00"), a date and time ("2026-11-26 08:00") or a '
-            'duration ("2h30m"), in quotes, as YAML takes 18:00 for a number.',
+            'duration ("2h30m").',
         )
 
 
