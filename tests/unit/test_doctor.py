@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from toolkit.cli import main
+from toolkit.config.load import load
 from toolkit.config.schema import Init, ModelConfig, RunConfig
-from toolkit.doctor import facts, findings as findings_module
+from toolkit.doctor import examine, facts, findings as findings_module
 from toolkit.doctor.findings import ERROR, NOTE, WARNING
 
 CARD = {"index": "0", "name": "H200", "mib": 141000, "free_mib": 140000, "used_by": 0}
@@ -196,6 +197,30 @@ def test_what_is_hidden_is_no_part_of_a_model(tmp_path: Path) -> None:
     assert found[0]["bytes"] == 100_001
     gone = RunConfig(model=ModelConfig(path="/nowhere", init=Init.pretrained, shape=shape))
     assert "error" in facts.of_recipe(gone, {})["files"]["model.path"]
+
+
+def test_a_model_of_the_hub_is_what_this_machine_has_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks download the rest: no launch over several nodes may stop for it."""
+    snapshot = tmp_path / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    cfg = load(["recipe=chatglm"]).cfg
+    for known, holds in ((None, False), (str(snapshot / "config.json"), True)):
+        monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, known=known, **__: known)
+        found = facts.of_recipe(cfg, {})["files"]
+        assert ("hash" in found.get("model.path", {})) is holds and "error" not in found.get("model.path", {})
+
+
+@pytest.mark.parametrize(
+    ("seen", "options", "gpus"),
+    [("4,5", {}, [4, 5]), ("4,5", {"--num_gpus": "1"}, [0]), ("", {}, [0]), ("GPU-1f", {}, [0])],
+)
+def test_the_gpus_of_this_machine_that_deepspeed_takes(
+    seen: str, options: dict[str, str], gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    monkeypatch.setattr(Path, "glob", lambda *_: [Path("/dev/nvidia0")])
+    assert examine._hosts(options) == {"localhost": gpus}
 
 
 def test_code_is_compared_with_its_tables() -> None:

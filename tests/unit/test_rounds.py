@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit.speaker import write_random
-from toolkit.cli import main
+from toolkit.cli import main, rounds as cli
 from toolkit.evaluate.rewards import Reward, pairs_of, read_lines, scored, write_lines
 from toolkit.jobs import rounds
+from toolkit.launch.hostfile import select_gpus
 from toolkit.messages import ConfigError, DataError, Stopped
 
 
@@ -111,11 +112,13 @@ class Steps:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.devices: set[str] = set()
         self.stop = -1
 
-    def __call__(self, command: list[str], requests: Any) -> None:
+    def __call__(self, command: list[str], requests: Any, device: str = "") -> None:
         if len(self.done) == self.stop:
             raise Stopped("stopped")
+        self.devices |= {device} if "launch" not in command else set()
         words = dict(word.partition("=")[::2] for word in command)
         if "generate" in command:
             questions = read_lines(Path(words["input"]))
@@ -189,6 +192,8 @@ def test_prompts_are_answered_by_a_process_for_each_gpu(
     steps.stop = 0
     assert main([*words, "rounds=1"]) == Stopped.exit_code
     (folder / "round-1" / "samples.jsonl.2-of-3").touch()
+    for name in ("1-of-2", "1-of-32.part.json"):  # of a command on other GPUs, which was stopped
+        (folder / "round-1" / f"samples.jsonl.{name}").touch()
     steps.stop = -1
     assert main([*words, "rounds=1"]) == 0, capsys.readouterr().err
     shards = [([command[-1] for command in commands], devices) for commands, _, devices in started]
@@ -196,6 +201,17 @@ def test_prompts_are_answered_by_a_process_for_each_gpu(
     everything = (["shard=1/3", "shard=2/3", "shard=3/3"], seen)
     assert shards == [everything, (["shard=1/3", "shard=3/3"], seen[::2]), everything]
     assert all(command[3] == "generate" for commands, *_ in started for command in commands)
+    assert steps.devices == {"4"}
+    assert {path.name for path in (folder / "round-1").glob("*-of-*")} == {"samples.jsonl.2-of-3"}
+
+
+def test_gpus_that_are_left_out_answer_no_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed takes the numbers of --include and --exclude as they are, whatever CUDA_VISIBLE_DEVICES is."""
+    monkeypatch.setattr("toolkit.jobs.autotune.hosts_of", lambda options: select_gpus({"localhost": 8}, options))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert cli._devices({"--include": "localhost:4,5"}) == ["4", "5"]
+    assert cli._devices({"--exclude": "localhost:0,1,2,3,4,5,6"}) == ["7"]
+    assert cli._devices({"--hostfile": "hosts", "--include": "a:4,5"}) == [""]
 
 
 def test_a_step_that_fails_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ toolkit rounds [launcher options] recipe=NAME preference=dpo model.path=DIR prom
   launcher options, other arguments as for `toolkit launch`, which starts each run
 """
 
-from collections.abc import Mapping
+import os
 from pathlib import Path
 
 from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
+from toolkit.jobs import autotune
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import ConfigError, tr
 
@@ -60,22 +61,26 @@ def run(words: list[str]) -> int:
         prompts=Path(given["prompts"]).absolute(),
         reward=reward,
         rounds=positive_int(given, "rounds") or 3,
-        processes=_processes(options),
+        devices=_devices(options),
         generate=generate | {name: given[name] for name in GENERATE if name in given},
     )
     return run_rounds(plan)
 
 
-def _processes(options: Mapping[str, str]) -> int:
-    """Return how many processes answer prompts: one for each GPU that the runs take on this node; 1 on several."""
-    if deepspeed.hostfile_of(options) or {"--include", "-i", "--exclude", "-e"} & options.keys():
-        return 1
-    if asked := deepspeed.ranks_of(options):
-        return asked
+def _devices(options: dict[str, str]) -> list[str]:
+    """Return the GPUs that answer prompts, by a process each: those of the runs on this node; one, "", on several."""
+    if {"--include", "-i", "--exclude", "-e"} & options.keys() and not deepspeed.hostfile_of(options):
+        return [str(gpu) for gpus in autotune.hosts_of(options).values() for gpu in gpus]
+    count = 1 if deepspeed.hostfile_of(options) else deepspeed.ranks_of(options) or _gpus_here()
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [seen[n] if n < len(seen) and seen[0] else str(n) for n in range(count)] if count > 1 else [""]
+
+
+def _gpus_here() -> int:
     from toolkit.models.attention import trains_on_gpu
 
     if not trains_on_gpu():
         return 1
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()

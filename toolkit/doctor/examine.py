@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shlex
 import time
 from collections import ChainMap
@@ -232,8 +233,10 @@ def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
     """Return the machines that are to be examined; an error if not all of them can be asked from here."""
     path = deepspeed.hostfile_of(options)
     if path is None:
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = chosen.split(",") if chosen else list(Path("/dev").glob("nvidia[0-9]*"))
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if re.fullmatch(r"\d+(,\d+)*", chosen) and not {*hostfile.SELECTING} & options.keys():
+            return {"localhost": [int(gpu) for gpu in chosen.split(",")]}
+        gpus = list(Path("/dev").glob("nvidia[0-9]*"))
         return hostfile.select_gpus({"localhost": max(1, len(gpus))}, options)  # 1, a CPU rank, without GPUs
     hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
     if "--no_ssh" in options and len(hosts) > 1:

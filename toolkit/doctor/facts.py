@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from toolkit import children
-from toolkit.config import load, preflight, schema
+from toolkit.config import files, load, preflight, schema
 from toolkit.launch.environment import EXPORTED_PREFIXES
 from toolkit.messages import ToolkitError
 
@@ -205,11 +205,16 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _files(cfg: schema.RunConfig) -> dict[str, Any]:
     """Return of each file or folder that the recipe reads what it holds, or why it cannot be read."""
+    from huggingface_hub import try_to_load_from_cache
+
     from toolkit.data.readers import files_of
 
-    found = {}
-    if cfg.model.init is schema.Init.pretrained:
-        found["model.path"] = _fingerprint(cfg.model.path, partial(_visible, Path(cfg.model.path)))
+    found, model = {}, Path(cfg.model.path)
+    if files.is_hub_name(cfg.model.path):  # what this machine has of it; the ranks download the rest
+        known = try_to_load_from_cache(cfg.model.path, "config.json", revision=cfg.model.revision or None)
+        model = Path(known).parent if isinstance(known, str) else Path()
+    if cfg.model.init is schema.Init.pretrained and model.name:
+        found["model.path"] = _fingerprint(cfg.model.path, partial(_visible, model))
     for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
         if source.path:
             found[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))

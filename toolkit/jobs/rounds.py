@@ -16,7 +16,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ class RoundsPlan:
     rounds: int
     generate: dict[str, str]
     """Arguments of `toolkit generate`: samples, temperature, max_new_tokens, batch_size and others."""
-    processes: int = 1
-    """Answer each round's prompts together, on a GPU each; how many changes no answer."""
+    devices: list[str] = field(default_factory=lambda: [""])
+    """GPUs that answer each round's prompts together; how many changes no answer. "": what a process sees."""
 
     def _settings(self) -> list[str]:
         return [word for word in self.words if not word.startswith("language=")]  # what is printed changes no result
@@ -125,15 +125,17 @@ def _sample(
         given |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
         given["language"] = current_language()
         words = [f"{name}={value}" for name, value in given.items() if value]
-        generate, shards = [*LAUNCH[:-1], "generate", *words], range(1, plan.processes + 1)
-        if len(shards) > 1:
-            missing = [n for n in shards if not (folder / f"{samples.name}.{n}-of-{len(shards)}").exists()]
-            _call_all(
-                [[*generate, f"shard={n}/{len(shards)}"] for n in missing], requests, [_device(n) for n in missing]
-            )
-        _call(generate, requests)
+        generate, shards = [*LAUNCH[:-1], "generate", *words], len(plan.devices)
+        for path in folder.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of processes
+            if f"-of-{shards}." not in f"{path.name}.":
+                path.unlink()
+        if shards > 1:
+            missing = [n for n in range(shards) if not (folder / f"{samples.name}.{n + 1}-of-{shards}").exists()]
+            commands = [[*generate, f"shard={n + 1}/{shards}"] for n in missing]
+            _call_all(commands, requests, [_sees(plan.devices[n]) for n in missing])
+        _call(generate, requests, plan.devices[0])
     if not scored.exists():
-        _call(rewards.command(plan.reward, samples, scored), requests)
+        _call(rewards.command(plan.reward, samples, scored), requests, plan.devices[0])
     found, about = rewards.pairs_of(rewards.read_lines(scored))
     if not pairs.exists():
         rewards.write_lines(pairs, found)
@@ -153,15 +155,14 @@ def _run_words(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list
     return [*kept, *(f"{name}={quoted(Path(value))}" for name, value in own.items())]
 
 
-def _call(command: Sequence[str], requests: SignalRequests) -> None:
+def _call(command: Sequence[str], requests: SignalRequests, device: str = "") -> None:
     """Run a step in a process of its own; see `_call_all`."""
-    _call_all([command], requests, [{}])
+    _call_all([command], requests, [_sees(device)])
 
 
-def _device(number: int) -> dict[str, str]:
-    """Return the variable that shows a process, numbered from 1, one GPU; on CPUs nothing reads it."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return {"CUDA_VISIBLE_DEVICES": seen[number - 1] if number <= len(seen) and seen[0] else str(number - 1)}
+def _sees(device: str) -> dict[str, str]:
+    """Return the variable that shows a process one GPU; on CPUs nothing reads it."""
+    return {"CUDA_VISIBLE_DEVICES": device} if device else {}
 
 
 def _call_all(
