@@ -1,6 +1,7 @@
 """The plan of memory: consistent with itself, whatever the model and the machines; benchmarks/plan.py runs it."""
 
 import json
+import math
 import subprocess
 import sys
 from copy import deepcopy
@@ -137,6 +138,40 @@ def test_what_is_offloaded_moves_to_the_host(name: str, dtype: Dtype, stage: int
     hosts = [plan_host(outline, there, A100, after), plan_host(outline, cfg, A100, before)]
     more, less = (max(sum(parts.values()) for parts in host.values()) for host in hosts)
     assert more > less
+
+
+def test_page_locked_blocks_are_powers_of_two() -> None:
+    words = ["recipe=zero2_offload", "model=glm4_9b", "model.path=/models/none"]
+    locked, plain = (load([*words, f"zero.offload_optimizer.pin_memory={value}"]).cfg for value in ("true", "false"))
+    outline = outline_of(plain)
+    elements = outline.num_trained
+    assert plan_rank(outline, plain, 1).host == {"optimizer": 12 * elements, "gradients": 8 * elements}
+    accumulated = sum(2 ** math.ceil(math.log2(2 * math.prod(shape))) for shape in outline.shapes.values())
+    # 35 GiB of master weights, 35 of gradients and 17.5 in bf16 are a block each; moments are not locked.
+    assert plan_rank(outline, locked, 1).host == {
+        "optimizer": 64 * GIB + 8 * elements,
+        "gradients": (64 + 32) * GIB + accumulated,
+    }
+    assert plan_rank(outline, locked, 1, on_cpu=True) == plan_rank(outline, plain, 1, on_cpu=True)
+
+
+def test_page_locked_blocks_of_stage_3() -> None:
+    words = ["recipe=zero3_offload", "model.path=/models/none"]
+    more = ["zero.offload_optimizer.pin_memory=false", "zero.offload_param.pin_memory=false"]
+    locked, plain = load(words).cfg, load([*words, *more]).cfg
+    outline = outline_of(plain)
+    elements = outline.num_trained
+    assert plan_rank(outline, plain, 1).host == {
+        "optimizer": 12 * elements,
+        "gradients": 8 * elements,
+        "weights": 2 * elements,
+    }
+    each = sum(2 ** math.ceil(math.log2(2 * math.prod(shape))) for shape in outline.shapes.values())
+    assert plan_rank(outline, locked, 1).host == {
+        "optimizer": 12 * elements,
+        "gradients": (32 + 5 * 4 + 8) * GIB,  # all, and those of each tile: five below 4 GiB, the last with the head
+        "weights": 16 * GIB + each,  # a block of all, and one of each weight before, which torch keeps
+    }
 
 
 def test_known_totals() -> None:

@@ -352,7 +352,8 @@ class _Rank:
         self.all, self.trained = outline.num_parameters, outline.num_trained  # P, X
         self.ranks = world // (cfg.parallel.pipeline * cfg.parallel.tensor)  # N, with equal parameters
         groups = outlines.zero_groups(outline, self.ranks)
-        self.own_all, self.own_trained = (sum(-(-group[kind] // group[2]) for group in groups) for kind in (0, 1))
+        self.own_groups = [-(-trained // over) for _, trained, over in groups]
+        self.own_all, self.own_trained = sum(-(-size // over) for size, _, over in groups), sum(self.own_groups)
         self.weight = WIDTHS[cfg.precision.dtype]
         self.is_half = self.weight == 2
         # Bytes of a number of an added-up gradient, and of the optimizer's states of a trained parameter.
@@ -533,7 +534,39 @@ class _Rank:
             parts["weights"] = self.weight * self.own_all
         elif zero.offload_param.device is schema.Device.nvme:
             parts["weights"] = self.weight * zero.offload_param.buffer_size * zero.offload_param.buffer_count
+        parts.update({} if self.on_cpu else self.page_locked())
         return {kind: count for kind, count in parts.items() if count}
+
+    def page_locked(self) -> Parts:
+        """What page-locked blocks take besides: torch 2.13 rounds each up to a power of two and keeps freed ones
+        (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block).
+
+        Blocks of DeepSpeed 0.19.8: below stage 3 of each group (those of one rate and decay taken for all) the master
+        weights, their gradients and a copy in the model's type, and each accumulated gradient (stage_1_and_2.py); under
+        stage 3 all gradients, those of a tile, each offloaded weight, and then all trained ones (stage3.py).
+        """
+        zero, weight, own = self.cfg.zero, self.weight, self.own_trained
+        sizes = {name: math.prod(shape) for name, shape in self.outline.shapes.items()}
+        trained, parts = [size for name, size in sizes.items() if name in self.outline.trained], Counter[str]()
+        if self.offloads and zero.offload_optimizer.pin_memory and zero.stage < 3:
+            parts["optimizer"] = _rounding(4, *self.own_groups)
+            accumulated = _rounding(weight, *trained) * own // max(self.trained, 1)
+            parts["gradients"] = parts["optimizer"] + _rounding(weight, *self.own_groups) + accumulated
+        elif self.offloads and zero.offload_optimizer.pin_memory:
+            tiles = [0]
+            for size in map(self.part, trained):
+                tiles[-1:] = [tiles[-1] + size] if tiles[-1] < zero.sub_group_size else [tiles[-1], size]
+            tiles = [*tiles, max(tiles) * zero.offload_optimizer.super_offload]  # the process's own copy
+            is_there = zero.offload_optimizer.device is schema.Device.cpu
+            parts["gradients"] = _rounding(self.grad, own) + (_rounding(4, *tiles) if is_there else 0)
+        if zero.offload_param.device is schema.Device.cpu and zero.offload_param.pin_memory:
+            parts["weights"] = weight * own + _rounding(weight, own, *map(self.part, sizes.values()))
+        return parts
+
+
+def _rounding(width: int, *sizes: int) -> int:
+    """Return how much larger blocks are than so many numbers of `width` bytes, as powers of two."""
+    return sum((1 << (width * size - 1).bit_length()) - width * size for size in sizes if size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
