@@ -55,10 +55,12 @@ def _write_above(line: str) -> None:
     """Write a line above the live view; the terminal wraps it, so that it can be copied whole."""
     from rich.text import Text
 
-    if _live is None:  # it has just ended, in another thread
+    live = _live
+    if live is None:  # it has just ended, in another thread
         write_to_stdout(line)
-    else:
-        _live.console.print(Text(line), soft_wrap=True)
+        return
+    with live._lock:  # else its thread may draw between what erases a view and what draws it anew (rich 15.0)
+        live.console.print(Text(line), soft_wrap=True)
 
 
 def _tell(line: str) -> None:

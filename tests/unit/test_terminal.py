@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pyte
 import pytest
+from rich.text import Text
 
 from toolkit import terminal
 from toolkit.messages import say, set_language, set_main_rank, warn
@@ -100,6 +102,23 @@ def test_a_live_view_only_where_somebody_looks(screen: Terminal, monkeypatch: py
         terminal.set_display("auto")
         with redirect_stdout(io.StringIO()):
             assert not terminal.is_live()
+
+
+def test_no_view_is_drawn_while_a_line_is_printed(screen: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer for a line than the view's thread waits."""
+    render = Text.__rich_console__
+
+    def slowly(self: Text, *given: Any) -> Iterator[Any]:
+        time.sleep(0.6 if self.plain == "it is warm." else 0)
+        yield from render(self, *given)
+
+    monkeypatch.setattr(Text, "__rich_console__", slowly)
+    with redirect_stdout(screen):
+        progress = Progress(100, shown=True)
+        progress.start()
+        say("it is warm.")
+        progress.close()
+    assert screen.shows() == "it is warm."
 
 
 def test_the_view_of_a_run(screen: Terminal) -> None:
