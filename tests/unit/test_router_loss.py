@@ -96,6 +96,17 @@ def test_value_and_gradients_are_those_of_the_formula(name: str, recomputed: boo
     assert min(differences) > 1e-4  # or the comparison above would not notice that it is missing
 
 
+def test_a_filler_trains_no_router() -> None:
+    """It balances nothing: a rank has it where an epoch has no row left for it."""
+    model, filler = build("qwen3_moe"), collate([], 0)
+    routers = routers_of(model, configured("model=hf", "model.router_loss=0.7"))
+    assert routers is not None
+    routers.begin(filler, CPU, SCALE)
+    token_loss_sum(model, filler).backward()
+    assert not any(one.grad.any() for one in model.parameters() if one.grad is not None)
+    assert not routers.collect(CPU).any()
+
+
 def test_balanced_is_the_number_of_choices() -> None:
     def value(logits: torch.Tensor, chosen: torch.Tensor, samples: torch.Tensor) -> float:
         return float(balance(logits, expert_loads(chosen, samples, 4), samples))

@@ -532,7 +532,7 @@ class Routers:
 
     def begin(self, batch: attention.Batch, device: torch.device, scale: float) -> None:
         """Observe the next micro-batch; `scale` is that of its token loss. Tokens count once for each sample that they
-        are in, as if samples shared none; those of a filler (loader.collate) are no expert's load.
+        are in, as if samples shared none; those of a filler (loader.collate) are no expert's load, and have no loss.
         """
         self._end()
         segments, rows = batch["segment_ids"], batch.get("row_ids", batch["input_ids"])
@@ -542,7 +542,7 @@ class Routers:
         part, self._parts = batch["part"].tolist() if "part" in batch else (0, 1)
         self._learned = int(part == 0)
         # The mean over ranks adds up what the ranks of a group find for parts of the same rows.
-        self._factor = scale * self.coefficient / self.num_layers * self._parts
+        self._factor = 0.0 if self._is_filler else scale * self.coefficient / self.num_layers * self._parts
 
     def collect(self, device: torch.device) -> torch.Tensor:
         """Return this rank's sums over micro-batches, and stop observing: of the mean over layers of the losses,
@@ -580,7 +580,7 @@ class Routers:
                 (torch.stack(losses).mean()[None], *loads, *(torch.stack(one).sum()[None] for one in dropped))
             )
             if self._is_filler:
-                found[1:] = 0
+                found.zero_()
             self._sum = found if self._sum is None else self._sum + found
             self._found = {}
 
