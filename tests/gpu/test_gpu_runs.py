@@ -21,6 +21,7 @@ SAVED = ["checkpoint.every=5"]
 DEEPSPEED_ADAM = "optim.torch=false"
 BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # Inductor's C++ takes minutes
 LORA_EXPERTS = "tuning.target_modules=[q_proj,experts.gate_up_proj,experts.down_proj]"
+OFFLOADED = "train.activation_checkpointing.cpu_checkpointing=true"
 HALF = ["precision=fp16", "precision.initial_scale_power=8"]
 
 # name -> what it needs, overrides; against the plain loop in float64
@@ -74,6 +75,7 @@ RESUMED: dict[str, tuple[str, list[str]]] = {
 OTHERS: dict[str, tuple[str, list[str]]] = {
     "overflow": ("", ["zero=stage2", "precision=fp16", "precision.initial_scale_power=32", "train.max_steps=30"]),
     "auto": ("", ["zero=stage1", "batch.global_size=16", "batch.micro_per_gpu=auto", "plan.max_gpu_gib=1"]),
+    "offloaded-freeze": ("cuda", ["zero=stage2", "tuning=freeze", "tuning.last_layers=1", RECOMPUTE, OFFLOADED]),
     "qlora": ("bitsandbytes", ["zero=stage1", "tuning=qlora", "precision=bf16", "optim.lr=0.01"]),
     "liger": ("liger_kernel", ["zero=stage1", "model=hf", "model.path=LLAMA", "kernels=liger", "precision=bf16"]),
     "no-liger": ("liger_kernel", ["zero=stage1", "model=hf", "model.path=LLAMA", "kernels=torch", "precision=bf16"]),
@@ -258,6 +260,12 @@ def test_optimizers_are_those_that_were_asked_for(runs: Runs) -> None:
 def test_offloaded_states_are_page_locked(runs: Runs) -> None:
     for name in ("fp32-offload", "fp32-offload3", "bf16-offload"):
         assert runs.facts(name)["page_locked"], name
+
+
+@needs("cuda")
+def test_no_input_of_a_frozen_layer_stays_in_host_memory(runs: Runs) -> None:
+    assert losses(runs.check("offloaded-freeze")) == pytest.approx(losses(runs.check("freeze")), abs=1e-5)
+    assert runs.facts("offloaded-freeze")["kept_on_host"] == 0
 
 
 @needs("cuda")

@@ -13,6 +13,7 @@ SKIPPED = {
     "test_it_rounds_as_the_cpu_does[fp32-nvme]": "libaio",
     "test_it_rounds_as_the_cpu_does[tf32-stage1]": "cuda",
     "test_liger_is_near_the_models_own_layers": "liger_kernel",
+    "test_no_input_of_a_frozen_layer_stays_in_host_memory": "cuda",
     "test_offloaded_states_are_page_locked": "cuda",
     "test_packed_half_precision_takes_the_kernel_of_variable_lengths": "cuda",
     "test_qlora_learns": "bitsandbytes",

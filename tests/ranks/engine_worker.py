@@ -72,7 +72,8 @@ def check_loading(path: str) -> None:
 
 
 def check_recomputation(path: str) -> None:
-    """DeepSpeed's checkpoint function runs once per layer and forward pass when it is on, and never when it is off."""
+    """DeepSpeed's checkpoint function runs once per layer and forward pass when it is on, and never when it is off, nor
+    for a frozen layer that no gradient comes to."""
     calls = []
     real = deepspeed.checkpointing.checkpoint
 
@@ -82,8 +83,10 @@ def check_recomputation(path: str) -> None:
 
     deepspeed.checkpointing.checkpoint = counted
     batch = torch.arange(8).reshape(1, 8)
-    for enabled in (True, False):
+    for enabled, trained in ((True, LAYERS), (True, 1), (False, LAYERS)):
         model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        if trained < LAYERS:
+            model.requires_grad_(False).model.layers[-trained:].requires_grad_()
         config = {**DS_CONFIG, "zero_optimization": {"stage": 1}}
         recompute = ActivationCheckpointingConfig(enabled=enabled, synchronize_checkpoint_boundary=enabled)
         engine = initialize_engine(model, config, recompute, no_schedule)
@@ -91,7 +94,7 @@ def check_recomputation(path: str) -> None:
         for _ in range(3):
             engine.backward(engine(input_ids=batch, labels=batch, use_cache=False).loss)
             engine.step()
-        assert len(calls) == (3 * LAYERS if enabled else 0), (enabled, len(calls))
+        assert len(calls) == (3 * trained if enabled else 0), (enabled, trained, len(calls))
         assert not enabled or deepspeed.runtime.activation_checkpointing.checkpointing.SYNCHRONIZE is True
         calls.clear()
     deepspeed.checkpointing.checkpoint = real

@@ -108,6 +108,7 @@ def room_for(extra_mib: list[float] | None, rank: int) -> Iterator[None]:
 def facts_of(engine: Any) -> dict[str, Any]:
     """Return what an engine is made of, the graphs that were compiled, and the memory that it has taken of a GPU."""
     import torch
+    from deepspeed.runtime.activation_checkpointing import checkpointing
 
     optimizer = engine.optimizer
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", None) or getattr(
@@ -123,6 +124,7 @@ def facts_of(engine: Any) -> dict[str, Any]:
         "masters_on": sorted({one.device.type for one in masters}),
         "page_locked": on_gpu and bool(masters) and all(one.is_pinned() for one in crossing),
         "attention": getattr(engine.module, "stage", engine.module).config._attn_implementation,
+        "kept_on_host": len(getattr(checkpointing._cpu_offload_engine, "_tracker", ())),
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0,
     }

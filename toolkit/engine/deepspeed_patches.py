@@ -300,7 +300,13 @@ def _with_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any],
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
-    """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls."""
+    """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls.
+
+    Not for frozen layers below all that is trained: they keep nothing, and it would keep their inputs in host memory,
+    with cpu_checkpointing, for a backward pass that never comes (0.19.8, checkpointing.py, CheckpointFunction).
+    """
+    if not any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs):
+        return function(*inputs)
     return deepspeed.checkpointing.checkpoint(function, *inputs)
 
 
