@@ -18,6 +18,16 @@ OVERFLOWS = {str(step): ["gradient", "inf"] for step in range(3, 12)}
 ALL_BAD = {str(step): ["loss", "nan"] for step in range(3, 12)}
 REWIND = ["train.on_bad_step=rewind", "checkpoint.every=2"]
 FP16 = ["precision=fp16", "precision.initial_scale_power=8"]
+PLAIN = [
+    "precision=fp16",
+    "optim=sgd",
+    "optim.momentum=0",
+    "optim.lr=0.05",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+]
+PLAIN += ["train.gradient_clipping=0", "train.max_steps=8"]
+GROWING = [*PLAIN, "precision.initial_scale_power=4", "precision.loss_scale_window=2"]
 CELLS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
     "skip-stage0-fp32": (FOUR, ["zero=stage0", *SPIKES]),
     "skip-stage0-bf16": (FOUR, ["zero=stage0", "precision=bf16", *SPIKES]),
@@ -26,6 +36,8 @@ CELLS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
     "skip-stage3-fp32": (FOUR, ["zero=stage3", *SPIKES]),
     "skip-stage0-fp16": (FOUR, ["zero=stage0", *FP16, *SPIKES]),
     "skip-stage2-fp16": (FOUR, ["zero=stage2", *FP16, *SPIKES]),
+    "fixed-stage2-fp16": ({}, ["zero=stage2", *PLAIN, "precision.loss_scale=16"]),
+    **{f"growing-stage{stage}-fp16": ({}, [f"zero=stage{stage}", *GROWING]) for stage in (0, 2, 3)},
     "rewind-stage0": ({"6": ["loss", "nan"]}, ["zero=stage0", *REWIND]),
     "rewind-stage3-offload": ({"6": ["loss", "nan"]}, ["zero=stage3_offload", "optim.torch=false", *REWIND]),
     "rewind-spike": ({"14": ["loss", "50"]}, ["zero=stage2", "checkpoint.asynchronous=true", *REWIND, *SPIKES]),
@@ -102,6 +114,13 @@ def test_the_norms_without_zero_are_those_with_it(folder: Path) -> None:
     without, with_zero = (rows_of(folder / "runs" / f"skip-stage{stage}-fp16") for stage in (0, 2))
     norms = [[row["grad_norm"] for row in rows[:5]] for rows in (without, with_zero)]
     assert norms[0] == pytest.approx(norms[1], rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_update_has_its_size_when_the_loss_scale_grows(stage: int, folder: Path) -> None:
+    """DeepSpeed 0.19.8 divides by the scale of the next step, unless we do."""
+    fixed, growing = (losses(folder / "runs" / f"{name}-fp16") for name in ("fixed-stage2", f"growing-stage{stage}"))
+    assert growing == pytest.approx(fixed, abs=0.003)
 
 
 @pytest.mark.fault("N4")
