@@ -271,7 +271,7 @@ def test_no_input_of_a_frozen_layer_stays_in_host_memory(runs: Runs) -> None:
 @needs("cuda")
 def test_the_host_waits_at_most_five_times_per_step(runs: Runs) -> None:
     """As docs/speed.md says; CPU ranks count in tests/ranks/lean_worker.py."""
-    for name in ("fp32-stage1", "bf16-stage2", "packed-bf16-auto", "lora"):
+    for name in ("fp32-stage1", "bf16-stage2", "packed-bf16-auto", "lora", "dpo"):
         assert max(runs.facts(name)["waits"][2:]) <= 5, (name, runs.facts(name)["waits"])
 
 

@@ -115,7 +115,7 @@ def scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
     model: Any = getattr(engine, "module", engine)
     places = _last_places(batch, model.config.pad_token_id)
     mine, own = attention.own_places(batch, places)
-    ends, own = mine.nonzero()[:, 0].to(engine.device), own.to(engine.device)
+    ends, own = (one.to(engine.device, non_blocking=True) for one in (mine.nonzero()[:, 0], own))
     layer, size = _score_layer(model), batch["input_ids"].shape
     own_forward = layer.forward
 

@@ -33,10 +33,10 @@ def embeddings(engine: Any, batch: attention.Batch, pooling: Pooling) -> torch.T
     mine, own = attention.own_places(batch, places)
     in_rows = torch.bincount(places[mine] // segments.size(1), minlength=len(lengths)).tolist()
     head, given = loss.loss_head(engine), loss.on_device(engine, batch)
-    states = head.states(engine, given, own.to(engine.device)).float()
+    states = head.states(engine, given, own.to(engine.device, non_blocking=True)).float()
     # Not index_add, whose order of additions is another one each time on a GPU.
     sums = torch.stack([one.sum(dim=0) for one in states.split(in_rows)])
-    means = attention.of_whole_rows(sums, batch) / counts.to(sums)[:, None]
+    means = attention.of_whole_rows(sums, batch) / counts.to(sums, non_blocking=True)[:, None]
     return functional.normalize(means, dim=1)
 
 

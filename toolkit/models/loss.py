@@ -67,7 +67,7 @@ def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch
     losses = loss_head(engine).losses(engine, on_device(engine, given), each=True)
     # Not index_add, whose order of additions is another one each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
-    found = attention.of_whole_rows(torch.stack((-sums, counts.to(losses))), given)
+    found = attention.of_whole_rows(torch.stack((-sums, counts.to(losses, non_blocking=True))), given)
     return found[0], found[1].detach()
 
 

@@ -30,7 +30,7 @@ class ClassifyTask(sample_task.ScoreTask):
         """Return the sum of the cross entropies of samples' labels, nats."""
         scores, labels = self._scores(engine, batch)
         right = (scores.detach().argmax(dim=1)[: len(labels)] == labels).sum()
-        self._add({"accuracy": torch.stack((right, right.new_tensor(len(labels)))).float()})
+        self._add({"accuracy": torch.stack((right, right.new_full((), len(labels)))).float()})
         # Of no samples it is 0 and has gradients all the same, which the other ranks wait for.
         return functional.cross_entropy(scores, labels, reduction="sum") if len(labels) else 0 * scores.sum()
 

@@ -197,7 +197,7 @@ class DistillTask(language_task.LanguageTask):
         """Return the sum of the losses of trained tokens, and add up their two parts."""
         total, found, _ = self._distil(engine, batch)
         parts = {KL: found.divergences, CE: found.cross_entropies}
-        self._add({name: torch.stack((one.sum(), one.new_tensor(len(one)))) for name, one in parts.items()})
+        self._add({name: torch.stack((one.sum(), one.new_full((), len(one)))) for name, one in parts.items()})
         return total
 
     def _distil(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
@@ -209,7 +209,7 @@ class DistillTask(language_task.LanguageTask):
         count = len(places)
         if "taught" in batch:
             taught = batch["taught"].cpu()
-            order = torch.cat((taught.nonzero()[:, 0], (~taught).nonzero()[:, 0])).to(places.device)
+            order = torch.cat((taught.nonzero()[:, 0], (~taught).nonzero()[:, 0])).to(places.device, non_blocking=True)
             places, wanted, count = places[order], wanted[order], int(taught.sum())
         whose = self._scores(engine, batch, given, places[:count])
         vocabulary = len(self.data.tokenizer)

@@ -92,7 +92,7 @@ class EmbedTask(sample_task.ScoreTask):
         """Return the sum of the losses of pairs, whose gradients are those of the whole step."""
         found = self._embed(engine, batch)
         losses, slopes, is_first = self._known.popleft()
-        count = losses.new_tensor(len(losses))
+        count = losses.new_full((), len(losses))
         self._add({"recall_at_1": torch.stack((is_first.sum().to(losses), count))})
         carried = (found * slopes).sum()
         return carried + (losses.sum() - carried).detach()

@@ -490,7 +490,7 @@ class LanguageTask(task.Task):
 
     def _add(self, figures: Mapping[str, torch.Tensor]) -> None:
         """Add up figures of a micro-batch: sums, and over how many, [2] each."""
-        self._figures = {name: self._figures[name].to(pair) + pair for name, pair in figures.items()}
+        self._figures = {name: self._figures[name].to(pair, non_blocking=True) + pair for name, pair in figures.items()}
 
     def take_figures(self) -> dict[str, torch.Tensor]:
         taken, self._figures = self._figures, self._zeros()

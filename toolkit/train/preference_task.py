@@ -117,7 +117,7 @@ class PreferenceTask(sample_task.SampleTask):
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of pairs, and add up their figures."""
         losses, figures = self._pairs(engine, batch)
-        count = losses.new_tensor(self.count(batch))
+        count = losses.new_full((), self.count(batch))
         self._add({name: torch.stack((value, count)) for name, value in figures.items()})
         return losses
 
@@ -184,7 +184,7 @@ class KtoTask(PreferenceTask):
         with probe.evaluating(engine):
             passes = pipeline.measured(engine, others, self._ratios)
             for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):
-                found += torch.stack((ratios.sum(), ratios.new_tensor(float(self.count(batch)))))
+                found += torch.stack((ratios.sum(), ratios.new_full((), self.count(batch))))
         self._divergence = _mean_above_zero(process_group.sum_over_ranks(found, engine.device))
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
