@@ -225,6 +225,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
 ) -> None:
     note = tmp_path / "note"
     fault = {"at": at, "step": 4, "rank": 1 if at == "save.shard" else 0, "do": "fail", "note": str(note)}
+    # Steps that take so long that the save has failed before the run's last one, on a busy machine, too.
+    fault["naps"] = [{"ranks": [0, 1], "steps": [5, 7], "before": "step", "seconds": 0.7}]
     command = faulty_words(rows_file, tmp_path, "run", "checkpoint.keep=0", "checkpoint.every=4")
     finished = run(forked(2, FAULTY, *command), cwd=tmp_path, FAULT=json.dumps(fault))
     assert note.exists()
