@@ -41,7 +41,7 @@ from typing import Any
 
 import psutil
 
-from toolkit import disk, secrets, terminal
+from toolkit import secrets, terminal
 from toolkit.launch import environment, processes
 from toolkit.messages import LaunchError, Stopped, ToolkitError, is_failure, joined, system_text, tr
 
@@ -445,7 +445,7 @@ def _prepare_process() -> None:
 
 def _of_the_machine(error: OSError) -> str | None:
     """Return what to say of a disk or stream that fails; "" of a reader that has read enough; None of other errors."""
-    if error.errno not in _OF_DISKS and not disk.proves_nothing(error):
+    if error.errno not in _OF_DISKS:
         return None
     if error.filename is not None:
         return system_text(error)

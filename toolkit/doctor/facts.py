@@ -215,6 +215,8 @@ def _files(cfg: schema.RunConfig) -> dict[str, Any]:
         model = Path(known).parent if isinstance(known, str) else Path()
     if cfg.model.init is schema.Init.pretrained and model.name:
         found["model.path"] = _fingerprint(cfg.model.path, partial(_visible, model))
+        if files.is_hub_name(cfg.model.path):  # nodes may have other files of the same commit
+            found["model.path"]["hash"] = model.name
     for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
         if source.path:
             found[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))

@@ -135,7 +135,7 @@ def _sample(
             _call_all(commands, requests, [_sees(plan.devices[n]) for n in missing])
         _call(generate, requests, plan.devices[0])
     if not scored.exists():
-        _call(rewards.command(plan.reward, samples, scored), requests, plan.devices[0])
+        _call(rewards.command(plan.reward, samples, scored), requests, ",".join(plan.devices))
     found, about = rewards.pairs_of(rewards.read_lines(scored))
     if not pairs.exists():
         rewards.write_lines(pairs, found)
@@ -161,7 +161,7 @@ def _call(command: Sequence[str], requests: SignalRequests, device: str = "") ->
 
 
 def _sees(device: str) -> dict[str, str]:
-    """Return the variable that shows a process one GPU; on CPUs nothing reads it."""
+    """Return the variable that shows a process a GPU, or some; on CPUs nothing reads it."""
     return {"CUDA_VISIBLE_DEVICES": device} if device else {}
 
 

@@ -23,7 +23,7 @@ from toolkit.models.shield import Shield, any_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 7
+CODE_VERSION = 6
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]
@@ -96,7 +96,8 @@ class TemplateChatEncoder:
         self.answer_ids: list[int] = []  # what is trained begins where the assistant speaks
         backend = getattr(tokenizer, "backend_tokenizer", None)
         parts = [
-            f"{CODE_VERSION} {train_thinking}",
+            # Spawned workers had the family's own template on official ChatGLM tokenizers until version 7.
+            f"{CODE_VERSION + hasattr(tokenizer, 'own_template')} {train_thinking}",
             type(tokenizer).__name__,
             backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True),
             json.dumps(tokenizer.chat_template),

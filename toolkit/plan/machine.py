@@ -134,7 +134,8 @@ def this_machine(nodes: int = 1) -> Machine | None:
     if not cards:
         return None
     least = min(mib for _, mib in cards)
-    return Machine(len(cards), least << 20, find_gpu(cards[0][0]), nodes, own_memory())
+    names = {name for name, _ in cards}
+    return Machine(len(cards), least << 20, find_gpu(names.pop()) if len(names) == 1 else None, nodes, own_memory())
 
 
 def check_fp8(card: Gpu | None, fp8: Fp8) -> None:

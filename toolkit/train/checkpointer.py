@@ -115,7 +115,12 @@ class Rotation:
         wanted = {directory.checkpoint_name(step) for step in (steps if keep_weights < 0 else steps[:keep_weights])}
         # These stay until their weights are next to them.
         waiting = [path for path in outdated if path.name in wanted and directory.weights_of(path) not in light]
-        directory.remove_old(self.folder, keep, [*also, *waiting], self.config.max_gib * 2**30, keep_weights)
+        try:
+            directory.remove_old(self.folder, keep, [*also, *waiting], self.config.max_gib * 2**30, keep_weights)
+        finally:
+            self._keep_weights(waiting)
+
+    def _keep_weights(self, waiting: Sequence[Path]) -> None:
         for checkpoint in reversed(waiting):  # the oldest first
             try:
                 self.export(checkpoint, directory.weights_of(checkpoint))
@@ -128,7 +133,7 @@ class Rotation:
                 )
                 continue
             directory.remove_directories([checkpoint])
-            directory.remove_old(self.folder, 0, keep_weights=keep_weights)
+            directory.remove_old(self.folder, 0, keep_weights=self.config.keep_weights)
 
 
 _ROOM = 1.1

@@ -5,6 +5,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -124,7 +125,8 @@ class TrainLoop:
         self.meter.data_wait_s += time.perf_counter() - asked
         if process_group.rank() == 0 and not self.is_stop_file_found and time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + _LOOK_EVERY_S
-            self.is_stop_file_found = self.stop_file.exists()
+            with suppress(OSError):  # a file server that does not answer
+                self.is_stop_file_found = self.stop_file.exists()
         stops = bool(failure.received_signal()) or self.is_stop_file_found
         # A save that failed is tried again after a tenth of the time.
         patience_s = 60 * self.cfg.checkpoint.minutes / (10 if self.checkpointer.failed else 1)

@@ -4,6 +4,7 @@
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from typing import IO, Any
 
 from toolkit import children, disk, secrets
 from toolkit.checkpoint import directory
+from toolkit.config import load
 from toolkit.config.schema import RunConfig
 from toolkit.distributed import failure
 from toolkit.launch import deepspeed, environment
@@ -74,7 +76,7 @@ def claim_run_dir(cfg: RunConfig) -> Claim:
     """
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     is_path = cfg.resume not in (NEVER, AUTO, MUST)
-    if named is not None and is_path and _is_known(named, cfg.resume):
+    if named is not None and is_path and _is_known(named, cfg):
         _claim(named)
         say(
             "{folder} has been started by this command before: it is resumed. To start from {path} again, choose "
@@ -102,15 +104,14 @@ def claim_run_dir(cfg: RunConfig) -> Claim:
     return Claim(folder, checkpoint, is_new=True)
 
 
-def _is_known(folder: Path, resume: str) -> bool:
-    """Whether the last start of a run was by the command of this one, and resumed the same."""
+def _is_known(folder: Path, cfg: RunConfig) -> bool:
+    """Whether the last start of a run had this config: the same command, and nothing edited in its recipe."""
     rows = read_rows(folder / "logs" / STARTS, OSError)
+    return bool(rows) and rows[-1].get("config") == _digest(cfg)
 
-    def overrides(words: Sequence[str]) -> list[str]:  # launchers' options name jobs and ports
-        return [word for word in words if "=" in word and not word.startswith("-")]
 
-    is_same = bool(rows) and rows[-1].get("resume") == resume
-    return is_same and overrides(rows[-1]["command"]) == overrides(deepspeed.typed_command())
+def _digest(cfg: RunConfig) -> str:
+    return hashlib.sha256(load.to_yaml(cfg).encode()).hexdigest()[:16]
 
 
 def begin_in(cfg: RunConfig, claim: Claim, copy: Path | None = None) -> RunSource:
@@ -120,12 +121,12 @@ def begin_in(cfg: RunConfig, claim: Claim, copy: Path | None = None) -> RunSourc
     folder, checkpoint = claim.folder, copy or claim.checkpoint
     note_copy(folder, directory.read_run_state(copy).step if copy else 0)
     if claim.is_new:
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, cfg.resume)
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _digest(cfg))
         return RunSource(folder, checkpoint)
     if checkpoint is None:
         checkpoint = newest_on_disk(folder, cfg.resume == MUST)
     directory.discard_unfinished(folder / "checkpoints")
-    _put_aside(folder, checkpoint, cfg.resume)
+    _put_aside(folder, checkpoint, _digest(cfg))
     return RunSource(folder, checkpoint, in_memory=copy is not None)
 
 
@@ -186,12 +187,12 @@ def _claim(folder: Path) -> None:
         say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
 
 
-def _put_aside(folder: Path, checkpoint: Path | None, resume: str) -> None:
+def _put_aside(folder: Path, checkpoint: Path | None, config: str) -> None:
     """Make an existing run directory ready to be resumed: what would be overwritten is renamed."""
     try:
         if checkpoint is not None:  # first of all: once the start is noted, the same command takes the newest
             directory.move_aside_after(folder / "checkpoints" / checkpoint.name)
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, resume)
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, config)
         for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
             if (folder / name).exists():
                 (folder / name).rename(disk.unused_path(folder / "logs" / name))
@@ -335,8 +336,10 @@ def _write(file: Path, text: str) -> None:
         raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
 
 
-def record_start(folder: Path, step: int, resume: str = AUTO) -> None:
-    """Note that a run starts now, from the checkpoint of a step, 0 without one. Before anything in it is touched."""
+def record_start(folder: Path, step: int, config: str = "") -> None:
+    """Note that a run starts now, from the checkpoint of a step, 0 without one, with a config of this digest. Before
+    anything in it is touched.
+    """
     restart = deepspeed.restart_number()
     if restart:
         check_repeated_death(folder, step)
@@ -344,7 +347,7 @@ def record_start(folder: Path, step: int, resume: str = AUTO) -> None:
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
-        "resume": resume,
+        "config": config,
         "restart": restart,
         "by": "toolkit launch" if environment.read_status() else environment.detect(os.environ).launcher,
         "reached_step": reached_step(folder) if (logs / STARTS).exists() else 0,
