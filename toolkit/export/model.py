@@ -443,9 +443,7 @@ def _by_weight(
     plain = weights.shapes_of(shell)
     adapters.attach_adapter(shell, part.settings, part.known or adapters.BaseModel(str(part.base), {}))
     stored = adapters.stored_names(shell)
-    if wrong := adapters.misnamed({*stored.values()}, part.values):
-        names = clauses(wrong[:5])
-        raise ModelError("the adapter in {folder} does not fit the model: {names}.", folder=part.source, names=names)
+    adapters.check_fit({*stored.values()}, part.values, part.source)
     values = {name: part.values[stored_name] for name, stored_name in stored.items()}
     layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     whole: dict[str, torch.Tensor] = {}

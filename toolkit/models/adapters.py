@@ -17,7 +17,7 @@ base.json, which identifies the base.
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -643,7 +643,7 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) -> None:
     """Give an adapter's parameters their values; all of them, and nothing else."""
     stored, own = stored_names(model), model.state_dict(keep_vars=True)
-    wrong = misnamed({*stored.values()}, values)
+    wrong = []
     for name, stored_name in stored.items():
         parameter, value = own[name], values.get(stored_name)
         expected = process_group.full_shape(name, parameter)
@@ -652,15 +652,14 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
         elif value is not None:
             value = process_group.take_part(name, value.view(expected), *process_group.part_of(parameter))
             parameter.data.copy_(value)
-    if wrong:
-        raise ModelError(
-            "the adapter in {folder} does not fit the model: {names}.", folder=folder, names=clauses(wrong[:5])
-        )
+    check_fit({*stored.values()}, values, folder, wrong)
 
 
-def misnamed(expected: set[str], values: dict[str, torch.Tensor]) -> list[str]:
-    """Return what an adapter lacks or has besides; the base's weight beside LoRA on a head is peft's (0.21)."""
-    return sorted(name for name in expected ^ {*values} if not name.endswith(".base_layer.weight"))
+def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: Path, wrong: Sequence[str] = ()) -> None:
+    """Raise ModelError if an adapter has other tensors, or `wrong` ones; a head beside LoRA is peft's (0.21)."""
+    misnamed = sorted(name for name in names ^ {*values} if not name.endswith(".base_layer.weight"))
+    if found := clauses([*misnamed, *wrong][:5]):
+        raise ModelError("the adapter in {folder} does not fit the model: {names}.", folder=folder, names=found)
 
 
 def apply_tuning(
