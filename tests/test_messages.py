@@ -133,11 +133,11 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_in_the_language_of_the_user_with_the_same_arguments(command: str) -> None:
-    """Synopsis, arguments and commands within lines are compared; what explains them is Chinese."""
+    """Synopsis, arguments and commands within lines are compared; explanations and "launcher options" are Chinese."""
     pages = {}
     for language in ("en", "zh"):
         set_language(language)
-        pages[language] = help_of(command)
+        pages[language] = help_of(command).replace("启动器选项", "launcher options")
     synopsis, arguments, commands = (
         rf"^toolkit {command}(?: .*?)?(?=    |$)",
         r"^  ([^\s,]+)",

@@ -106,7 +106,7 @@ PATHS: dict[str, tuple[str, Any, str, str, str]] = {
         {"needed": ["cpu_adam"], "built": [], "lacking": ["g++"]},
         "ops",
         ERROR,
-        "b has to build DeepSpeed's cpu_adam and lacks g++.",
+        "b has to build DeepSpeed's cpu_adam and lacks g++. Install that there, or set optim.torch=true.",
     ),
     "to build": (
         "ops",
@@ -120,7 +120,7 @@ PATHS: dict[str, tuple[str, Any, str, str, str]] = {
     "stores": ("stores", [], "files", NOTE, "not all prepared data of prepare.dir is on b:"),
     "read-only": ("disks.run.dir.error", "Read-only", "disks", ERROR, "b: run.dir /r: Read-only."),
     "full": ("disks.run.dir.free", 1 << 29, "disks", ERROR, "b: run.dir /r has 0.5 GiB free."),
-    "small": ("disks.run.dir.free", 1 << 34, "disks", WARNING, "has 16.0 GiB free; a checkpoint may take 56.0."),
+    "small": ("disks.run.dir.free", 1 << 34, "disks", WARNING, "has 16.0 GiB free; a checkpoint may take 48.0."),
     "slow NVMe": (
         "nvme",
         {"/n": {"write_mb_s": 90.0, "read_mb_s": 3000.0}},

@@ -24,6 +24,7 @@ from toolkit.train.run_dir import RunSource
 GPU = {"DS_ACCELERATOR": "cuda", "TORCH_EXTENSIONS_DIR": "/nowhere"}
 CPU = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": "/nowhere"}
 AUTO = ["recipe=quickstart", "optim.torch=auto"]
+NVME = ["zero=stage3_nvme", "zero.offload_optimizer.nvme_path=/nvme"]
 CASES = [
     (GPU, [], [], False, "there is a GPU and a compiler"),
     (GPU, [], ["nvcc"], True, "nvcc not found here"),
@@ -68,6 +69,7 @@ def test_an_op_that_is_built_needs_no_compiler(tmp_path: Path, monkeypatch: pyte
             r"compile cpu_adam .* g\+\+ is missing .* \(apt install g\+\+\), or set optim.torch=true",
         ),
         (["zero=stage2_offload"], "compile cpu_adam .* or set optim.torch=true"),
+        (NVME, r"compile cpu_adam, async_io .* or set optim\.torch=true zero=stage3_offload\."),
     ],
 )
 def test_a_compiler_that_is_missing_is_told_before_anything_is_loaded(words: list[str], told: str) -> None:
@@ -75,6 +77,13 @@ def test_a_compiler_that_is_missing_is_told_before_anything_is_loaded(words: lis
     preflight.check_compiler(load(AUTO), environ)
     with pytest.raises(ConfigError, match=told):
         preflight.check_compiler(load([*AUTO, *words]), environ)
+
+
+def test_only_what_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Adam on CPUs needs no libaio, so doing without it would not help."""
+    monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ: ["libaio.h"] * ("async_io" in names))
+    with pytest.raises(ConfigError, match=r"compile async_io .* libaio\.h is missing .* set zero=stage3_offload\."):
+        preflight.check_compiler(load([*AUTO, *NVME]), CPU)
 
 
 def test_the_choice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

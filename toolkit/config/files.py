@@ -197,8 +197,8 @@ SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
 _OTHERS = tuple(f"examples/data/{name}.jsonl" for name in ("text_zh", "text_en", "pairs", "labels", "texts"))
 _SHIPPED = (*SHIPPED, *_OTHERS, "examples/data/deepseek_r1.jinja", "examples/data/glm_z1.jinja")
 """Paths that name a shipped file from any working directory, unless a file of that name is there."""
-OWN = "data=chat.jsonl"
-"""The shortest override that names data of one's own."""
+_OWN = {"pairs": "pairs", "labels": "labels", "texts": "pairs", "text_zh": "text", "text_en": "text"}
+"""Example data -> what the pages call a file of a user's own with such rows; chat, if it is not here."""
 
 
 def located(path: str) -> str:
@@ -229,7 +229,7 @@ def sentence(sources: Iterable[tuple[str, str]]) -> str:
     if not names:
         return ""
     return tr(
-        "EXAMPLE DATA: this run trains on {names}. To train on your own conversations, add {override}",
+        "EXAMPLE DATA: this run trains on {names}. To train on your own data, add {override}",
         names=", ".join(names),
-        override=OWN,
+        override=f"data={_OWN.get(Path(names[0]).stem, 'chat')}.jsonl",
     )

@@ -637,9 +637,9 @@ def how_to_install(tools: Iterable[str]) -> str:
 def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Check that what DeepSpeed has to compile for a recipe can be compiled here; if not, say what to install."""
     names = needed_ops(loaded.cfg, environ)
-    missing = [name for name in names if name not in built_ops(names, environ)]
-    tools = lacking_tools(missing, environ)
-    if not tools:
+    built = built_ops(names, environ)
+    missing = [name for name in names if name not in built and lacking_tools([name], environ)]
+    if not missing:
         return
     key = {"async_io": "zero.offload_optimizer.device", "deepspeed_shm_comm": "distributed.cpu_shared_memory"}
     raise loaded.error(
@@ -647,16 +647,16 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
         "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "
         "({commands}), or set {other}.",
         ops=", ".join(missing),
-        tools=", ".join(tools),
+        tools=", ".join(tools := lacking_tools(missing, environ)),
         commands=how_to_install(tools),
-        other=without_op(missing[0]),
+        other=without_ops(missing),
     )
 
 
-def without_op(name: str) -> str:
-    """Return what to set in order to do without an op."""
+def without_ops(names: Iterable[str]) -> str:
+    """Return what to set in order to do without some ops."""
     others = {"async_io": "zero=stage3_offload", "deepspeed_shm_comm": "distributed.cpu_shared_memory=false"}
-    return others.get(name, "optim.torch=true")
+    return " ".join(dict.fromkeys(others.get(name, "optim.torch=true") for name in names))
 
 
 def check_packages(name: str = "deepspeed-finetuning-toolkit") -> None:

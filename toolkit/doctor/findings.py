@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from toolkit import messages
+from toolkit.config import preflight
 from toolkit.doctor.facts import FORWARDED
 from toolkit.launch import environment, hostfile
 from toolkit.messages import read_table, tr
@@ -17,8 +18,8 @@ Facts = Mapping[str, Mapping[str, Any]]
 """Host -> what `facts` says of it."""
 GIB = 1 << 30
 _BREAKING = ("torch", "deepspeed", "transformers", "nccl")
-_TRAINING_BYTES = 7
-"""A checkpoint with Adam holds 14 bytes for each parameter, of which 2 are the weights in half precision."""
+_TRAINING_BYTES = 6
+"""A checkpoint with Adam holds 12 bytes for each parameter, and weights in half precision 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,8 @@ def _ops(facts: Facts) -> Iterable[Finding]:
         ops = one.get("ops", {"needed": [], "built": [], "lacking": []})
         missing = [name for name in ops["needed"] if name not in ops["built"]]
         if missing and ops["lacking"]:
-            lacking = ", ".join(ops["lacking"])
-            yield finding("ops cannot be built", host=host, ops=", ".join(missing), lacking=lacking)
+            lacking, other = ", ".join(ops["lacking"]), preflight.without_ops(missing)
+            yield finding("ops cannot be built", host=host, ops=", ".join(missing), lacking=lacking, other=other)
         elif missing:
             yield finding("ops to build", host=host, ops=_few(missing))
 

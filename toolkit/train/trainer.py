@@ -425,5 +425,5 @@ def _with_ops(cfg: schema.RunConfig, given: schema.RunConfig) -> schema.RunConfi
         "logs/rank_*.log in the run directory.",
         reason=reason,
         commands=preflight.how_to_install(preflight.tools_for([name])),
-        other=preflight.without_op(name),
+        other=preflight.without_ops([name]),
     )
