@@ -20,6 +20,7 @@ from toolkit.config.schema import Init, RowFormat, RunConfig, TuningMethod
 from toolkit.data.readers import files_of
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
+from toolkit.messages import set_language
 from toolkit.train.startup import greet
 
 ROOT = Path(__file__).parents[2]
@@ -46,9 +47,12 @@ def plain_leaves(cfg: RunConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [*known_recipes().values(), *(ROOT / "conf" / "model").glob("*.yaml")], ids=str)
-def test_lists_say_what_a_file_is_for(path: Path) -> None:
-    """And not what its comments say to programs."""
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_lists_say_what_a_file_is_for(path: Path, language: str) -> None:
+    """And not what its comments say to programs; a sentence that does not end on its line would be cut."""
+    set_language(language)
     assert len(about(path)) > 5 and not set(about(path)) & set("@$")
+    assert re.search(rf"^# {re.escape(about(path))}(?:[.。] ?|:\n)", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_every_yaml_file_is_known() -> None:
@@ -210,12 +214,24 @@ def test_an_installed_package_holds_the_example_data() -> None:
     assert '"toolkit._examples" = ["*.jsonl", "*.jinja"]' in text
 
 
+NOTICES = {
+    "pretrain_continue": "text",
+    "qwen3_dpo": "pairs",
+    "qwen3_reward_lora": "pairs",
+    "qwen3_classify_lora": "labels",
+    "qwen3_embed_lora": "pairs",
+    "quickstart": "chat",
+}
+"""Recipe -> what its notice calls a file of a user's own, as the recipe's head does."""
+
+
 def test_example_data_is_announced() -> None:
     own = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}]"]).cfg.data
     assert not files.notice(own)
     mixed = load(["recipe=chatglm", "data.sources=[{path: chat.jsonl}, {format: docstrings}]"]).cfg.data
     assert "the docstrings of the installed Python" in files.notice(mixed)
-    assert "data=chat.jsonl" in files.notice(load(["recipe=zero1"]).cfg.data)
+    for recipe, own in {**NOTICES, "zero1": "chat"}.items():
+        assert files.notice(load([f"recipe={recipe}"]).cfg.data).endswith(f" add data={own}.jsonl")
 
 
 def test_no_recipe_overlaps_reductions() -> None:
