@@ -166,6 +166,10 @@ def test_each_step_is_done_once(
     assert found["round-2"]["accuracy"] == 0.75 and found["round-2"]["pairs"] == 3
     assert found["result"]["mean_reward"] == -1.0
     assert main(words) == 0 and len(steps.done) == 8
+    assert main([word.replace("rounds=2", "rounds=3") for word in words]) == 0
+    assert [one.split()[0] for one in steps.done[8:]] == ["launch", "generate", "score"], "its answers are there"
+    assert "'round-3', 'run', 'export'" in steps.done[9], "the result is the third round's"
+    assert main(words) == 0 and len(steps.done) == 11
     capsys.readouterr()
     assert main([*words[:-3], "samples=4", "rounds=2", "run.name=both"]) == 2
     assert "were started with other settings (generate)" in capsys.readouterr().err

@@ -8,7 +8,7 @@ round-N/samples.jsonl  answers of `toolkit generate`; samples.jsonl.part while t
 round-N/scored.jsonl   the same with their rewards
 round-N/pairs.jsonl    the best and the worst answer of each prompt
 round-N/run/           the preference run
-result/                answers and rewards of what the last round trained
+round-N+1/             of the last round N: answers and rewards of what it trained; a further round learns from them
 """
 
 import json
@@ -107,7 +107,8 @@ def run_rounds(plan: RoundsPlan) -> int:
             export = str(run / "export")
             is_adapter = (run / "export" / "adapter_config.json").is_file()
             model, adapter = (model, export) if is_adapter else (export, "")
-        last = _sample(plan, requests, plan.folder / "result", plan.rounds + 1, model, adapter)
+        # In no directory of their own: the result of more rounds is another model's, and these are what it begins with.
+        last = _sample(plan, requests, plan.folder / f"round-{plan.rounds + 1}", plan.rounds + 1, model, adapter)
         _keep(plan, found, "result", last)
         say("\n".join(_table(found, plan.rounds)))
         say("Trained: {folder}", folder=adapter or model)
