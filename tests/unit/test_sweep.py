@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from toolkit.cli import _dispatch, sweep
-from toolkit.config.load import grid, split_axes
+from toolkit.config.load import grid, load, split_axes
 from toolkit.jobs import sweep as sweeps
 from toolkit.jobs.sweep import read_result
 from toolkit.launch.processes import SIGNALS
-from toolkit.messages import ConfigError, DataError, LaunchError
+from toolkit.messages import ConfigError, DataError, LaunchError, Problems
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests" / "unit" / "fake_launch.py")]
@@ -335,6 +335,19 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep.run([*words, "trials=5"]) == 0
     assert calls() == ["trial-003", "trial-004"]
     assert states()["trial-003"] == ("done", 0) and states()["trial-004"] == ("failed", 1)
+
+
+@pytest.mark.parametrize("special", ["task=classify", "preference=dpo", "task=distill", "task=language"])
+def test_a_search_goes_by_what_the_task_writes(special: str) -> None:
+    problems = Problems()
+    plan = sweeps.parse_sweep([*RECIPE, special, "optim.lr=0.1,0.2", "metric=eval_perplexity"], problems)
+    problems.raise_all()
+    cfg = load([special, "recipe=quickstart", "data.validation_fraction=0.1"], problems=problems).cfg
+    if special in ("task=distill", "task=language"):
+        assert sweeps._metric(plan, cfg) == "eval_perplexity"
+    else:
+        with pytest.raises(ConfigError, match="metric = eval_perplexity is none of loss, eval_loss"):
+            sweeps._metric(plan, cfg)
 
 
 def test_a_trial_that_does_not_compose_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

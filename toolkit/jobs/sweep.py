@@ -314,7 +314,8 @@ def _metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
     """Return the name in metrics.jsonl that decides; an error if no run of this sweep writes it."""
     known = ["loss"]
     if cfg.data.validation or cfg.data.validation_fraction:
-        known += [schema.EVAL_LOSS, "eval_perplexity", *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
+        known += [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
+        known += ["eval_perplexity"] if cfg.task.is_language and not cfg.preference.is_on else []
     metric = plan.own.get("metric", "")
     if metric not in known:
         text = tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known))
