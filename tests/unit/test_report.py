@@ -156,6 +156,17 @@ def test_what_is_no_number_is_an_event(tmp_path: Path) -> None:
     assert "loss" in [drawing.name for drawing in draw([run])["learning"]]
 
 
+def test_a_run_from_another_ones_checkpoint_begins_there(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    lines(tmp_path / "logs" / "starts.jsonl", [{"from_step": 5000}])
+    rows = [row(step, step_s=1.0, skipped_steps=3, bad_steps=2, rewinds=1) for step in range(5010, 5101, 10)]
+    lines(tmp_path / "metrics.jsonl", rows)
+    history = read_run(tmp_path).history
+    assert history.seconds == 100 and history.events == []
+    lines(tmp_path / "metrics.jsonl", [*rows, row(5110, step_s=1.0, skipped_steps=4, bad_steps=2, rewinds=1)])
+    assert read_run(tmp_path).history.events == [("skipped_steps", 5110, 1)]
+
+
 def test_many_rows_become_few_points_and_spikes_stay(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     line = json.dumps(row(0, loss=2.0)).replace('"step": 0', '"step": %d')

@@ -74,6 +74,19 @@ def test_the_mean_loss_leaves_out_the_tokens_of_a_bad_row(tmp_path: Path) -> Non
     assert _mean_loss(cast("RunContext", run)) == pytest.approx(2.0)
 
 
+def test_the_mean_loss_of_a_run_from_another_ones_checkpoint(tmp_path: Path) -> None:
+    pace = {"step_s": 2.0, "trained_tokens_per_s": 5.0}
+    rows = [
+        {"step": 5010, "loss": 1.0, "trained_tokens": 50_100, **pace},
+        {"step": 5020, "loss": 3.0, "trained_tokens": 50_400, **pace},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "starts.jsonl").write_text('{"from_step": 5000}\n{"from_step": 5010}\n')
+    run = SimpleNamespace(folder=tmp_path, cfg=RunConfig())
+    assert _mean_loss(cast("RunContext", run)) == pytest.approx((100 * 1.0 + 300 * 3.0) / 400)
+
+
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(1800, 30.0), (40, 10.0)])
 def test_trackers_are_waited_for_no_longer_than_other_ranks_wait(timeout_s: int, patience_s: float) -> None:
     cfg = RunConfig()

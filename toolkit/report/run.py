@@ -41,6 +41,7 @@ NAMES = (
 )
 """Figures of a training row that a report shows; `step` is the first."""
 _PLACE = {name: place for place, name in enumerate(NAMES)}
+_COUNTS = slice(1, 1 + len(COUNTERS))
 _NO_NUMBER = ("nan", "inf", "-inf")
 
 
@@ -197,6 +198,8 @@ class History:
         self.unreadable += len(rows) - len(values)
         if not len(values):
             return
+        if self._before[0] and not self.training.rows:  # with their step, another run's checkpoint brought its counts
+            self._before[_COUNTS] = np.nan_to_num(values[0, _COUNTS])
         self._find_events(rows, values)
         together = np.vstack([self._before, values])
         step_s = np.nan_to_num(values[:, _PLACE["step_s"]], nan=0.0, posinf=0.0)
@@ -239,9 +242,10 @@ def _number(value: object) -> float | None:
     return None
 
 
-def read_history(path: Path) -> History:
-    """Return what a metrics.jsonl tells, nothing if it does not exist; an OSError if it cannot be read."""
+def read_history(path: Path, from_step: float = 0.0) -> History:
+    """Return what a metrics.jsonl tells of a run that began at a step, nothing without it; an OSError if unreadable."""
     history = History()
+    history._before[0] = from_step
     if path.exists():
         for row in json_lines(path):
             if row is None:
@@ -409,8 +413,9 @@ def read_run(path: Path) -> Run:
             folder=path,
             files=", ".join(_IS_RUN),
         )
+    starts = _lines(folder / "logs" / "starts.jsonl")
     try:
-        history = read_history(folder / "metrics.jsonl")
+        history = read_history(folder / "metrics.jsonl", _number(starts[0].get("from_step")) or 0.0 if starts else 0.0)
     except OSError as error:
         raise RunFolderError(
             "{file} cannot be read: {reason}.", file=folder / "metrics.jsonl", reason=error.strerror or error
@@ -427,7 +432,7 @@ def read_run(path: Path) -> Run:
         data=_mapping(folder / "data.json"),
         summary=_mapping(folder / "DONE"),
         failure=_text(folder / "FAILED").strip(),
-        starts=_lines(folder / "logs" / "starts.jsonl"),
+        starts=starts,
         bad_steps=_bad_steps(folder),
         answers=read_answers(folder / "evaluations"),
         collectives=[one for one in listed if isinstance(one, dict)],

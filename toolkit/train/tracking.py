@@ -36,7 +36,7 @@ from toolkit.plan import machine, outline
 from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.report.run import EXPERTS, PAGE
 from toolkit.track import backends, metrics, queue
-from toolkit.train import task
+from toolkit.train import run_dir, task
 from toolkit.train.step import RankTimes, StepResult
 
 _GPU_SIZES = (8192, 4096, 2048)
@@ -496,13 +496,18 @@ def log_summary(run: task.RunContext, result: task.FitResult, samples: list[dict
 def _mean_loss(run: task.RunContext) -> float:
     """Return the mean over the trained tokens (samples, pairs) of the run, from metrics.jsonl."""
     counted, _ = data_unit(run.cfg)
-    total = tokens = before = 0.0
+    [begun, *_] = run_dir.read_rows(run.folder / "logs" / run_dir.STARTS, OSError) or [{"from_step": 0}]
+    total = tokens = 0.0
+    before = None if begun["from_step"] else 0.0
     with suppress(OSError, ValueError, KeyError), (run.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = metrics.metric_values(json.loads(line))
             if metrics.is_evaluation(row):
                 continue
             count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
+            if before is None:  # another run's checkpoint brought its count along: only the steps of this row are new
+                pace = row["trained_tokens_per_s" if "trained_tokens" in row else "samples_per_s"]
+                before = count - pace * row["step_s"] * (row["step"] - begun["from_step"])
             since, before = row.get(counted, count - before), count  # pairs are those of a row, the others of the run
             if math.isfinite(row["loss"]):
                 total += row["loss"] * since
