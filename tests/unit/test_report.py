@@ -156,6 +156,20 @@ def test_what_is_no_number_is_an_event(tmp_path: Path) -> None:
     assert "loss" in [drawing.name for drawing in draw([run])["learning"]]
 
 
+def test_a_bad_step_is_shown_where_it_was(tmp_path: Path) -> None:
+    """The row of a step that a run went back from is gone; its file stays."""
+    rows = [row(step, bad_steps=int(step > 100), rewinds=int(step > 100)) for step in range(1, 200)]
+    lines(tmp_path / "metrics.jsonl", rows)
+    lines(tmp_path / "logs" / "bad-step-150.jsonl", [{"step": 150, "text": "the loss is NaN"}, {"step": 150}])
+    found = [(event.step, event.kind, event.text) for event in events_of(read_run(tmp_path))]
+    assert found == [(101, "rewind", "went back to a checkpoint"), (150, "bad step", "the loss is NaN")]
+    # It goes wrong again, with other data; of two more a full disk kept no file.
+    lines(tmp_path / "logs" / "bad-step-150-2.jsonl", [{"step": 150, "text": "a spike"}])
+    lines(tmp_path / "metrics.jsonl", [*rows, row(200, bad_steps=4, rewinds=1)])
+    found = [(event.step, event.text) for event in events_of(read_run(tmp_path)) if event.kind == "bad step"]
+    assert found == [(150, "a spike"), (150, "the loss is NaN"), (200, "steps with NaN or Inf, or a spike: 2")]
+
+
 def test_a_run_from_another_ones_checkpoint_begins_there(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     lines(tmp_path / "logs" / "starts.jsonl", [{"from_step": 5000}])

@@ -311,13 +311,16 @@ def events_of(run: Run) -> list[Event]:
         step = row.get("from_step")
         if isinstance(step, int) and not isinstance(step, bool):
             found.append(Event(step, tr("restart"), tr("started again after step {step}", step=step), GREY))
-    bad = {step for name, step, _ in run.history.events if name == "bad_steps"}
+    found += [Event(step, tr("bad step"), printable(text), RED) for step, text in run.bad_steps]
+    bad, known = {step for name, step, _ in run.history.events if name == "bad_steps"}, len(run.bad_steps)
     for name, step, count in run.history.events:
         if name == "rewinds":
             found.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
         elif name == "bad_steps":
-            text = printable(run.bad_steps.get(step, "")) or tr("skipped steps: {count}", count=count)
-            found.append(Event(step, tr("bad step"), text, RED))
+            known -= count  # where a run went back, this is the first row after that, and the steps were later ones
+            if known < 0:  # a full disk has no room for their files
+                text = tr("steps with NaN or Inf, or a spike: {count}", count=min(count, -known))
+                found.append(Event(step, tr("bad step"), text, RED))
         elif name == "skipped_steps" and step not in bad:
             found.append(Event(step, tr("skipped"), tr("steps skipped: {count}", count=count), CYAN))
         elif name not in COUNTERS:

@@ -361,8 +361,8 @@ class Run:
     """Of the FAILED marker, "" without one."""
     starts: list[dict[str, Any]]
     """Every start, the oldest first."""
-    bad_steps: dict[int, str]
-    """What went wrong in steps that were left out."""
+    bad_steps: list[tuple[int, str]]
+    """Steps that did not count, and what went wrong in each."""
     answers: Answers
     """To validation samples, over time."""
     collectives: list[dict[str, Any]]
@@ -486,13 +486,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return list(hide_all(found))
 
 
-def _bad_steps(folder: Path) -> dict[int, str]:
-    """Return the text of each step that has a file of its samples; of very many the first."""
-    found: dict[int, str] = {}
-    for path in sorted((folder / "logs").glob("bad-step-*.jsonl"))[:_MOST_LINES]:
+def _bad_steps(folder: Path) -> list[tuple[int, str]]:
+    """Return number and text of each step that has a file of its samples; of very many the first."""
+    found = []
+    for path in sorted((folder / "logs").glob("bad-step-*.jsonl"))[:MOST_EVENTS]:
         with suppress(OSError, TypeError, ValueError):
             head = next(json_lines(path), None) or {}
-            found[int(head["step"])] = str(head["text"])
+            found.append((int(head["step"]), str(head["text"])))
     return found
 
 
