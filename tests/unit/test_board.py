@@ -1,6 +1,7 @@
 """The board's routes: who may ask, what is answered, and that nothing is overwritten."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,31 @@ def test_runs_are_listed_and_compared(folder: Path, client: TestClient) -> None:
     assert "optim.lr" in client.get("/report", params={"run": ["one", "sweep/lr=1"]}).text
     for name in ("../outside/two", "/etc", ".", ""):
         assert client.get("/report", params={"run": name}).status_code == 400, name
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(
+    folder: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        fake_run(folder / "runs" / name, 3)
+    (folder / "runs" / "shut").mkdir()
+    with_permission, opened = os.stat, Path.open
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if "/shut/" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return with_permission(path, **options)
+
+    def shut(path: Path, *given: Any, **options: Any) -> Any:
+        if path.match("other/metrics.jsonl"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *given, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(Path, "open", shut)
+    rows = {row["run"]: row for row in ask(client, "runs")["rows"]}
+    assert {name: row["state"] for name, row in rows.items()} == {"one": "unfinished", "other": "failed"}
+    assert rows["other"]["cells"][1].endswith("metrics.jsonl cannot be read: Permission denied.")
 
 
 def test_every_error_is_shown_with_its_key_and_value(client: TestClient) -> None:

@@ -105,22 +105,25 @@ class Board:
     def found(self) -> dict[str, Path]:
         """Return the directories of runs, those of sweeps too, by their paths below the directory of runs."""
         paths = [path for path in self.runs.glob("*") if path.is_dir() and not path.name.startswith(".")]
-        nested = [inner for path in paths if not is_run(path) for inner in path.glob("*") if inner.is_dir()]
+        nested = [inner for path in paths if not is_run(path) for inner in path.glob("*") if os.path.isdir(inner)]
         return {str(path.relative_to(self.runs)): path for path in (*paths, *nested) if is_run(path)}
 
     def list_runs(self, given: Given) -> dict[str, Any]:
         """Return a row of figures for each run, the newest first, and those that have no directory yet."""
         found, rows, heads = self.found(), [], page.overview([]).heads
+        blank = [page.NONE] * (len(heads) - 2)
         for name, path in found.items():
-            stamp, cells, state = self._row(path)
+            try:
+                stamp, cells, state = self._row(path)
+            except (OSError, messages.RunFolderError) as error:  # another user's, perhaps: the others are shown
+                stamp, cells, state = [0.0], [name, hide(str(error)), *blank], "failed"
             is_alive = state == "running" or self.launches.is_alive(name)
             row = {"run": name, "path": str(path), "state": state, "cells": cells, "is_alive": is_alive}
             rows.append((max(stamp), row | {"has_log": self.launches.log(name).is_file()}))
         for name in {*self.launches.names()} - {*found}:
             is_alive = self.launches.is_alive(name)
             word = tr("starting") if is_alive else tr("did not start")
-            cells = [name, word, *[page.NONE] * (len(heads) - 2)]
-            row = {"run": "", "name": name, "state": "running" if is_alive else "failed", "cells": cells}
+            row = {"run": "", "name": name, "state": "running" if is_alive else "failed", "cells": [name, word, *blank]}
             rows.append((self.launches.started(name), row | {"has_log": True, "is_alive": is_alive}))
         rows.sort(key=lambda pair: -pair[0])
         return {"heads": heads, "rows": [row for _, row in rows]}

@@ -5,6 +5,7 @@ metrics.jsonl is read once: few groups of rows keep mean, extremes and last valu
 
 import json
 import math
+import os
 import re
 import socket
 from collections import Counter
@@ -399,8 +400,8 @@ class Run:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a directory is a run's."""
-    return any((folder / name).is_file() for name in _IS_RUN)
+    """Whether a directory is a run's; not if it cannot be looked into."""
+    return any(os.path.isfile(folder / name) for name in _IS_RUN)
 
 
 def read_run(path: Path) -> Run:
