@@ -342,13 +342,38 @@ def test_each_setting_of_a_data_source_has_a_row(tmp_path: Path) -> None:
     }
 
 
+def write_lock(folder: Path, pid: int, host: str, since: float | None = None) -> None:
+    """Sign a run's lock as its rank 0 does."""
+    signed = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(since))
+    (folder / "run.lock").write_text(json.dumps({"pid": pid, "host": host, "since": signed}))
+
+
+def test_a_run_is_running_as_long_as_its_process_is_there(tmp_path: Path) -> None:
+    folder, here = fake_run(tmp_path / "run", 3), os.uname().nodename
+    write_lock(folder, os.getpid(), here, since=1_577_836_800.0)
+    assert read_run(folder).status == UNFINISHED, "this process has only got the number"
+    beat = folder / "logs" / "heartbeat-rank-0.json"
+    beat.touch()
+    write_lock(folder, 2**30, here)
+    assert read_run(folder).status == UNFINISHED
+    write_lock(folder, 2**30, "another-node")
+    assert read_run(folder).status == RUNNING
+    os.utime(beat, (time.time() - 600, time.time() - 600))
+    assert read_run(folder).status == UNFINISHED
+    beat.unlink()
+    assert read_run(folder).status == UNFINISHED
+    for text in ('{"pid": null, "host": 3}', json.dumps({"pid": "x", "host": here, "since": 4}), "[]"):
+        (folder / "run.lock").write_text(text)
+        assert read_run(folder).status == UNFINISHED
+
+
 def test_an_empty_run_and_a_copy(quick: None, tmp_path: Path) -> None:
     died = tmp_path / "died"
     lines(died / "logs" / "starts.jsonl", [{"time": "x", "from_step": "y", "command": 3}, {}, {"from_step": True}])
     report(str(died))
     assert "No step has been logged yet." in (died / "report.html").read_text()
     assert read_run(died).status == UNFINISHED
-    (died / "run.lock").write_text(json.dumps({"pid": os.getpid(), "host": os.uname().nodename}))
+    write_lock(died, os.getpid(), os.uname().nodename)
     assert read_run(died).status == RUNNING
     (died / "FAILED").write_text("rank 0\nboom")
     assert read_run(died).status == FAILED

@@ -8,10 +8,12 @@ import math
 import os
 import re
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -340,6 +342,10 @@ _LARGEST_BYTES = 16 << 20
 _MOST_LINES = 1000
 _IS_RUN = ("metrics.jsonl", "config.yaml", "environment.json", "logs/starts.jsonl", "DONE", "FAILED")
 """A folder with one of these is a run's."""
+_SINCE = "%Y-%m-%dT%H:%M:%S%z"
+"""How run.lock has the time."""
+_SILENT_S = 120.0
+"""Rank 0 beats once a second; but file servers show other machines a file's time up to a minute late."""
 DONE, FAILED, RUNNING, UNFINISHED = "done", "failed", "running", "unfinished"
 
 
@@ -375,7 +381,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Return DONE, FAILED, RUNNING (by a process of this machine) or UNFINISHED."""
+        """Return DONE, FAILED, RUNNING (see `is_worked_on`) or UNFINISHED."""
         if self.summary:
             return DONE
         if self.failure:
@@ -498,10 +504,18 @@ def _bad_steps(folder: Path) -> list[tuple[int, str]]:
 
 
 def is_worked_on(folder: Path) -> bool:
-    """Whether the process that holds the run's lock is one of this machine, and there."""
+    """Whether the process that holds the run's lock is there; one of another machine is as its heartbeat says."""
     lock = _mapping(folder / "run.lock")
-    pid = lock.get("pid")
-    return lock.get("host") == socket.gethostname() and isinstance(pid, int) and pid > 0 and psutil.pid_exists(pid)
+    if lock.get("host") == socket.gethostname():
+        try:
+            begun, since = psutil.Process(lock["pid"]).create_time(), datetime.strptime(lock["since"], _SINCE)
+        except (KeyError, TypeError, ValueError, psutil.Error):
+            return False
+        if begun < since.timestamp() + _SILENT_S:
+            return True  # a later one has only got the number of the process that is gone
+    with suppress(OSError):
+        return time.time() - (folder / "logs" / "heartbeat-rank-0.json").stat().st_mtime < _SILENT_S
+    return False
 
 
 def runs_of(folder: Path) -> list[Path]:
