@@ -96,7 +96,7 @@ def test_runs_are_listed_and_compared(folder: Path, client: TestClient) -> None:
         "one": ("done", "40 / 40"),
         "sweep/lr=1": ("unfinished", "3 / 40"),
     }
-    assert dict(zip(listed["heads"], rows["one"]["cells"], strict=True))["tokens per second"] == "1,020"
+    assert dict(zip(listed["heads"], rows["one"]["cells"], strict=True))["per second"] == "1,020 tokens"
     with (folder / "runs" / "sweep" / "lr=1" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "loss": 1.5}) + "\n")
     assert {row["run"]: row for row in ask(client, "runs")["rows"]}["sweep/lr=1"]["cells"][2:4] == ["4 / 40", "1.5000"]

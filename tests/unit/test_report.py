@@ -342,6 +342,15 @@ def test_each_setting_of_a_data_source_has_a_row(tmp_path: Path) -> None:
     }
 
 
+def test_a_custom_model_is_paced_in_samples(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "own", 3)
+    (folder / "data.json").write_text('{"program": "own.py", "model": "Net"}')
+    lines(folder / "metrics.jsonl", [{"step": step, "samples_per_s": 40.0, "step_s": 0.5} for step in (1, 2)])
+    table = page_module.overview([read_run(folder)])
+    assert dict(zip(table.heads, table.rows[0], strict=True))["per second"] == "40 samples"
+    assert "token" not in " ".join([*table.heads, *table.rows[0]])
+
+
 def write_lock(folder: Path, pid: int, host: str, since: float | None = None) -> None:
     """Sign a run's lock as its rank 0 does."""
     signed = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(since))

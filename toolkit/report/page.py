@@ -145,18 +145,22 @@ def overview(runs: Sequence[Run]) -> Table:
                 f"{run.step:,}" + (f" / {run.total_steps:,}" if run.total_steps else ""),
                 f"{last:.4f}" if last is not None else NONE,
                 f"{history.best[0]:.4f}" if history.best else NONE,
-                f"{pace:,.0f}" if pace else NONE,
+                _paced(run, f"{pace:,.0f}") if pace else NONE,
                 " / ".join(sizes) or NONE,
                 terminal.clock(round(history.seconds)) if history.seconds else NONE,
             ]
         )
     heads = (
         *(tr("run"), tr("state"), tr("steps"), tr("training loss"), tr("best validation loss")),
-        *(tr("tokens per second"), tr("GiB, measured / planned"), tr("time in steps")),
+        *(tr("per second"), tr("GiB, measured / planned"), tr("time in steps")),
     )
     known = [run.history.best[0] for run in runs if run.history.best]
     best = {place for place, run in enumerate(runs) if run.history.best and run.history.best[0] == min(known)}
     return Table(heads, rows, marked=best, note=tr("Marked: the lowest validation loss."))
+
+
+def _paced(run: Run, count: str) -> str:
+    return tr("{count} samples", count=count) if is_own(run) else tr("{count} tokens", count=count)
 
 
 def events(run: Run) -> Table | None:
