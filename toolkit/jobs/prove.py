@@ -284,11 +284,14 @@ def _resume(proof: Proof, job: SweepJob) -> float:
     """Resume a copy of the run at its checkpoint in the middle; return how far the losses are from those of the run."""
     run, again = proof.sweep.run_dir(job), proof.sweep.folder / "resumed"
     if not again.exists():
-        shutil.copytree(run, again)
-        (again / "DONE").unlink()
-        *_, last = sorted((again / "checkpoints").glob("step-*"), key=lambda one: int(one.name.removeprefix("step-")))
+        part = again.with_suffix(".part")  # killed in here, the copy would be the whole run, and prove nothing
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(run, part)
+        (part / "DONE").unlink()
+        *_, last = sorted((part / "checkpoints").glob("step-*"), key=lambda one: int(one.name.removeprefix("step-")))
         shutil.rmtree(last)
-        shutil.rmtree(again / "export")
+        shutil.rmtree(part / "export")
+        part.rename(again)
     resumed = proof.train([], proof.cfg, again.name)
     if resumed.state != DONE:
         return float("nan")
