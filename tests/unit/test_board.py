@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.fake_runs import HOSTILE, fake_run
-from toolkit.config.load import to_plain
+from toolkit import children
+from toolkit.config.load import load, to_plain
 from toolkit.config.schema import RunConfig, leaves
-from toolkit.jobs.board import Board, application
+from toolkit.jobs.board import Board, Launches, application
 from toolkit.messages import current_language, set_language
+from toolkit.report.page import commands
+from toolkit.report.run import read_run
 
 TOKEN, COOKIE = "a-token", "board-1"
 ADDRESS = "http://127.0.0.1:8765"
@@ -238,6 +242,26 @@ def test_only_a_recipe_with_a_plain_name_is_started(folder: Path, client: TestCl
         assert "error" in ask(client, "stop", run=name)
         assert "error" in ask(client, "log", run=name)
     assert not (folder / "runs").exists()
+
+
+def test_a_run_is_started_in_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a (1), it's {#2}=[x] & y"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("# @package _global_\ndefaults: [quickstart]\n")
+    started = list[list[str]]()
+
+    def start(command: list[str], **options: Any) -> Any:
+        started.append(command)
+        return SimpleNamespace(pid=os.getpid(), poll=lambda: None)
+
+    monkeypatch.setattr(children, "start_detached", start)
+    Launches(folder / "runs").start({"name": "x", "recipe": str(folder / "mine.yaml"), "ranks": "1"})
+    record = json.loads((folder / "runs" / ".board" / "x.json").read_text())
+    assert [record["command"]] == started
+    cfg = load(started[0][started[0].index("1") + 1 :]).cfg
+    assert (cfg.run.dir, cfg.run.name) == (str(folder / "runs"), "x") and cfg.recipe == "mine"
+    again = shlex.split(commands(read_run(fake_run(folder / "runs" / "x", 3)))[-1][1])
+    assert load(again[-2:]).cfg.train.max_steps == 40
 
 
 def test_the_rest_of_an_answer_that_nobody_waits_for_is_no_answer_to_the_next_question(folder: Path) -> None:

@@ -21,9 +21,9 @@ import json
 from pathlib import Path
 
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
-from toolkit.config import load, mesh
+from toolkit.config import files, load, mesh
 from toolkit.config.preflight import needs_lookup, resolve_model_path, resolve_teacher
-from toolkit.jobs import check, sweep, trace as tracing
+from toolkit.jobs import check, trace as tracing
 from toolkit.messages import Problems, say
 from toolkit.plan import speed
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
@@ -52,7 +52,7 @@ def run(words: list[str]) -> None:
     if given.get("trace") == "true":
         recipe = [word for word in words if word.partition("=")[0] not in OWN]
         # The directory that the config was found in, where there is one.
-        found_at = [f"model.path={sweep.quoted(Path(cfg.model.path))}"] if cfg.model.path else []
+        found_at = [f"model.path={files.quoted(Path(cfg.model.path))}"] if cfg.model.path else []
         traced = tracing.report(tracing.trace([*recipe, *found_at], machine), mine)
     if given.get("output"):
         result = plan_json(outline, machine, mine, found) | ({"trace": traced} if traced else {})

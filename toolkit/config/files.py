@@ -208,6 +208,14 @@ def located(path: str) -> str:
     return path
 
 
+def quoted(path: Path) -> str:
+    """Return a path as the value of an override: Hydra takes characters beyond the plainest in quotes only."""
+    text = str(path)
+    if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def is_hub_name(path: str) -> bool:
     """Return whether a `model.path` names a repository on Hugging Face; a directory of that name comes first."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII) is not None and not Path(path).exists()

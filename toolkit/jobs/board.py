@@ -388,8 +388,8 @@ class Launches:
         if self.is_alive(name) or is_worked_on(self.runs / name):
             raise messages.RunFolderError("{name} is running already.", name=name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "toolkit", "launch", "--num_gpus", ranks, f"recipe={path.resolve()}"]
-        command += [f"run.name={name}", f"run.dir={self.runs.resolve()}"]
+        command = [sys.executable, "-m", "toolkit", "launch", "--num_gpus", ranks, f"run.name={name}"]
+        command += [f"recipe={files.quoted(path.resolve())}", f"run.dir={files.quoted(self.runs.resolve())}"]
         with self.log(name).open("ab") as log:
             child = children.start_detached(command, stdout=log, stderr=subprocess.STDOUT)
         self._children.append(child)

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit import children, terminal
 from toolkit.arguments import check_output, check_parsed, parse, positive_int, write_output
-from toolkit.config import load, mesh, schema
+from toolkit.config import files, load, mesh, schema
 from toolkit.jobs import autotune, sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, processes
@@ -168,7 +168,7 @@ def run_prove(words: list[str]) -> int:
     plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_brief(cfg, steps, length)], own=own)
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "prove")) as sweep:
         sweep.save()
-        plan.fixed.append(f"prepare.dir={sweeping.quoted(sweep.folder / 'cache')}")
+        plan.fixed.append(f"prepare.dir={files.quoted(sweep.folder / 'cache')}")
         if cfg.model.init is schema.Init.pretrained:
             _write_small_model(plan, sweep, cfg, recipe)
         settled = plan.compose([])
@@ -227,7 +227,7 @@ def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: schema.RunConfig, 
             count=f"{made['parameters']:,}",
             folder=folder,
         )
-    plan.fixed += [f"model.path={sweeping.quoted(folder)}", "model.tokenizer=''", "model.revision=''"]
+    plan.fixed += [f"model.path={files.quoted(folder)}", "model.tokenizer=''", "model.revision=''"]
 
 
 def _prove(proof: Proof, steps: int) -> dict[str, Any]:

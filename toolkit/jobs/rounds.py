@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import children, disk, secrets, terminal
+from toolkit.config.files import quoted
 from toolkit.config.schema import Init, RunConfig
 from toolkit.evaluate import rewards
-from toolkit.jobs.sweep import LAUNCH, digest, quoted
+from toolkit.jobs.sweep import LAUNCH, digest
 from toolkit.launch.processes import SignalRequests, wait_for
 from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, current_language, say, tr
 from toolkit.report.run import json_lines

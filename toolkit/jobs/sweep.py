@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit import arguments, children, disk, messages, secrets, terminal
-from toolkit.config import load, schema
+from toolkit.config import files, load, schema
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import say, tr
 from toolkit.report.run import json_lines, runs_of
@@ -441,14 +441,6 @@ def _read_jobs(folder: Path) -> list[SweepJob]:
     return jobs
 
 
-def quoted(path: Path) -> str:
-    """Return a path as the value of an override: Hydra takes characters beyond the plainest in quotes only."""
-    text = str(path)
-    if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
 def launch(
     plan: SweepPlan,
     sweep: SweepDir,
@@ -458,7 +450,7 @@ def launch(
     log: IO[str] | None = None,
 ) -> None:
     """Run one job in a child process, pass signals on, and record how it ended; `log`: where it prints."""
-    words = [f"run.dir={quoted(sweep.folder)}", f"run.name={job.name}"]
+    words = [f"run.dir={files.quoted(sweep.folder)}", f"run.name={job.name}"]
     command = [*LAUNCH, *plan.launcher, *plan.fixed, *special, *words]
     job.state, job.started, job.ended, job.exit_code = RUNNING, time.strftime(_TIME), "", None
     sweep.save()

@@ -311,7 +311,7 @@ def commands(run: Run) -> list[tuple[str, str]]:
             is_launched = isinstance(ranks, int) and ranks > 1
             start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
             start.append(str(run.data.get("program") or "run.py"))
-        again = [*start, f"recipe={run.folder / 'config.yaml'}", "run.name=NAME"]
+        again = [*start, f"recipe={files.quoted(run.folder / 'config.yaml')}", "run.name=NAME"]
         found.append((tr("The same settings, whatever the recipe says by now"), messages.printable(shlex.join(again))))
     return found
 
