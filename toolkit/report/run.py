@@ -342,8 +342,6 @@ _LARGEST_BYTES = 16 << 20
 _MOST_LINES = 1000
 _IS_RUN = ("metrics.jsonl", "config.yaml", "environment.json", "logs/starts.jsonl", "DONE", "FAILED")
 """A folder with one of these is a run's."""
-_SINCE = "%Y-%m-%dT%H:%M:%S%z"
-"""How run.lock has the time."""
 _SILENT_S = 120.0
 """Rank 0 beats once a second; but file servers show other machines a file's time up to a minute late."""
 DONE, FAILED, RUNNING, UNFINISHED = "done", "failed", "running", "unfinished"
@@ -508,7 +506,8 @@ def is_worked_on(folder: Path) -> bool:
     lock = _mapping(folder / "run.lock")
     if lock.get("host") == socket.gethostname():
         try:
-            begun, since = psutil.Process(lock["pid"]).create_time(), datetime.strptime(lock["since"], _SINCE)
+            begun = psutil.Process(lock["pid"]).create_time()
+            since = datetime.strptime(lock["since"], "%Y-%m-%dT%H:%M:%S%z")
         except (KeyError, TypeError, ValueError, psutil.Error):
             return False
         if begun < since.timestamp() + _SILENT_S:
