@@ -158,3 +158,11 @@ def test_back_to_the_originals_layout(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         one, other = (prefixed(name, path)(**inputs(name, "plain"), use_cache=False).logits for path in (folder, out))
     assert torch.equal(one, other)
+
+
+def test_an_originals_prefix_is_exported_without_its_head(tmp_path: Path) -> None:
+    """ChatGLM-6B's own training saves lm_head too; the command compares the logits of what it wrote."""
+    folder, out = original(tmp_path / "prefix", "v1", "ptuning"), tmp_path / "out"
+    assert main(["export-model", str(folder), f"base={GOLDEN / 'v1'}", f"output={out}"]) == 0
+    wanted = load_file(GOLDEN / "v1" / "ptuning.safetensors")
+    assert set(load_file(out / "adapter_model.safetensors")) == set(wanted)

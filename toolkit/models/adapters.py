@@ -627,8 +627,6 @@ def load_adapter(
     values = read_adapter_weights(folder)
     with reading(folder / CONFIG, ModelError):
         attach_adapter(model, settings, base, dropout=dropout, ds_config=ds_config)
-    if method_of(settings) is TuningMethod.ptuning_v2:  # ChatGLM-6B's own training saved lm_head too
-        values = {name: value for name, value in values.items() if name.startswith(PREFIX)}
     load_values(model, values, folder)
 
 
@@ -636,7 +634,9 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors by their stored names; nothing in the file is executed."""
     for name in (WEIGHTS, "adapter_model.bin", "pytorch_model.bin"):
         if (folder / name).is_file():
-            return weights.read_tensors(folder / name)
+            # ChatGLM-6B's own P-Tuning saved lm_head too.
+            only = PREFIX if method_of(read_settings(folder)) is TuningMethod.ptuning_v2 else ""
+            return {key: value for key, value in weights.read_tensors(folder / name).items() if key.startswith(only)}
     raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=WEIGHTS)
 
 
