@@ -101,6 +101,7 @@ def test_peft_itself_loads_what_is_written(variant: str, tmp_path: Path) -> None
 
 STRANGERS = {
     "lora": {},
+    "gaussian": {"init_lora_weights": "gaussian"},
     "dora": {"use_dora": True},
     "saved": {"modules_to_save": ["lm_head"]},
     "biases": {"bias": "all"},
@@ -132,13 +133,18 @@ def test_a_stranger_s_peft_adapter_goes_on(variant: str, tmp_path: Path) -> None
 
 
 def test_what_cannot_be_merged_is_named(tmp_path: Path, capsys) -> None:
-    """Of an adapter whose vocabulary was enlarged, and of one that trains some tokens."""
+    """Adapters with an enlarged vocabulary, with trained tokens, and with which peft changed the base's weights."""
     enlarged = written(tuned("glm4"), tmp_path / "enlarged")
     file, name = enlarged / "adapter_model.safetensors", "base_model.model.model.embed_tokens.weight"
     save_file(load_file(file) | {name: torch.zeros(70, 64)}, file)
     config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2], task_type="CAUSAL_LM")
     peft.get_peft_model(load("glm4"), config).save_pretrained(tmp_path / "tokens")
+    for start in ("pissa", "olora"):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start, task_type="CAUSAL_LM")
+        peft.get_peft_model(load("glm4"), config).save_pretrained(tmp_path / start)
     for adapter, wrong in (
+        ("pissa", "with init_lora_weights = pissa peft also changed the weights"),
+        ("olora", "path_initial_model_for_weight_conversion"),
         ("enlarged", f"does not fit the model: {name}"),
         ("tokens", "cannot be merged: model.embed_to"),
     ):

@@ -375,16 +375,29 @@ def load_part(part: TunedPart) -> PreTrainedModel:
     return model.eval()
 
 
+_STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
+"""Values of `init_lora_weights` with which peft (0.21) leaves the base's weights as they are."""
+
+
 def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
     """Return the model with empty parameters, and their values, in the precision of the base's files, or float32 where
-    changed. ConfigError for an addition to one of two tied weights; while the values are read, CheckpointError for
-    those that are not finite or not of this model.
+    changed. ConfigError for an addition to one of two tied weights, ModelError for one to weights that peft changed;
+    while the values are read, CheckpointError for those that are not finite or not of this model.
     """
     if not part.can_merge:
         raise ConfigError(
             "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Export it without "
             "merge=true, and use it as an adapter of its base.",
             folder=part.source,
+        )
+    start = str(part.settings.get("init_lora_weights", True))
+    if start.lower() not in _STARTS:
+        raise ModelError(
+            "the adapter in {folder} cannot be merged: with init_lora_weights = {value} peft also changed the weights "
+            "that it was trained on. Convert it: save_pretrained(DIR, path_initial_model_for_weight_conversion=START) "
+            "of peft, with START the adapter as it was before training.",
+            folder=part.source,
+            value=start,
         )
     model, values = stream(part.base)
     if part.head is not None:
