@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import BaseHandler
 
-from toolkit.evaluate.server import MOST_BYTES, Bounded, bound_tokens, problem
+from toolkit.evaluate.server import MOST_BYTES, Bounded, _follow_temperature, bound_tokens, problem
 
 RESERVED = frozenset({"chat_template", "tokenize"})
 
@@ -99,3 +101,15 @@ def test_an_answer_ends_with_the_positions() -> None:
         assert generation.max_new_tokens == room
     assert "10 tokens" in bound_tokens(model(10), {"input_ids": [1] * 10}, SimpleNamespace(max_new_tokens=1))
     assert bound_tokens(model(None), {"input_ids": [1] * 10}, SimpleNamespace(max_new_tokens=1)) == ""
+
+
+@pytest.mark.parametrize("default", [None, True])
+def test_a_temperature_samples(default: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BaseHandler, "_build_generation_config", BaseHandler._build_generation_config)  # and back
+    _follow_temperature()
+    handler: Any = SimpleNamespace(generation_state=SimpleNamespace(_compile=False))
+    for temperature, wanted in ((None, default), (0, False), (0.01, True), (1, True)):
+        body = {"temperature": temperature, "top_p": 0.9}
+        found = BaseHandler._build_generation_config(handler, body, GenerationConfig(do_sample=default))
+        assert found.do_sample == wanted
+        assert found.top_p == 0.9

@@ -195,6 +195,7 @@ def main(words: list[str]) -> None:
     from toolkit.models.sandbox import bound_templates
 
     _bound_requests()
+    _follow_temperature()
     bound_templates()
     _keep_text()
     _serve_one(name=words[0], folder=words[2])
@@ -251,6 +252,23 @@ def _bound_requests() -> None:
         limit(manager, "generate_streaming")
         limit(manager, "generate_non_streaming")
     server.build_server = lambda *given, **named: Bounded(build(*given, **named))
+
+
+def _follow_temperature() -> None:
+    """Sample where a request's temperature is above 0, also if the export answers greedily by default; transformers
+    (5.23) would ignore the temperature then, and `top_p` and `seed` with it. Without one the default stays.
+    """
+    from transformers.cli.serving.utils import BaseHandler
+
+    build = BaseHandler._build_generation_config
+
+    def sampled(self: BaseHandler, body: dict[str, Any], *given: Any, **named: Any) -> Any:
+        generation = build(self, body, *given, **named)
+        if body.get("temperature"):
+            generation.do_sample = True
+        return generation
+
+    BaseHandler._build_generation_config = sampled
 
 
 def _keep_text() -> None:
