@@ -91,6 +91,14 @@ def test_adapters(started: list[Any], vllm: str, tmp_path: Path, capsys: pytest.
     found = command(started, str(model), f"adapter={adapter}")
     assert found[-5:] == ["--enable-lora", "--max-lora-rank", "32", "--lora-modules", f"mine={adapter}"]
     assert '"model": "mine"' in capsys.readouterr().out
+    template = (model / "chat_template.jinja").read_text()
+    for own, option in ((template, []), ("{{ 1 }}", ["--chat-template", f"{adapter}/chat_template.jinja"])):
+        (adapter / "chat_template.jinja").write_text(own)
+        found = command(started, str(model), f"adapter={adapter}")
+        assert found[found.index("32") + 1 : -2] == option
+    (adapter / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    found = command(started, str(model), f"adapter={adapter}")
+    assert found[found.index("32") + 1 : -2] == [*option, "--generation-config", str(adapter)]
     config["target_parameters"] = ["layers.1.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     *_, mixed, key, declared = command(started, str(model), f"adapter={adapter}")

@@ -336,6 +336,8 @@ def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
     }
     assert json.loads((copy / "adapter_config.json").read_text())["base_model_name_or_path"] == str(GOLDEN / "v2")
     assert torch.equal(logits(put("v2", copy), "v2"), logits(model, "v2"))
+    assert json.loads((copy / "generation_config.json").read_text())["eos_token_id"] == 2  # for servers
+    assert not (copy / "config.json").exists()
 
 
 def test_one_adapter_is_asked_and_its_base_is_found(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def run(words: list[str]) -> None:
         command += ["--served-model-name", model, str(folder)]
     if given.get("adapter"):
         model = Path(given["adapter"]).resolve().name
-        command += adapter_options(Path(given["adapter"]), model, is_vllm=is_vllm)
+        command += adapter_options(Path(given["adapter"]), folder, model, is_vllm=is_vllm)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False)
     say("Starting:  {command}", command=" ".join([*command, *options]))
     say(

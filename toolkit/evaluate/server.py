@@ -22,7 +22,7 @@ from typing import Any
 
 from toolkit.config.preflight import position_limit
 from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models.directory import read_object
+from toolkit.models.directory import read_object, saved_template
 
 _NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -69,8 +69,10 @@ def server_program(backend: str) -> list[str]:
     return [sys.executable, "-m", "toolkit.evaluate.server"]
 
 
-def adapter_options(adapter: Path, name: str, is_vllm: bool) -> list[str]:
-    """Return the options by which vLLM loads a LoRA adapter in peft's layout under a name."""
+def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list[str]:
+    """Return the options by which vLLM loads a LoRA adapter in peft's layout under a name, with the chat template and
+    the stop tokens that it was trained with; vLLM itself takes those of `base`.
+    """
     if not is_vllm:
         raise ConfigError(
             tr("transformers' server takes no adapter. Export base and adapter as one model, or take backend=vllm.")
@@ -84,6 +86,11 @@ def adapter_options(adapter: Path, name: str, is_vllm: bool) -> list[str]:
     needed = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
     rank = next((known for known in _RANKS if known >= needed), needed)
     options = ["--enable-lora", "--max-lora-rank", str(rank)]
+    template = adapter.resolve() / "chat_template.jinja"
+    if template.is_file() and saved_template(adapter) != saved_template(base):
+        options += ["--chat-template", str(template)]
+    if (adapter / "generation_config.json").is_file():
+        options += ["--generation-config", str(adapter.resolve())]
     if not (experts := {one.rpartition(".")[2] for one in config.get("target_parameters") or ()}):
         return [*options, "--lora-modules", f"{name}={adapter.resolve()}"]
     # Adapters of experts that are one tensor must be declared, or vLLM (its pull request 42242, in 0.25) computes with

@@ -231,11 +231,11 @@ def write_adapter(
     empty = [name for name, value in state.items() if not value.numel()]
     if empty or not state:
         raise _not_as_trained(folder, empty)
-    model_files = ("config.json", "generation_config.json")  # with one, or the origin, it would be taken for a model
+    # With a config, or the origin, it would be taken for a model. generation_config.json tells where answers end.
     own = {
         name: content
         for name, content in files.items()
-        if name not in model_files and not name.startswith(f"{ORIGIN_DIR}/")
+        if name != "config.json" and not name.startswith(f"{ORIGIN_DIR}/")
     }
     with atomic_directory(folder) as temporary:
         temporary.mkdir()

@@ -397,9 +397,7 @@ def resolve_servable(path: Path) -> Path:
             "Convert it first: toolkit export-model model.path={folder} format=hf output=DIR",
             folder=folder,
         )
-    settings = folder / "tokenizer_config.json"
-    in_settings = settings.is_file() and read_object(settings).get("chat_template")
-    if not in_settings and not (folder / "chat_template.jinja").is_file():
+    if not saved_template(folder):
         raise ConfigError(
             "{folder} has no chat template (chat_template.jinja): a server could not chat.", folder=folder
         )
@@ -408,6 +406,14 @@ def resolve_servable(path: Path) -> Path:
             "servers take what follows the @ in {folder} for a revision. Rename the directory.", folder=folder
         )
     return folder
+
+
+def saved_template(folder: Path) -> Any:
+    """Return the chat template in a directory, None without one; a list where an older tokenizer has several."""
+    file, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_bytes().decode(errors="replace")
+    return read_object(settings).get("chat_template") if settings.is_file() else None
 
 
 def code_files(folder: Path) -> list[Path]:
