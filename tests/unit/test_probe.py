@@ -1,6 +1,7 @@
 """What is written beside weights. The probe: the same ids, the same logits, and nothing else touched."""
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
@@ -257,3 +258,9 @@ def test_what_could_not_be_exported_at_the_end_is_told_at_the_start(model: trans
     model.generation_config.temperature = 0.6  # as in some published folders: without do_sample
     with pytest.raises(ModelError, match=r"generation_config\.json of the model contradicts itself.*temperature"):
         describe(model, None)
+
+
+def test_an_export_keeps_keys_and_values_where_training_did_not(model: transformers.GlmForCausalLM) -> None:
+    model.config.use_cache = False
+    assert json.loads(describe(model, None)["config.json"]).get("use_cache", True)
+    assert not model.config.use_cache, "training goes on without"

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,7 +80,10 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
         # As `save_pretrained` does before it writes them.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
+        config = deepcopy(model.config)
+        if writes:
+            config.use_cache = True  # off in training; a loop of one's own relies on it, `generate` does not
+        config.save_pretrained(folder)
         try:
             if writes:
                 model.generation_config.save_pretrained(folder)
