@@ -14,9 +14,11 @@ from hypothesis import example, given, settings, strategies as st
 from official import write
 
 from toolkit.config.schema import Family
+from toolkit.export.model import write_folder
 from toolkit.messages import ModelError, RowError
 from toolkit.models import load_chat_encoder, load_model, load_tokenizer
 from toolkit.models.chatglm.formats import FamilyChatEncoder, Piece
+from toolkit.models.save import describe
 
 NAMES = ["v1", "v2", "v3", "glm4"]
 # Control strings of all generations, and words that hold one.
@@ -510,6 +512,23 @@ def test_control_strings_are_text_with_another_template_too(name: str, tmp_path:
         encoder.tokenizer.convert_tokens_to_ids("[gMASK]"),
     )
     assert ids == [gmask, *encoder.tokenizer.encode_texts([typed])[0]]
+
+
+@pytest.mark.parametrize("has_own_tokenizer", [True, False])
+@pytest.mark.parametrize("name", ["v1", "v3"])
+def test_an_export_asks_as_training_did(name: str, has_own_tokenizer: bool, tmp_path: Path) -> None:
+    """With a template of one's own, and where the weights' directory has no vocabulary (model.tokenizer)."""
+    folder = write(tmp_path / "model", name, tokenizer=has_own_tokenizer)
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '</s>' }}{% endfor %}\n")
+    model, chat = load_model(folder), [{"role": "user", "content": "hello"}]
+    for template in ("", str(tmp_path / "t.jinja")):
+        encoder = load_chat_encoder(folder if has_own_tokenizer else GOLDEN / f"tok_{name}", chat_template=template)
+        export = tmp_path / f"export{bool(template)}"
+        write_folder(model, describe(model, encoder), export, "hf", None)
+        found = load_chat_encoder(export)
+        assert found.prompt(chat) == encoder.prompt(chat)
+        assert {*found.stop_ids} == {*encoder.stop_ids}
+        assert type(found) is type(encoder) or (name == "v3" and not has_own_tokenizer)
 
 
 def test_pieces_are_tokenised_each_for_itself() -> None:

@@ -125,6 +125,11 @@ def load_tokenizer(
     else:
         with reading(vocabulary, ModelError, tr("Download it again.")):
             tokenizer = _load_official(vocabulary, family)
+        # In what was saved here its own template counts, of training with model.chat_template; officially the family's.
+        own = (*formats.TEMPLATES.values(), tokenizer.own_template, None)
+        is_saved = vocabulary.parent != folder or tokenizer.family is schema.Family.chatglm
+        if is_saved and (saved := directory.saved_template(folder)) not in own:
+            tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
     if chat_template:
         with reading(chat_template, ModelError, tr("Correct model.chat_template.")):
             tokenizer.chat_template = Path(files.located(chat_template)).read_text(encoding="utf-8")

@@ -128,8 +128,9 @@ def official_vocabulary(folder: Path) -> Path | None:
     """Return the official vocabulary file of a directory's tokenizer, None if it has another; `official/` of a saved
     model first, because that tokenizer never parses control strings.
     """
-    if (folder / "official" / "layout.json").is_file():
-        return official_vocabulary(folder / "official")
+    inner = folder / "official"  # without a vocabulary where model.tokenizer was another directory
+    if (inner / "layout.json").is_file() and any(inner.glob("*.model")):
+        return official_vocabulary(inner)
     config = read_json(folder / "tokenizer_config.json")
     is_named = "chatglm" in f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}".lower()
     if (folder / "ice_text.model").is_file():
