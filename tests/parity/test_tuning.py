@@ -387,6 +387,9 @@ def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["export-model", str(adapter), f"output={tmp_path}/adapter"]) == 2
     assert main(["export-model", str(GOLDEN / "v2"), f"output={tmp_path}/out", "max_shard_size=much"]) == 2
     assert "max_shard_size = much is no size such as 500MB or 5GB." in capsys.readouterr().err
+    for word in ("dtype=bf16", "max_shard_size=1GB"):
+        assert main(["export-model", str(GOLDEN / "v2"), "format=official", word, f"output={tmp_path}/out"]) == 2
+        assert "keeps precisions and files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -544,6 +544,10 @@ class ExportOptions:
     """Precision of the weights, such as bfloat16; "" that of the training."""
     max_shard_size: str = MAX_SHARD_SIZE
 
+    def __post_init__(self) -> None:
+        if self.format == "official" and (self.dtype or self.max_shard_size != MAX_SHARD_SIZE):
+            raise ConfigError(tr("format=official keeps precisions and files: remove dtype= and max_shard_size=."))
+
     @property
     def precision(self) -> torch.dtype | None:
         """Return `dtype` as torch's."""
