@@ -70,9 +70,7 @@ def server_program(backend: str) -> list[str]:
 
 
 def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list[str]:
-    """Return the options by which vLLM loads a LoRA adapter in peft's layout under a name, with the chat template and
-    the stop tokens that it was trained with; vLLM itself takes those of `base`.
-    """
+    """Return the options by which vLLM loads a LoRA adapter under a name, with its own template and stop tokens."""
     if not is_vllm:
         raise ConfigError(
             tr("transformers' server takes no adapter. Export base and adapter as one model, or take backend=vllm.")
@@ -262,9 +260,7 @@ def _bound_requests() -> None:
 
 
 def _follow_temperature() -> None:
-    """Sample where a request's temperature is above 0, also if the export answers greedily by default; transformers
-    (5.23) would ignore the temperature then, and `top_p` and `seed` with it. Without one the default stays.
-    """
+    """Sample if a request's temperature is above 0: transformers (5.23) does only if the export does by default."""
     from transformers.cli.serving.utils import BaseHandler
 
     build = BaseHandler._build_generation_config

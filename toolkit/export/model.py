@@ -231,12 +231,8 @@ def write_adapter(
     empty = [name for name, value in state.items() if not value.numel()]
     if empty or not state:
         raise _not_as_trained(folder, empty)
-    # With a config, or the origin, it would be taken for a model. generation_config.json tells where answers end.
-    own = {
-        name: content
-        for name, content in files.items()
-        if name != "config.json" and not name.startswith(f"{ORIGIN_DIR}/")
-    }
+    of_model = ("config.json", f"{ORIGIN_DIR}/")  # with one it would be taken for a model
+    own = {name: content for name, content in files.items() if not name.startswith(of_model)}
     with atomic_directory(folder) as temporary:
         temporary.mkdir()
         write_files(own, temporary, probed)
@@ -375,8 +371,8 @@ def load_part(part: TunedPart) -> PreTrainedModel:
     return model.eval()
 
 
+# `init_lora_weights` with which peft (0.21) leaves the base's weights as they are.
 _STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
-"""Values of `init_lora_weights` with which peft (0.21) leaves the base's weights as they are."""
 
 
 def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
