@@ -9,7 +9,7 @@ import torch
 import transformers
 from ranks import forked, run
 from safetensors.torch import load_file
-from shared import ALL, RECOMPUTE, WORKER, eval_losses, losses, of_tier, tiny
+from shared import ALL, RECOMPUTE, WORKER, by_tier, eval_losses, losses, of_tier, tiny
 
 from toolkit.config.load import load
 from toolkit.train import language_data, reference
@@ -37,6 +37,8 @@ CELLS = {
 }
 AGAIN = ("zero2", "zero3", "lora")
 """Those that resume from a checkpoint."""
+LATE = ("zero1", "recompute", "compiled3", "tensorwise", "tensorwise-bf16")
+"""Cells of the nightly tier: each of their parts is met in another one."""
 FOLLOWS = ("zero1", "zero2", "zero3", "recompute", "compiled", "compiled3", "pipeline")
 
 
@@ -50,7 +52,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Every cell, and some of them again from a checkpoint, in one launch."""
     folder = tmp_path_factory.mktemp("fp8")
     cases: list[dict[str, Any]] = []
-    for name, overrides in of_tier(request, CELLS).items():
+    for name, overrides in of_tier(request, CELLS, late=LATE).items():
         cases.append({"overrides": words(rows_file, folder, name, *overrides)})
         if name in AGAIN:
             died = {"of": f"{folder}/runs/{name}", "step": SAVED, "as": f"{folder}/runs/{name}-again"}
@@ -77,7 +79,7 @@ def furthest(left: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("name", FOLLOWS)
+@pytest.mark.parametrize("name", by_tier(FOLLOWS, late=LATE))
 def test_losses_are_those_of_the_plain_loop_and_near_bf16(name: str, runs: Path, plain: list[float]) -> None:
     found, bf16 = losses(runs / name), losses(runs / "bf16")
     assert found[0] - found[-1] > 1
@@ -89,7 +91,7 @@ def test_losses_are_those_of_the_plain_loop_and_near_bf16(name: str, runs: Path,
     assert furthest(eval_losses(runs / name), eval_losses(runs / "bf16")) < NEAR
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "lora"])
+@pytest.mark.parametrize("name", by_tier(["tensorwise", "lora"], late=LATE))
 def test_losses_are_near_bf16(name: str, runs: Path) -> None:
     assert 0.001 < furthest(losses(runs / name), losses(runs / f"{name}-bf16")) < NEAR
 

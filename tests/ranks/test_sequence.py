@@ -68,6 +68,8 @@ PAIRS = {
     "experts": ("mixtral", ["model.router_loss=0.5", "data.packing=packed", "zero=stage3", ALL, RECOMPUTE]),
     "short-first": ("", SHORT_FIRST),
 }
+LATE = ("prefix", *PROMPTED)
+"""Those of the nightly tier: prefixes are met with a ChatGLM, prompts on two ranks."""
 
 
 def llama(folder: Path) -> Path:
@@ -109,7 +111,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, request: pyt
             for name, others in RESUMED.items():
                 died = {"of": str(folder / "runs" / "sp4-stage2"), "step": 4, "as": str(folder / "runs" / name)}
                 cases.append({"overrides": words(name, FOUR_RANKS["sp4-stage2"] + others), "died": died})
-            for name, overrides in of_tier(request, PROMPTED, late=[*PROMPTED]).items():
+            for name, overrides in of_tier(request, PROMPTED, late=LATE).items():
                 cases.append({"overrides": words(name, ["model=hf", f"model.path={folder / 'llama'}", *overrides])})
         else:
             cases[list(cells).index("compiled-stage2")]["facts"] = str(folder / "facts")
@@ -117,7 +119,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, request: pyt
             for name, overrides in CHATGLM.items():
                 cases.append({"overrides": words(name, ["model=hf", f"model.path={chatglm}", *overrides])})
             models = {"chatglm": chatglm, "llama": llama(folder / "llama"), "mixtral": mixtral(folder / "mixtral")}
-            for name, (model, overrides) in PAIRS.items():
+            for name, (model, overrides) in of_tier(request, PAIRS, late=LATE).items():
                 base = ["zero=stage2", *(["model=hf", f"model.path={models[model]}"] if model else []), *overrides]
                 whole = [word for word in base if "mlp_pieces" not in word]
                 cases.append({"overrides": words(name, base)})
@@ -189,7 +191,7 @@ def test_goes_on_where_it_died(runs: Path) -> None:
     assert furthest(losses(runs / "resumed-dp2"), losses(runs / "sp4-stage2")) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if name != "short-first"])
+@pytest.mark.parametrize("name", by_tier([name for name in PAIRS if name != "short-first"], late=LATE))
 def test_as_with_whole_rows(name: str, runs: Path) -> None:
     mine, whole = runs / name, runs / f"{name}-whole"
     of_experts = ("router_loss", "expert_load_max", "router_entropy")
@@ -201,7 +203,7 @@ def test_as_with_whole_rows(name: str, runs: Path) -> None:
     assert {*of_experts} & {*rows_of(mine)[-2]} == ({*of_experts} if name == "experts" else set())
 
 
-@pytest.mark.parametrize("name", ["prompt", *by_tier(PROMPTED, late=[*PROMPTED])])
+@pytest.mark.parametrize("name", by_tier(["prompt", *PROMPTED], late=LATE))
 def test_a_prompt_stands_once_before_a_row(name: str, runs: Path, tmp_path: Path, rows_file: Path) -> None:
     """And learns what it learns of whole rows."""
     words = ["model=hf", f"model.path={runs.parent / 'llama'}", *PROMPT]
