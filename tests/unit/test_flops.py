@@ -211,6 +211,8 @@ def test_a_learned_prefix_is_seen_by_every_token() -> None:
         ("NVIDIA A100-PCIE-40GB", "A100 40GB PCIe"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H800 PCIe", "H800 PCIe"),
+        ("NVIDIA GH200 480GB", "GH200 480GB"),
+        ("NVIDIA GH200 144G HBM3e", "GH200"),
         ("NVIDIA H20-3e", "H20 3e"),
         ("NVIDIA L40S", "L40S"),
         ("Tesla V100-SXM2-16GB", "V100 16GB"),

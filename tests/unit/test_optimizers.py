@@ -70,6 +70,15 @@ def test_what_decays(glm: torch.nn.Module, decay: DecayOf, without: set[str]) ->
         assert group["weight_decay"] == (0.0 if any(part in name for part in without) else 0.1), name
 
 
+def test_experts_biases_do_not_decay() -> None:
+    """As gpt-oss has them: one matrix for all experts of a layer."""
+    names = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.gate_up_proj_bias")
+    named = [(name, torch.nn.Parameter(torch.ones(4, 8))) for name in names]
+    groups = parameter_groups(named, OptimConfig(weight_decay=0.1, decay=DecayOf.matrices))
+    found = {id(one): group["weight_decay"] for group in groups for one in group["params"]}  # type: ignore[index,call-overload]
+    assert [found[id(parameter)] for _, parameter in named] == [0.1, 0.0]
+
+
 def test_muons_rates(glm: torch.nn.Module) -> None:
     groups = by_name(glm, OptimConfig(name=OptimizerName.muon, lr=0.02, adam_lr=0.001))
     matrices = {name for name, group in groups.items() if group["lr"] == 0.02}

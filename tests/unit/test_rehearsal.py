@@ -5,12 +5,15 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
-from toolkit.config.load import load
+from toolkit.checkpoint import directory
+from toolkit.config.load import load, to_dict
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import CheckpointConfig, Packing
 from toolkit.data.loader import Layout
 from toolkit.data.packing import PackingPlan
+from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, OutOfMemory
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.train.dry_run import (
@@ -18,11 +21,13 @@ from toolkit.train.dry_run import (
     _saves,
     _tried,
     check_room,
+    choose_layout,
     explain_out_of_memory,
     remedies,
     try_checkpoint,
 )
 from toolkit.train.language_data import longest_batch, repeated_batch
+from toolkit.train.run_dir import RunSource
 
 LENGTHS = [5, 30, 9, 17, 3, 30, 8, 11]
 
@@ -161,3 +166,14 @@ def test_what_helps() -> None:
         "tuning=lora",
         "data.max_length=64",
     ]
+
+
+def test_a_run_keeps_the_second_copy_within_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """plan.auto limited ZeRO++'s partition to the four GPUs of a node when the run began."""
+    cfg = load(["recipe=chatglm", "zero=stage3_hpz", "plan.auto=true", "batch.global_size=16"]).cfg
+    before = to_dict(cfg)
+    before["zero"]["zero_hpz_partition_size"] = 4
+    state = directory.RunState(world_size=8, config=before)
+    monkeypatch.setattr(directory, "read_run_state", lambda _: state)
+    found = choose_layout(cfg, 0, Ranks(0, 0, 8, 4, "deepspeed"), torch.device("cpu"), RunSource(tmp_path, tmp_path))
+    assert found.zero.zero_hpz_partition_size == 4 < cfg.zero.zero_hpz_partition_size

@@ -166,7 +166,9 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
     for name, parameter in trained:
         layer, rate = layer_of(name), optim.lr
         is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
-        decays = {"all": True, "matrices": is_matrix, "hidden": is_matrix and layer >= 0}[optim.decay.value]
+        # Experts' biases are one matrix for all of a layer's.
+        is_weight = is_matrix and "bias" not in name.rpartition(".")[2]
+        decays = {"all": True, "matrices": is_weight, "hidden": is_weight and layer >= 0}[optim.decay.value]
         # What DeepSpeed's Muon orthogonalizes (0.19.8, deepspeed/__init__.py, set_optimizer_flags).
         is_muon = is_matrix and not any(word in name.lower() for word in ("embed", "lm_head"))
         if optim.adam_lr and not is_muon:

@@ -378,7 +378,9 @@ def layout_numbers(layout: Layout) -> dict[str, Any]:
     """Return what a layout is and takes, bytes and seconds, for JSON."""
     cfg, time = layout.cfg, layout.time
     return {
+        "expert": cfg.parallel.expert,
         "zero_stage": cfg.zero.stage,
+        "zero_hpz_partition_size": cfg.zero.zero_hpz_partition_size,
         "offload_optimizer": cfg.zero.offload_optimizer.device.value,
         "offload_param": cfg.zero.offload_param.device.value,
         "activation_checkpointing": cfg.train.activation_checkpointing.enabled,

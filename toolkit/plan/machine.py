@@ -178,10 +178,8 @@ def find_gpu(name: str) -> Gpu | None:
         return None
     found = [gpu for gpu in known_gpus() if _words(gpu.name) <= words and not (words & _QUALIFIERS) - _words(gpu.name)]
     best = max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
-    sizes = [int(word[:-2]) * GIB for word in words if re.fullmatch(r"\d+gb", word)]
-    if best and any(abs(size / best.memory_bytes - 1) > _SIZE_OFF for size in sizes):
-        return None
-    return best
+    sizes = [int(word[:-2]) * GIB for word in words - _words(best.name if best else "") if re.fullmatch(r"\d+gb", word)]
+    return None if best and any(abs(size / best.memory_bytes - 1) > _SIZE_OFF for size in sizes) else best
 
 
 def _words(name: str) -> set[str]:

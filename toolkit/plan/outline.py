@@ -549,18 +549,21 @@ def dispatched_bytes(part: Outline, states_bytes: int, recomputes: bool) -> tupl
     return layers * passes * 2 * once, layers * (3 * passes - 1)
 
 
-def exchanged_bytes(outline: Outline, size: int, states_bytes: int) -> tuple[float, int]:
+def exchanged_bytes(outline: Outline, size: int, states_bytes: int, recomputes: bool) -> tuple[float, int]:
     """Return the bytes that a rank sends to its neighbours for a micro-batch, and in how many collectives.
 
-    Of each matrix that is split by columns the output is added up in the forward pass, of each other one what goes back
-    in the backward pass (deepspeed 0.19.8, module_inject/layers.py: one all-reduce for each matrix, also of three that
-    share an input); ring algorithms taken for granted. `states_bytes`: hidden states of a micro-batch.
+    Of each matrix that is split by columns the output is added up in the forward pass, and where that is computed
+    again once more, of each other one what goes back in the backward pass (deepspeed 0.19.8, module_inject/layers.py:
+    one all-reduce for each matrix, also of three that share an input); ring algorithms taken for granted.
+    `states_bytes`: hidden states of a micro-batch.
     """
     if size == 1:
         return 0.0, 0
     kinds = {name: mesh.split_of(name) for name, shape in outline.shapes.items() if len(shape) == 2}
     # What is added up is as wide as the hidden states, and between LoRA's two factors as their rank.
-    widths = [outline.shapes[name][0 if kind is mesh.Split.columns else 1] for name, kind in kinds.items() if kind]
+    columns = [outline.shapes[name][0] for name, kind in kinds.items() if kind is mesh.Split.columns]
+    others = [outline.shapes[name][1] for name, kind in kinds.items() if kind not in (None, mesh.Split.columns)]
+    widths = [*columns, *others, *(columns if recomputes else ())]
     return sum(widths) / outline.sizes["hidden"] * 2 * (size - 1) / size * states_bytes, len(widths)
 
 

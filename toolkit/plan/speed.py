@@ -57,7 +57,7 @@ class Rates:
     flops: float
     """Of a rank, in training."""
     link: float
-    """Bytes per second that a rank sends to others while it receives as much."""
+    """Bytes per second that a rank sends to the next one while it receives as much from the one before it."""
     memory: float
     """Bytes per second of a rank's memory, for the update of the weights."""
     host: float = 20e9
@@ -71,15 +71,14 @@ class Rates:
     latency_s: float = 0.0
     """Seconds of a collective that do not grow with it."""
     node_link: float = 0.0
-    """As `link`, between ranks of one node, where there are several nodes."""
+    """As `link`, between ranks of one node, where there are several nodes and `link` is between them."""
     is_measured: bool = False
 
 
 def assumed(machine: Machine, dtype: str) -> Rates:
     """Return assumed rates: half of a datasheet's FLOP/s, 80 % of its memory's and links' bandwidth.
 
-    Between nodes 25 GB/s (200 Gbit/s) per node, shared by its GPUs; at least 5 ms for a micro-batch and 50 microseconds
-    for a collective.
+    Between nodes 25 GB/s (200 Gbit/s) per node; at least 5 ms for a micro-batch and 50 microseconds for a collective.
     """
     if machine.on_cpu:
         return Rates(_CPU_FLOPS, 1e9, 5e9, host=5e9, micro_s=0.02, latency_s=1e-3)
@@ -87,7 +86,7 @@ def assumed(machine: Machine, dtype: str) -> Rates:
     # A card without bf16 computes it through others' units, at best as fast as fp32; 0 also stands for not known.
     flops = 0.5 * ((card.flops(dtype) or card.flops("fp32") or _UNKNOWN_FLOPS) if card else _UNKNOWN_FLOPS)
     near = 0.8 * (card.link_bytes_per_s if card else 25e9)
-    link = min(near, 25e9 / machine.ranks) if machine.nodes > 1 else near
+    link = min(near, 25e9) if machine.nodes > 1 else near
     memory = 0.8 * (card.memory_bytes_per_s if card else 1e12)
     return Rates(flops, link, memory, micro_s=0.005, latency_s=5e-5, node_link=near if machine.nodes > 1 else 0.0)
 
@@ -106,14 +105,17 @@ class StepTime:
     """Whether communication hides behind the computation."""
     tokens: int
     """Tokens of the global batch, rows full."""
+    waits: float = 0.0
+    """Of the communication, what nothing hides: the layer that comes next, or the gradients' buffers, wait for it."""
     is_known: bool = True
     """Whether the FLOPs are: those of some mixtures of experts are not, and then nothing is computed here."""
 
     @property
     def seconds(self) -> float:
         """In all."""
-        busy = max(self.compute, self.communication) if self.overlapped else self.compute + self.communication
-        return busy + self.update
+        if not self.overlapped:
+            return self.compute + self.communication + self.update
+        return max(self.compute, self.communication - self.waits) + self.waits + self.update
 
     @property
     def tokens_per_s(self) -> float:
@@ -130,11 +132,7 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows) // rows.parts, rows.tokens)
     cost = formula(part.shapes, part.sizes, part.trained, rows.prefix)
     flops = cost.hardware_flops(work) if cfg.train.activation_checkpointing.enabled else cost.model_flops(work)
-    # Passes without gradients: of the reference, and for KTO as many again of questions with others' answers.
-    is_kto, by_reference = cfg.preference.loss is schema.PreferenceLoss.kto, schema.has_reference_in_step(cfg)
-    flops += cost.forward.flops(work) * (by_reference + is_kto * (1 + by_reference))
-    if schema.has_own_teacher(cfg):
-        flops += cost.forward.flops(work)
+    flops += cost.forward.flops(work) * _other_passes(cfg)
     teacher = outline.teacher if schema.has_live_teacher(cfg) else None
     if teacher:
         flops += formula(teacher.shapes, teacher.sizes).forward.flops(work)
@@ -148,9 +146,11 @@ def step_time(outline: Outline, cfg: schema.RunConfig, machine: Machine, rates: 
     states = rule_tables.OPTIMIZERS[cfg.optim.name].state_bytes  # read and written, as are weights; gradients are read
     moved = own * (4 + 8 + 2 * states + 2 * weight)
     is_offloaded = zero.offload_optimizer.device is not schema.Device.none
+    communication, waits = _communication(outline, part, cfg, machine, rates)
     return StepTime(
         compute=compute,
-        communication=_communication(outline, part, cfg, machine, rates),
+        communication=communication,
+        waits=waits,
         update=moved / rates.host + 2 * own * weight / rates.pcie if is_offloaded else moved / rates.memory,
         overlapped=not machine.on_cpu and (_prefetches(outline, zero) if zero.stage == 3 else zero.overlap_comm),
         tokens=rows.tokens * times * world,
@@ -165,49 +165,84 @@ def _prefetches(outline: Outline, zero: schema.ZeroConfig) -> bool:
     return outline.largest_layer(inside=True) <= zero.stage3_max_live_parameters
 
 
-def _communication(outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> float:
-    """Return the seconds of a step in which ranks send; `part`: a rank's of the model."""
-    rows, size, zero = longest_rows(outline, cfg), outline.sizes, cfg.zero
+def _other_passes(cfg: schema.RunConfig) -> int:
+    """Return how many passes of the model have no gradients: of the reference, for KTO as many again of questions with
+    others' answers, and of the model as its own teacher.
+    """
+    is_kto, by_reference = cfg.preference.loss is schema.PreferenceLoss.kto, schema.has_reference_in_step(cfg)
+    return by_reference + is_kto * (1 + by_reference) + schema.has_own_teacher(cfg)
+
+
+def _ring(rates: Rates, machine: Machine, span: int, apart: int = 1) -> float:
+    """Return the bytes per second that a rank sends in a ring of every `apart`th of `span` ranks.
+
+    A ring passes from each node to the next once; those that lie side by side share what joins the nodes.
+    """
+    if not rates.node_link or span <= machine.ranks:
+        return rates.node_link or rates.link
+    return rates.link / min(apart, machine.ranks)
+
+
+def _all_to_all(rates: Rates, machine: Machine, span: int) -> float:
+    """Return the same where each of `span` neighbours sends to each: what leaves a node is of all of its ranks."""
+    if not rates.node_link or span <= machine.ranks:
+        return rates.node_link or rates.link
+    return rates.link / machine.ranks * span / (span - machine.ranks)
+
+
+def _communication(
+    outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates
+) -> tuple[float, float]:
+    """Return the seconds of a step in which ranks send, and those of them in which they compute nothing.
+
+    `part`: a rank's of the model. ZeRO 2 reduces the gradients of each micro-batch to all ranks (deepspeed 0.19.8,
+    stage_1_and_2.py, average_tensor with `use_multi_rank_bucket_allreduce`), ZeRO 3 to the rank that keeps them.
+    """
+    zero, stages, tensor = cfg.zero, cfg.parallel.pipeline, cfg.parallel.tensor
     weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
-    stages, tensor = cfg.parallel.pipeline, cfg.parallel.tensor
-    world = machine.world_size // (stages * tensor)
-    recomputes = cfg.train.activation_checkpointing.enabled
-    groups = outlines.zero_groups(part, world)
-    # Of gradients, and of updated weights.
-    trained = weight * sum(trained * (ranks - 1) / ranks for _, trained, ranks in groups)
-    gathered = sum(gathered_bytes(count, trained, weight, ranks) for count, trained, ranks in groups)
-    if outline.teacher and schema.has_live_teacher(cfg):  # of its forward pass alone
-        gathered += weight * outline.teacher.num_parameters * (world - 1) / world
-    sent = (2 * trained, 3 * trained, (times + 1) * trained, times * gathered)[zero.stage]
-    collectives = 0 if world == 1 else 3 * size["layers"] * times if zero.stage == 3 else 2 + times  # large buckets
-    if zero.stage == 3 and rates.gather:
-        communication = sent / stages / rates.gather
-    else:
-        communication = sent / stages / rates.link + collectives * rates.latency_s
+    span = machine.world_size // stages
+    world, is_gathered = span // tensor, zero.stage == 3 and rates.gather > 0
+    gradients = weights = 0.0  # seconds: of those of a micro-batch, in one direction, and of all weights once
+    for count, trained, ranks in outlines.zero_groups(part, world):
+        link = rates.gather if is_gathered else _ring(rates, machine, span, span // ranks)
+        gradients += weight * trained / stages * (ranks - 1) / ranks / link
+        weights += weight * count / stages * (ranks - 1) / ranks / link
+    gathers = (2 + _other_passes(cfg)) * weights
+    if outline.teacher and schema.has_live_teacher(cfg):
+        teacher = weight * outline.teacher.num_parameters / stages
+        gathers += teacher * (world - 1) / world / (rates.gather or _ring(rates, machine, span, tensor))
     copies = zero.zero_hpz_partition_size
     if rates.node_link and 1 < copies <= machine.ranks:  # ZeRO++: weights for the backward pass come from the own node
-        all_weights = weight * part.num_parameters
-        communication += times * all_weights * (copies - 1) / copies / rates.node_link
-        communication -= times * all_weights * (world - 1) / world / rates.link
-    states = rows.tokens * size["hidden"] * weight
-    for exchanged, exchanges in (
-        outlines.exchanged_bytes(outline, tensor, states),
-        outlines.dispatched_bytes(part, states, recomputes),
-    ):
-        communication += times * (exchanged / rates.link + exchanges * rates.latency_s)
-    if rows.parts > 1:  # queries, keys, values and results, forward, backward, and in what is computed again
-        keys = part.sizes["keys"] * rows.key_copies(part.sizes["keys"] // size["head_size"])
-        per_token = 2 * (part.sizes["heads"] * size["head_size"] + keys) * weight * size["layers"]
-        once = rows.tokens * per_token * (rows.parts - 1) / rows.parts
-        communication += times * (3 if recomputes else 2) * once / rates.link
+        gathers += weight * part.num_parameters / stages * (copies - 1) / copies / rates.node_link - weights
+    # Updated weights are gathered once per step, as many bytes as their gradients.
+    sent = (2 * gradients, 3 * gradients, (2 * times + 1) * gradients, times * (gathers + gradients))[zero.stage]
+    if world > 1 and not is_gathered:
+        sent += (
+            3 * outline.sizes["layers"] * times if zero.stage == 3 else 2 + times
+        ) * rates.latency_s  # of large buckets
     if zero.offload_param.device is not schema.Device.none:  # a rank's part goes to its GPU, forward and backward
-        communication += times * 2 * weight * part.num_parameters / world / rates.pcie
-    return communication
+        sent += times * 2 * weight * part.num_parameters / world / rates.pcie
+    # Without a stream of its own, the reduction of ZeRO 3 holds up the backward pass (deepspeed 0.19.8, stage3.py).
+    waits = times * gradients if zero.stage == 3 and not zero.overlap_comm else 0.0
+    exchanged = _exchanged(outline, part, cfg, machine, rates) * times / stages
+    return sent + exchanged, waits + exchanged
 
 
-def gathered_bytes(parameters: int, trained: int, weight: int, world_size: int) -> float:
-    """Return the bytes a rank sends for a micro-batch under ZeRO 3: weights (`weight` bytes) twice, gradients once."""
-    return (2 * parameters + trained) * weight * (world_size - 1) / world_size
+def _exchanged(outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> float:
+    """Return the seconds of a micro-batch in which ranks that share its rows, or experts, send activations."""
+    rows, weight, tensor = longest_rows(outline, cfg), WIDTHS[cfg.precision.dtype], cfg.parallel.tensor
+    states, recomputes = rows.tokens * outline.sizes["hidden"] * weight, cfg.train.activation_checkpointing.enabled
+    sums, num_sums = outlines.exchanged_bytes(outline, tensor, states, recomputes)
+    dispatched, num_dispatched = outlines.dispatched_bytes(part, states, recomputes)
+    seconds = sums / _ring(rates, machine, tensor) + (num_sums + num_dispatched) * rates.latency_s
+    seconds += dispatched / _all_to_all(rates, machine, tensor * cfg.parallel.expert)
+    if rows.parts > 1:  # queries, keys, values and results, forward, backward, and in what is computed again
+        size = part.sizes
+        keys = size["keys"] * rows.key_copies(size["keys"] // size["head_size"])
+        per_token = 2 * (size["heads"] * size["head_size"] + keys) * weight * size["layers"]
+        once = rows.tokens * per_token * (rows.parts - 1) / rows.parts
+        seconds += (3 if recomputes else 2) * once / _all_to_all(rates, machine, tensor * rows.parts)
+    return seconds
 
 
 _HEAD_NAMES = ("lm_head", "score.", "embed_out", "output_layer")
@@ -354,7 +389,8 @@ def _cache_of(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> Path
     """Return where the rates of this host are kept: they depend on its processors, on the model and on its rows."""
     gpu = machine.card.name if machine.card else ""
     inputs = [
-        "cpu" if machine.on_cpu else [gpu, machine.memory_bytes >> 30],
+        # Of a known GPU's memory a run sees less than nvidia-smi says.
+        "cpu" if machine.on_cpu else gpu or machine.memory_bytes >> 30,
         machine.ranks,
         outline.sizes,
         outline.vocabulary,

@@ -34,7 +34,7 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan import memory
 from toolkit.plan.outline import Outline, config_of, outline_of
-from toolkit.plan.speed import Rates, Work, causal_pairs, formula, gathered_bytes
+from toolkit.plan.speed import Rates, Work, causal_pairs, formula
 
 _REPEATS = 7
 _ELEMENTS = 4_000_000
@@ -130,7 +130,8 @@ def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: tor
         engine.destroy()
     functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
     layer = sizes[1] - sizes[0]
-    sent = gathered_bytes(layer, layer, memory.WIDTHS[cfg.precision.dtype], world_size)
+    # Of a micro-batch: weights forward and backward, and gradients.
+    sent = 3 * layer * memory.WIDTHS[cfg.precision.dtype] * (world_size - 1) / world_size
     return sent / max(split_s - layer_s, 1e-6)
 
 

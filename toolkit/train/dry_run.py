@@ -88,7 +88,7 @@ def choose_layout(
     before = state.config if state is not None and state.world_size == ranks.world_size else {}
     # Not where another global batch (`checkpoint.allow_changes`) cannot be divided in that way.
     if before and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
-        return layouts.with_layout(
+        kept = layouts.with_layout(
             cfg,
             before["zero"]["stage"],
             Device(before["zero"]["offload_optimizer"]["device"]),
@@ -96,6 +96,9 @@ def choose_layout(
             before["train"]["activation_checkpointing"]["enabled"],
             before["batch"]["micro_per_gpu"],
         )
+        size = kept.zero.zero_hpz_partition_size  # which was limited to a node's GPUs
+        kept.zero.zero_hpz_partition_size = min(size, before["zero"].get("zero_hpz_partition_size", size))
+        return kept
     machine = _machine(cfg, ranks, device)
 
     def best() -> layouts.Layout | None:
