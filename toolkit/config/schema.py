@@ -896,7 +896,7 @@ class ZeroConfig:
     overlap_comm: bool = False
     """Overlap gradient reduction with the backward pass: faster on GPUs, needs 4.5 x reduce_bucket_size more memory; docs/speed.md says why it is off."""
     reduce_scatter: bool = True
-    """Stages 1, 2: average gradients with reduce-scatter instead of all-reduce."""
+    """Stages 1, 2: average each rank's part apart; DeepSpeed 0.19.8 still sends whole buckets, by all-reduce."""
     reduce_bucket_size: PositiveInt = 500000000
     """Elements that are reduced at once."""
     allgather_partitions: bool = True
