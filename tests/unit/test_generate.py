@@ -12,6 +12,8 @@ from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
 from toolkit.evaluate import generate
 from toolkit.evaluate.generate import AnswerFile
+from toolkit.export.load import load_any
+from toolkit.models.chat import load_chat_encoder
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,19 @@ def test_one_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == SAYS + "\n"
     assert main(["generate", f"model.path={model}", "prompt=x", "max_new_tokens=6", "system=be short"]) == 0
     assert capsys.readouterr().out == "你吗\n", "three bytes each: a token is a byte"
+
+
+def test_a_template_of_a_recipe(tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of `toolkit rounds` asks a model with it that has not been trained with it yet."""
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant: ")
+    messages = [{"role": "user", "content": "hi"}]
+    own, other = (load_any(str(random_model), chat_template=one).encoder for one in ("", str(template)))
+    assert other.prompt(messages) == load_chat_encoder(random_model, chat_template=str(template)).prompt(messages)
+    assert other.prompt(messages) != own.prompt(messages)
+    ask(random_model, "prompt=hi", "max_new_tokens=2", f"model.chat_template={template}")
+    ask(random_model, "prompt=hi", f"model.chat_template={tmp_path}/none.jinja", code=2)
+    assert "none.jinja" in capsys.readouterr().err
 
 
 def test_a_file_of_all_that_can_happen(tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,8 @@ class Steps:
             rows = [row(answer, f"p:{place}") for place, _ in enumerate(questions) for answer in answers]
             write_lines(Path(words["output"]), rows)
             self.done.append(
-                f"generate {Path(words['model.path']).parts[-3:]} {words.get('adapter', '')} {words['seed']}"
+                f"generate {Path(words['model.path']).parts[-3:]} {words.get('adapter', '')} "
+                f"{words.get('model.chat_template', '')} {words['seed']}"
             )
         elif "launch" in command:
             run = Path(words["run.dir"]) / words["run.name"]
@@ -151,6 +152,7 @@ def test_each_step_is_done_once(
     write_lines(tmp_path / "p.jsonl", [{"prompt": f"question {number}"} for number in range(3)])
     (tmp_path / "model").mkdir()
     words = ["rounds", "recipe=zero1", "preference=dpo", f"model.path={tmp_path}/model", f"run.dir={tmp_path}/runs"]
+    words += ["model.chat_template=examples/data/glm_z1.jinja"]
     words += [f"prompts={tmp_path}/p.jsonl", "reward=length", "least=3", "rounds=2", "samples=3", "run.name=both"]
     for stop in range(8):
         steps.stop = stop
@@ -162,6 +164,8 @@ def test_each_step_is_done_once(
     assert kinds == ["generate", "score", "launch"] * 2 + ["generate", "score"]
     assert steps.done[5].endswith("-1/run/export"), "the second round begins with the first one's export"
     assert len({one.split()[-1] for one in steps.done if one.startswith("generate")}) == 3, "each draws anew"
+    asked = ["glm_z1.jinja" in one for one in steps.done if one.startswith("generate")]
+    assert asked == [True, False, False], "what a run has saved has its template"
     found = json.loads((tmp_path / "runs" / "both" / "rounds.json").read_text())
     assert found["round-2"]["accuracy"] == 0.75 and found["round-2"]["pairs"] == 3
     assert found["result"]["mean_reward"] == -1.0

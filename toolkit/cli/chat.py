@@ -2,7 +2,7 @@
 
 toolkit chat PATH [adapter=DIR] [system="…"] [max_new_tokens=512] [temperature=0] [top_p=1] [top_k=0] [seed=0]
 
-  PATH, adapter, model.family, temperature, top_p, top_k, seed    as for `toolkit generate`
+  PATH, adapter, model.…, temperature, top_p, top_k, seed    as for `toolkit generate`
   system=TEXT           system message before the first question
   max_new_tokens=512    longest answer in tokens
 
@@ -30,7 +30,7 @@ from toolkit.messages import ConfigError, ModelError
 if TYPE_CHECKING:
     from toolkit.evaluate.generate import Sampling
 
-MODEL = ("model.path", "model.family", "adapter")
+MODEL = ("model.path", "model.family", "model.chat_template", "adapter")
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
 """Arguments that name the model that is asked, and how it samples, of `generate` too."""
 USAGE = "toolkit chat PATH"
@@ -40,11 +40,11 @@ def run(words: list[str]) -> None:
     given = named_arguments(words, required=(), optional=(*MODEL, "system", *SAMPLING), usage=USAGE, bare="model.path")
     check_model(given, USAGE)
     sampling = sampling_arguments(given, max_new_tokens=512)
-    path, family, adapter = (given.get(name, "") for name in MODEL)
+    path, family, template, adapter = (given.get(name, "") for name in MODEL)
     from toolkit.evaluate.generate import ChatSession
     from toolkit.export.load import load_any
 
-    loaded = load_any(path, adapter=adapter, family=family or "auto")
+    loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template)
     help_text = "\n".join(line for line in help_of("chat").splitlines() if line.startswith("  /"))
     session = ChatSession(loaded.model, loaded.encoder, sampling, sys.stdin.isatty(), help_text)
     session.set_system(given.get("system", ""))

@@ -22,6 +22,7 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
   temperature=0         0 takes the most likely token; above 0 tokens are sampled from the top_p=1 of the probability
                         mass or the top_k=0 most likely tokens (0: all), with seed=0
   model.family=NAME     only if the files do not distinguish ChatGLM2 from ChatGLM3
+  model.chat_template=FILE    as in a recipe: another template than the model's; exports hold that of their training
   engine=deepspeed      use deepspeed.init_inference: start it on several ranks, each holds a part of the model:
                         torchrun --nproc-per-node 2 -m toolkit generate PATH engine=deepspeed …
 """
@@ -102,7 +103,7 @@ def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyC
     from toolkit.evaluate.generate import check_system, split_inference
     from toolkit.export.load import load_any
 
-    path, family, adapter = (given.get(name, "") for name in MODEL)
+    path, family, template, adapter = (given.get(name, "") for name in MODEL)
     where: dict[str, str] = {}
     if is_split:
         from deepspeed.accelerator import get_accelerator
@@ -113,7 +114,7 @@ def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyC
             process_group.start(DistributedConfig())
         # In host memory until it is split: a part may fit onto a GPU where the whole does not.
         where = {"dtype": "fp32" if get_accelerator().device_name() == "cpu" else "bf16", "device": "cpu"}
-    loaded = load_any(path, adapter=adapter, family=family or "auto", **where)
+    loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template, **where)
     if is_split:
         split_inference(loaded.model)
     check_system(loaded.encoder, given.get("system", ""))

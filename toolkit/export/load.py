@@ -22,7 +22,13 @@ class LoadedModel(NamedTuple):
 
 
 def load_any(
-    path: str, *, adapter: str = "", family: str = "auto", dtype: str = "auto", device: str = ""
+    path: str,
+    *,
+    adapter: str = "",
+    family: str = "auto",
+    chat_template: str = "",
+    dtype: str = "auto",
+    device: str = "",
 ) -> LoadedModel:
     """Load a model for generation.
 
@@ -30,7 +36,7 @@ def load_any(
         path: a model directory; an adapter; a run directory: its export/, else its newest checkpoint; or a checkpoint.
             "" with an adapter: the base that the adapter names.
         adapter: directory of an adapter that was trained on the model in `path`; "" none.
-        family: see `load_chat_encoder`.
+        family: see `load_chat_encoder`, as for `chat_template`: a file; "" the model's own.
         dtype: fp32, bf16 or fp16; auto: bf16 on a GPU, fp32 on CPUs.
         device: such as cuda:1; "" takes the GPU if there is one.
     """
@@ -55,14 +61,14 @@ def load_any(
         with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for answers
             from toolkit.export.model import load_checkpoint
 
-        encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family)
+        encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
         model = load_checkpoint(folder)
         load.check_writes(model, folder)
         for parameter in model.parameters():  # not the rotary frequencies, which have to stay float32
             parameter.data = parameter.data.to(load.TORCH_DTYPES[precision])
         return LoadedModel(model.eval().to(target), encoder)
     own_tokenizer = bool(adapter) and (Path(adapter) / "tokenizer_config.json").is_file()
-    encoder = chat.load_chat_encoder(adapter if own_tokenizer else folder, family=family)
+    encoder = chat.load_chat_encoder(adapter if own_tokenizer else folder, family=family, chat_template=chat_template)
     model = load.create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
         adapters.load_adapter(model, Path(adapter), adapters.base_of(model, folder))

@@ -22,7 +22,7 @@ from typing import Any
 
 from toolkit import children, disk, secrets, terminal
 from toolkit.config.files import quoted
-from toolkit.config.schema import Init, RunConfig
+from toolkit.config.schema import Family, Init, RunConfig
 from toolkit.evaluate import rewards
 from toolkit.jobs.sweep import LAUNCH, digest
 from toolkit.launch.processes import SignalRequests, wait_for
@@ -126,6 +126,9 @@ def _sample(
         given = {"model.path": model, "adapter": adapter, "input": str(plan.prompts), "output": str(samples)}
         given |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
         given["language"] = current_language()
+        if number == 1:  # later ones ask what a run has saved, with its template
+            given["model.chat_template"] = plan.cfg.model.chat_template
+            given["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
         words = [f"{name}={value}" for name, value in given.items() if value]
         generate, shards = [*LAUNCH[:-1], "generate", *words], len(plan.devices)
         for path in folder.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of processes
