@@ -9,11 +9,12 @@ import torch
 import transformers
 
 from tests.unit.tiny_model import SIZES
+from toolkit.config.load import load
 from toolkit.config.schema import Attention, Init, ModelConfig
 from toolkit.data.loader import collate
 from toolkit.data.store import Sample
 from toolkit.messages import ModelError
-from toolkit.models import attention
+from toolkit.models import attention, attention as attention_module
 from toolkit.models.attention import attention_arguments, check_isolation, choose_attention
 from toolkit.models.directory import packing_unsupported
 
@@ -95,6 +96,18 @@ def test_packed_equals_alone(family: str, attention: Attention) -> None:
     assert set(found) == set(expected)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=TOLERANCE, msg=name)
+
+
+def test_older_gpus_have_no_kernel_for_variable_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a T4 or V100 packed rows get a mask, and prefixes are not shared, instead of a refusal."""
+    monkeypatch.setattr(attention_module, "trains_on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, name in (((7, 5), "sdpa"), ((8, 0), attention_module.VARLEN)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        model = build("glm")
+        choose_attention(model, Attention.auto, True, torch.float16)
+        assert model.config._attn_implementation == name
+        assert attention_module.computes_segments(load(["recipe=fp16"]).cfg) == (name != "sdpa")
 
 
 def test_generation_is_untouched() -> None:

@@ -896,6 +896,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.happened: list[str] = []
+        self.of_thread = threading.local()
 
     def is_synchronized_device(self) -> bool:
         return False
@@ -906,8 +907,21 @@ class Gpu:
     def Stream(self) -> "Gpu":
         return self
 
+    def current_device(self) -> int:
+        return getattr(self.of_thread, "device", 0)
+
+    def set_device(self, number: int) -> None:
+        self.of_thread.device = number
+
+    def current_stream(self) -> str:
+        return "main"
+
+    def wait_stream(self, other: str) -> None:
+        self.happened.append(f"wait for {other}")
+
     @contextmanager
     def stream(self, stream: object) -> Iterator[None]:
+        self.happened.append(f"on {self.current_device()}")
         yield
 
     def synchronize(self) -> None:
@@ -932,7 +946,38 @@ def test_copies_of_a_gpu_are_page_locked_up_to_a_limit(monkeypatch: pytest.Monke
     source, target, gpu.happened = torch.ones(4), torch.zeros(4), []
     copies.waiting = {(1,): (source, target)}
     copies.complete()
-    assert (target.tolist(), gpu.happened) == ([1.0] * 4, ["synchronize"])
+    assert (target.tolist(), gpu.happened) == ([1.0] * 4, ["on 0", "synchronize"])
+
+
+def test_copies_are_made_on_the_rank_s_gpu_after_all_that_is_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins on GPU 0: there each rank's would make a context, of half a GiB, until the run ends."""
+    gpu = Gpu()
+    monkeypatch.setattr(state_files, "get_accelerator", lambda: gpu)
+    gpu.set_device(3)
+    files = Files(asynchronous=True)
+    files.begin()
+    for name in "ab":
+        gpu.happened.append(f"gather {name}")
+        files.save(content(torch.ones(4)), tmp_path / name)
+    writer = threading.Thread(target=files.write)
+    writer.start()
+    writer.join(60)
+    assert gpu.happened == ["gather a", "wait for main", "gather b", "wait for main", "on 3", "synchronize"]
+
+
+@pytest.mark.parametrize(("fused", "device"), [(True, "meta"), (False, "cpu")])
+def test_a_count_of_steps_is_where_the_optimizer_reads_it(fused: bool, device: str) -> None:
+    """PyTorch's fused kernel takes its address for one of the GPU's; "meta" stands for a GPU here."""
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.AdamW([parameter], fused=fused)
+    flat = engine_state._Flat(torch.ones(6, device="meta"), optimizer, [engine_state._Piece(parameter, 0, 0, 6)])
+    found = mock.Mock(facts={}, **{"read.return_value": torch.ones(6), "states.return_value": set()})
+    found.numbers.return_value = {"step": 7.0}
+    engine_state._fill(flat, flat.pieces[0], "w", found, bound=False)
+    step = flat.state["step"]
+    assert (step.device.type, step.dtype, step.shape) == (device, torch.float32, ())
 
 
 def test_a_copy_that_fails_costs_the_checkpoint_and_keeps_no_update_waiting(

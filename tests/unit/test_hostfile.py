@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launch.hostfile import parse_hostfile, read_hostfile
+from toolkit.launch.hostfile import check_visible_alone, parse_hostfile, read_hostfile
 from toolkit.messages import LaunchError
 
 WRONG = {
@@ -53,3 +53,24 @@ def test_unreadable(content: bytes | None, tmp_path: Path) -> None:
         file.write_bytes(content)
     with pytest.raises(LaunchError, match=r"hosts cannot be read: .* DeepSpeed alone would train on this machine only"):
         read_hostfile(file)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options", "told"),
+    [
+        ("GPU-8a5f,GPU-17c2", {}, "torchrun --nproc-per-node 2 run.py"),
+        ("MIG-8a5f", {}, "takes numbers of GPUs alone"),
+        ("4,5", {"--num_gpus": "2"}, "--include localhost:4,5"),
+        ("0,1,2", {"--num_gpus": "2"}, ""),
+        ("4,5", {}, ""),
+        ("4,5", {"--include": "localhost:4,5"}, ""),
+        ("", {"--num_gpus": "2"}, ""),
+    ],
+)
+def test_gpus_that_are_visible_are_those_that_are_taken(chosen: str, options: dict[str, str], told: str) -> None:
+    """DeepSpeed's launcher drops the variable beside --num_gpus, and would train on others' GPUs."""
+    if not told:
+        check_visible_alone(options, {"CUDA_VISIBLE_DEVICES": chosen})
+        return
+    with pytest.raises(LaunchError, match=told):
+        check_visible_alone(options, {"CUDA_VISIBLE_DEVICES": chosen})

@@ -195,8 +195,26 @@ def test_a_file_that_a_file_server_still_hides_is_waited_for(monkeypatch: pytest
     assert builders.asked == ["FusedAdamBuilder"] * 3
 
 
+@pytest.mark.parametrize(
+    ("words", "op"),
+    [
+        (["zero=stage3_zeropp", "precision=fp16"], "quantizer"),
+        (["compile=deepcompile"], "dc"),
+        (["zero=stage3_nvme", "zero.aio.use_gds=true"], "gds"),
+    ],
+)
+def test_what_else_is_compiled_on_gpus(words: list[str], op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler they ended in a traceback, and a lock that a killed build left was waited for without end."""
+    loaded = load([*AUTO, *words])
+    assert op in preflight.needed_ops(loaded.cfg, GPU) and op not in preflight.needed_ops(loaded.cfg, CPU)
+    assert op in preflight.OPS and op in build._BUILDERS
+    monkeypatch.setattr(preflight, "_has_nvcc", lambda environ: False)
+    with pytest.raises(ConfigError, match=f"{op}.*nvcc.*=false"):
+        preflight.check_compiler(loaded, GPU)
+
+
 def test_builders_of_deepspeed_have_these_names() -> None:
-    for op in ("fused_adam", "fused_lion"):
+    for op in ("fused_adam", "fused_lion", "gds", "quantizer", "dc"):
         assert hasattr(importlib.import_module(f"deepspeed.ops.op_builder.{op}"), build._BUILDERS[op])
     host = importlib.import_module("deepspeed.ops.op_builder.cpu")
     assert all(hasattr(host, build._BUILDERS[name]) for name in ("cpu_adam", "cpu_lion", "async_io"))

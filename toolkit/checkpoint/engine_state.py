@@ -320,7 +320,11 @@ def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) 
     if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
         counting = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's, for what is no matrix
         is_torch = type(counting).__module__.startswith("torch.optim")
-        flat.state["step"] = torch.tensor(numbers["step"]) if is_torch else int(numbers["step"])
+        # What is fused reads it on the device without looking where it is (torch 2.13, fused_adam_utils.cuh).
+        is_fused = any(group.get("fused") or group.get("capturable") for group in counting.param_groups)
+        where = flat.tensor.device if is_fused else torch.device("cpu")
+        step = torch.tensor(numbers["step"], dtype=torch.float32, device=where)
+        flat.state["step"] = step if is_torch else int(numbers["step"])
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
             # Of the type that the optimizer would make; what has whole parameters is of gradients'.

@@ -53,6 +53,7 @@ class Files:
         self.copied.clear()
         copies = {name: self.copies.copy(tensor) for name, tensor in content.tensors.items()}
         self.unwritten.append((fragments.Content(copies, content.facts), path))
+        self.copies.follow()
         if self.copies_at_once:
             self.copies.complete()
             self.copied.set()
@@ -98,10 +99,14 @@ class HostCopies:
         accelerator = get_accelerator()
         # Of its own, or the copies would stand in line with the passes of the next step.
         self.stream = None if accelerator.is_synchronized_device() else accelerator.Stream()
+        self.device = None if self.stream is None else accelerator.current_device()
 
     def begin(self) -> None:
         """Forget the save before; its copies are not needed any more."""
         self.used, self.waiting = 0, {}
+
+    def follow(self) -> None:
+        """Copy after what has been queued by now: what is copied may still have to be gathered."""
         if self.stream is not None:
             self.stream.wait_stream(get_accelerator().current_stream())
 
@@ -131,6 +136,8 @@ class HostCopies:
 
     def complete(self) -> None:
         """Copy what is waiting."""
+        if self.device is not None:  # a thread begins on GPU 0, and leaving the stream would make a context there
+            get_accelerator().set_device(self.device)
         with get_accelerator().stream(self.stream):
             for source, target in self.waiting.values():
                 target.copy_(source, non_blocking=True)

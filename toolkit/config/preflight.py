@@ -556,6 +556,10 @@ def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -
         found.append("async_io")
     if cfg.distributed.cpu_shared_memory and kind == "cpu":
         found.append("deepspeed_shm_comm")
+    if kind == "cuda":
+        quantizes = cfg.zero.zero_quantized_weights or cfg.zero.zero_quantized_gradients
+        has_gds = schema.Device.nvme in offloads and cfg.zero.aio.use_gds
+        found += ["gds"] * has_gds + ["quantizer"] * quantizes + ["dc"] * cfg.compile.deepcompile
     return found
 
 
@@ -617,7 +621,7 @@ def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
     }
     if "async_io" in names:
         has["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
-    if any(name.startswith("fused_") for name in names):
+    if any(name.startswith("fused_") or name in ("quantizer", "dc", "gds") for name in names):
         has["nvcc"] = _has_nvcc(environ)
     return {name: bool(found) for name, found in has.items()}
 
@@ -641,9 +645,8 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
     missing = [name for name in names if name not in built and lacking_tools([name], environ)]
     if not missing:
         return
-    key = {"async_io": "zero.offload_optimizer.device", "deepspeed_shm_comm": "distributed.cpu_shared_memory"}
     raise loaded.error(
-        key.get(missing[0], "optim.torch"),
+        _WITHOUT.get(missing[0], ("optim.torch",))[0],
         "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "
         "({commands}), or set {other}.",
         ops=", ".join(missing),
@@ -653,10 +656,22 @@ def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ
     )
 
 
+_WITHOUT = {
+    "async_io": ("zero.offload_optimizer.device", "zero=stage3_offload"),
+    "deepspeed_shm_comm": ("distributed.cpu_shared_memory", "distributed.cpu_shared_memory=false"),
+    "quantizer": (
+        "zero.zero_quantized_weights",
+        "zero.zero_quantized_weights=false zero.zero_quantized_gradients=false",
+    ),
+    "dc": ("compile.deepcompile", "compile.deepcompile=false"),
+    "gds": ("zero.aio.use_gds", "zero.aio.use_gds=false"),
+}
+"""Op -> the key that needs it, and what to set in order to do without; of the others optim.torch."""
+
+
 def without_ops(names: Iterable[str]) -> str:
     """Return what to set in order to do without some ops."""
-    others = {"async_io": "zero=stage3_offload", "deepspeed_shm_comm": "distributed.cpu_shared_memory=false"}
-    return " ".join(dict.fromkeys(others.get(name, "optim.torch=true") for name in names))
+    return " ".join(dict.fromkeys(_WITHOUT.get(name, ("", "optim.torch=true"))[1] for name in names))
 
 
 def check_packages(name: str = "deepspeed-finetuning-toolkit") -> None:
@@ -687,7 +702,10 @@ def check_packages(name: str = "deepspeed-finetuning-toolkit") -> None:
         )
 
 
-OPS = ("fused_adam", "cpu_adam", "async_io", "gds", "deepspeed_shm_comm", "deepspeed_ccl_comm", "utils")
+OPS = (
+    *("fused_adam", "fused_lion", "cpu_adam", "cpu_lion", "async_io", "gds", "quantizer", "dc"),
+    *("deepspeed_shm_comm", "deepspeed_ccl_comm", "utils"),
+)
 """Names under which DeepSpeed 0.19.8 builds what a run may use."""
 YOUNG_S = 120.0
 """Where something was written so recently somebody may be building: here, or on a machine that shares the folder."""

@@ -28,6 +28,9 @@ _BUILDERS = {
     "cpu_adam": "CPUAdamBuilder",
     "cpu_lion": "CPULionBuilder",
     "async_io": "AsyncIOBuilder",
+    "gds": "GDSBuilder",
+    "quantizer": "QuantizerBuilder",
+    "dc": "DeepCompileBuilder",
 }
 """Ops of `preflight.needed_ops` that engines load -> DeepSpeed's class that builds each (0.19.8, op_builder)."""
 STALE_S = 90.0

@@ -192,6 +192,8 @@ class Nodes:
             hostfile.check_visible_devices(hosts)
             deepspeed.check_machines(hosts, options)
             deepspeed.check_backend_program(hosts, {} if self.is_elastic else options)
+        else:
+            hostfile.check_visible_alone(options)
         deepspeed.check_binding(hosts, options)
         if not deepspeed.logs_in(hosts, options) or "--no_ssh_check" in options:
             return

@@ -176,6 +176,26 @@ def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.envi
         )
 
 
+def check_visible_alone(options: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a choice of this node's GPUs that DeepSpeed's launcher (0.19.8, runner.py) misreads, or leaves out."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus, count = chosen.split(","), options.get("--num_gpus", options.get("--num_accelerators", ""))
+    if chosen and not {*SELECTING} & options.keys() and not all(gpu.strip().isdecimal() for gpu in gpus):
+        raise LaunchError(
+            "CUDA_VISIBLE_DEVICES={chosen}: DeepSpeed's launcher takes numbers of GPUs alone. Write their numbers, or "
+            "start with `torchrun --nproc-per-node {count} run.py …`.",
+            chosen=chosen,
+            count=len(gpus),
+        )
+    if chosen and count.isdecimal() and gpus[: int(count)] != [str(gpu) for gpu in range(int(count))]:
+        raise LaunchError(
+            "CUDA_VISIBLE_DEVICES={chosen} has no effect with --num_gpus: DeepSpeed would take GPUs 0 to {last}. Write "
+            "--include localhost:{chosen}, or leave --num_gpus out.",
+            chosen=chosen,
+            last=int(count) - 1,
+        )
+
+
 def rank_table(resources: Resources) -> list[tuple[str, str, str]]:
     """Return of each host its name, GPUs and ranks."""
     rows, first = [], 0

@@ -54,9 +54,15 @@ def trains_on_gpu() -> bool:
     return bool(get_accelerator().device_name() == "cuda")
 
 
+@torch.compiler.assume_constant_result
+def _has_kernel() -> bool:
+    """Whether a GPU has PyTorch's kernel for variable lengths, as from Ampere on (torch 2.13, flash_api.cpp)."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+
+
 def computes_segments(cfg: RunConfig) -> bool:
     """Whether a run's attention, where a model has PyTorch's, computes only pairs of tokens that see each other."""
-    has_kernel = not trains_on_gpu() or cfg.precision.dtype is not Dtype.fp32
+    has_kernel = not trains_on_gpu() or (cfg.precision.dtype is not Dtype.fp32 and _has_kernel())
     return cfg.model.attention is Attention.varlen or (cfg.model.attention is Attention.auto and has_kernel)
 
 
@@ -67,7 +73,7 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
         if not packed:
             return
         # PyTorch's kernel for variable lengths knows half precision only.
-        has_kernel = not trains_on_gpu() or dtype in _KERNEL_DTYPES
+        has_kernel = not trains_on_gpu() or (dtype in _KERNEL_DTYPES and _has_kernel())
         name = VARLEN if has_kernel else Attention.sdpa.value
         # Where attention is more than PyTorch's function (Gemma 2 bends its scores, gpt-oss has sinks).
         name = name if model._supports_sdpa else Attention.eager.value
@@ -305,7 +311,7 @@ def attend_to_segments(
     if paths is not None:
         # Not index_select, whose gradient is added up in another order each time on a GPU.
         key, value, key_bounds = key[paths[0]], value[paths[0]], paths[1]
-    if query.is_cuda and not dropout and query.dtype in _KERNEL_DTYPES:
+    if query.is_cuda and not dropout and query.dtype in _KERNEL_DTYPES and _has_kernel():
         from torch.nn.attention.varlen import varlen_attn
 
         mixed = varlen_attn(

@@ -521,13 +521,15 @@ def search_micro_batch(
         )
     engine, guard = build()
     times, sizes = mesh.accumulation(cfg, ranks.world_size), mesh.micro_sizes(cfg, ranks.world_size)
-    doing, found = tr("looking for batch.micro_per_gpu with one row"), 1
+    found = 1
 
     def measure(rows: int, share: float = 1.0) -> Measured:
-        return trial_step(engine, task, guard, task.larger_batch(rows, share), memory, times)
+        doing = tr("looking for batch.micro_per_gpu with {rows} rows", rows=rows)
+        with explain_out_of_memory(cfg, doing, memory, limit, None):
+            return trial_step(engine, task, guard, task.larger_batch(rows, share), memory, times)
 
     with PeakMemory(engine.device) as memory:
-        with explain_out_of_memory(cfg, doing, memory, limit, None), restore_after(engine):
+        with restore_after(engine):
             if times > 1:
                 half, two_halves, one = measure(1, 0.5), measure(2, 0.5), measure(1)
                 before, last = (0, 2 * half.forward_backward - two_halves.forward_backward), (1, one.forward_backward)
