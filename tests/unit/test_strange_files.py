@@ -14,6 +14,7 @@ import pytest
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
 from toolkit.data.packing import pack, weighted_samples
+from toolkit.data.readers import _ArrayReader
 from toolkit.data.sources import locate_source
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.data.tokenize_workers import make_parts
@@ -59,6 +60,25 @@ def test_items_on_one_line_are_rows_of_their_own(tmp_path: Path, indent: int | N
     (bad,) = [json.loads(text) for text in (train.folder / "bad_rows.jsonl").read_text(encoding="utf-8").splitlines()]
     assert bad["item"] == 30
     assert "the 30th" in bad["excerpt"]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_lines_of_items_are_counted_once(tmp_path: Path, indent: int | None) -> None:
+    counted = 0
+
+    class Counting(_ArrayReader):
+        def _line_of(self, position: int) -> int:
+            nonlocal counted
+            counted += position - self.counted
+            return super()._line_of(position)
+
+    text = json.dumps(pairs(40000), indent=indent)
+    file = tmp_path / "d.json"
+    file.write_text(text, encoding="utf-8")
+    with open(file, "rb") as opened:
+        lines = [line for line, _ in Counting(opened, file).items()]
+    assert lines == [1 if indent is None else 4 * number + 2 for number in range(40000)]
+    assert len(text) > 1 << 20 and counted <= len(text)
 
 
 def test_samples_of_a_row_stay_together_on_one_line(tmp_path: Path) -> None:

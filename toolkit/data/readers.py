@@ -81,7 +81,8 @@ class _ArrayReader:
         self.file, self.path = file, path
         self.decoder = codecs.getincrementaldecoder("utf-8")()
         self.text, self.at, self.at_end = "", 0, False
-        self.line, self.column = 1, 0  # of text[0]
+        self.column = 0  # of text[0]
+        self.line, self.counted = 1, 0  # the line of text[counted]
 
     def items(self) -> Generator[tuple[int, object]]:
         self._more()
@@ -129,11 +130,10 @@ class _ArrayReader:
 
     def _more(self) -> None:
         """Read on; what is used already is let go. Reads grow with what is kept, so that no item is tried too often."""
-        used = self.text[: self.at]
-        breaks = used.count("\n")
-        self.column = len(used) - used.rfind("\n") - 1 if breaks else self.column + len(used)
-        self.line += breaks
-        self.text, self.at = self.text[self.at :], 0
+        self._line_of(self.at)
+        last = self.text.rfind("\n", 0, self.at)
+        self.column = self.at - last - 1 if last >= 0 else self.column + self.at
+        self.text, self.at, self.counted = self.text[self.at :], 0, 0
         block = self.file.read(max(_CHUNK_BYTES, len(self.text)))
         self.at_end = not block
         try:
@@ -142,11 +142,14 @@ class _ArrayReader:
             self._stop(error, self._line_of(len(self.text)) + error.object.count(b"\n", 0, error.start))
 
     def _line_of(self, position: int) -> int:
-        return self.line + self.text.count("\n", 0, position)
+        """Return the line of a position that is not before the last: what has been counted is not counted again."""
+        self.line += self.text.count("\n", self.counted, position)
+        self.counted = position
+        return self.line
 
     def _stop(self, error: ValueError | RecursionError, line: int = 0) -> NoReturn:
         if isinstance(error, json.JSONDecodeError):
-            line = self.line + error.lineno - 1
+            line = self._line_of(error.pos)
             error.colno += self.column if error.lineno == 1 else 0
         raise DataError(f"{self.path}:{line or self._line_of(self.at)}: {_json_error(error)}.")
 
