@@ -81,6 +81,28 @@ def test_lines_of_items_are_counted_once(tmp_path: Path, indent: int | None) -> 
     assert len(text) > 1 << 20 and counted <= len(text)
 
 
+def test_bad_rows_of_a_list_are_those_of_lines(tmp_path: Path) -> None:
+    long_text = "x" * (1 << 20)  # read in two pieces
+    bad = [
+        '{"prompt": "a", "response": NaN, "id": "' + long_text + '"}',
+        '{"prompt": "a", "prompt": "b", "response": "c"}',
+        '{"prompt": "a", "response": ' + "9" * 5000 + "}",
+        '{"prompt": [{"a": 1, "a": 2}, -Infinity], "response": "c"}',
+    ]
+    rows = [row for wrong in bad for row in (wrong, json.dumps(GOOD))]
+    found = []
+    for name, start, between, end in (("d.jsonl", "", "\n", "\n"), ("d.json", "[", ",\n", "]")):
+        file = tmp_path / name
+        file.write_text(start + between.join(rows) + end)
+        cache = made(run_config(tmp_path, str(file))).train
+        assert len(cache) == len(bad)
+        listed = (cache.folder / "bad_rows.jsonl").read_text(encoding="utf-8").splitlines()
+        found.append([{**json.loads(text), "file": "", "item": 0} for text in listed])
+    assert found[0] == found[1] and len(found[0]) == len(bad)
+    file.write_text("[" + rows[0].replace('"}', '", }') + "]")
+    assert "broken JSON at column" in message(run_config(tmp_path, str(file)))
+
+
 def test_samples_of_a_row_stay_together_on_one_line(tmp_path: Path) -> None:
     """Items of one line are told apart, several samples of an item are not."""
     rows = [{"prompt": "q", "response": f"r{n}", "history": [["h", f"a{n}"]]} for n in range(40)]

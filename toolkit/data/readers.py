@@ -103,20 +103,25 @@ class _ArrayReader:
             self._stop(json.JSONDecodeError("Extra data", self.text, self.at))
 
     def _value(self) -> object:
+        """Return the next item; as text, which is rejected as a line is, what is JSON but for a NaN or a key twice."""
+        decoder = DECODER
         while True:
             try:
-                value, end = DECODER.raw_decode(self.text, self.at)
+                value, end = decoder.raw_decode(self.text, self.at)
             except json.JSONDecodeError as error:
                 # Cut off, or broken? Broken is what is wrong well before the end of what has been read.
                 cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - 64
                 if self.at_end or not cut or len(self.text) - self.at > LARGEST_ROW_BYTES:
                     self._stop(error)
-            except (ValueError, RecursionError) as error:
+            except RecursionError as error:
                 self._stop(error)
+            except ValueError:
+                decoder = _LENIENT  # to find where the item ends
+                continue
             else:
                 if end < len(self.text) or self.at_end:
-                    self.at = end
-                    return value
+                    start, self.at = self.at, end
+                    return self.text[start:end].encode() if decoder is _LENIENT else value
             self._more()
 
     def _next(self) -> str:
@@ -169,6 +174,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
+_LENIENT = json.JSONDecoder(parse_int=str)  # Python reads no integer of more than 4,300 digits
 
 
 def _first_repeated(names: Sequence[str]) -> str:
