@@ -12,10 +12,11 @@ import pyarrow.parquet
 import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
-from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, TrainOn
+from toolkit.config.schema import OnBadRow, RowFormat, RunConfig, SourceConfig, TooLong, TrainOn
 from toolkit.data.packing import pack, weighted_samples
-from toolkit.data.readers import _ArrayReader
-from toolkit.data.sources import locate_source
+from toolkit.data.readers import TABLE_VERSION, _ArrayReader
+from toolkit.data.sources import DataFile, locate_source, usable_rows
+from toolkit.data.store import read_manifest
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.data.tokenize_workers import make_parts
 from toolkit.messages import DataError
@@ -183,6 +184,45 @@ def test_columns_that_are_read_must_be_readable(tmp_path: Path) -> None:
     assert message(run_config(tmp_path, str(packed))) == (
         f"'{packed}' is packed twice: Parquet and Arrow compress by themselves. Unpack it."
     )
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_objects_of_a_table_have_their_own_keys(tmp_path: Path, form: str) -> None:
+    """In Arrow, all objects of a column have the same keys."""
+    called: tuple[tuple[str, dict[str, Any]], ...]
+    called = (("get_weather", {"city": "Paris"}), ("get_stock", {"ticker": "X", "days": 2}))
+    rows = []
+    for name, arguments in called:
+        calls = [{"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}]
+        tool = {"name": name, "parameters": {"properties": {key: {"type": "string"} for key in arguments}}}
+        asked = {"role": "user", "content": "q"}
+        result = {"role": "tool", "content": "r", "tool_call_id": "1"}
+        rows.append(
+            {
+                "messages": [
+                    asked,
+                    {"role": "assistant", "tool_calls": calls},
+                    result,
+                    {"role": "assistant", "content": "a"},
+                ],
+                "tools": [{"type": "function", "function": tool}],
+                "system": None,
+            }
+        )
+    table, file = pyarrow.Table.from_pylist(rows), tmp_path / f"d.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, file)
+    else:
+        with pyarrow.OSFile(str(file), "wb") as out, pyarrow.ipc.new_file(out, table.schema) as writer:
+            writer.write_table(table)
+    read = [
+        [conversation for _, conversation in usable_rows([DataFile(path, 0, RowFormat.auto, {})])]
+        for path in (file, Path(write_rows(tmp_path / "d.jsonl", rows)))
+    ]
+    assert read[0] == read[1] and len(read[0]) == len(rows)
+    assert read[0][0].messages[1]["tool_calls"][0]["function"]["arguments"] == called[0][1]
+    cache = made(run_config(tmp_path, str(file))).train
+    assert read_manifest(cache.folder)["inputs"]["tables"] == TABLE_VERSION
 
 
 def test_folders_lose_no_file(tmp_path: Path) -> None:

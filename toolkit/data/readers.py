@@ -204,6 +204,9 @@ def _json_error(error: ValueError | RecursionError) -> RowError:
 
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
+TABLE_VERSION = 2
+"""Part of the name of a cache of such files; raise it when their rows would come out differently."""
+_JSON = "extension<arrow.json>"
 _TABLE_BATCH_ROWS = 2048
 _TABLE_BATCH_BYTES = 64 << 20
 _ROWS_OF_ANY_FILE = 1 << 20
@@ -252,6 +255,8 @@ def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]
         raise ValueError(tr("two columns are called '{name}'", name=_first_repeated(names)))
     batch.validate(full=True)
     decode = _json_decoder(batch.schema)
+    kinds = {field.name: str(field.type) for field in batch.schema}
+    objects = [name for name, kind in kinds.items() if "struct<" in kind and _JSON not in kind]
     others = dict.fromkeys(names)
     for start in range(0, batch.num_rows, _TABLE_BATCH_ROWS):
         rows = batch.slice(start, _TABLE_BATCH_ROWS)
@@ -259,14 +264,15 @@ def _table_rows_of(batch: Any, names: list[str]) -> Iterator[list[dict[str, Any]
         for begin in range(0, rows.num_rows, step):
             piece = rows.slice(begin, step)
             if batch.num_columns:
-                yield [{**others, **decode(row)} for row in piece.to_pylist()]
+                read = [{**row, **{name: _without_nulls(row[name]) for name in objects}} for row in piece.to_pylist()]
+                yield [{**others, **decode(row)} for row in read]
             else:
                 yield [others] * piece.num_rows
 
 
 def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return what makes values of JSON columns: `datasets` stores messages of varying fields as texts of JSON."""
-    fields = [field for field in schema if "extension<arrow.json>" in str(field.type)]
+    fields = [field for field in schema if _JSON in str(field.type)]
     if not fields:
         return dict
     import datasets
@@ -274,6 +280,13 @@ def _json_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     features = datasets.Features.from_arrow_schema(pyarrow.schema(fields))
     return lambda row: {**row, **features.decode_example({name: row[name] for name in features})}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without null keys: Arrow gives all objects the same, a tool's call the arguments of the others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", *TABLE_SUFFIXES)
