@@ -617,13 +617,13 @@ def _check_preference(row: Mapping[str, Any], columns: Mapping[str, str]) -> Non
                 "them into a file of their own",
                 keys=_quoted(found),
             )
-    if row.get("label") is False:
-        raise RowError(
-            tr(
-                "preference data: 'label' is false, which marks a bad answer, and it would be trained as a good one. "
-                "Use preference=kto, remove such rows, or skip them: data.on_bad_row=skip data.max_bad_fraction=1"
+    for key in ("label", "kto_tag"):
+        if str(row.get(key)).lower() == "false":  # a text in CSV
+            raise RowError(
+                "preference data: '{key}' is false, which marks a bad answer, and it would be trained as a good one. "
+                "Use preference=kto, remove such rows, or skip them: data.on_bad_row=skip data.max_bad_fraction=1",
+                key=key,
             )
-        )
 
 
 def _tools(value: object, key: str) -> list[Any] | None:
