@@ -188,6 +188,19 @@ def test_messages_by_hand(row: dict[str, Any], messages: list[dict[str, Any]]) -
     assert read(row).messages == messages
 
 
+def test_results_of_tools_in_parts() -> None:
+    for part, text in (
+        ({"text": "22 C", "image_url": None}, "22 C!"),
+        ({"value": "22 C", "text": None, "annotations": [], "extra": {}, "id": ""}, "22 C!"),
+        ({"text": "", "image_url": None}, "!"),
+        ({"text": "22 C", "unit": 0}, '[{"type": "text", "text": "22 C", "unit": 0}, {"type": "text", "text": "!"}]'),
+        ({"unit": "C"}, '[{"type": "text", "unit": "C"}, {"type": "text", "text": "!"}]'),
+    ):
+        content = [{"type": "text", **part}, {"type": "text", "text": "!"}]
+        messages = [user("q"), {"role": "tool", "content": content}, assistant("a")]
+        assert read({"messages": messages}).messages[1] == tool(text)
+
+
 def test_columns() -> None:
     assert read({"content": "c", "summary": "s"}, prompt="content", response="summary").messages == [
         user("c"),

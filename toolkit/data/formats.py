@@ -663,8 +663,9 @@ def _as_text(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        texts = [part.get("text", part.get("value")) for part in value]
-        if all(isinstance(text, str) and len(part) == 2 for text, part in zip(texts, value, strict=True)):
+        parts = [{key: held for key, held in part.items() if held not in (None, "", [], {})} for part in value]
+        texts = [part.get("text", part.get("value", "")) for part in parts]
+        if all(isinstance(text, str) and len(part) == 1 + bool(text) for text, part in zip(texts, parts, strict=True)):
             return "".join(texts)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
