@@ -188,6 +188,16 @@ def test_messages_by_hand(row: dict[str, Any], messages: list[dict[str, Any]]) -
     assert read(row).messages == messages
 
 
+def test_an_empty_system_message_is_none() -> None:
+    for empty in ({"from": "system", "value": ""}, {"role": "developer", "content": None}):
+        assert read({"conversations": [empty, TURN, ANSWER]}).messages == [user("q"), assistant("a")]
+        assert read({"system": "s", "messages": [empty, TURN, ANSWER]}).messages[0] == system("s")
+        with pytest.raises(RowError, match="'messages' is empty"):
+            RowReader(RowFormat.messages, {}, answered=False).read({"system": "s", "messages": [empty]})
+    with pytest.raises(RowError, match="the key 'text' is not read"):
+        read({"conversations": [{"from": "system", "value": "", "text": "s"}, TURN, ANSWER]})
+
+
 def test_results_of_tools_in_parts() -> None:
     for part, text in (
         ({"text": "22 C", "image_url": None}, "22 C!"),

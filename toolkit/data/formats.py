@@ -204,6 +204,8 @@ class RowReader:
                 raise RowError("message {number} of '{key}': {reason}", number=number, key=key, reason=reason) from None
         if self.answered and not any(message["role"] == "assistant" for message in messages):
             raise RowError("'{key}' holds no answer of the assistant. Correct or remove the row", key=key)
+        if not messages:
+            raise RowError("'{key}' is empty. Fill it in or remove the row", key=key)
         return messages
 
     def _add_pair(self, item: dict[str, Any], messages: list[Message]) -> None:
@@ -228,6 +230,8 @@ class RowReader:
         is_call = role == "tool" and "parameters" in item
         self.skipped.update(unread_keys(item, (speaker, said, *_LOSS, *_READ.get("call" if is_call else role, ()))))
         extra = _loss(item)
+        if role == "system" and item.get(said) in (None, ""):
+            return  # as under the row's "system"
         if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
             messages.append({**_message("assistant", ""), "tool_calls": self._calls(call), **extra})
