@@ -220,6 +220,18 @@ def test_rows_of_every_layout(row: dict[str, Any]) -> None:
     assert rejected.messages == [USER, BAD]
 
 
+@pytest.mark.parametrize("answer", ['{"a": 1}', "{}", "[]", "[1, 2]", '[{"a": 1}]', '[{"role": "x"}, 3]'])
+def test_answers_and_questions_may_be_json(answer: str) -> None:
+    said = [USER, {"role": "assistant", "content": answer}]
+    for row in ({"prompt": "q"}, {"prompt": [USER]}, {"messages": [USER]}):
+        chosen, rejected = PairReader({}).read_all({**row, "chosen": answer, "rejected": "b"})
+        assert (chosen.messages, rejected.messages) == (said, [USER, BAD])
+    assert PairReader({}).read_all({"messages": [USER, GOOD], "rejected_response": answer})[1].messages == said
+    assert LabelReader({}).read_all({"prompt": "q", "completion": answer, "label": True})[0].messages == said
+    asked = PairReader({}).read_all({"prompt": answer, "chosen": "a", "rejected": "b"})[0]
+    assert asked.messages == [{"role": "user", "content": answer}, GOOD]
+
+
 def test_history_system_tools_and_names() -> None:
     tool = {"name": "look", "parameters": {}}
     row = {"q": "q", "history": [["x", "y"]], "system": "s", "tools": [tool], "good": "a", "bad": "b"}

@@ -373,7 +373,7 @@ class PairReader(RowReader):
         for row_format, field in _LIST_FIELDS.items():
             if names[field] in row:
                 return self._read(row, row_format, is_answered)
-        if isinstance(_parsed(row.get(names["prompt"])), list):
+        if isinstance(self._heard(row.get(names["prompt"])), list):
             return self._read(row, RowFormat.messages, is_answered, messages=names["prompt"])
         asked = {fields[0]: row_format for row_format, fields in _PAIR_FIELDS.items()}
         fields = sorted(asked, key=lambda field: field not in self.columns)  # what `columns` names comes first
@@ -399,7 +399,7 @@ class PairReader(RowReader):
         key = self.names[answer]
         if not before.messages or before.messages[-1]["role"] == "assistant":
             raise RowError(tr("the messages before the two answers must end with a question"))
-        messages, said = list(before.messages), _parsed(row[key]) if key in row else _missing(row, key)
+        messages, said = list(before.messages), self._heard(row[key]) if key in row else _missing(row, key)
         if not isinstance(said, list | dict):
             return replace(before, messages=[*messages, _message("assistant", _text(row, key))])
         for item in said if isinstance(said, list) else [said]:
@@ -410,6 +410,14 @@ class PairReader(RowReader):
             except RowError as error:
                 raise RowError("'{key}' cannot be used: {reason}", key=key, reason=self._explained(error)) from None
         return replace(before, messages=messages)
+
+    def _heard(self, value: object) -> object:
+        """Return the messages that a text holds as JSON, else the value: an answer may be JSON of its own."""
+        found = _parsed(value)
+        items = found if isinstance(found, list) else [found]
+        keys = {self.names["from"], self.names["role"]}
+        is_heard = items and all(isinstance(item, dict) and keys.intersection(item) for item in items)
+        return found if is_heard else value
 
     def _whole(self, row: Mapping[str, Any], answer: str) -> str:
         """Return the key of a whole conversation, with its question, that ends with an answer; "" if none does."""
