@@ -252,6 +252,10 @@ def test_csv_troubles(tmp_path: Path) -> None:
     train, _, report = made(run_config(tmp_path, str(file)))
     assert (len(train), report.bad_rows) == (2999, 1)
     assert report.examples["cannot be used"][0].startswith(f"{file}:2002: not UTF-8: byte 0xb4 after")
+    for encoding, byte in (("utf-16-le", "ff"), ("utf-16-be", "fe")):
+        file.write_bytes("\ufeffprompt,response\na,b\n".encode(encoding))
+        expected = f"{file}:1: not UTF-8: byte 0x{byte} at position 1 of the line. If the file is in UTF-16, convert it"
+        assert message(run_config(tmp_path, str(file))).startswith(expected)
 
 
 @pytest.mark.filterwarnings("error")

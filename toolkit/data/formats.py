@@ -446,7 +446,7 @@ class MarginReader(PairReader):
             value = 0.0 if margin in (None, "") else float(margin)
             if isinstance(margin, bool) or not math.isfinite(value):
                 raise ValueError
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             raise RowError("'{key}' is {kind}, not a number", key=key, kind=_kind(margin)) from None
         return [replace(one, value=value) for one in super().read_all(row)]
 

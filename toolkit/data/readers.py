@@ -24,6 +24,7 @@ from toolkit.config.schema import ROW_FIELDS, SourceConfig
 from toolkit.messages import DataError, RowError, json_object, reading, tr
 
 BOM = b"\xef\xbb\xbf"
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _CHUNK_BYTES = 1 << 20
 LARGEST_ROW_BYTES = 1 << 24
 """Of one row, as JSON: to tokenize it takes about a hundred times as much memory."""
@@ -190,7 +191,7 @@ def _json_error(error: ValueError | RecursionError) -> RowError:
             "with `iconv -f {encoding} -t UTF-8`",
             byte=f"{content[start]:02x}",
             position=start - content.rfind(b"\n", 0, start),
-            encoding="UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "GBK",
+            encoding="UTF-16" if content[:2] in _UTF16 else "GBK",
         )
     if isinstance(error, json.JSONDecodeError):
         return RowError(
@@ -520,7 +521,9 @@ def _line_blocks(file: io.BufferedReader, raw: IO[bytes], path: Path, least_byte
 
 def _csv_rows(file: io.BufferedReader, path: Path, delimiter: str) -> Generator[tuple[int, Any]]:
     """Yield rows as objects whose keys are the first line's."""
-    read = 0
+    read, start = 0, file.peek(2)[:2]
+    if start in _UTF16:
+        raise DataError(f"{path}:1: {_json_error(UnicodeDecodeError('utf-8', start, 0, 1, ''))}.")
 
     def lines() -> Iterator[str]:
         nonlocal read
