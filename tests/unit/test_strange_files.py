@@ -168,6 +168,15 @@ def test_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
     assert len(made(cfg).train) == 1
 
 
+def test_columns_of_every_row_are_named(tmp_path: Path) -> None:
+    rows = [{**GOOD, "id": 1}, {**GOOD, "id": 2, "system_prompt": "s"}]
+    report = made(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))).report
+    assert report.unused == ["id", "system_prompt"]
+    rows = [{**GOOD, f"column {number}": 1} for number in range(600)]
+    report = made(run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))).report
+    assert report.unused == [f"column {number}" for number in range(100)]
+
+
 def test_columns_that_are_read_must_be_readable(tmp_path: Path) -> None:
     broken = pyarrow.Array.from_buffers(
         pyarrow.string(), 1, [None, pyarrow.py_buffer(np.array([0, 2], np.int32)), pyarrow.py_buffer(b"\xff\xfe")]

@@ -114,7 +114,7 @@ class RowCounts:
     systems: int = 0
     """Rows whose system message or tools were left out because the model's format has no place for them."""
     unused: list[str] = field(default_factory=list)
-    """Columns that were not read."""
+    """Columns that were not read, no more than a hundred."""
     message_keys: dict[str, int] = field(default_factory=dict)
     """Keys of messages that were not read, and in how many messages."""
 
@@ -122,7 +122,7 @@ class RowCounts:
         """Add what became of more rows."""
         for name in ("truncated", "turns_dropped", "split", "divided", "divided_samples", "systems"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.unused += [name for name in other.unused if name not in self.unused]
+        self.unused = list(dict.fromkeys([*self.unused, *other.unused]))[:100]
         for mine, theirs in ((self.dropped, other.dropped), (self.message_keys, other.message_keys)):
             for name, count in theirs.items():
                 mine[name] = mine.get(name, 0) + count
@@ -244,6 +244,7 @@ class PartBuilder:
         """Yield the samples of some rows, each with its row."""
         counts.rows += len(batch)
         read: list[_ReadRow] = []
+        known: set[tuple[Any, ...]] = set()
         for row, value in batch:
             try:
                 parsed = parse_row(value)
@@ -253,8 +254,9 @@ class PartBuilder:
             except RowError as error:
                 counts.refuse(row, error, value)
                 continue
-            if not counts.unused and isinstance(parsed, dict):
-                counts.unused = reader.unused(parsed) + ["negatives"] * (len(texts) > len(wholes) == 2)
+            if isinstance(parsed, dict) and (keys := (*parsed, len(texts) > len(wholes) == 2)) not in known:
+                known.add(keys)
+                counts.add(RowCounts(unused=reader.unused(parsed) + ["negatives"] * keys[-1]))
             if (self.encoder.drops_tools and wholes[0].tools) or (
                 self.encoder.drops_system and any(m["role"] == "system" for m in wholes[0].messages)
             ):
