@@ -342,6 +342,20 @@ def test_a_question_meets_the_answer_before_it(tmp_path: Path) -> None:
         assert [plan[row] for row in range(len(plan))] == [[place, size + place] for place in range(size)]
 
 
+def test_a_question_meets_no_answer_to_itself(tmp_path: Path) -> None:
+    """Unrolled pairs stand side by side. Where there is one question only, its other answers are all there is."""
+    rows = [
+        {"prompt": f"Q{question}", "completion": f"{question}{kind}", "label": kind == "a"}
+        for question in (1, 2)
+        for kind in "ab"
+    ]
+    for given, wanted in ((rows, ["Q12b", "Q12b", "Q21b", "Q21b"]), (rows[:2], ["Q11b", "Q11a"])):
+        train = caches(tmp_path, given, row_format=RowFormat.labeled, validation_fraction=0.0)[0]
+        mismatched = MismatchedCache(train.folder, "train", 14)
+        found = [text_of(mismatched[len(given) + place][0]) for place in range(len(given))]
+        assert found == [f"{text}$" for text in wanted]
+
+
 def caches(
     folder: Path,
     rows: list[dict[str, Any]],

@@ -162,8 +162,8 @@ class TokenizedCache:
 
 
 class MismatchedCache(TokenizedCache):
-    """A split of single answers; number len(self) + i is sample i's question with the answer of the sample before it,
-    that of the last for the first, cut at `limit` tokens.
+    """A split of single answers; number len(self) + i is sample i's question with the answer of the nearest sample
+    before it, the last before the first, whose question is another one, cut at `limit` tokens.
     """
 
     def __init__(self, folder: Path, split: str, limit: int) -> None:
@@ -180,8 +180,12 @@ class MismatchedCache(TokenizedCache):
         ids, trained = super().__getitem__(place)
         if index < len(self):
             return ids, trained
-        others, covered = super().__getitem__((place or len(self)) - 1)
-        asked, answered = int(trained.argmax()), int(covered.argmax())
+        asked = int(trained.argmax())
+        for back in (*range(1, 64), 1):  # answers of one question may stand side by side, or be all there are
+            others, covered = super().__getitem__((place - back) % len(self))
+            answered = int(covered.argmax())
+            if not np.array_equal(ids[:asked], others[:answered]):
+                break
         joined = np.concatenate((ids[:asked], others[answered:]))[: self.limit]
         return joined, np.concatenate((trained[:asked], covered[answered:]))[: self.limit]
 

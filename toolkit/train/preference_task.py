@@ -81,7 +81,8 @@ class PreferenceTask(sample_task.SampleTask):
     def _reference_of_split(self, engine: DeepSpeedEngine, split: str, folder: Path) -> NDArray[np.float32]:
         """Return the reference's log-probability of each answer of a split, [samples]; read if the run knows it."""
         store, _ = self.data.split(split)
-        file = folder / REFERENCE / f"{store.fingerprint}-{split}.f32"
+        # KTO's without "-2" may be of a question with another answer to itself.
+        file = folder / REFERENCE / f"{store.fingerprint}-{split}{'-2' * (store.num_numbers > len(store))}.f32"
         kept = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
         if kept is not None and len(kept) == store.num_numbers:
             return kept
