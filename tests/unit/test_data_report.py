@@ -68,6 +68,19 @@ def test_what_is_found_and_where(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["data-report", str(file), "format=nosuch"]) == 2
 
 
+def test_the_texts_of_a_row_are_no_duplicates_of_each_other(tmp_path: Path) -> None:
+    chance = random.Random(4)
+    pairs = [{"prompt": text(chance, 400), "chosen": "是", "rejected": "不"} for _ in range(50)]
+    passages = [{"query": f"{n}", "positive": text(chance, 100), "negatives": ["It is."]} for n in range(50)]
+    for row_format, rows in ((RowFormat.preference, pairs), (RowFormat.embed, passages)):
+        file = Path(write_rows(tmp_path / f"{row_format.name}.jsonl", [*rows, rows[0]]))
+        facts = inspect_files([DataFile(file, 0, row_format, {})])
+        assert alike(facts) == (Alike(1, [(50, 0)]), Alike(0, []))
+        assert len(np.concatenate(facts.places)) == facts.rows == 51
+    facts = inspect_files([DataFile(tmp_path / "preference.jsonl", 0, RowFormat.preference, {})])
+    assert {*np.concatenate(facts.asked)} == {400} and {*np.concatenate(facts.answered)} == {2}
+
+
 def test_processes_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(1)
     rows = [pair(text(chance, 30), text(chance, chance.randrange(1, 300))) for _ in range(400)]

@@ -16,7 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -53,14 +53,14 @@ class Facts:
     mostly: Counter[str] = field(default_factory=Counter)
     """Rows by the script that most of their letters are of."""
     asked: list[NDArray[np.uint32]] = field(default_factory=list)
-    """Characters of the user's messages, of each conversation."""
+    """Characters of the user's messages, of each row."""
     answered: list[NDArray[np.uint32]] = field(default_factory=list)
     hashes: list[NDArray[np.uint64]] = field(default_factory=list)
-    """Of all messages of each conversation."""
+    """Of all messages of each row."""
     bins: list[NDArray[np.uint32]] = field(default_factory=list)
-    """MinHash of each, [conversations, 32]."""
+    """MinHash of each, [rows, 32]."""
     places: list[NDArray[np.uint32]] = field(default_factory=list)
-    """File and line of each, [conversations, 2]."""
+    """File and line of each, [rows, 2]."""
 
     def note(self, kind: str, what: str, where: str) -> None:
         """Count a row."""
@@ -118,8 +118,10 @@ class Inspector:
                 continue
             for conversation in read:
                 self._look(conversation, f"{file.path}:{line}", facts)
-                waiting.append((line, conversation))
-                size += sum(len(message["content"]) for message in conversation.messages)
+            one = read[0]  # and what the row's others, such as a pair's second answer, have beside it
+            more = [message for other in read[1:] for message in other.messages if message not in one.messages]
+            waiting.append((line, replace(one, messages=[*one.messages, *more])))
+            size += sum(len(message["content"]) for message in waiting[-1][1].messages)
             if size >= _BATCH_CHARS:
                 _measure(number, waiting, facts)
                 waiting, size = [], 0
@@ -144,7 +146,7 @@ class Inspector:
 
 
 def _measure(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
-    """Add lengths, scripts, hashes and MinHashes of conversations."""
+    """Add lengths, scripts, hashes and MinHashes of rows."""
     texts, asked, answered, hashes = [], [], [], []
     for _, one in read:
         said = [(str(message["role"]), str(message["content"])) for message in one.messages]
