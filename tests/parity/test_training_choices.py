@@ -136,6 +136,9 @@ def test_plain_text_by_hand(name: str, before: list[str], end: str) -> None:
     text = encoder(name).tokenizer.encode_texts(["Once upon a time <|user|>"])[0]
     assert ids == [*map(tokens, before), *text, tokens(end)]
     assert mask == [False, False] + [True] * (len(text) + 1)
+    assert (encoder(name).after_text, encoder(name).text_key) == ((), ())
+    alone = encoder(name).tokenizer("Once upon a time <|user|>")["input_ids"]
+    assert alone == (ids[:-1] if name != "v1" else [*text, *ids[:2]]), "docs/embed.md says so"
 
 
 def test_the_words_for_tools_are_part_of_the_fingerprint(tmp_path: Path) -> None:

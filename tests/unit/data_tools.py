@@ -20,6 +20,8 @@ class ByteEncoder:
 
     drops_system = drops_tools = False
     can_cut = True
+    after_text: Sequence[int] = ()
+    text_key: Sequence[int] = ()
 
     def __init__(self, vocab_size: int = 258, only_last: bool = False) -> None:
         self.fingerprint, self.vocab_size, self.only_last = "bytes", vocab_size, only_last

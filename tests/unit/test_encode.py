@@ -5,10 +5,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from tokenizers import processors
+from transformers import LlamaTokenizer
 
-from tests.unit.data_tools import trained_stretches
+from tests.unit.data_tools import run_config, trained_stretches, write_rows
+from toolkit.config.schema import RowFormat, SourceConfig, TooLong
+from toolkit.data.store import read_manifest
+from toolkit.data.tokenize import build_caches
 from toolkit.messages import ModelError, RowError
 from toolkit.models.answer_spans import SpanTokenizer
 from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
@@ -368,6 +374,68 @@ def test_plain_text_is_trained_whole(tokenizer: Any) -> None:
     ids, trained = TemplateChatEncoder(tokenizer).encode([{"role": "text", "content": "hello fox"}])
     assert text_of(tokenizer, ids) == "hello fox" + END
     assert all(trained)
+
+
+def around(tokenizer: Any, single: str) -> Any:
+    """Return the tokenizer with a tokenizer.json that puts something around a text, as Llama-3's does."""
+    names = [token for token in single.split() if token != "$A"]
+    named = [(token, tokenizer.convert_tokens_to_ids(token)) for token in names]
+    steps = [
+        processors.ByteLevel(trim_offsets=False),
+        processors.TemplateProcessing(single=single, special_tokens=named),
+    ]
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence(steps)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("single", "begin"),
+    [
+        ("$A", []),
+        ("<sop> $A", ["<sop>"]),
+        ("[gMASK] <sop> $A", ["[gMASK]", "<sop>"]),
+        ("$A <|endoftext|>", []),
+        ("<sop> $A <|pad|>", ["<sop>"]),
+    ],
+)
+def test_texts_have_around_them_what_the_tokenizer_puts_there(
+    single: str, begin: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    """Trained, with the end token as ever; read, as `tokenizer(text)` is, of which truncation keeps the end."""
+    encoder = pickle.loads(pickle.dumps(TemplateChatEncoder(around(tokenizer, single))))
+    ids, trained = encoder.encode([{"role": "text", "content": "hello fox"}])
+    first, bare = tokenizer.convert_tokens_to_ids(begin), tokenizer("hello fox", add_special_tokens=False)["input_ids"]
+    assert ids == [*first, *bare, tokenizer.eos_token_id] and trained == [False] * len(first) + [True] * (len(bare) + 1)
+    assert (encoder.text_key == ()) is (single == "$A"), "nothing is tokenized again where nothing changed"
+    rows = [{"query": "hello fox", "positive": "你" * 30}, {"query": "the", "positive": "quick <sop> brown"}]
+    cfg = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
+    cfg.data.sources[0].format, cfg.data.max_length, cfg.data.too_long = RowFormat.embed, 20, TooLong.truncate
+    train, _, report = build_caches(cfg, encoder)
+    expected = [tokenizer(text, truncation=True, max_length=20)["input_ids"] for row in rows for text in row.values()]
+    marks = [(train[number][0].tolist(), np.flatnonzero(train[number][1]).tolist()) for number in range(4)]
+    assert [found for found, _ in marks][:3] == expected[:3] and report.truncated == 1 and len(expected[1]) == 20
+    assert len(marks[3][0]) > len(expected[3]), "a control string stays text"
+    assert [mark for _, mark in marks] == [[len(found) - 1] for found, _ in marks]
+    inputs = read_manifest(Path(report.folder))["inputs"]
+    assert inputs.get("texts", ()) == encoder.text_key and encoder.after_text == tokenizer.convert_tokens_to_ids(
+        single.split("$A")[1].split()
+    )
+    cfg.data.sources = [SourceConfig(path=write_rows(tmp_path / "c.jsonl", [{"prompt": "hello", "response": "fox"}]))]
+    chats = build_caches(cfg, encoder).report.folder
+    assert "texts" not in read_manifest(Path(chats))["inputs"], "conversations are not tokenized again"
+
+
+@pytest.mark.parametrize(("legacy", "is_saved"), [(True, False), (True, True), (False, False)])
+def test_llama_tokenizers_begin_texts_with_bos(legacy: bool, is_saved: bool, tmp_path: Path) -> None:
+    """transformers forgets `add_bos_token` where there is a tokenizer.json, which adds it all the same."""
+    letters = {letter: index for index, letter in enumerate(["<unk>", "<s>", "</s>", *"▁helo wrd"])}
+    made = LlamaTokenizer(vocab=letters, merges=[], add_bos_token=True, legacy=legacy, chat_template=CHATML)
+    made.save_pretrained(tmp_path)
+    loaded: Any = load_tokenizer(tmp_path) if is_saved else made
+    encoder = TemplateChatEncoder(loaded)
+    assert encoder.encode([{"role": "text", "content": "hello world"}])[0] == [*loaded("hello world")["input_ids"], 2]
+    assert loaded("hello world")["input_ids"][0] == 1 and loaded.add_bos_token is not is_saved
+    assert (encoder.text_key == ()) is (legacy and not is_saved)
 
 
 def test_tools_reach_the_template(tokenizer: Any) -> None:

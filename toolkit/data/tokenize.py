@@ -42,6 +42,7 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
     named = {
         "files": tr("the content, format or columns of the data files"),
         "encoder": tr("the tokenizer or its chat template"),
+        "texts": tr("the tokenizer or its chat template"),
     }
     words = [named.get(name, f"{name} {known.get(name)} -> {inputs[name]}") for name in nearest[3]]
     return tr(
@@ -200,6 +201,7 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
         **({"tables": readers.TABLE_VERSION} if tables else {}),
         **({"labels": cfg.classify.labels} if cfg.classify.labels else {}),
         **({"negatives": cfg.embed.negatives} if cfg.embed.negatives else {}),
+        **({"texts": encoder.text_key} if encoder.text_key and workers.TEXTS & {f.row_format for f in files} else {}),
     }
 
 

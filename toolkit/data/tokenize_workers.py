@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit import children
-from toolkit.config.schema import DataConfig, TooLong
+from toolkit.config.schema import DataConfig, RowFormat, TooLong
 from toolkit.data import readers, sources
 from toolkit.data.formats import Conversation, Message, RowReader, mark_trained, parse_row, reader_of, turns
 from toolkit.messages import DataError, RowError, current_language, tr
@@ -45,6 +45,10 @@ class ChatEncoder(Protocol):
     """Whether it leaves out the tools that may be called."""
     can_cut: bool
     """Whether a piece from the middle of a sample's ids is a sample that the model can learn from."""
+    after_text: Sequence[int]
+    """What the tokenizer itself puts after a text; it stays where one is only read."""
+    text_key: Sequence[int]
+    """Part of the names of what is made of plain texts; () where their ids are what they always were."""
 
     @property
     def fingerprint(self) -> str:
@@ -77,6 +81,8 @@ CODE_VERSION = 6
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
 
 EXAMPLES = 5
+TEXTS = {RowFormat.text, RowFormat.classify, RowFormat.embed}
+"""Formats whose rows may be plain texts."""
 _BATCH_ROWS = 512
 _BATCH_CHARS = 1 << 22
 """So much text is tokenized at once: tokens take about a hundred times the memory of their text while that lasts."""
@@ -200,6 +206,7 @@ class PartBuilder:
         rules = [CODE_VERSION, encoder.fingerprint, self.limit, self.too_long, self.train_on, current_language()]
         rules += [list(labels)] if labels else []
         rules += [texts] if texts > 2 else []
+        rules += [encoder.text_key] if encoder.text_key else []
         self._key = repr(rules).encode()
 
     def path(self, file: sources.DataFile, block: readers.Block) -> Path:
@@ -343,8 +350,8 @@ class PartBuilder:
                 counts.refuse(row, error, value)
 
     def _encode_all(self, read: Sequence[Conversation]) -> list[Encoded]:
-        """Encode conversations. Those that are read: a text without an end token, and what no answer ends up to where
-        one would begin; marked is the last token, at which their score is.
+        """Encode conversations. Those that are read: a text as the tokenizer itself ends it, and what no answer ends up
+        to where one would begin; marked is the last token, at which their score is.
         """
         whole = [one for one in read if not one.is_read or one.is_text or one.messages[-1]["role"] == "assistant"]
         found = iter(self.encoder.encode_many([one.messages for one in whole], [one.tools for one in whole]))
@@ -354,7 +361,7 @@ class PartBuilder:
         for one in read:
             is_whole = one.is_text or one.messages[-1]["role"] == "assistant"
             ids = next(found)[0] if is_whole else self.encoder.prompt(one.messages, one.tools)
-            ids = ids[: -1 if one.is_text else None]
+            ids = [*ids[:-1], *self.encoder.after_text] if one.is_text else ids
             encoded.append((ids, [index == len(ids) - 1 for index in range(len(ids))]))
         return encoded
 
@@ -363,7 +370,8 @@ class PartBuilder:
         ids, trained = encoded
         if conversation.is_read and self.too_long is TooLong.truncate and len(ids) > self.limit:
             counts.truncated += 1
-            ids, trained = ids[: self.limit], trained[-self.limit :]
+            end = self.encoder.after_text if conversation.is_text else ()
+            ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]
         if conversation.is_read and 0 < len(ids) <= self.limit:
             return [(ids, trained)]
         if len(ids) > self.limit:

@@ -138,6 +138,20 @@ class TemplateChatEncoder:
         with suppress(RowError):
             self.openings = self._openings()
         self.span_tokenizer = SpanTokenizer(tokenizer, self.openings, self.shield)
+        self._look_at_texts()
+
+    def _look_at_texts(self) -> None:
+        """Find out what the tokenizer itself puts around a text."""
+        bos = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else None
+        texts = ((_WORD, True), (_WORD, False), ((bos or "") + _WORD, False))
+        whole, bare, before = (
+            list(self.tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]) for text, adds in texts
+        )
+        start = next((n for n in reversed(range(len(whole) + 1)) if whole[n : n + len(bare)] == bare), 0)
+        self.before_text = whole[:start]
+        self.after_text: Sequence[int] = whole[start + len(bare) :]
+        # Texts had a BOS by add_bos_token and nothing else, so caches of other tokenizers are built again.
+        self.text_key: Sequence[int] = whole if whole != before else ()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation; see `toolkit.data.tokenize_workers.ChatEncoder`."""
@@ -159,11 +173,13 @@ class TemplateChatEncoder:
                 texts.append(text)
                 spans.append(trained)
         try:
-            return self.span_tokenizer.encode_many(texts, spans)
+            encoded = self.span_tokenizer.encode_many(texts, spans)
         except BaseException as error:
             if not is_failure(error):
                 raise
             raise RowError(tr("the tokenizer fails on the text: {reason}", reason=reason_of(error))) from error
+        begins = (self.before_text if messages[0]["role"] == "text" else [] for messages in conversations)
+        return [(own + ids, [False] * len(own) + mask) for own, (ids, mask) in zip(begins, encoded, strict=True)]
 
     def _located_in(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return the text of a conversation, or of plain text, and the spans that are trained."""
@@ -172,8 +188,7 @@ class TemplateChatEncoder:
         messages = self._given(messages)
         if messages[0]["role"] != "text":
             return self._spans(messages, tools)
-        begin = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else ""
-        text = f"{begin or ''}{messages[0]['content']}{self.tokenizer.eos_token}"
+        text = f"{messages[0]['content']}{self.tokenizer.eos_token}"
         return text, [(0, len(text))]
 
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:

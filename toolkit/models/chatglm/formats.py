@@ -59,6 +59,8 @@ class FamilyChatEncoder:
     """Name of the token after [gMASK]."""
     only_last = False
     can_cut = True
+    after_text: Sequence[int] = ()
+    text_key: Sequence[int] = ()
 
     def __init__(self, tokenizer: Any, original_labels: bool = True) -> None:
         self.tokenizer, self.original = tokenizer, original_labels
