@@ -152,11 +152,13 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
 
 
 def mismatched(samples: Any, number: int) -> tuple[Any, Any]:
-    """Return a question with the answer of the sample before it."""
+    """Return a question with the answer of the nearest sample before it that has another question."""
     import numpy as np
 
-    (ids, trained), (others, covered) = samples[number], samples[(number or len(samples)) - 1]
+    ids, trained = samples[number]
     begin = next(place for place, is_trained in enumerate(trained) if is_trained)
+    earlier = (samples[(number - back) % len(samples)] for back in range(1, len(samples)))
+    others, covered = next(one for one in earlier if list(one[0][~one[1]]) != list(ids[:begin]))
     answer = [(token, mark) for token, mark in zip(others, covered, strict=True)][list(covered).index(True) :]
     joined = [*zip(ids[:begin], trained[:begin], strict=True), *answer]
     return np.array([token for token, _ in joined], np.uint16), np.array([mark for _, mark in joined], np.bool_)
