@@ -26,7 +26,7 @@ from toolkit.data.loader import collate
 from toolkit.data.packing import pack
 from toolkit.data.store import Sample
 from toolkit.distributed import process_group
-from toolkit.engine.build import initialize_engine
+from toolkit.engine.build import compiles_layers, initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
 from toolkit.models import fp8
@@ -76,7 +76,7 @@ SHORTER = Size(rows=1, accumulation=8)
 """The same rows in smaller micro-batches: transformers' Trainer keeps all logits."""
 _TWIN: dict[str, Any] = {"vocab": 512, "hidden": 64, "inner": 128, "layers": 2, "heads": 4, "tokens": 256, "steps": 1}
 _SPARE = 0.95
-"""Of a GPU's memory, for what is planned: CUDA's own and fragments take the rest."""
+"""Of a GPU's free memory, for what is planned: CUDA's own and fragments take the rest."""
 
 
 class Part(NamedTuple):
@@ -114,18 +114,20 @@ def size_of(name: str, is_tiny: bool) -> Size:
     part = PARTS[name]
     if is_tiny:
         return replace(part.size, **_TWIN, rows=min(part.size.rows, 4), accumulation=2)
-    _, total = torch.cuda.mem_get_info()
+    free, _ = torch.cuda.mem_get_info()
     compared = {one for one in PARTS if one == BASE or PARTS[one].mark != "mfu"}
     alike = compared if name in compared else {name}
-    return replace(part.size, layers=min(_layers_that_fit(PARTS[one], _SPARE * total) for one in alike))
+    return replace(part.size, layers=min(_layers_that_fit(PARTS[one], _SPARE * free) for one in alike))
 
 
 def _layers_that_fit(part: Part, room: float) -> int:
     size = part.size
     if part.call == "hugging_face":  # all logits and their gradients
         room -= 8 * size.rows * size.tokens * size.vocab
+    composed = _config(size, part.words)  # once: it takes half a second
     for layers in range(size.layers, 1, -1):
-        cfg = _config(replace(size, layers=layers), part.words)
+        shape = replace(composed.model.shape, num_layers=layers)
+        cfg = replace(composed, model=replace(composed.model, shape=shape))
         if plan_rank(outline_of(cfg), cfg, 1).peak("step") < room:
             return layers
     return 1
@@ -162,12 +164,12 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     model = _model(cfg)
     choose_attention(model, cfg.model.attention, size.packed, TORCH_DTYPES[cfg.precision.dtype])
     apply_tuning(model, cfg.tuning, Path(), None, cfg.run.seed, values)
-    fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
+    recomputing = cfg.train.activation_checkpointing
+    fp8.convert(model, cfg.precision.fp8, compiles_layers(cfg.compile, recomputing, cfg.zero.stage))
 
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)
 
-    recomputing = cfg.train.activation_checkpointing
     engine = initialize_engine(model, values, recomputing, schedule, cfg.compile, cfg.optim)
     engine.train()
     guard = StepGuard(engine, cfg.train)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from device import DEVICE, LIMIT_S, cells_of, lacks, needs, train
+from device import CPU_LIMIT_S, DEVICE, cells_of, lacks, needs, train
 from shared import ALL, LORA, RECOMPUTE, conversations, experts, losses, plain_loop, rows_of, tiny
 
 from toolkit.checkpoint.fragments import iter_weights
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = pytest.mark.timeout(2 * CPU_LIMIT_S)
 STEPS = 10
 SAVED = ["checkpoint.every=5"]
 DEEPSPEED_ADAM = "optim.torch=false"
@@ -44,7 +44,10 @@ CELLS: dict[str, tuple[str, list[str]]] = {
     "bf16-offload": ("nvcc", ["zero=stage2_offload", DEEPSPEED_ADAM, "precision=bf16"]),
     "fp8-stage1": ("fp8", ["zero=stage1", "precision=fp8"]),
     "fp8-stage3": ("fp8", ["zero=stage3", ALL, "precision=fp8"]),
-    "fp8-compiled": ("fp8", ["zero=stage2", "precision=fp8", "compile=inductor", f"compile.backend={BACKEND}"]),
+    "fp8-compiled": (
+        "fp8",
+        ["zero=stage2", "precision=fp8", RECOMPUTE, "compile=inductor", f"compile.backend={BACKEND}"],
+    ),
     "fp16-stage2": ("", ["zero=stage2", *HALF]),
     "fp16-stage3": ("", ["zero=stage3", ALL, *HALF]),
 }
@@ -202,6 +205,14 @@ def test_it_rounds_as_the_cpu_does(name: str, runs: Runs, exact: dict[str, list[
         assert control < bound
         bound = min(bound, 4 * control + bound / 5)
     assert furthest(losses(runs.check(name)), wanted) < bound
+
+
+@pytest.mark.parametrize("name", cells_of({name: CELLS[name] for name in CELLS if name.endswith("compiled")}))
+def test_what_is_compiled_is_compiled(name: str, runs: Runs) -> None:
+    """And no other: without graphs the losses would be the same."""
+    runs.check(name)
+    assert runs.facts(name)["graphs"] > 0
+    assert runs.facts("fp32-stage1")["graphs"] == 0
 
 
 @pytest.mark.parametrize("name", cells_of(ALIKE))

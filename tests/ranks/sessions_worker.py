@@ -178,6 +178,7 @@ def echoing(folder: str | None) -> Iterator[None]:
 
 def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Ranks, updates: list[int]) -> None:
     """Train one case in the process group."""
+    import torch._dynamo
     from spoil import spoilt
 
     from toolkit.messages import Diverged, ToolkitError
@@ -186,6 +187,8 @@ def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Rank
     from toolkit.train.tasks import task_of
     from toolkit.train.trainer import Trainer
 
+    if "facts" in case:
+        torch._dynamo.utils.counters.clear()
     task = task_of(loaded.cfg)
     task.data = load_data(loaded.cfg)
     spoil = case.get("spoil", {"steps": {}, "note": os.devnull})

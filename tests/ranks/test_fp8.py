@@ -25,7 +25,7 @@ CELLS = {
     "zero2": [*FP8, "zero=stage2"],
     "zero3": [*FP8, "zero=stage3", ALL],
     "recompute": [*FP8, "zero=stage3", ALL, RECOMPUTE],
-    "compiled": [*FP8, "zero=stage2", "compile.enabled=true", "compile.backend=aot_eager"],
+    "compiled": [*FP8, "zero=stage2", RECOMPUTE, "compile.enabled=true", "compile.backend=aot_eager"],
     "compiled3": [*FP8, "zero=stage3", ALL, "compile.enabled=true", "compile.backend=aot_eager"],
     "bf16": ["precision=bf16", "model.attention=eager", "zero=stage2"],
     "tensorwise": ["precision=fp8", "zero=stage2", "data.packing=packed"],

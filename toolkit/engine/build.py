@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from toolkit.config import rule_tables, schema
 from toolkit.distributed.process_group import is_expert_part
 from toolkit.engine import deepspeed_patches
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import ConfigError, tr, warn
 from toolkit.plan.outline import layer_of
 
 STAGE = "stage"
@@ -65,6 +66,18 @@ def use_tf32(precision: schema.PrecisionConfig) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.tf32
 
 
+def compiles_layers(
+    compiling: schema.CompileConfig, recompute: schema.ActivationCheckpointingConfig, stage: int
+) -> bool:
+    """Whether torch.compile compiles a model's layers. It looks into PyTorch's checkpoint function, and not into
+    DeepSpeed's (0.19.8, checkpointing.py, `lazy_disable`), which has settings of its own, and which ZeRO 3 without
+    DeepCompile needs, as the hooks that gather the weights end each graph.
+    """
+    settings = replace(recompute, enabled=False, number_checkpoints=0) != schema.ActivationCheckpointingConfig()
+    is_reached = not settings and (stage < 3 or compiling.deepcompile)
+    return compiling.enabled and (not recompute.enabled or is_reached)
+
+
 def initialize_engine(
     model: PreTrainedModel | PipelineModule,
     ds_config: dict[str, Any],
@@ -79,7 +92,14 @@ def initialize_engine(
     schedule.
     """
     if activation_checkpointing.enabled:
-        deepspeed_patches.checkpoint_activations(getattr(model, STAGE, model), activation_checkpointing)
+        stage = ds_config["zero_optimization"]["stage"]
+        compiled = compiling is not None and compiles_layers(compiling, activation_checkpointing, stage)
+        deepspeed_patches.checkpoint_activations(getattr(model, STAGE, model), activation_checkpointing, compiled)
+        if compiling and compiling.enabled and not compiled:
+            warn(
+                "torch.compile does not reach the layers: not with activation checkpointing under ZeRO 3, nor with "
+                "settings of DeepSpeed's own. Set zero=stage2, or train.activation_checkpointing.enabled=false."
+            )
     if isinstance(model, PipelineModule):
         ds_config = deepspeed_patches.split_stage(model, getattr(model, STAGE), ds_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -139,6 +159,7 @@ def _initialize(
     model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any], **options: Any
 ) -> deepspeed.DeepSpeedEngine:
     frequencies = deepspeed_patches.rotary_frequencies(getattr(model, STAGE, model))
+    deepspeed_patches.spare_waits()
     try:
         engine, *_ = deepspeed.initialize(model=model, config=ds_config, dist_init_required=False, **options)
     except (AssertionError, ValueError, NotImplementedError) as error:

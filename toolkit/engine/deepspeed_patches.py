@@ -16,14 +16,17 @@ from deepspeed.module_inject.autotp_config import AutoTPConfig
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.adam import ZenFlowSelectiveAdamW
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime import utils
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
+from torch.utils import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -254,11 +257,22 @@ def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
         engine.backward = lambda loss, **options: backward(loss * engine.optimizer.loss_scale, **options)
 
 
-def checkpoint_activations(model: PreTrainedModel, config: schema.ActivationCheckpointingConfig) -> None:
+def checkpoint_activations(
+    model: PreTrainedModel, config: schema.ActivationCheckpointingConfig, compiled: bool = False
+) -> None:
     """Route the model's layers through DeepSpeed's checkpoint function, so that its settings take effect.
 
-    transformers would use torch's function and leave DeepSpeed's section unread.
+    transformers would use torch's function and leave DeepSpeed's section unread. `compiled`: take torch's, as
+    torch.compile looks into no other; see `build.compiles_layers`.
     """
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            "train.activation_checkpointing.enabled = true, but {architecture} does not support it.",
+            architecture=type(model).__name__,
+        )
+    if compiled:
+        model._set_gradient_checkpointing(True, partial(torch_checkpoint.checkpoint, use_reentrant=False))
+        return
     # On CPU ranks the activations are in host memory already, and DeepSpeed 0.19.8 would empty them there: its copy to
     # the CPU is the same tensor (checkpointing.py, get_cpu_activations_for_backward).
     in_host_memory = deepspeed.accelerator.get_accelerator().device_name() == "cpu"
@@ -271,11 +285,6 @@ def checkpoint_activations(model: PreTrainedModel, config: schema.ActivationChec
         synchronize=config.synchronize_checkpoint_boundary,
         profile=config.profile,
     )
-    if not model.supports_gradient_checkpointing:
-        raise ConfigError(
-            "train.activation_checkpointing.enabled = true, but {architecture} does not support it.",
-            architecture=type(model).__name__,
-        )
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     function = _checkpoint
     if any(layer._can_checkpoint_with_cache for layer in layers):
@@ -308,6 +317,20 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
     if not any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs):
         return function(*inputs)
     return deepspeed.checkpointing.checkpoint(function, *inputs)
+
+
+def _mask_invalid(input: torch.Tensor, device: object = None, val: float = -1.0) -> None:
+    """What DeepSpeed's `mask_nan_or_inf_with_val_inplace` does, without waiting for a GPU.
+
+    A tensor as the value (0.19.8, runtime/utils.py) is copied to the GPU, and read back by `masked_fill_`.
+    """
+    input.masked_fill_(~input.isfinite(), val)
+
+
+def spare_waits() -> None:
+    """Let the norm of gradients be checked without waiting for a GPU, in all of DeepSpeed's optimizers."""
+    for module in (utils, stage3, stage_1_and_2):
+        module.mask_nan_or_inf_with_val_inplace = _mask_invalid
 
 
 def fit_reduce_bucket(ds_config: dict[str, Any], trained: Sequence[torch.nn.Parameter]) -> dict[str, Any]:

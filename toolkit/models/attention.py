@@ -136,7 +136,7 @@ def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], dev
     """Return the logits of rows in evaluation mode, float32 [B, S, V]. A collective under ZeRO-3."""
     given = {key: tensor.to(device) for key, tensor in batch.items()}
     module = getattr(engine, "module", engine)
-    with evaluating(engine):
+    with evaluating(engine), torch.compiler.set_stance("force_eager"):  # as in `probe.capture`
         logits: torch.Tensor = engine(
             input_ids=given["input_ids"],
             use_cache=False,

@@ -92,7 +92,8 @@ def evaluating(model: Any) -> Iterator[None]:
 
 def capture(model: PreTrainedModel, ids: torch.Tensor, device: torch.device | str = "cpu") -> Probe:
     """Run a model. A collective if it is partitioned; draws no random numbers and leaves the model in its mode."""
-    with evaluating(model):
+    # Eagerly: sizes that training does not have would count among those that graphs are compiled for.
+    with evaluating(model), torch.compiler.set_stance("force_eager"):
         if is_classifier(model):
             logits = _prefix_scores(model, ids.to(device)).float().cpu()
         else:

@@ -1,0 +1,98 @@
+"""torch.compile: what it reaches, and what is computed beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers
+from deepspeed.runtime import utils
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+from tests.architectures import CONFIGS
+from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig
+from toolkit.engine import build, deepspeed_patches
+from toolkit.models import probe
+
+RECOMPUTE = ActivationCheckpointingConfig(enabled=True)
+
+
+def create(name: str) -> Any:
+    torch.manual_seed(3)
+    return transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+
+
+class Counting:
+    """A backend that computes graphs as they are, and counts their matrix products."""
+
+    def __init__(self) -> None:
+        self.linears: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        self.linears.append(sum("linear" in str(node.target) for part in parts for node in part.graph.nodes))
+        return graph.forward
+
+
+def gradients(model: torch.nn.Module, compiled: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    ids = torch.arange(12).view(2, 6) % 50
+    compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    found = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch.compile looks at after a break
+def test_layers_that_are_computed_again_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's checkpoint function is looked into, DeepSpeed's is not (0.19.8)."""
+    monkeypatch.setattr(deepspeed.checkpointing, "configure", lambda *given, **named: None)  # a collective
+    model = create("llama").train()
+    plain = gradients(model, model)
+    every = sum(isinstance(one, torch.nn.Linear) for one in model.modules())
+    for compiled, reached in ((True, every), (False, 1)):
+        deepspeed_patches.checkpoint_activations(model, RECOMPUTE, compiled=compiled)
+        torch._dynamo.reset()
+        backend = Counting()
+        found = gradients(model, torch.compile(model, backend=backend))
+        assert sum(backend.linears) == reached
+        assert all(torch.allclose(found[name], one, atol=1e-6) for name, one in plain.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "stage", "deepcompile", "expected"),
+    [
+        ({}, 2, False, True),
+        ({}, 3, False, False),
+        ({}, 3, True, True),
+        ({"cpu_checkpointing": True}, 2, False, False),
+        ({"enabled": False}, 3, False, True),
+    ],
+)
+def test_what_is_reached(settings: dict[str, Any], stage: int, deepcompile: bool, expected: bool) -> None:
+    recompute = ActivationCheckpointingConfig(**{"enabled": True, **settings})
+    assert build.compiles_layers(CompileConfig(enabled=True, deepcompile=deepcompile), recompute, stage) == expected
+    assert not build.compiles_layers(CompileConfig(), recompute, stage)
+
+
+def test_a_probe_compiles_nothing() -> None:
+    """Its rows would count among the sizes that graphs are made for."""
+    model, backend = create("llama"), Counting()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    probe.capture(compiled, torch.arange(6).view(1, 6))
+    assert backend.linears == []
+
+
+@pytest.mark.parametrize("norm", [3.0, float("inf"), float("nan")])
+def test_a_norm_is_checked_as_deepspeed_does(norm: float) -> None:
+    theirs, mine = torch.tensor(norm), torch.tensor(norm)
+    original = utils.mask_nan_or_inf_with_val_inplace
+    deepspeed_patches.spare_waits()
+    for module in (utils, stage3, stage_1_and_2):
+        assert module.mask_nan_or_inf_with_val_inplace is deepspeed_patches._mask_invalid
+    utils.mask_nan_or_inf_with_val_inplace(mine, device="cpu")
+    if original is not deepspeed_patches._mask_invalid:
+        original(theirs, device="cpu")
+        assert theirs == mine
+    assert mine == (norm if norm == 3.0 else -1.0)
