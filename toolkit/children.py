@@ -11,6 +11,7 @@ it for good (CPython issue 112275, seen in 3.11.7). A launcher does not hand the
 import ctypes
 import errno
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -140,6 +142,17 @@ def _tied(parent: int, function: Callable[..., None] | None, *arguments: Any) ->
     end_with(parent)
     if function is not None:
         function(*arguments)
+
+
+def ending_with_this(module: str, name: str) -> Callable[..., None]:
+    """Return what calls a function of a module in a process that this one starts, and ends with this one; where it is
+    called the function is looked up, so that this may stand in its place here.
+    """
+    return partial(_tied, os.getpid(), _imported, module, name)
+
+
+def _imported(module: str, name: str, *arguments: Any) -> None:
+    getattr(importlib.import_module(module), name)(*arguments)
 
 
 def end_with_parent() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -173,3 +174,37 @@ def test_who_may_be_the_parent(
     process: Any = SimpleNamespace(pid=7, parent=lambda: parent)
     monkeypatch.setattr(os, "getsid", {7: own, pid: session}.__getitem__)
     assert (processes.is_orphaned(process, by_kind=True), processes.is_orphaned(process, by_kind=False)) == taken
+
+
+KILLED = """
+import multiprocessing, os, signal, time
+from toolkit import children
+child = multiprocessing.get_context("spawn").Process(target=children.ending_with_this("time", "sleep"), args=(600,))
+if __name__ == "__main__":
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_process_of_deepspeeds_optimizers_ends_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """Python ends its own at its exit, which a signal does without."""
+    from deepspeed.runtime.superoffload import superoffload_utils
+    from deepspeed.runtime.zenflow import zenflow_utils
+
+    from toolkit.engine import deepspeed_patches
+
+    deepspeed_patches.tie_optimizers()
+    for one in (zenflow_utils.zenflow_optimizer_process, superoffload_utils.superoffload_optimizer_worker):
+        assert pickle.loads(pickle.dumps(one)).args == one.args, "multiprocessing sends it so"
+    script = tmp_path / "rank.py"
+    script.write_text(KILLED)
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environ) as rank:
+        assert rank.stdout is not None
+        pid = int(rank.stdout.readline())
+        rank.kill()
+    until = time.monotonic() + 60
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)

@@ -160,6 +160,7 @@ def _initialize(
 ) -> deepspeed.DeepSpeedEngine:
     frequencies = deepspeed_patches.rotary_frequencies(getattr(model, STAGE, model))
     deepspeed_patches.spare_waits()
+    deepspeed_patches.tie_optimizers()
     try:
         engine, *_ = deepspeed.initialize(model=model, config=ds_config, dist_init_required=False, **options)
     except (AssertionError, ValueError, NotImplementedError) as error:

@@ -19,7 +19,9 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import utils
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.superoffload import superoffload_utils
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zenflow import zenflow_utils
 from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups
@@ -30,6 +32,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from toolkit import children
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import tensor_ranks
@@ -331,6 +334,18 @@ def spare_waits() -> None:
     """Let the norm of gradients be checked without waiting for a GPU, in all of DeepSpeed's optimizers."""
     for module in (utils, stage3, stage_1_and_2):
         module.mask_nan_or_inf_with_val_inplace = _mask_invalid
+
+
+def tie_optimizers() -> None:
+    """Let the processes of ZenFlow's and SuperOffload's optimizers end with their rank.
+
+    Python would end them at its own exit alone, not where a rank is killed (deepspeed 0.19.8).
+    """
+    for module, name in (
+        (zenflow_utils, "zenflow_optimizer_process"),
+        (superoffload_utils, "superoffload_optimizer_worker"),
+    ):
+        setattr(module, name, children.ending_with_this(module.__name__, name))
 
 
 def fit_reduce_bucket(ds_config: dict[str, Any], trained: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
