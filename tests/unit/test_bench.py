@@ -114,7 +114,7 @@ def test_what_is_measured_is_told(name: str, tmp_path: Path) -> None:
     """One rank of a tiny model: what is measured on ranks, or our run and a bare script watched from outside."""
     (tmp_path / "README.md").write_text("# Results\n", encoding="utf-8")
     words = [f"only={name}", f"folder={tmp_path}", f"prepare.dir={tmp_path}/cache", "model=glm_tiny"]
-    words += ["data.max_samples=60", "ranks=1", "pairs=1", "steps=2"]
+    words += ["data.max_samples=60", "schedule.warmup_steps=0", "ranks=1", "pairs=1", "steps=2"]
     command = [sys.executable, str(ROOT / "scripts" / "bench"), *words]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     finished = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
