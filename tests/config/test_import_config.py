@@ -596,6 +596,50 @@ def test_command_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dataloader_pin_memory = False: see data.num_workers" in said
 
 
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("accelerate launch --num_processes 16 --num_machines 2", 16),
+        ("accelerate launch --num_processes=4 --num_machines=$NODES", 4),
+        ("torchrun --nproc_per_node 8 --nnodes 2", 16),
+        ("deepspeed --num_gpus 8 --num_nodes 2", 16),
+    ],
+)
+def test_ranks_of_launchers(capsys: pytest.CaptureFixture[str], launcher: str, ranks: int) -> None:
+    """accelerate's number is that of all nodes."""
+    cfg, _ = imported(capsys, put("a.sh", f"{launcher} train.py --per_device_train_batch_size 4\n"))
+    assert cfg.batch.global_size == 4 * ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "script", "expected", "said"),
+    [
+        ("--mixed_precision bf16", "train.py", ("bf16", 2), "so nothing is split there"),
+        ("--mixed_precision=fp16 --use_deepspeed", "train.py", ("fp16", 2), ""),
+        ("--mixed_precision bf16 --use_deepspeed --zero_stage 3", "train.py --fp16", ("fp16", 3), ""),
+        ("--use_deepspeed --deepspeed_config_file ds.json", "train.py", ("fp32", 1), ""),
+        ("--mixed_precision fp16", "trl/scripts/sft.py", ("bf16", 2), "so nothing is split there"),
+        ("--main_process_port $PORT --zero3_init_flag true", "train.py", ("fp32", 2), "so nothing is split there"),
+        ("--config_file z3.yaml", "train.py", ("fp32", 2), "--config_file: a file of accelerate is not read"),
+        (
+            "--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu --gradient_clipping 2",
+            "train.py",
+            ("fp32", 3),
+            "--offload_optimizer_device, --gradient_clipping: of the options of accelerate launch those are not read",
+        ),
+    ],
+)
+def test_options_of_accelerate(
+    capsys: pytest.CaptureFixture[str], options: str, script: str, expected: tuple[str, int], said: str
+) -> None:
+    put("ds.json", {"train_batch_size": "auto", "zero_optimization": {"stage": 1}})
+    line = f"accelerate launch --num_processes 8 {options} {script} --per_device_train_batch_size 4\n"
+    cfg, told = imported(capsys, put("a.sh", line))
+    assert (cfg.precision.dtype.value, cfg.zero.stage) == expected
+    assert said in told and ("nothing is split there" in told) is ("nothing is split" in said)
+    assert ("accelerate" in told) is ("accelerate" in said)
+
+
 def test_printed_without_output(capsys: pytest.CaptureFixture[str]) -> None:
     import_config.run([put("train.sh", PTUNING)])
     printed = capsys.readouterr()

@@ -77,7 +77,7 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     if path := deepspeed_json or _named_json(given, folder, notes):
         loaded, told = ds_import.import_json(path, loaded, given.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in told]
-    elif not given.has("deepspeed"):
+    elif not (given.has("deepspeed") or "use_deepspeed" in given.accelerate or "config_file" in given.accelerate):
         notes.append(tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero=stage2."))
     rules.check_rules(
         loaded, given.world_size, files=False

@@ -43,6 +43,7 @@ def translate(given: ForeignConfig) -> RecipeDraft:
         own = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
         own["bf16"] = not given.flag("fp16")
         given.keys = {**given.keys, **{name: replace(given.keys[name], default=value) for name, value in own.items()}}
+    _launcher(given, draft)
     for name, key in given.keys.items():  # those with one counterpart of the same meaning
         value = given.get(name)
         if key.to and not key.made and value is not None:  # the program's default counts where it differs
@@ -62,6 +63,26 @@ def translate(given: ForeignConfig) -> RecipeDraft:
         _named_data(given, draft, trl)
         _trl(given, draft, trl)
     return draft
+
+
+def _launcher(given: ForeignConfig, draft: RecipeDraft) -> None:
+    """Take over what the Trainer reads of the options of `accelerate launch`, where its own arguments are silent."""
+    options = {name: value for name, value in given.accelerate.items() if name not in names_of("accelerate")}
+    if options.get("mixed_precision") in ("no", "bf16", "fp16"):
+        dtype = options.pop("mixed_precision")
+        if dtype != "no" and not given.flag("bf16") and not given.flag("fp16"):
+            given.values[dtype] = True
+    if options.get("deepspeed_config_file"):
+        given.values.setdefault("deepspeed", options.pop("deepspeed_config_file"))
+    is_stage = options.get("zero_stage", "2") in ("0", "1", "2", "3")
+    if is_stage and "use_deepspeed" in given.accelerate and not given.has("deepspeed"):
+        draft.groups["zero"] = f"stage{options.pop('zero_stage', '2')}"
+    if "config_file" in options:
+        draft.lost["--config_file"] = tr(
+            "a file of accelerate is not read: give what it says as options of the command"
+        )
+    if rest := [f"--{name}" for name in options if name != "config_file"]:
+        draft.lost[", ".join(rest)] = tr("of the options of accelerate launch those are not read")
 
 
 def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:

@@ -73,6 +73,8 @@ class ForeignConfig:
     """Number of ranks that it is started on."""
     script: str = ""
     """The program that a command starts, without .py, or the subcommand of `trl`; "" where it is not known."""
+    accelerate: dict[str, str] = field(default_factory=dict)
+    """Options of the `accelerate launch` that starts it, without their dashes."""
 
     def get(self, name: str) -> Any:
         """Return a key's value, the program's default where it is not given."""
@@ -154,6 +156,8 @@ class Command(NamedTuple):
     """Number of ranks, where its launcher is told."""
     script: str
     """As `ForeignConfig.script`."""
+    accelerate: dict[str, str]
+    """As `ForeignConfig.accelerate`."""
 
 
 def read_command(text: str, shown: str) -> Command:
@@ -256,21 +260,27 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
             values[name] = word if known is True else [*(known if isinstance(known, list) else [known]), word]
     script = words[place].rpartition("/")[2].removesuffix(".py")
     script = rest[0] if script == "trl" and rest else script
-    return Command(values, line, _world_size(words[:place], variables), script)
+    launcher = words[:place]
+    options: dict[str, str] = {}
+    for word, after in zip(launcher, words[1 : place + 1], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("-"):
+            is_alone = after.startswith("-") or after == words[place]
+            options["--" + name.lstrip("-").replace("-", "_")] = value if equals else "" if is_alone else after
+    is_accelerate = any(word.rpartition("/")[2] == "accelerate" for word in launcher)
+    named = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items() if is_accelerate}
+    return Command(values, line, _world_size(launcher, options, variables), script, named)
 
 
-def _world_size(launcher: list[str], variables: dict[str, str]) -> int | None:
+def _world_size(launcher: list[str], options: dict[str, str], variables: dict[str, str]) -> int | None:
     """Return the number of ranks that a launcher is asked for, None where it decides by itself."""
     if not launcher:  # `trl` starts accelerate itself
         return None
-    options: dict[str, str] = {}
-    for word, after in zip(launcher, [*launcher[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        options["--" + name.lstrip("-").replace("-", "_")] = value if equals else after
     if {"--hostfile", "--include", "--exclude"} & options.keys():
         return None
     ranks = [options[name] for name in _RANKS if name in options]
-    nodes = [options[name] for name in _NODES if name in options]
+    # accelerate's number is that of all nodes; those of the others are of one.
+    nodes = [options[name] for name in _NODES if name in options and "--num_processes" not in options]
     if not ranks and not launcher[0].rpartition("/")[2].startswith("python"):
         return None
     if not ranks:
@@ -323,10 +333,10 @@ def _read(path: Path) -> ForeignConfig | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
     lines: dict[str, int] = {}
-    world_size, script = None, ""
+    world_size, script, accelerate = None, "", dict[str, str]()
     if path.suffix.lower() in (".sh", ".bash"):
         command = read_command(text, str(path))
-        values, world_size, script = command.values, command.world_size, command.script
+        values, world_size, script, accelerate = command.values, command.world_size, command.script, command.accelerate
         lines = dict.fromkeys(values, command.line)
     elif path.suffix.lower() == ".json":
         values = _json(text, path)
@@ -352,6 +362,7 @@ def _read(path: Path) -> ForeignConfig | None:
         values=known,
         lines=lines,
         world_size=world_size,
+        accelerate=accelerate,
         # Of the Trainers' configs this key is in RewardConfig alone, null where it is not set.
         script="reward" if "center_rewards_coefficient" in values else script,
     )
