@@ -585,6 +585,16 @@ def test_training_arguments_as_transformers_writes_them(capsys: pytest.CaptureFi
     assert "zero: stage2_offload" in Path("last.yaml").read_text()
 
 
+@pytest.mark.parametrize(("section", "decay"), [(None, "matrices"), ({"type": "AdamW", "params": {}}, "all")])
+def test_an_optimizer_of_the_json_decays_every_parameter(
+    capsys: pytest.CaptureFixture[str], section: dict[str, Any] | None, decay: str
+) -> None:
+    put("ds.json", {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}, "optimizer": section})
+    args = {"per_device_train_batch_size": 2, "weight_decay": 0.1, "bf16": True}
+    cfg, _ = imported(capsys, put("args.json", args), "ds.json", "world_size=2")
+    assert cfg.optim.decay.value == decay
+
+
 def test_command_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "CUDA_VISIBLE_DEVICES=0,1 python run_clm.py --per-device-train-batch-size=2 --no_dataloader_pin_memory --bf16 "

@@ -65,6 +65,10 @@ def convert(given: read.ForeignConfig, deepspeed_json: str) -> Converted:
 def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path) -> Converted:
     """Compose, import the JSON, write the recipe, read it again, check it."""
     assert given.world_size is not None  # the batch was computed with it
+    notes: list[str] = list(draft.notes)
+    path = deepspeed_json or _named_json(given, folder, notes)
+    if path and "optimizer" in ds_import.read_json(path)[0]:
+        draft.values.pop("optim.decay", None)  # transformers hands DeepSpeed one list of all parameters
     base = _compose(folder, draft.groups)
     values = {}
     for key, (value, source) in draft.values.items():
@@ -73,8 +77,7 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     loaded = replace(base, values, layer=1)  # as a recipe's
     # A default of the other program is nobody's choice: a JSON may say something else.
     loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
-    notes: list[str] = list(draft.notes)
-    if path := deepspeed_json or _named_json(given, folder, notes):
+    if path:
         loaded, told = ds_import.import_json(path, loaded, given.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in told]
     elif not (given.has("deepspeed") or "use_deepspeed" in given.accelerate or "config_file" in given.accelerate):
