@@ -595,6 +595,15 @@ def test_an_optimizer_of_the_json_decays_every_parameter(
     assert cfg.optim.decay.value == decay
 
 
+@pytest.mark.parametrize("name", ["adafactor", "adagrad"])
+@pytest.mark.parametrize("named", [None, "elsewhere.json"])
+def test_optimizers_without_zero(capsys: pytest.CaptureFixture[str], name: str, named: str | None) -> None:
+    args = {"per_device_train_batch_size": 2, "optim": name, "bf16": True, "deepspeed": named}
+    cfg, said = imported(capsys, put("args.json", args), "world_size=2")
+    assert (cfg.optim.name.value, cfg.zero.stage) == (name, 0)
+    assert ("elsewhere.json is not here" if named else "the recipe has zero=stage0") in said
+
+
 def test_command_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "CUDA_VISIBLE_DEVICES=0,1 python run_clm.py --per-device-train-batch-size=2 --no_dataloader_pin_memory --bf16 "

@@ -67,6 +67,8 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     assert given.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
     path = deepspeed_json or _named_json(given, folder, notes)
+    if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
+        draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
     if path and "optimizer" in ds_import.read_json(path)[0]:
         draft.values.pop("optim.decay", None)  # transformers hands DeepSpeed one list of all parameters
     base = _compose(folder, draft.groups)
@@ -81,7 +83,10 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
         loaded, told = ds_import.import_json(path, loaded, given.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in told]
     elif not (given.has("deepspeed") or "use_deepspeed" in given.accelerate or "config_file" in given.accelerate):
-        notes.append(tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero=stage2."))
+        zero = draft.groups.get("zero", "stage2")
+        notes.append(
+            tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero={zero}.", zero=zero)
+        )
     rules.check_rules(
         loaded, given.world_size, files=False
     )  # its messages say where the other program's config says so
@@ -130,8 +135,8 @@ def _named_json(given: read.ForeignConfig, folder: Path, notes: list[str]) -> st
             return str(found)
         notes.append(
             tr(
-                "deepspeed = {file} is not here: the recipe has zero=stage2, whatever it says. Run "
-                "this again where it is, or put the file next to the config.",
+                "deepspeed = {file} is not here: the recipe is made without it. Run this again where it is, "
+                "or put the file next to the config.",
                 file=named,
             )
         )
