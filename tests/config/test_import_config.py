@@ -604,6 +604,25 @@ def test_optimizers_without_zero(capsys: pytest.CaptureFixture[str], name: str, 
     assert ("elsewhere.json is not here" if named else "the recipe has zero=stage0") in said
 
 
+@pytest.mark.parametrize(
+    ("given", "every", "lost"),
+    [
+        ({}, 500, False),
+        ({"save_steps": 7}, 7, False),
+        ({"save_strategy": "no"}, 0, False),
+        ({"save_strategy": "epoch"}, 0, True),
+    ],
+)
+def test_only_the_trainers_strategy_saves(
+    capsys: pytest.CaptureFixture[str], given: dict[str, Any], every: int, lost: bool
+) -> None:
+    """Not every quarter of an hour, too: without save_total_limit all checkpoints are kept."""
+    args = {"per_device_train_batch_size": 2, **given}
+    cfg, said = imported(capsys, put("args.json", args), "world_size=2")
+    assert (cfg.checkpoint.every, cfg.checkpoint.minutes, cfg.checkpoint.keep) == (every, 0, 0)
+    assert ("the recipe saves at the end only" in said) is lost and "has no effect there" not in said
+
+
 def test_command_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "CUDA_VISIBLE_DEVICES=0,1 python run_clm.py --per-device-train-batch-size=2 --no_dataloader_pin_memory --bf16 "

@@ -376,6 +376,7 @@ def _logging(given: ForeignConfig, draft: RecipeDraft) -> None:
     if given.has("logging_steps") and (steps := _whole_steps(given, draft, "logging_steps")):
         draft.put("train.log_every", steps, "logging_steps")
     strategy = str(given.get("save_strategy")).lower()
+    draft.put("checkpoint.minutes", 0.0, "save_strategy")  # it saves by nothing else
     if strategy == "steps" and (steps := _whole_steps(given, draft, "save_steps")):
         draft.put("checkpoint.every", steps, "save_steps")
     elif strategy not in ("steps", "no"):
