@@ -627,10 +627,10 @@ def test_command_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "CUDA_VISIBLE_DEVICES=0,1 python run_clm.py --per-device-train-batch-size=2 --no_dataloader_pin_memory --bf16 "
     )
-    line += "--adam_beta2 0.98 --block_size 512\n"
+    line += "--adam_beta2 0.98 --blck_size 512\n"
     cfg, said = imported(capsys, put("run.sh", line))
     assert (cfg.batch.global_size, cfg.optim.betas, cfg.precision.dtype) == (4, [0.9, 0.98], Dtype.bf16)
-    assert "run.sh:1: block_size." in said
+    assert "run.sh:1: blck_size. Did you mean 'block_size'?" in said
     assert "dataloader_pin_memory = False: see data.num_workers" in said
 
 
@@ -676,6 +676,91 @@ def test_options_of_accelerate(
     assert (cfg.precision.dtype.value, cfg.zero.stage) == expected
     assert said in told and ("nothing is split there" in told) is ("nothing is split" in said)
     assert ("accelerate" in told) is ("accelerate" in said)
+
+
+TRL_YAML = """model_name_or_path: m
+dataset_name: a/b
+per_device_train_batch_size: 2
+learning_rate: 3.0e-4
+packing: true
+use_peft: true
+lora_r: 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.yaml", TRL_YAML, ("lora", 8, 3e-4, "packed", "none")),
+        ("a.sh", "trl sft --config c.yaml\n", ("lora", 8, 3e-4, "packed", "none")),
+        ("a.sh", "trl sft --config c.yaml --lora_r 4 --learning_rate 1e-4\n", ("lora", 4, 1e-4, "packed", "none")),
+        ("a.sh", "python trl/scripts/dpo.py --config c.yaml --packing false\n", ("lora", 8, 3e-4, "none", "sigmoid")),
+        (
+            "a.sh",
+            "trl sft --model_name_or_path m --dataset_name a/b --per_device_train_batch_size 2 --packing true\n",
+            ("full", 64, 2e-5, "packed", "none"),
+        ),
+    ],
+)
+def test_configs_of_trl(capsys: pytest.CaptureFixture[str], name: str, text: str, expected: tuple[object, ...]) -> None:
+    """LLaMA-Factory has some of these names, too; a command's own arguments beat its file."""
+    put("c.yaml", TRL_YAML)
+    cfg, said = imported(capsys, put(name, text), "world_size=2")
+    tuning, found = cfg.tuning, (cfg.optim.lr, cfg.data.packing.value, cfg.preference.loss.value)
+    assert (tuning.method.value, tuning.rank if tuning.method.value == "lora" else 64, *found) == expected
+    assert [source.hub for source in cfg.data.sources] == ["a/b"] and "Unknown" not in said
+    Path("c.yaml").unlink()
+    if "--config" in text:
+        assert "cannot read c.yaml" in refused(name, "world_size=2")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "note"),
+    [
+        ("", {"data.train_on": TrainOn.auto, "model.attention": "auto"}, "assistant_only_loss: prompts are never"),
+        ("--assistant_only_loss true --completion_only_loss true", {"data.train_on": TrainOn.all}, ""),
+        ("--completion_only_loss false", {}, "completion_only_loss = false: prompts are never trained"),
+        ("--attn_implementation sdpa --max_seq_length 99", {"model.attention": "sdpa", "data.max_length": 99}, ""),
+        (
+            "--attn_implementation flash_attention_2",
+            {"model.attention": "auto"},
+            "attn_implementation: sdpa; otherwise",
+        ),
+        ("--dtype bfloat16", {}, "dtype = bfloat16: precision=fp16 or bf16 keeps the model"),
+    ],
+)
+def test_supervised_training_of_trl(
+    capsys: pytest.CaptureFixture[str], options: str, expected: dict[str, object], note: str
+) -> None:
+    line = f"trl sft --model_name_or_path m --dataset_name a/b --per_device_train_batch_size 2 {options}\n"
+    cfg, said = imported(capsys, put("a.sh", line), "world_size=1")
+    assert {key: get_value(cfg, key) for key in expected} == expected
+    assert note in said and "Unknown" not in said
+    assert ("assistant_only_loss:" in said) is ("assistant_only_loss" not in options)
+
+
+def test_text_column_of_trl(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "trl sft --dataset_name a/b --per_device_train_batch_size 2 --dataset_text_field body\n"
+    [source] = imported(capsys, put("a.sh", line), "world_size=1")[0].data.sources
+    assert (source.hub, source.format, source.columns) == ("a/b", RowFormat.text, {"text": "body"})
+
+
+def test_files_of_transformers_own_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    """They share --train_file and more with ChatGLM's main.py, which descends from one of them."""
+    files = "--train_file t.json --validation_file v.json --do_train --preprocessing_num_workers 4 --overwrite_cache"
+    shared = f"{files} --max_train_samples 9 --max_eval_samples 5 --model_name_or_path m --bf16"
+    for block, length in (("--block_size 2048", 2048), ("", 1024)):
+        line = f"torchrun --nproc_per_node 8 run_clm.py {shared} --per_device_train_batch_size 1 {block}\n"
+        cfg, said = imported(capsys, put("a.sh", line))
+        [source], [validation] = cfg.data.sources, cfg.data.validation
+        assert (source.path, source.format, validation.path) == ("t.json", RowFormat.text, "v.json")
+        assert validation.format is RowFormat.text and "Unknown" not in said
+        data = cfg.data
+        assert (data.max_length, data.packing, data.too_long.value) == (length, Packing.packed, "split")
+        assert (data.max_samples, cfg.evaluate.max_samples, cfg.prepare.num_workers) == (9, 5, 4)
+    cfg, _ = imported(capsys, put("a.sh", line.replace("run_clm", "mine")))
+    assert [source.format for source in cfg.data.sources] == [RowFormat.auto]
+    assert cfg.data.packing is Packing.none
 
 
 def test_printed_without_output(capsys: pytest.CaptureFixture[str]) -> None:

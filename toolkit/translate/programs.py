@@ -59,6 +59,8 @@ def translate(given: ForeignConfig) -> RecipeDraft:
         _chatglm(given, draft)
     else:
         _model(given, draft)
+        if (attention := given.get("attn_implementation")) in ("sdpa", "eager"):
+            draft.put("model.attention", attention, "attn_implementation")
         _peft(given, draft)
         _named_data(given, draft, trl)
         _trl(given, draft, trl)
@@ -174,8 +176,6 @@ _TRL = ("loss_type", "beta", "label_smoothing", "rpo_alpha", "cpo_alpha", "simpo
 _TRL_KTO = ("desirable_weight", "undesirable_weight")
 
 
-_TRL_SCRIPTS = {"dpo": "sigmoid", "cpo": "cpo", "kto": "kto", "reward": "reward", "reward_modeling": "reward"}
-"""What TRL's scripts and subcommands train, where no argument says it."""
 _TRL_LOSSES = ("sigmoid", "robust", "hinge", "ipo", "simpo", "cpo", "kto")
 _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 """Learning rates of TRL 1.16's configs by what is trained; its other defaults are the same in all."""
@@ -183,7 +183,7 @@ _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 
 def _trl_loss(given: ForeignConfig) -> str:
     """Return the loss that TRL's DPOConfig, CPOConfig, KTOConfig or RewardConfig asks for; "" if it is none of them."""
-    named, script = [name for name in (*_TRL, *_TRL_KTO) if given.has(name)], _TRL_SCRIPTS.get(given.script, "")
+    named, script = [name for name in (*_TRL, *_TRL_KTO) if given.has(name)], names_of("trl").get(given.script, "")
     if given.program != HF_NAME or not (named or script):
         return ""
     kind = str((given.names("loss_type") or ["sigmoid"])[0])
@@ -211,22 +211,42 @@ def _peft(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _named_data(given: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
-    """Set the dataset that a command names; TRL evaluates on another split of it. `trl`: its loss, "" for none."""
-    has_validation = bool(trl and given.has("dataset_name")) and str(given.get("eval_strategy")).lower() != "no"
+    """Set the data that a command names; TRL evaluates on another split of it. `trl`: its loss, "" for none."""
+    is_hub, strategy = given.has("dataset_name"), str(given.get("eval_strategy")).lower()
+    has_validation = bool(trl and is_hub and strategy != "no") or (not is_hub and given.has("validation_file"))
     _evaluation(given, draft, has_validation)
     if not has_validation:
         draft.put("data.validation_fraction", 0.0)
-    if not given.has("dataset_name"):
-        draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
+    rows = {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")} if trl else _rows(given, draft)
+    if not is_hub:
+        for ours, theirs in {"data.sources": "train_file", "data.validation": "validation_file"}.items():
+            if given.has(theirs):
+                draft.put(ours, [{"path": str(given.get(theirs)), **rows}], theirs)
+        if not given.has("train_file"):
+            draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
         return
     name, subset = str(given.get("dataset_name")), given.get("dataset_config") or given.get("dataset_config_name")
-    source = {"hub" if files.is_hub_name(name) else "path": name} | ({"subset": str(subset)} if subset else {})
-    if trl:
-        source["format"] = {"kto": "labeled", "reward": "reward"}.get(trl, "preference")
+    source = {"hub" if files.is_hub_name(name) else "path": name} | ({"subset": str(subset)} if subset else {}) | rows
     splits = {"data.sources": "dataset_train_split", "data.validation": "dataset_test_split"}
     for ours, theirs in splits.items() if has_validation else [*splits.items()][:1]:
         split = {"split": str(given.get(theirs))} if given.get(theirs) != "train" else {}
         draft.put(ours, [source | split], "dataset_name", "dataset_config", "dataset_config_name", theirs)
+
+
+def _rows(given: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
+    """Return how TRL's sft and transformers' run_clm read rows, where they say it, and set what becomes of them."""
+    if given.script == "run_clm" or given.has("block_size"):
+        draft.put("data.max_length", given.number("block_size", int), "block_size")
+        draft.put("data.packing", "packed", "block_size")
+        draft.put("data.too_long", "split", "block_size")  # it joins all texts and cuts them into blocks
+        return {"format": "text"}
+    if given.flag("packing"):
+        draft.put("data.packing", "packed", "packing")
+    if given.flag("assistant_only_loss"):
+        draft.put("data.train_on", "all", "assistant_only_loss")
+    elif given.script == "sft":
+        draft.notes.append(f"assistant_only_loss: {sentence('train_on_prompt')}")
+    return _named("text", {"text": given.get("dataset_text_field")}) if given.has("dataset_text_field") else {}
 
 
 def _trl(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:

@@ -338,6 +338,10 @@ def _read(path: Path) -> ForeignConfig | None:
         command = read_command(text, str(path))
         values, world_size, script, accelerate = command.values, command.world_size, command.script, command.accelerate
         lines = dict.fromkeys(values, command.line)
+        if script in names_of("trl") and isinstance(values.get("config"), str):  # the command's arguments beat it
+            named = values.pop("config")
+            below = path.parent / named if (path.parent / named).is_file() else Path(named)
+            values = files.read(below).values | values
     elif path.suffix.lower() == ".json":
         values = _json(text, path)
         if any(name in values for name in _DEEPSPEED):
@@ -347,7 +351,7 @@ def _read(path: Path) -> ForeignConfig | None:
         values, lines = document.values, document.lines
     if not values:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
-    program = _program(values, path)
+    program = HF_NAME if script in names_of("trl") else _program(values, path)
     keys = keys_of(_TABLES[program])
     known: dict[str, Any] = {}
     for name, value in ((str(name), value) for name, value in values.items() if value is not None):
