@@ -23,6 +23,7 @@ from toolkit.config.schema import (
     RowFormat,
     RunConfig,
     ScheduleName,
+    TooLong,
     TrainOn,
     TuningMethod,
     get_value,
@@ -324,8 +325,18 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             {"stage": "pt", "dataset": "texts", "torch_compile": True, "torch_compile_mode": "reduce-overhead"},
-            {"data.packing": Packing.packed, "compile.mode": "reduce-overhead", "compile.enabled": True},
+            {
+                "data.packing": Packing.packed,
+                "data.too_long": TooLong.split,
+                "compile.mode": "reduce-overhead",
+                "compile.enabled": True,
+            },
         ),
+        (
+            {"stage": "pt", "dataset": "texts", "packing": False},
+            {"data.packing": Packing.none, "data.too_long": TooLong.truncate},
+        ),
+        ({"packing": True}, {"data.packing": Packing.packed, "data.too_long": TooLong.drop}),
         (
             {
                 "load_best_model_at_end": True,

@@ -733,7 +733,9 @@ def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
             draft.lost["max_samples"] = tr("data.max_samples takes the first rows of all sources together")
     if stage in ("dpo", "kto", "rm"):
         return
-    packs = given.flag("packing") if given.has("packing") else stage == "pt"
-    if packs or given.flag("neat_packing"):
+    packs = (given.flag("packing") if given.has("packing") else stage == "pt") or given.flag("neat_packing")
+    if packs:
         draft.put("data.packing", "packed", "packing", "neat_packing")
+    if stage == "pt":  # it joins all texts and cuts them into blocks; without packing each is cut off
+        draft.put("data.too_long", "split" if packs else "truncate", "stage", "packing")
     draft.put("data.train_on", "last" if given.flag("mask_history") else "all", "mask_history")
