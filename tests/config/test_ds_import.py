@@ -1,6 +1,7 @@
 """Importing a DeepSpeed JSON: the usual tutorial file, "auto", contradictions, and every way to get it wrong."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from toolkit.arguments import parse_checked
 from toolkit.config.files import known_recipes
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.mesh import model_ranks
+from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, WarmupType
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
@@ -113,6 +115,14 @@ def test_pytorchs_adam_is_the_fused_one(tmp_path: Path, torch_adam: bool, fused:
     assert (made["torch_adam"], made.get("fused", False)) == (torch_adam, torch_adam)
     told = '"fused" follows "torch_adam"' in "\n".join(notes)
     assert told == (fused != torch_adam)
+
+
+@pytest.mark.parametrize("change", [str, str.lower, str.upper])
+@pytest.mark.parametrize("ours", [name for name, kind in OPTIMIZERS.items() if kind.ds_type])
+def test_names_of_optimizers_in_any_case(tmp_path: Path, ours: OptimizerName, change: Callable[[str], str]) -> None:
+    section = {"type": change(OPTIMIZERS[ours].ds_type), "params": {"adam_w_mode": False}}
+    loaded, _ = import_json(write(tmp_path, {"train_batch_size": 64, "optimizer": section}), recipe(), 8)
+    assert loaded.cfg.optim.name is ours
 
 
 def test_export_of_import_keeps_every_value(tmp_path: Path) -> None:

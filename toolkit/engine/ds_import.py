@@ -385,6 +385,7 @@ def _optimizer(task: SectionImport) -> None:
     if name not in names:
         known = ", ".join(shown for _, shown in names.values())
         raise task.error(key, "{value} is not available. There are {names}.", value=task.given[key], names=known)
+    task.given[key] = names[name][1]  # DeepSpeed does not tell upper case from lower
     is_adamw = name == "adam" and task.given.get(mode) is not False
     task.take("optim.name", "adamw" if is_adamw else names[name][0], key)
     if is_adamw:
