@@ -125,6 +125,23 @@ def test_names_of_optimizers_in_any_case(tmp_path: Path, ours: OptimizerName, ch
     assert loaded.cfg.optim.name is ours
 
 
+@pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_scheduler_where_the_data_decides_the_steps(tmp_path: Path, name: str) -> None:
+    loaded = recipe()
+    loaded.cfg.train.epochs, loaded.cfg.schedule.warmup_ratio = 3, 0.03
+    params = {"warmup_num_steps": "auto", "total_num_steps": "auto", "warmup_type": "linear"}
+    if name == "WarmupDecayLR":
+        params |= {"warmup_max_lr": "auto", "warmup_min_lr": "auto"}
+    values: dict[str, Any] = {"train_batch_size": 64, "scheduler": {"type": name, "params": params}}
+    found, notes = import_json(write(tmp_path, values), loaded, 8)
+    text = "\n".join(notes)
+    assert (found.cfg.schedule.warmup_ratio, found.cfg.schedule.warmup_type) == (0.03, WarmupType.linear)
+    assert "warmup_num_steps: auto -> 0.03 (schedule.warmup_ratio," in text and "no effect" not in text
+    assert "total_num_steps: auto -> as many as the data gives" in text
+    values["scheduler"]["params"]["warmup_num_steps"] = 0
+    assert import_json(write(tmp_path, values), loaded, 8)[0].cfg.schedule.warmup_ratio == 0
+
+
 def test_export_of_import_keeps_every_value(tmp_path: Path) -> None:
     values = build_ds_config(import_json(write(tmp_path, TUTORIAL), recipe(), 8)[0].cfg, 8).values
     assert values["scheduler"] == {

@@ -246,16 +246,21 @@ def _compare(task: SectionImport, result: load.LoadedConfig) -> None:
     """Compare the JSON that the result makes with the file; note what "auto" became and what has no effect."""
     cfg = mesh.with_micro_batch(result.cfg)
     ranks = task.world_size or max(1, cfg.batch.global_size // mesh.micro_rows(cfg)) * mesh.model_ranks(cfg)
-    made = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks).values))
+    known = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
-        made |= dict.fromkeys((MICRO, STEPS), schema.AUTO)
+        known |= dict.fromkeys((MICRO, STEPS), schema.AUTO)
+    # Where the data decides how many steps there are, a scheduler has its settings all the same.
+    any_steps = cfg.train.max_steps or 10**9
+    made = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks, any_steps).values)) | known
     idle = []
     for key, value in task.given.items():
         if value == {} or key in task.noted or (key == STEPS and task.world_size is None):
             continue
         schema_key = ds_config.OWNED.get(key, f"ds_extra.{key}")
         if value == "auto":
-            shown = made.get(key, ds_config.read_key(result.cfg, schema_key))
+            shown = known.get(key, ds_config.read_key(result.cfg, schema_key))
+            if schema_key == "schedule.warmup_steps" and not shown and cfg.schedule.warmup_ratio:
+                schema_key, shown = "schedule.warmup_ratio", cfg.schedule.warmup_ratio
             if schema_key == "train.max_steps" and not shown:
                 shown = tr("as many as the data gives")
             task.note(
@@ -440,7 +445,8 @@ def _scheduler(task: SectionImport) -> None:
         task.take("schedule.warmup_type", kind, kind_key)
     steps, steps_key = _parameter(task, "warmup_num_steps")
     total = task.given.get(total_key) or task.now("train.max_steps")
-    is_ratio = isinstance(total, int) and math.ceil(round(task.now("schedule.warmup_ratio") * total, 6)) == steps
+    ratio = task.now("schedule.warmup_ratio")
+    is_ratio = isinstance(total, int) and total > 0 and math.ceil(round(ratio * total, 6)) == steps
     if steps is not None and not is_ratio:  # the recipe's fraction may say the same in other words
         task.take("schedule.warmup_steps", steps, steps_key)
         task.take("schedule.warmup_ratio", 0.0, steps_key)
