@@ -634,6 +634,33 @@ def test_only_the_trainers_strategy_saves(
     assert ("the recipe saves at the end only" in said) is lost and "has no effect there" not in said
 
 
+MIN_LR = {"min_lr": 1e-5, "num_cycles": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "lost"),
+    [
+        ("cosine", {"num_cycles": 0.25}, "num_cycles has no counterpart with lr_scheduler_type = cosine"),
+        ("cosine", {"num_cycles": 0.5}, ""),
+        ("cosine_with_min_lr", MIN_LR, "num_cycles has no counterpart with lr_scheduler_type = cosine_with_min_lr"),
+        ("cosine_with_min_lr", {"min_lr": 1e-5}, ""),
+        ("polynomial", '{"power": 2.0, "cycle": 1, "x": 2}', "cycle, x has no counterpart"),
+    ],
+)
+def test_arguments_of_schedules(capsys: pytest.CaptureFixture[str], name: str, kwargs: object, lost: str) -> None:
+    args = {"per_device_train_batch_size": 2, "lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs}
+    _, said = imported(capsys, put("args.json", args), "world_size=2")
+    assert ("has no counterpart with" in said) is bool(lost) and lost in said
+    assert not lost or lost in Path("last.yaml").read_text().replace("\n#  ", "")
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, True), ({"bf16": True}, False), ({"tf32": False}, False)])
+def test_tf32(capsys: pytest.CaptureFixture[str], given: dict[str, bool], expected: bool) -> None:
+    args = {"per_device_train_batch_size": 2, "tf32": True, **given}
+    cfg, said = imported(capsys, put("args.json", args), "world_size=2")
+    assert cfg.precision.tf32 is expected and ("tf32 = True: has no effect" in said) is ("bf16" in given)
+
+
 def test_command_of_any_script(capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "CUDA_VISIBLE_DEVICES=0,1 python run_clm.py --per-device-train-batch-size=2 --no_dataloader_pin_memory --bf16 "

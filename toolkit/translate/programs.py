@@ -96,7 +96,7 @@ def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.lost["lr_scheduler_type"] = joined(
             tr("there are {names}; the recipe takes cosine", names=", ".join(schedules)), did_you_mean(name, schedules)
         )
-    if name in ("cosine_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay"):
+    if given.has("lr_scheduler_kwargs") or name in names_of("schedule_arguments"):
         _schedule_arguments(given, draft, name)
     steps = given.number("warmup_steps")
     ratio = given.number("warmup_ratio") if given.has("warmup_ratio") and not steps else 0.0
@@ -139,7 +139,7 @@ def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> 
     elif name == "inverse_sqrt":
         if values.get("timescale"):
             put("timescale", "timescale", int)
-    else:  # warm-up, stable, decay: its warm-up begins where its decay ends
+    elif name == "warmup_stable_decay":  # its warm-up begins where its decay ends
         if "num_decay_steps" not in values:
             raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=place)
         put("decay_steps", "num_decay_steps", int)
@@ -151,6 +151,11 @@ def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> 
             draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
         put("min_lr_ratio", "min_lr_ratio", float, 0.0)
         put("warmup_min_ratio", "min_lr_ratio", float, 0.0)
+    known = names_of("schedule_arguments").get(name, [])
+    if rest := [key for key, value in values.items() if key not in known and (key, value) != ("num_cycles", 0.5)]:
+        draft.lost["lr_scheduler_kwargs"] = tr(
+            "{keys} has no counterpart with lr_scheduler_type = {name}", keys=", ".join(rest), name=name
+        )
 
 
 def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -371,6 +376,8 @@ def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
         raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=given.place("bf16"))
     dtype = "fp16" if fp16 else "bf16" if bf16 else "fp32"
     draft.put("precision.dtype", dtype, *(("fp16", "bf16") if dtype == "fp32" else (dtype,)))
+    if dtype == "fp32" and given.flag("tf32"):
+        draft.put("precision.tf32", True, "tf32")
     recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if given.flag(name)]
     if recompute:
         draft.put("train.activation_checkpointing.enabled", True, recompute[0])
