@@ -63,6 +63,7 @@ COMMAND_LINE = {
     "optim.betas=[0.9,x]": "command line: 'optim.betas[1]' = x must be a number.",
     "zero.overlap_comm=maybe": "command line: 'zero.overlap_comm' = maybe must be true or false.",
     "run.name=null": "command line: 'run.name' = null must be a text.",
+    "optim.beta=[0.9,0.99]": "command line: unknown key 'optim.beta'. Did you mean 'optim.betas'?",
     "run.name=[a]": "command line: 'run.name' = ['a'] must be a text.",
     "zero=[3]": "command line: 'zero' = [3] must be a section of keys.",
     "evaluate.metrics=[rouge_L]": "command line: 'evaluate.metrics[0]' = rouge_L must be one of: bleu, chrf, rouge_1, "
@@ -325,6 +326,13 @@ def test_every_error_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     ]
 
 
+def test_a_models_directory_is_no_group() -> None:
+    assert "A directory or a name on Hugging Face is model.path=/my/dir." in message(
+        "recipe=quickstart", "model=/my/dir"
+    )
+    assert "model.path" not in message("recipe=quickstart", "model=chatglm5")
+
+
 def test_names_of_deepspeed_are_those_of_its_table() -> None:
     for name, ours in read_table("config/other_names.yaml").items():
         assert ds_config.OWNED.get(name, ours) == ours
@@ -345,6 +353,10 @@ def test_texts_are_as_they_were_typed(tmp_path: Path) -> None:
     cfg = load(["recipe=quickstart", *words, "optim.lr=1e-3"]).cfg
     assert (cfg.run.name, cfg.model.revision, cfg.track.wandb.project) == ("1.10", "2026_11_26", "True")
     assert (cfg.run.deadline, cfg.optim.lr) == ("22:00", 1e-3)
+    words = ["classify.labels=[true,no, 1.10]", "launch.env={B: 1.10,C: a,D: true}", "evaluate.prompts=[true,'a, b']"]
+    cfg = load(["recipe=quickstart", *words]).cfg
+    assert (cfg.classify.labels, cfg.evaluate.prompts) == (["true", "no", "1.10"], ["true", "a, b"])
+    assert cfg.launch.env == {"B": "1.10", "C": "a", "D": "true"}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("path: 007\nrevision: 1e3\n")
     recipe = tmp_path / "mine.yaml"

@@ -343,8 +343,11 @@ class _CommandLine:
         kind, before = field_type(key), problems.count
         if kind is None or "_target_" in key.split("."):
             raise unknown_key(key, partial(_always, place))
+        typed = str(override.input_line).partition("=")[2].strip()
         if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
-            value = str(override.input_line).partition("=")[2].strip()  # as it was typed: 1e3, not 1000.0
+            value = typed  # 1e3, not 1000.0
+        elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):
+            value = _texts(value, typed)
         reader = TreeReader(partial(_always, place), problems)
         reader.read(value, kind, key)
         if problems.count == before:
@@ -354,6 +357,18 @@ class _CommandLine:
 
 def _always(place: str, path: str) -> str:
     return place
+
+
+def _texts(value: Any, typed: str) -> Any:
+    """Return a list or map in which numbers, true and false are texts again, as they were typed."""
+    parts = [part if isinstance(value, list) else part.partition(":")[2] for part in typed[1:-1].split(",")]
+    items = value if isinstance(value, list) else [*value.values()]
+    if len(parts) != len(items):  # a comma within quotes or brackets
+        parts = [schema.as_text(item) for item in items]
+    found = [
+        part.strip() if isinstance(item, (bool, int, float)) else item for part, item in zip(parts, items, strict=True)
+    ]
+    return found if isinstance(value, list) else dict(zip(value, found, strict=True))
 
 
 def _sources(value: Any) -> Any:
@@ -388,6 +403,8 @@ def _is_choice(group: str, value: Any, groups: Groups, place: str) -> bool:
             if group == "task" and name in {"preference", *losses}:
                 loss = name if name in losses else "dpo"
                 advice = tr("Preferences are a group of their own: preference={loss}.", loss=loss)
+            elif group == "model" and _is_path(name):
+                advice = tr("A directory or a name on Hugging Face is model.path={name}.", name=name)
             raise about(joined(sentence, advice, known), group)
     return True
 

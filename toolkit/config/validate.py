@@ -107,7 +107,8 @@ def unknown_key(path: str, place: Place) -> ConfigError:
     # nearest one here, anywhere, or of the same name.
     names, (section, _, rest) = foreign_names(), shown.partition(".")
     inside = tuple(key for ours in names.get(section, ()) if rest and field_type(key := f"{ours}.{rest}") is not None)
-    meant = names.get(shown) or inside or names.get(name, ())
+    plural = (f"{shown}s",) if f"{name}s" in siblings else ()
+    meant = names.get(shown) or inside or plural or names.get(name, ())
     if not meant and (close := nearest(name, siblings)):
         meant = (f"{prefix}.{close}" if prefix else close,)
     elif not meant:
