@@ -102,6 +102,7 @@ def test_tutorial_file(tmp_path: Path) -> None:
     assert "zero_optimization.reduce_bucket_size: auto -> 500000000 (zero.reduce_bucket_size, schema default)" in text
     assert "partition_activations has no effect" in text
     assert "steps_per_print has no effect" in text
+    assert "ds.json:27: the section turns recomputation on" in text
     assert 'ds.json:8: "Adam" without "adam_w_mode": false means AdamW' in text
 
 

@@ -490,6 +490,8 @@ def _switches(task: SectionImport) -> None:
     """Sections that are on where they are present, and keys that have no effect here."""
     kept, zenflow = "activation_checkpointing", "zero_optimization.zenflow"
     if task.has_section(kept):
+        if not task.now("train.activation_checkpointing.enabled"):
+            task.note(kept, "the section turns recomputation on: train.activation_checkpointing.enabled = true.")
         task.take("train.activation_checkpointing.enabled", True, kept)
     if task.given.get(f"{kept}.partition_activations") is True:
         task.note(
