@@ -361,14 +361,14 @@ def _always(place: str, path: str) -> str:
 
 def _texts(value: Any, typed: str) -> Any:
     """Return a list or map in which numbers, true and false are texts again, as they were typed."""
-    parts = [part if isinstance(value, list) else part.partition(":")[2] for part in typed[1:-1].split(",")]
-    items = value if isinstance(value, list) else [*value.values()]
+    is_map = isinstance(value, dict)
+    items = [*value.values()] if is_map else value
+    parts = [part.partition(":")[2] if is_map else part for part in typed[1:-1].split(",")]
     if len(parts) != len(items):  # a comma within quotes or brackets
         parts = [schema.as_text(item) for item in items]
-    found = [
-        part.strip() if isinstance(item, (bool, int, float)) else item for part, item in zip(parts, items, strict=True)
-    ]
-    return found if isinstance(value, list) else dict(zip(value, found, strict=True))
+    pairs = zip(items, parts, strict=True)
+    found = [part.strip() if isinstance(item, (bool, int, float)) else item for item, part in pairs]
+    return dict(zip(value, found, strict=True)) if is_map else found
 
 
 def _sources(value: Any) -> Any:

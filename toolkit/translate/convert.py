@@ -84,12 +84,9 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
         notes += [note.replace(f"{folder}/", "") for note in told]
     elif not (given.has("deepspeed") or "use_deepspeed" in given.accelerate or "config_file" in given.accelerate):
         zero = draft.groups.get("zero", "stage2")
-        notes.append(
-            tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero={zero}.", zero=zero)
-        )
-    rules.check_rules(
-        loaded, given.world_size, files=False
-    )  # its messages say where the other program's config says so
+        notes += [tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero={zero}.", zero=zero)]
+    # Its messages say where the other program's config says so.
+    rules.check_rules(loaded, given.world_size, files=False)
     groups = chosen_groups(loaded.cfg) | draft.groups
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:

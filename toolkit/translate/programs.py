@@ -53,14 +53,12 @@ def translate(given: ForeignConfig) -> RecipeDraft:
     _optimizer(given, draft)
     _compute(given, draft)
     _logging(given, draft)
+    _model(given, draft)
     if given.program == FACTORY_NAME:
         _factory(given, draft)
     elif given.program == CHATGLM_NAME:
         _chatglm(given, draft)
     else:
-        _model(given, draft)
-        if (attention := given.get("attn_implementation")) in ("sdpa", "eager"):
-            draft.put("model.attention", attention, "attn_implementation")
         _peft(given, draft)
         _named_data(given, draft, trl)
         _trl(given, draft, trl)
@@ -76,13 +74,10 @@ def _launcher(given: ForeignConfig, draft: RecipeDraft) -> None:
             given.values[dtype] = True
     if options.get("deepspeed_config_file"):
         given.values.setdefault("deepspeed", options.pop("deepspeed_config_file"))
-    is_stage = options.get("zero_stage", "2") in ("0", "1", "2", "3")
-    if is_stage and "use_deepspeed" in given.accelerate and not given.has("deepspeed"):
+    if "use_deepspeed" in given.accelerate and not given.has("deepspeed"):
         draft.groups["zero"] = f"stage{options.pop('zero_stage', '2')}"
     if "config_file" in options:
-        draft.lost["--config_file"] = tr(
-            "a file of accelerate is not read: give what it says as options of the command"
-        )
+        draft.lost["--config_file"] = tr("accelerate's file is not read: give what it says as options instead")
     if rest := [f"--{name}" for name in options if name != "config_file"]:
         draft.lost[", ".join(rest)] = tr("of the options of accelerate launch those are not read")
 
@@ -153,9 +148,7 @@ def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> 
         put("warmup_min_ratio", "min_lr_ratio", float, 0.0)
     known = names_of("schedule_arguments").get(name, [])
     if rest := [key for key, value in values.items() if key not in known and (key, value) != ("num_cycles", 0.5)]:
-        draft.lost["lr_scheduler_kwargs"] = tr(
-            "{keys} has no counterpart with lr_scheduler_type = {name}", keys=", ".join(rest), name=name
-        )
+        draft.lost["lr_scheduler_kwargs"] = tr("{keys} has no counterpart", keys=", ".join(rest))
 
 
 def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
@@ -386,6 +379,9 @@ def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("compile.enabled", True, asked[0])
         for name in asked[1:] if asked[0] == "torch_compile" else asked:
             draft.put(f"compile.{name.removeprefix('torch_compile_')}", str(given.get(name)), name)
+    name = "flash_attn" if "flash_attn" in given.keys else "attn_implementation"
+    if attention := names_of("attention").get(str(given.values.get(name)).lower()):
+        draft.put("model.attention", attention, name)
     if given.flag("use_liger_kernel"):
         draft.put("kernels.liger", "always", "use_liger_kernel")
 
@@ -547,7 +543,6 @@ def _chatglm(given: ForeignConfig, draft: RecipeDraft) -> None:
             "and score.",
             file=given.shown,
         )
-    _model(given, draft)
     if given.has("pre_seq_len") or given.has("ptuning_checkpoint"):
         draft.put("tuning.method", "ptuning_v2", "pre_seq_len")
         draft.put("tuning.dropout", PREFIX_DROPOUT)
@@ -601,7 +596,6 @@ def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
             "generate` answers, `toolkit export-model` merges.",
             place=given.place("do_train"),
         )
-    _model(given, draft)
     _method(given, draft)
     if stage in ("dpo", "kto"):
         _factory_preference(given, draft, stage)
@@ -614,11 +608,6 @@ def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
     draft.put("train.activation_checkpointing.enabled", recompute, "disable_gradient_checkpointing")
     if given.flag("enable_liger_kernel"):
         draft.put("kernels.liger", "always", "enable_liger_kernel")
-    attention = str(given.get("flash_attn")).lower()
-    if attention == "sdpa":
-        draft.put("model.attention", "sdpa", "flash_attn")
-    elif attention in ("disabled", "false"):
-        draft.put("model.attention", "eager", "flash_attn")
     _data(given, draft, stage)
     if given.flag("use_swanlab"):
         draft.put("track.swanlab.enabled", True, "use_swanlab")
@@ -652,11 +641,7 @@ def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
     method = str(given.get("finetuning_type"))
     bits = given.get("quantization_bit")
     if method not in ("lora", "freeze", "full"):
-        raise ConfigError(
-            "{place}: finetuning_type = {value} has no counterpart: lora, freeze and full have.",
-            place=given.place("finetuning_type"),
-            value=method,
-        )
+        raise given.without_counterpart("finetuning_type", ("lora", "freeze", "full"))
     draft.put("tuning.method", method, "finetuning_type")
     if method == "lora":
         if bits is not None and given.number("quantization_bit", int) == 4:
