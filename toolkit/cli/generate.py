@@ -23,8 +23,7 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
                         mass or the top_k=0 most likely tokens (0: all), with seed=0
   model.family=NAME     only if the files do not distinguish ChatGLM2 from ChatGLM3
   model.chat_template=FILE    as in a recipe: another template than the model's; exports hold that of their training
-  engine=deepspeed      use deepspeed.init_inference: start it on several ranks, each holds a part of the model:
-                        torchrun --nproc-per-node 2 -m toolkit generate PATH engine=deepspeed …
+  engine=deepspeed      split over ranks by deepspeed.init_inference: torchrun --nproc-per-node 2 -m toolkit generate …
 """
 
 import os
