@@ -93,13 +93,7 @@ def initialize_engine(
     """
     if activation_checkpointing.enabled:
         stage = ds_config["zero_optimization"]["stage"]
-        compiled = compiling is not None and compiles_layers(compiling, activation_checkpointing, stage)
-        deepspeed_patches.checkpoint_activations(getattr(model, STAGE, model), activation_checkpointing, compiled)
-        if compiling and compiling.enabled and not compiled:
-            warn(
-                "torch.compile does not reach the layers: not with activation checkpointing under ZeRO 3, nor with "
-                "settings of DeepSpeed's own. Set zero=stage2, or train.activation_checkpointing.enabled=false."
-            )
+        _recompute_layers(model, activation_checkpointing, compiling or schema.CompileConfig(), stage)
     if isinstance(model, PipelineModule):
         ds_config = deepspeed_patches.split_stage(model, getattr(model, STAGE), ds_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -144,6 +138,21 @@ def initialize_engine(
     except (AssertionError, ValueError, RuntimeError) as error:
         raise _refusal(error) from error
     return engine
+
+
+def _recompute_layers(
+    model: PreTrainedModel | PipelineModule,
+    recompute: schema.ActivationCheckpointingConfig,
+    compiling: schema.CompileConfig,
+    stage: int,
+) -> None:
+    compiled = compiles_layers(compiling, recompute, stage)
+    deepspeed_patches.checkpoint_activations(getattr(model, STAGE, model), recompute, compiled)
+    if compiling.enabled and not compiled:
+        warn(
+            "torch.compile does not reach the layers: not with activation checkpointing under ZeRO 3, nor with "
+            "settings of DeepSpeed's own. Set zero=stage2, or train.activation_checkpointing.enabled=false."
+        )
 
 
 def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
