@@ -270,7 +270,7 @@ def test_the_marks_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     layers = {}
     for total in (79, 140):  # GiB that an H100 and an H200 have
-        monkeypatch.setattr("torch.cuda.mem_get_info", lambda total=total: (0, total << 30))
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda total=total: (total << 30, 0))
         layers[total] = {name: gpu.size_of(name, False).layers for name in ("6b-full-zero1", "6b-lora", "9b-lora")}
     assert layers[140] == {"6b-full-zero1": 28, "6b-lora": 28, "9b-lora": 40}
     assert 10 < layers[79]["6b-full-zero1"] == layers[79]["6b-lora"] < 28 and layers[79]["9b-lora"] == 40
