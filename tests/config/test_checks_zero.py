@@ -57,6 +57,10 @@ REFUSED = {
     "zero=stage0 precision=fp32 compile=deepcompile": (
         "compile.deepcompile = true needs zero.stage 1, 2 or 3, but it is 0."
     ),
+    "zero=stage1 compile=inductor compile.mode=reduce-overhead": (
+        "compile.mode = reduce-overhead replays CUDA graphs, which keep gradients of the last micro-batch (zero.stage "
+        "0 and 1) and addresses of weights (3). Use zero=stage2, or compile.mode=max-autotune-no-cudagraphs."
+    ),
     "compile=inductor compile.backend=eager compile.mode=max-autotune": (
         "compile.mode = max-autotune has no effect: compile.backend is eager, not inductor. Remove it, or set "
         'compile.mode="".'
