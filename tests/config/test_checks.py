@@ -402,9 +402,6 @@ REFUSED = {
     "evaluate.keep_best=eval_length evaluate.metrics=[length,chrf]": (
         "evaluate.keep_best = eval_length is none of eval_loss, eval_chrf. Did you mean 'eval_loss'?"
     ),
-    "evaluate.every=9 data.validation_fraction=0": (
-        "evaluate.every = 9 has no effect: there is no validation data. Remove it, or set evaluate.every=0."
-    ),
     "evaluate.metrics=[bleu] data.validation_fraction=0": (
         "evaluate.metrics = [bleu] has no effect: there is no validation data. Remove it, or set evaluate.metrics=[]."
     ),

@@ -476,10 +476,10 @@ def test_preference_data_is_named() -> None:
             detect_format(row, {})
     with pytest.raises(RowError, match=r"^preference data"):
         RowReader(RowFormat.messages, {}).read({**talk, "rejected_response": "b"})
-    for key, bad in (("label", False), ("label", "False"), ("kto_tag", False), ("kto_tag", "false")):
+    for key, bad in (("label", False), ("kto_tag", False), ("kto_tag", "false")):
         with pytest.raises(RowError, match=f"^preference data: '{key}' is false, which marks a bad answer"):
             read({**talk, key: bad})
-    for good in ({"label": True, "rejected": None}, {"kto_tag": "true"}, {"label": 0}, {"label": "0"}):
+    for good in ({"label": True, "rejected": None}, {"kto_tag": "true"}, {"label": 0}, {"label": "False"}):
         assert read({**talk, **good}).messages == talk["messages"]
     better = read({"prompt": "q", "chosen": "a", "rejected": "b"}, response="chosen")
     assert better.messages == [user("q"), assistant("a")]

@@ -1,5 +1,6 @@
 """The hostfile, read strictly."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,18 @@ def test_unreadable(content: bytes | None, tmp_path: Path) -> None:
         ("4,5", {}, ""),
         ("4,5", {"--include": "localhost:4,5"}, ""),
         ("", {"--num_gpus": "2"}, ""),
+        ("1, 0", {"--num_gpus": "2"}, ""),
+        ("-1", {"--num_gpus": "2"}, ""),
+        ("GPU-8a5f", {"--num_gpus": "1"}, "torchrun --nproc-per-node 1 run.py"),
+        ("GPU-8a5f", {"--include": "localhost:0"}, ""),
     ],
 )
-def test_gpus_that_are_visible_are_those_that_are_taken(chosen: str, options: dict[str, str], told: str) -> None:
+def test_gpus_that_are_visible_are_those_that_are_taken(
+    chosen: str, options: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DeepSpeed's launcher drops the variable beside --num_gpus, and would train on others' GPUs."""
-    if not told:
-        check_visible_alone(options, {"CUDA_VISIBLE_DEVICES": chosen})
-        return
-    with pytest.raises(LaunchError, match=told):
-        check_visible_alone(options, {"CUDA_VISIBLE_DEVICES": chosen})
+    monkeypatch.setattr("toolkit.config.preflight.shutil.which", lambda name: f"/usr/bin/{name}")  # nvidia-smi
+    environ = {"CUDA_VISIBLE_DEVICES": chosen}
+    with pytest.raises(LaunchError, match=told) if told else nullcontext():
+        check_visible_alone(options, environ)
+    check_visible_alone(options, environ | {"DS_ACCELERATOR": "cpu"})

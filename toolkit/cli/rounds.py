@@ -22,7 +22,7 @@ from pathlib import Path
 
 from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
 from toolkit.jobs import autotune
-from toolkit.launch import deepspeed, environment
+from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.messages import ConfigError, tr
 
 GENERATE = ("samples", "temperature", "top_p", "top_k", "max_new_tokens", "batch_size", "seed", "system")
@@ -43,6 +43,8 @@ def run(words: list[str]) -> int:
         raise ConfigError(tr("samples = 1 makes no pairs. Use 2 or more."))
     if number(given, "temperature", 1.0) == 0:
         raise ConfigError(tr("temperature = 0 gives the same answer each time. Set it above 0."))
+    if not deepspeed.hostfile_of(options):
+        hostfile.check_visible_alone(options)
     from toolkit.evaluate.rewards import Reward
     from toolkit.jobs.rounds import RoundsPlan, run_rounds
 

@@ -630,7 +630,8 @@ def _check_preference(row: Mapping[str, Any], columns: Mapping[str, str]) -> Non
                 keys=_quoted(found),
             )
     for key in ("label", "kto_tag"):
-        if str(row.get(key)).lower() == "false":  # a text in CSV
+        # As a text, as in CSV, a label may be anything.
+        if row.get(key) is False or (key == "kto_tag" and str(row.get(key)).lower() == "false"):
             raise RowError(
                 "preference data: '{key}' is false, which marks a bad answer, and it would be trained as a good one. "
                 "Use preference=kto, remove such rows, or skip them: data.on_bad_row=skip data.max_bad_fraction=1",

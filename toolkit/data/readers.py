@@ -13,7 +13,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -206,7 +206,7 @@ def _json_error(error: ValueError | RecursionError) -> RowError:
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 TABLE_VERSION = 2
-"""Part of the name of a cache of such files; raise it when their rows would come out differently."""
+"""Part of the name of a cache of such files with objects; raise it when these would come out differently."""
 _JSON = "extension<arrow.json>"
 _TABLE_BATCH_ROWS = 2048
 _TABLE_BATCH_BYTES = 64 << 20
@@ -243,6 +243,24 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict
             chosen = batch.select([place for place, name in enumerate(names) if name in columns])
             for rows in _table_rows_of(chosen, names):
                 yield rows, mapped.tell()
+
+
+def has_objects(path: Path) -> bool:
+    """Whether the rows of a table may hold objects, whose null keys are left out; no if it cannot be read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with suppress(OSError, ValueError):
+        if path.suffix.lower() == ".parquet":
+            return "struct<" in str(pyarrow.parquet.read_schema(path).types)
+        with pyarrow.memory_map(str(path)) as mapped:
+            try:
+                schema = pyarrow.ipc.open_file(mapped).schema
+            except pyarrow.ArrowInvalid:
+                mapped.seek(0)
+                schema = pyarrow.ipc.open_stream(mapped).schema
+        return "struct<" in str(schema.types)
+    return False
 
 
 def _check_count(rows: int, size: int) -> None:

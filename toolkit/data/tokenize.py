@@ -183,7 +183,7 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
     """Return everything the cache depends on."""
     data, cache_dir = cfg.data, Path(cfg.prepare.dir)
-    tables = any(file.path.suffix.lower() in readers.TABLE_SUFFIXES for file in files)
+    paths = (file.path for file in files if file.path.suffix.lower() in readers.TABLE_SUFFIXES)
     return {
         "code_version": workers.CODE_VERSION,
         "encoder": encoder.fingerprint,
@@ -198,7 +198,7 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
         "too_long": data.too_long.name,
         "on_bad_row": data.on_bad_row.name,
         "max_samples": data.max_samples,
-        **({"tables": readers.TABLE_VERSION} if tables else {}),
+        **({"tables": readers.TABLE_VERSION} if any(map(readers.has_objects, paths)) else {}),
         **({"labels": cfg.classify.labels} if cfg.classify.labels else {}),
         **({"negatives": cfg.embed.negatives} if cfg.embed.negatives else {}),
         **({"texts": encoder.text_key} if encoder.text_key and workers.TEXTS & {f.row_format for f in files} else {}),

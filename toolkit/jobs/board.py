@@ -388,7 +388,10 @@ class Launches:
         if self.is_alive(name) or is_worked_on(self.runs / name):
             raise messages.RunFolderError("{name} is running already.", name=name)
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "toolkit", "launch", "--num_gpus", ranks, f"run.name={name}"]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[: int(ranks)]
+        is_chosen = len(visible) == int(ranks) and all(gpu.strip().isdecimal() for gpu in visible)
+        where = ["--include", f"localhost:{','.join(visible)}"] if is_chosen else ["--num_gpus", ranks]
+        command = [sys.executable, "-m", "toolkit", "launch", *where, f"run.name={name}"]
         command += [f"recipe={files.quoted(path.resolve())}", f"run.dir={files.quoted(self.runs.resolve())}"]
         with self.log(name).open("ab") as log:
             child = children.start_detached(command, stdout=log, stderr=subprocess.STDOUT)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from toolkit.config import preflight
 from toolkit.messages import LaunchError, did_you_mean, joined, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -180,14 +181,16 @@ def check_visible_alone(options: Mapping[str, str], environ: Mapping[str, str] =
     """Refuse a choice of this node's GPUs that DeepSpeed's launcher (0.19.8, runner.py) misreads, or leaves out."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus, count = chosen.split(","), options.get("--num_gpus", options.get("--num_accelerators", ""))
-    if chosen and not {*SELECTING} & options.keys() and not all(gpu.strip().isdecimal() for gpu in gpus):
+    if not chosen or preflight.device_here(environ) == "cpu" or {*SELECTING[:4]} & options.keys():
+        return
+    if not all(gpu.strip().isdecimal() for gpu in gpus):
         raise LaunchError(
             "CUDA_VISIBLE_DEVICES={chosen}: DeepSpeed's launcher takes numbers of GPUs alone. Write their numbers, or "
             "start with `torchrun --nproc-per-node {count} run.py …`.",
             chosen=chosen,
             count=len(gpus),
         )
-    if chosen and count.isdecimal() and gpus[: int(count)] != [str(gpu) for gpu in range(int(count))]:
+    if count.isdecimal() and {*map(int, gpus[: int(count)])} != {*range(int(count))}:
         raise LaunchError(
             "CUDA_VISIBLE_DEVICES={chosen} has no effect with --num_gpus: DeepSpeed would take GPUs 0 to {last}. Write "
             "--include localhost:{chosen}, or leave --num_gpus out.",

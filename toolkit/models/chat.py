@@ -126,7 +126,9 @@ def load_tokenizer(
         with reading(vocabulary, ModelError, tr("Download it again.")):
             tokenizer = _load_official(vocabulary, family)
         # In what was saved here its own template counts, of training with model.chat_template; officially the family's.
-        own = (*formats.TEMPLATES.values(), tokenizer.own_template, None)
+        # Exports of earlier versions begin without what servers need.
+        bare = (text.removeprefix(formats.SERVED_TURNS.get(kind, "")) for kind, text in formats.TEMPLATES.items())
+        own = (*formats.TEMPLATES.values(), *bare, tokenizer.own_template, None)
         is_saved = vocabulary.parent != folder or tokenizer.family is schema.Family.chatglm
         if is_saved and (saved := directory.saved_template(folder)) not in own:
             tokenizer.chat_template, tokenizer.split_special_tokens = saved, False

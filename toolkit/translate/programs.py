@@ -65,6 +65,9 @@ def translate(given: ForeignConfig) -> RecipeDraft:
     return draft
 
 
+_ZERO = ("", "0", "1", "2", "3")
+
+
 def _launcher(given: ForeignConfig, draft: RecipeDraft) -> None:
     """Take over what the Trainer reads of the options of `accelerate launch`, where its own arguments are silent."""
     options = {name: value for name, value in given.accelerate.items() if name not in names_of("accelerate")}
@@ -74,8 +77,8 @@ def _launcher(given: ForeignConfig, draft: RecipeDraft) -> None:
             given.values[dtype] = True
     if options.get("deepspeed_config_file"):
         given.values.setdefault("deepspeed", options.pop("deepspeed_config_file"))
-    if "use_deepspeed" in given.accelerate and not given.has("deepspeed"):
-        draft.groups["zero"] = f"stage{options.pop('zero_stage', '2')}"
+    if "use_deepspeed" in given.accelerate and not given.has("deepspeed") and options.get("zero_stage", "") in _ZERO:
+        draft.groups["zero"] = f"stage{options.pop('zero_stage', '') or 2}"
     if "config_file" in options:
         draft.lost["--config_file"] = tr("accelerate's file is not read: give what it says as options instead")
     if rest := [f"--{name}" for name in options if name != "config_file"]:
