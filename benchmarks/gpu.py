@@ -26,7 +26,7 @@ from toolkit.data.loader import collate
 from toolkit.data.packing import pack
 from toolkit.data.store import Sample
 from toolkit.distributed import process_group
-from toolkit.engine.build import compiles_layers, initialize_engine
+from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
 from toolkit.models import fp8
@@ -164,12 +164,12 @@ def ours(size: Size, words: Sequence[str]) -> dict[str, float]:
     model = _model(cfg)
     choose_attention(model, cfg.model.attention, size.packed, TORCH_DTYPES[cfg.precision.dtype])
     apply_tuning(model, cfg.tuning, Path(), None, cfg.run.seed, values)
-    recomputing = cfg.train.activation_checkpointing
-    fp8.convert(model, cfg.precision.fp8, compiles_layers(cfg.compile, recomputing, cfg.zero.stage))
+    fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
 
     def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
         return Schedule(optimizer, cfg.schedule, cfg.optim.lr, _ENDLESS, 0)
 
+    recomputing = cfg.train.activation_checkpointing
     engine = initialize_engine(model, values, recomputing, schedule, cfg.compile, cfg.optim)
     engine.train()
     guard = StepGuard(engine, cfg.train)

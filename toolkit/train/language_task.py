@@ -639,8 +639,7 @@ def build_engine(
             adapters.check_base(known, model.tuned.base, source.checkpoint)
     if cfg.kernels.mlp_pieces > 1:
         layers.tile_mlp(model, cfg.kernels.mlp_pieces)
-    compiled = build.compiles_layers(cfg.compile, cfg.train.activation_checkpointing, cfg.zero.stage)
-    fp8.convert(model, cfg.precision.fp8, compiled)
+    fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
     if cfg.train.neftune_alpha:
         layers.add_neftune(model, cfg.train.neftune_alpha)
     if cfg.train.random_ltd.steps:
