@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -230,12 +230,7 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict
                     yield rows, size * done // max(total, 1)
         return
     with pyarrow.memory_map(str(path)) as mapped:
-        try:
-            reader = pyarrow.ipc.open_file(mapped)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-        except pyarrow.ArrowInvalid:  # the other of Arrow's two forms, which `datasets` writes
-            mapped.seek(0)
-            batches = pyarrow.ipc.open_stream(mapped)
+        _, batches = _open_arrow(mapped)
         for batch in batches:
             done += batch.num_rows
             _check_count(done, size)
@@ -243,6 +238,19 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict
             chosen = batch.select([place for place, name in enumerate(names) if name in columns])
             for rows in _table_rows_of(chosen, names):
                 yield rows, mapped.tell()
+
+
+def _open_arrow(mapped: Any) -> tuple[Any, Iterable[Any]]:
+    """Return the schema and the batches of a file in either of Arrow's two forms; `datasets` writes the second."""
+    import pyarrow
+
+    try:
+        reader = pyarrow.ipc.open_file(mapped)
+    except pyarrow.ArrowInvalid:
+        mapped.seek(0)
+        stream = pyarrow.ipc.open_stream(mapped)
+        return stream.schema, stream
+    return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
 
 
 def has_objects(path: Path) -> bool:
@@ -254,12 +262,7 @@ def has_objects(path: Path) -> bool:
         if path.suffix.lower() == ".parquet":
             return "struct<" in str(pyarrow.parquet.read_schema(path).types)
         with pyarrow.memory_map(str(path)) as mapped:
-            try:
-                schema = pyarrow.ipc.open_file(mapped).schema
-            except pyarrow.ArrowInvalid:
-                mapped.seek(0)
-                schema = pyarrow.ipc.open_stream(mapped).schema
-        return "struct<" in str(schema.types)
+            return "struct<" in str(_open_arrow(mapped)[0].types)
     return False
 
 

@@ -217,9 +217,8 @@ def _communication(
     # Updated weights are gathered once per step, as many bytes as their gradients.
     sent = (2 * gradients, 3 * gradients, (2 * times + 1) * gradients, times * (gathers + gradients))[zero.stage]
     if world > 1 and not is_gathered:
-        sent += (
-            3 * outline.sizes["layers"] * times if zero.stage == 3 else 2 + times
-        ) * rates.latency_s  # of large buckets
+        collectives = 3 * outline.sizes["layers"] * times if zero.stage == 3 else 2 + times  # large buckets
+        sent += collectives * rates.latency_s
     if zero.offload_param.device is not schema.Device.none:  # a rank's part goes to its GPU, forward and backward
         sent += times * 2 * weight * part.num_parameters / world / rates.pcie
     # Without a stream of its own, the reduction of ZeRO 3 holds up the backward pass (deepspeed 0.19.8, stage3.py).
