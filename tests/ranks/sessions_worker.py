@@ -238,9 +238,10 @@ def main() -> None:
 
     from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
-    from toolkit.train import checkpointer, run_dir
+    from toolkit.train import checkpointer, run_dir, tracking
 
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
+    tracking._CPU_S = 0.0  # one matrix product, as nobody reads how fast these ranks are
     updates = copy_late()
     torch._dynamo.config.disable = (
         os.environ.get("TORCHDYNAMO_DISABLE") == "1"

@@ -17,7 +17,7 @@ RUN = str(REPOSITORY / "run.py")
 
 def words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
     """Return run.py with a tiny run of three steps."""
-    return [RUN, *tiny(rows_file, folder, name, "train.max_steps=3", *overrides)]
+    return [RUN, *tiny(rows_file, folder, name, "train.max_steps=3", "checkpoint.export=true", *overrides)]
 
 
 def last_line_of_ours(output: str) -> str:

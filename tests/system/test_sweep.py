@@ -15,6 +15,7 @@ def test_two_runs_and_a_signal_in_the_first(rows_file: Path, tmp_path: Path) -> 
     words = [word for word in tiny(rows_file, tmp_path, "") if not word.startswith(left_out)]
     command = [sys.executable, "-m", "toolkit", "sweep", "--num_gpus", "1", "--master_port", str(free_port()), *words]
     command += ["optim.lr=0.003,0.004", "train.max_steps=150", "checkpoint.verify_export=false", "sweep=both"]
+    command += ["checkpoint.export=true"]
     folder = tmp_path / "runs" / "both"
     process = start(command, cwd=tmp_path)
     try:

@@ -76,7 +76,13 @@ def test_it_ends_in_time_with_its_schedule(seed: int, rows_file: Path, tmp_path:
     forked(2)  # what ranks are forked from takes its time to begin, which is not the run's
     typed, expected = times(draw, datetime.now())
     words = tiny(rows_file, tmp_path, "run", f"train.max_steps={PLANNED}", "checkpoint.every=15", "zero=stage2", saves)
-    words += [f"schedule={name}", f"schedule.warmup_steps={WARMUP}", *more, f"run.deadline='{typed}'"]
+    words += [
+        f"schedule={name}",
+        f"schedule.warmup_steps={WARMUP}",
+        "checkpoint.export=true",
+        *more,
+        f"run.deadline='{typed}'",
+    ]
     decided = set()
     for life in lives:
         finished = run(forked(2, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps({**life, "note": str(note)}))

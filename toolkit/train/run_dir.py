@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
@@ -306,22 +308,20 @@ def versions() -> dict[str, str]:
     return found
 
 
+@cache
 def commit() -> str:
     """Return the commit of this toolkit's checkout, with "+changes" when files differ, or "" outside a checkout."""
     git, here = shutil.which("git"), Path(__file__).resolve().parents[2]
     if not git or not (here / "run.py").is_file():
         return ""  # installed from a wheel: a repository around it would be somebody else's
-
-    def ask(*words: str) -> str:
-        try:
-            command = [git, "-C", str(here), *words]
-            found = children.run(command, capture_output=True, text=True, timeout=10, check=True)
-        except (OSError, subprocess.SubprocessError):
-            return ""
-        return found.stdout.strip()
-
-    head, changes = ask("rev-parse", "HEAD"), ask("status", "--porcelain", "-uno")
-    return head + ("+changes" if head and changes else "")
+    command = [git, "--no-optional-locks", "-C", str(here), "status", "--porcelain=v2", "--branch", "-uno"]
+    try:
+        status = children.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    head = re.search(r"^# branch\.oid ([0-9a-f]+)$", status, re.MULTILINE)  # "(initial)" before the first commit
+    has_changes = any(not line.startswith("#") for line in status.splitlines())
+    return head[1] + ("+changes" if has_changes else "") if head else ""
 
 
 def mark_done(folder: Path, summary: dict[str, object]) -> None:
