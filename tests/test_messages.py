@@ -206,17 +206,16 @@ def test_the_chinese_catalogue_has_one_line_per_text_and_none_twice() -> None:
     assert lines == expected, "a text stands there twice"
 
 
-@pytest.mark.parametrize("english", CHINESE)
-def test_both_languages_have_the_same_placeholders(english: str) -> None:
-    assert placeholders(CHINESE[english]) == placeholders(english)
+def test_both_languages_have_the_same_placeholders() -> None:
+    assert len(CHINESE) > 1000
+    assert [english for english, text in CHINESE.items() if placeholders(text) != placeholders(english)] == []
 
 
-@pytest.mark.parametrize("english", CHINESE)
-def test_punctuation_after_chinese_is_full_width(english: str) -> None:
+def test_punctuation_after_chinese_is_full_width() -> None:
     """Apart from code: what stands in backticks, and objects in braces."""
-    text = re.sub(r"`[^`]*`|\{\{.*\}\}", "", CHINESE[english])
+    texts = [re.sub(r"`[^`]*`|\{\{.*\}\}", "", text) for text in CHINESE.values()]
     han = "[\u4e00-\u9fff]"
-    assert not re.search(rf"{han}[,;:?!]|{han} ?[,;:?!()] ?{han}", text), text
+    assert [text for text in texts if re.search(rf"{han}[,;:?!]|{han} ?[,;:?!()] ?{han}", text)] == []
 
 
 @pytest.mark.parametrize("word", ["language=zh", "zero.stag=3"])

@@ -6,12 +6,13 @@ not used: it would run what a recipe puts under `hydra.callbacks` before our fir
 """
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, product
 from math import inf
 from pathlib import Path
@@ -482,10 +483,6 @@ def _defaults_list(
     documents: dict[str, files.YamlDocument], choices: dict[str, Any], config_dir: str
 ) -> Sequence[ResultDefault]:
     """Return Hydra's list of the files that a config consists of, in their order."""
-    store = ConfigStore.instance()
-    for name, document in documents.items():
-        node = {"defaults": document.defaults} if document.defaults else {}
-        store.store(group="recipe", name=name, node=node, package="_global_")
     words = [f"recipe={_CHOSEN}"]
     for group, value in choices.items():
         # Hydra wants the + for a group that conf/config.yaml does not list, and only for that.
@@ -496,10 +493,29 @@ def _defaults_list(
     if config_dir:
         folder = str(Path(config_dir).absolute()).replace("'", "\\'")
         words.append(f"hydra.searchpath=['file://{folder}']")
+    defaults = json.dumps({name: document.defaults for name, document in documents.items()})
+    # The user's own groups may change while this process runs (the board), and may have defaults themselves.
+    compose = _compose_defaults.__wrapped__ if config_dir else _compose_defaults
+    return compose(str(files.conf_folder()), defaults, tuple(words))
+
+
+@lru_cache
+def _compose_defaults(conf: str, recipes: str, words: tuple[str, ...]) -> Sequence[ResultDefault]:
+    """Let Hydra order the files, which takes it 80 ms: once for all configs of the same groups.
+
+    Args:
+        conf: the directory of the groups.
+        recipes: JSON, each recipe's defaults list by its name.
+        words: overrides of groups.
+    """
+    store = ConfigStore.instance()
+    for name, defaults in json.loads(recipes).items():
+        node = {"defaults": defaults} if defaults else {}
+        store.store(group="recipe", name=name, node=node, package="_global_")
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(files.conf_folder()), version_base="1.3"):
+    with initialize_config_dir(conf, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        return loader.compute_defaults_list("config", words, RunMode.RUN).defaults
+        return loader.compute_defaults_list("config", list(words), RunMode.RUN).defaults
 
 
 def _layers(
