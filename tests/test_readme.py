@@ -83,6 +83,7 @@ def test_the_first_screen_is_short(document: str) -> None:
     assert len(lines) <= 130
 
 
+@pytest.mark.ranks
 def test_the_commands_run(tmp_path: Path) -> None:
     """One after another in one folder, as a reader would."""
     for name in ("run.py", "recipes", "conf", "examples", "toolkit"):

@@ -48,7 +48,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TemplateCh
     return folder, write(folder, "qwen")
 
 
-@pytest.mark.parametrize("template", [name for name in FAMILIES if name != "qwen"])
+@pytest.mark.parametrize(
+    "template", ["glm-4.7", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("glm-4.5", "glm-4", "plain"))]
+)
 def test_families_are_served_as_they_were_trained(template: str, tmp_path: Path) -> None:
     encoder = write(tmp_path / "export", template)
     findings = verify_serving(tmp_path / "export", encoder, [])
