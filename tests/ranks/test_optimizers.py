@@ -11,6 +11,7 @@ import torch
 from ranks import deepspeed, run
 from shared import WORKER, by_tier, losses, of_tier, plain_loop, tiny
 
+from toolkit.checkpoint.fragments import Fragments
 from toolkit.engine.build import Lion
 
 STEPS, SAVED = 6, 3
@@ -40,6 +41,7 @@ CELLS = {
     "muon-3": ["zero=stage3", *MUON],
     "muon-2-offload": ["zero=stage2", OFFLOAD, *MUON],
     "muon-1-bf16": ["zero=stage1", "precision=bf16", *MUON],
+    "fused-0": ["zero=stage0", "optim.torch=false", *PLAIN],
     **(
         {"8bit-2": ["optim=adamw_8bit", "zero=stage2"], "8bit-3": ["optim=adamw_8bit", "zero=stage3", OFFLOAD]}
         if importlib.util.find_spec("bitsandbytes")
@@ -48,6 +50,8 @@ CELLS = {
 }
 AGAIN = ("adafactor-0", "adagrad-0", "sgd-2", "lion-3", "groups-2", "muon-2", "muon-3", "muon-2-offload", "8bit-2")
 """Those that go on from a checkpoint, and rehearse a step before they do."""
+ELSEWHERE = {"fused-0": ["zero=stage2", "optim.torch=true"]}
+"""Those that go on as another class of optimizer, which has other parts of the states."""
 LATE = ("lion-1", "groups-3", "muon-2-offload", "muon-1-bf16")
 """Cells of the nightly tier."""
 PLAINLY: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -70,9 +74,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     cases: list[dict[str, Any]] = []
     for name, overrides in of_tier(request, CELLS, late=LATE).items():
         cases.append({"overrides": words(rows_file, folder, name, *overrides)})
-        if name in AGAIN:
+        if name in (*AGAIN, *ELSEWHERE):
             died = {"of": f"{folder}/runs/{name}", "step": SAVED, "as": f"{folder}/runs/{name}-again"}
-            again = words(rows_file, folder, f"{name}-again", *overrides, "train.rehearse=true")
+            changed = ELSEWHERE.get(name, ["train.rehearse=true"])
+            again = words(rows_file, folder, f"{name}-again", *overrides, *changed)
             cases.append({"overrides": again, "died": died})
     (folder / "cases.json").write_text(json.dumps(cases))
     # Muon's arithmetic would be compiled for each shape, which takes minutes on CPUs.
@@ -128,3 +133,11 @@ def test_8_bits_are_near_32(runs: Path) -> None:
 def test_goes_on_as_if_nothing_had_happened(name: str, runs: Path) -> None:
     """Momentum is there again, and the rehearsal of a step has not touched it."""
     assert losses(runs / f"{name}-again") == losses(runs / name)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_goes_on_as_another_class_of_optimizer(name: str, runs: Path) -> None:
+    """FusedAdam's count of steps, from which Adam corrects its moments, is saved for every parameter."""
+    saved = Fragments(runs / name / "checkpoints" / f"step-{SAVED}")
+    assert {facts["numbers"]["step"] for facts in saved.facts.values() if "numbers" in facts} == {SAVED}
+    assert furthest(losses(runs / f"{name}-again"), losses(runs / name)) < TOLERANCE

@@ -535,6 +535,20 @@ def test_whoever_reads_takes_what_it_needs_from_all_ranks(tmp_path: Path) -> Non
         fragments.Fragments(tmp_path).whole("a.weight")
 
 
+@pytest.mark.parametrize(("counts", "expected"), [((0, 0, 7), (7, 7, 7)), ((2, 5), (2, 5)), ((0, 0), (0, 0))])
+def test_moments_of_no_step_had_as_many_as_others(
+    counts: tuple[int, ...], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    """As checkpoints have them of DeepSpeed's FusedAdam without ZeRO, which counts for one parameter of a group."""
+    for rank, count in enumerate(counts):
+        stretch = fragment(f"{rank}.weight", torch.ones(6), exp_avg=torch.ones(6))
+        stretch.numbers = {"step": float(count)}
+        fragments.write(fragments.content_of([stretch]), tmp_path / fragments.file_name(rank))
+    saved = fragments.Fragments(tmp_path)
+    assert tuple(saved.numbers(name)["step"] for name in saved.names) == expected
+    assert saved.numbers("not there") == {}
+
+
 @pytest.mark.parametrize(
     ("name", "shape"), [("l.q_proj.weight", (4, 3)), ("l.gate_up_proj.weight", (8, 3)), ("l.o_proj.weight", (3, 4))]
 )

@@ -1,6 +1,7 @@
 """Which parameters learn at which rate; what DeepSpeed's JSON says of each optimizer; what a plan counts."""
 
 import copy
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,27 @@ def test_lion_of_deepspeed_needs_a_gpu_or_offloading() -> None:
     with pytest.raises(ConfigError, match=r"no FusedLion for CPU ranks\. Add optim.torch=true"):
         client_optimizer(optim, is_offloaded=False)
     assert client_optimizer(optim, is_offloaded=True) is None
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Lion"])
+def test_all_parameters_of_a_fused_optimizer_have_its_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel, which is not built here, gets that of the group."""
+    counts: list[int] = []
+    module = importlib.import_module(f"deepspeed.ops.{kind.lower()}.fused_{kind.lower()}")
+
+    def kernel(chunk: int, overflow: torch.Tensor, tensors: list[list[torch.Tensor]], *numbers: float) -> None:
+        counts.append(int(numbers[4 if kind == "Adam" else 3]))  # after the rate, betas and Adam's epsilon
+
+    ops = SimpleNamespace(load=lambda: SimpleNamespace(**{f"multi_tensor_{kind.lower()}": kernel}))
+    monkeypatch.setattr(module, f"Fused{kind}Builder", lambda: ops)
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(5)]
+    optimizer = getattr(module, f"Fused{kind}")([{"params": weights[:3]}, {"params": weights[3:4]}])
+    for last in (2, 2, 1):  # in the third step the last parameter has no gradient
+        for number, weight in enumerate(weights):
+            weight.grad = torch.ones(2) if number <= last or number == 3 else None
+        optimizer.step()
+    assert counts == [1, 1, 2, 2, 3, 3]
+    assert [optimizer.state[one]["step"] for one in weights[:4]] == [3, 3, 3, 3] and weights[4] not in optimizer.state
 
 
 def silent() -> LoadedConfig:

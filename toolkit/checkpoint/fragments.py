@@ -195,8 +195,15 @@ class Fragments:
         return self.facts.get(name, {}).get("states", {}).keys() - {WEIGHT}
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Return the states of a parameter that are one number."""
-        return dict(self.facts.get(name, {}).get("numbers", {}))
+        """Return the states of a parameter that are one number. Moments of no step are of DeepSpeed's FusedAdam, which
+        raises one parameter's count alone (deepspeed_patches.py): the others had as many steps.
+        """
+        numbers: dict[str, float] = self.facts.get(name, {}).get("numbers", {})
+        return numbers | ({"step": self._most_steps} if numbers.get("step") == 0 else {})
+
+    @cached_property
+    def _most_steps(self) -> float:
+        return max(facts.get("numbers", {}).get("step", 0.0) for facts in self.facts.values())
 
     def bound(self, name: str) -> dict[str, torch.Tensor]:
         """Return the states of a parameter that are no numbers for each of its own."""

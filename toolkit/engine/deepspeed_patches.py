@@ -14,7 +14,8 @@ from deepspeed.module_inject import layers
 from deepspeed.module_inject.auto_tp import AutoTP
 from deepspeed.module_inject.autotp_config import AutoTPConfig
 from deepspeed.moe.layer import MoE
-from deepspeed.ops.adam import ZenFlowSelectiveAdamW
+from deepspeed.ops.adam import FusedAdam, ZenFlowSelectiveAdamW
+from deepspeed.ops.lion import FusedLion
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import utils
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -50,6 +51,28 @@ FP16_Optimizer.initialize_optimizer_states = FP16_UnfusedOptimizer.initialize_op
 # ZeRO-1 in bf16 prints memory twelve times on rank 0's terminal, whatever the log level is (0.19.8,
 # runtime/bf16_optimizer.py); metrics.jsonl and the report have memory.
 deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **_options: None
+
+
+def _sharing_steps(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a fused optimizer's `step`, after which all parameters of a group have its count of steps. DeepSpeed's
+    raises that of the last one alone (0.19.8, fused_adam.py, fused_lion.py), so that in another optimizer the moments
+    of all others would be taken for those of a first step.
+    """
+
+    def step_and_share(self: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
+        result = step(self, *arguments, **options)
+        for group in self.param_groups:
+            states = [self.state[parameter] for parameter in group["params"] if self.state.get(parameter)]
+            count = max((state["step"] for state in states), default=0)
+            for state in states:
+                state["step"] = count
+        return result
+
+    return step_and_share
+
+
+for _fused in (FusedAdam, FusedLion):
+    _fused.step = _sharing_steps(_fused.step)
 
 
 _REGISTER, _REPLACE = AutoTP.register_replicated_grad_hooks, AutoTP._replace_with_config
