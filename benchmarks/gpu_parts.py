@@ -23,8 +23,13 @@ LEAST_S = 40.0
 """A part that has less is not begun."""
 
 
-def run(words: list[str]) -> int:
-    """Measure each part in a process of its own, and say what was reached."""
+def run(words: list[str], started: float) -> int:
+    """Measure each part in a process of its own, and say what was reached. The file has what there is after each.
+
+    Args:
+        words: the arguments.
+        started: when the time that there is began (`time.monotonic`).
+    """
     given = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OWN)
     overrides = [word for word in words if word.partition("=")[0] not in OWN]
     is_tiny = one_of(given, "device", ("gpu", "cpu")) == "cpu"
@@ -42,14 +47,17 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"parts: unknown {', '.join(unknown)}. There are {', '.join(gpu.PARTS)}.")
     output = given.get("output") or f"{ROOT}/benchmarks/{time.strftime('%Y-%m-%d')}-gpu.json"
     before = results.earlier(output)
-    ends = time.monotonic() + 60 * (positive_int(given, "minutes") or 10)
-    parts = {name: measured(name, is_tiny, overrides, ends) for name in names}
-    marks = gpu.marks(parts)
+    ends = started + 60 * (positive_int(given, "minutes") or 10)
+    parts: dict[str, dict[str, object]] = {}
+    for name in names:
+        parts[name] = measured(name, is_tiny, overrides, ends)
+        marks = gpu.marks(parts)
+        reached = {"measured": "gpu", "device": "cpu" if is_tiny else "gpu", "parts": parts, "marks": marks}
+        result = results.append_result(output, before, ["scripts/bench_gpu", *words], reached, 1)
     for name, mark in marks.items():
         (figure, value), (_, goal) = mark.items()
         print(f"{name}: {figure} {value:.3f}, goal {goal}: {'reached' if value >= goal else 'missed'}")
-    found_all = {"measured": "gpu", "device": "cpu" if is_tiny else "gpu", "parts": parts, "marks": marks}
-    print(json.dumps(results.append_result(output, before, ["scripts/bench_gpu", *words], found_all, 1)))
+    print(json.dumps(result))
     return 0
 
 

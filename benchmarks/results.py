@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import children
+from toolkit import children, disk
 from toolkit.messages import ConfigError, tr
 from toolkit.plan.machine import own_memory
 from toolkit.train.run_dir import describe_environment
@@ -98,7 +98,8 @@ def append_result(
     known = {**describe_environment(world_size), "machine": _machine()}
     result = {"command": shlex.join(command), **found, "environment": known}
     if output:
-        Path(output).write_text(json.dumps([*before, result], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps([*before, result], indent=2, ensure_ascii=False) + "\n"
+        disk.write_atomically(Path(output), text.encode())
     return result
 
 

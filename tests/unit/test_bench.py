@@ -2,11 +2,13 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -222,6 +224,54 @@ def test_a_gpu_bench_without_time_names_what_it_left_out(
     found = gpu_parts.measured("6b-lora", True, ["zero.stag=1"], time.monotonic() + 100)
     assert str(found["skipped"]).startswith("it failed: ")
     assert "unknown key 'zero.stag'" in capsys.readouterr().out
+
+
+def test_a_gpu_bench_that_is_stopped_leaves_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time on GPUs ends when it ends: the file is whole after each part, and what it held before stays."""
+    from benchmarks import gpu_parts
+
+    output, held, ends = tmp_path / "gpu.json", list[list[str]](), list[float]()
+    output.write_text('["earlier"]')
+
+    def measured(name: str, is_tiny: bool, overrides: list[str], until: float) -> dict[str, object]:
+        ends.append(until)
+        earlier, *results = json.loads(output.read_text())
+        assert earlier == "earlier" and [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+        held.append([part for result in results for part in result["parts"]])
+        if len(held) == 3:
+            raise KeyboardInterrupt
+        return {"size": {"layers": 2}, "tokens_per_s": 3.0, "mfu": 0.5}
+
+    monkeypatch.setattr(gpu_parts, "measured", measured)
+    monkeypatch.setattr(gpu_parts.startup, "set_allocator", lambda environ: None)
+    monkeypatch.setattr(gpu_parts.results, "describe_environment", lambda world_size: {})
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    names = ["6b-full-zero1", "6b-lora", "9b-lora"]
+    with pytest.raises(KeyboardInterrupt):
+        gpu_parts.run(["device=cpu", f"parts={','.join(names)}", f"output={output}", "minutes=2"], started=1000.0)
+    assert held == [[], names[:1], names[:2]]
+    assert json.loads(output.read_text())[1]["marks"]["6b-lora"] == {"to_full": 1.0, "goal": 1.3}
+    assert ends == [1120.0] * 3
+
+
+def test_the_minutes_of_a_gpu_bench_begin_before_its_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took 29 s on a busy machine, of ten minutes."""
+    times: dict[str, float] = {}
+
+    class Slow(ModuleType):
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            times.setdefault("imported", time.monotonic())
+            return lambda words, started: times.update(started=started) or 0
+
+    monkeypatch.setitem(sys.modules, "benchmarks.gpu_parts", Slow("gpu_parts"))
+    monkeypatch.setattr("toolkit.distributed.failure.run_guarded", lambda function: function())
+    monkeypatch.setattr(sys, "argv", ["bench_gpu"])
+    before = time.monotonic()
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "scripts" / "bench_gpu"), run_name="__main__")
+    assert before < times["started"] < times["imported"]
 
 
 def test_the_page_of_gpus_is_written_from_the_results(tmp_path: Path) -> None:
