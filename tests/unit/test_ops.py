@@ -208,7 +208,7 @@ def test_what_else_is_compiled_on_gpus(words: list[str], op: str, monkeypatch: p
     loaded = load([*AUTO, *words])
     assert op in preflight.needed_ops(loaded.cfg, GPU) and op not in preflight.needed_ops(loaded.cfg, CPU)
     assert op in preflight.OPS and op in build._BUILDERS
-    monkeypatch.setattr(preflight, "_has_nvcc", lambda environ: False)
+    monkeypatch.setattr(preflight, "_cuda_home", lambda environ: Path("/nowhere"))
     with pytest.raises(ConfigError, match=f"{op}.*nvcc.*=false"):
         preflight.check_compiler(loaded, GPU)
 
@@ -257,6 +257,67 @@ def test_nvcc_is_where_pytorch_looks(
     (tmp_path / "cuda/bin/nvcc").touch()
     monkeypatch.setattr(preflight.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert ("nvcc" not in preflight.lacking_tools(["fused_adam"], {"CUDA_HOME": str(tmp_path / home)})) is is_found
+
+
+TOOLKIT = ("cuda_runtime.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
+
+
+@pytest.mark.parametrize(
+    ("op", "files", "variables", "told"),
+    [
+        ("fused_adam", [f"cuda/include/{name}" for name in TOOLKIT], {}, ""),
+        (
+            "fused_adam",
+            ["cuda/include/cuda_runtime.h"],
+            {},
+            "cusparse.h, cublas_v2.h, cublasLt.h, cusolverDn.h (l",
+        ),
+        ("fused_lion", [], {}, "cuda_runtime.h, cusparse.h"),
+        ("fused_adam", [f"wheels/nvidia/cu13/include/{name}" for name in TOOLKIT], {}, "cuda_runtime.h, cusparse.h"),
+        ("fused_adam", [f"math/{name}" for name in TOOLKIT], {"CPATH": "/nowhere:{}/math"}, ""),
+        ("fused_adam", [f"math/{name}" for name in TOOLKIT], {"CPLUS_INCLUDE_PATH": "{}/math"}, ""),
+        ("quantizer", [f"math/{name}" for name in TOOLKIT], {"CUDA_INC_PATH": "{}/math"}, ""),
+        ("fused_adam", [f"cuda/targets/x86_64-linux/include/{name}" for name in TOOLKIT], {}, ""),
+        ("quantizer", [f"cuda/targets/x86_64-linux/include/{name}" for name in TOOLKIT], {}, "cuda_runtime.h, "),
+        ("dc", [f"cuda/include/{name}" for name in TOOLKIT], {}, "nccl.h (looked"),
+        ("gds", ["cuda/include/cuda_runtime.h"], {}, "cufile.h (looked"),
+    ],
+)
+def test_a_toolkit_without_headers_builds_nothing(
+    op: str,
+    files: list[str],
+    variables: dict[str, str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """nvcc comes alone, too, and NVIDIA has its libraries' headers elsewhere (HPC SDK). g++ does not look where nvcc
+    does (conda), and nobody in wheels."""
+    system = ["/usr/local/include", "/usr/include"]
+    folders = preflight._include_folders
+    monkeypatch.setattr(
+        preflight, "_include_folders", lambda environ: [folder for folder in folders(environ) if folder not in system]
+    )
+    for file in ("cuda/bin/nvcc", *files):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    variables = {name: value.format(tmp_path) for name, value in variables.items()}
+    environ = {**GPU, "CUDA_HOME": f"{tmp_path}/cuda", **variables}
+    lacking = [tool for tool in preflight.lacking_tools([op], environ) if ".h" in tool and tool != "Python.h"]
+    assert len(lacking) == bool(told)
+    if told:
+        assert lacking[0].startswith(told) and f"{tmp_path}/cuda/include" in lacking[0]
+        assert preflight.how_to_install(lacking).endswith("or CPATH=DIRECTORY of these headers")
+
+
+def test_missing_headers_are_an_error_or_another_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/nvcc").touch()
+    monkeypatch.setattr(preflight, "_include_folders", lambda environ: [])
+    environ = {**GPU, "CUDA_HOME": str(tmp_path)}
+    assert preflight.with_optimizer(load(AUTO).cfg, environ)[0].optim.torch is True
+    with pytest.raises(ConfigError, match=r"fused_adam.* cusolverDn\.h \(looked in .*/include\) .*CPATH.*torch=true"):
+        preflight.check_compiler(load([*AUTO, "optim.torch=false"]), environ)
 
 
 def test_what_is_missing_here_is_told_with_what_is_wrong_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

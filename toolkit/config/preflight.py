@@ -599,12 +599,41 @@ def extensions_dir(environ: Mapping[str, str] = os.environ, proc: Path = Path("/
     return cache / "torch_extensions" / f"{python}-torch{torch}-cuda{cuda or 'none'}-{digest}"
 
 
-def _has_nvcc(environ: Mapping[str, str]) -> bool:
-    """Whether there is an nvcc where PyTorch looks (torch 2.13, cpp_extension.py, _find_cuda_home)."""
-    home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    if not home:
-        return bool(shutil.which("nvcc")) or Path("/usr/local/cuda/bin/nvcc").exists()
-    return Path(home, "bin/nvcc").exists()
+def _cuda_home(environ: Mapping[str, str]) -> Path:
+    """Return where PyTorch expects nvcc and its headers (torch 2.13, cpp_extension.py, _find_cuda_home)."""
+    nvcc = shutil.which("nvcc")
+    usual = Path(nvcc).parent.parent if nvcc else "/usr/local/cuda"
+    return Path(environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or usual)
+
+
+_CUDA_HEADERS = ("cuda_runtime.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
+"""Those that ATen/cuda/CUDAContext.h includes (torch 2.13)."""
+_HEADERS = {
+    **dict.fromkeys(("fused_adam", "fused_lion", "quantizer"), _CUDA_HEADERS),
+    "dc": (*_CUDA_HEADERS, "nccl.h"),
+    "gds": ("cuda_runtime.h", "cufile.h"),
+}
+"""Op for GPUs -> headers outside of DeepSpeed and PyTorch that its sources include (0.19.8)."""
+
+
+def _include_folders(environ: Mapping[str, str]) -> list[str]:
+    named = ":".join(environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")).split(":")
+    return [*filter(None, named), "/usr/local/include", "/usr/include"]
+
+
+def _missing_headers(ops: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return which headers a build of ops for GPUs does not find, and where it looks (torch 2.13, cpp_extension.py,
+    include_paths): not in NVIDIA's wheels. "" if it finds all.
+    """
+    home = _cuda_home(environ)
+    folders = [str(home / "include"), *filter(None, [environ.get("CUDA_INC_PATH")]), *_include_folders(environ)]
+    if all(op.startswith("fused_") for op in ops):  # of nvcc alone, which looks beside itself, too (nvcc.profile)
+        beside = (home / "bin/nvcc").resolve().parent.parent
+        folders[1:1] = map(str, [beside / "include", *beside.glob("targets/*/include")])
+    headers = dict.fromkeys(header for op in ops for header in _HEADERS[op])
+    missing = [header for header in headers if not any(Path(folder, header).exists() for folder in folders)]
+    looked = ", ".join(dict.fromkeys(folders))
+    return tr("{headers} (looked in {folders})", headers=", ".join(missing), folders=looked) if missing else ""
 
 
 def lacking_tools(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -620,9 +649,11 @@ def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> 
         "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
     }
     if "async_io" in names:
-        has["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in ("/usr/include", "/usr/local/include"))
-    if any(name.startswith("fused_") or name in ("quantizer", "dc", "gds") for name in names):
-        has["nvcc"] = _has_nvcc(environ)
+        has["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in _include_folders(environ))
+    if on_gpu := [name for name in names if name in _HEADERS]:
+        has["nvcc"] = (_cuda_home(environ) / "bin/nvcc").exists()
+        if has["nvcc"] and (missing := _missing_headers(on_gpu, environ)):
+            has[missing] = False
     return {name: bool(found) for name, found in has.items()}
 
 
@@ -635,7 +666,8 @@ def how_to_install(tools: Iterable[str]) -> str:
         "libaio.h": "apt install libaio-dev",
         "nvcc": tr("the CUDA toolkit of torch.version.cuda, with CUDA_HOME set"),
     }
-    return "; ".join(commands[tool] for tool in tools)
+    headers = tr("all of nvcc's CUDA toolkit, or CPATH=DIRECTORY of these headers")
+    return "; ".join(commands.get(tool, headers) for tool in tools)
 
 
 def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> None:
