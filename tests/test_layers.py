@@ -178,6 +178,13 @@ def test_sizes() -> None:
                 assert lines <= LARGEST_FUNCTION, f"{path}: {node.name} has {lines} lines"
 
 
+def test_one_function_decides_where_a_process_computes() -> None:
+    """Ranks ask DeepSpeed, everything else process_group.device_alone; attention.py asks what kernels a GPU has."""
+    sources = {path: path.read_text(encoding="utf-8") for path in [*files(), *(ROOT / "benchmarks").glob("*.py")]}
+    asking = {path.stem for path, text in sources.items() if "cuda.is_available" in text}
+    assert asking == {"process_group", "attention"}
+
+
 def test_the_package_grows_by_what_is_said_alone() -> None:
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files())
     assert LARGEST_PACKAGE - 1000 < lines <= LARGEST_PACKAGE, "more: say what it buys; less: lower the number"

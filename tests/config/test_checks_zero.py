@@ -141,6 +141,18 @@ def test_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert str(first).partition(": ")[2] == REFUSED[words]
 
 
+def test_a_gpu_that_ranks_leave_alone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by DeepSpeed's variable, or hidden by CUDA's."""
+    monkeypatch.setattr(preflight.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "nvidia-smi" else None)
+    loaded = loaded_with("zero=stage3_zeropp", "precision=fp16", f"run.dir={tmp_path}")
+    assert not [*preflight.check_devices(loaded)]
+    for name, value in (("DS_ACCELERATOR", "cpu"), ("CUDA_VISIBLE_DEVICES", "")):
+        monkeypatch.delenv("DS_ACCELERATOR")
+        monkeypatch.setenv(name, value)
+        told = [str(error) for error in preflight.check_devices(loaded)]
+        assert "zero.zero_quantized_weights = true needs NVIDIA GPUs" in "\n".join(told), name
+
+
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted_by_deepspeed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that is written arrives in DeepSpeed's own config, on a machine with GPUs."""

@@ -98,9 +98,14 @@ def test_what_has_no_room_is_left_out_alone(
     assert peaks["stage1 4"] > room
     machine = replace(parse_machine("2x80GB", 1, ""), memory_bytes=room, context_bytes=0)
     monkeypatch.setattr("toolkit.jobs.autotune.this_machine", lambda nodes: machine)
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     assert main(["autotune", "--num_gpus", "2", *RECIPE, "stages=1,3", f"run.dir={tmp_path}"]) == 0
     assert sorted(tried) == sorted(name for name, peak in peaks.items() if peak <= machine.usable_bytes)
     assert "zero=stage1 batch.micro_per_gpu=4  skipped: by plan a rank needs " in capfd.readouterr().out
+    tried.clear()
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # no rank is on a GPU, whose memory decides nothing then
+    assert main(["autotune", "--num_gpus", "2", *RECIPE, "stages=1", f"run.dir={tmp_path}/cpu"]) == 0
+    assert tried == ["stage1 1", "stage1 2", "stage1 4"]
 
 
 def test_what_the_recipe_offloads_stays_there(tried: list[str], tmp_path: Path) -> None:

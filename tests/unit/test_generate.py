@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.speaker import SAYS, write_random, write_speaker
-from toolkit.cli import main
+from toolkit.cli import main, rounds
 from toolkit.evaluate import generate
 from toolkit.evaluate.generate import AnswerFile
 from toolkit.export.load import load_any
@@ -44,6 +45,15 @@ def test_one_question(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == SAYS + "\n"
     assert main(["generate", f"model.path={model}", "prompt=x", "max_new_tokens=6", "system=be short"]) == 0
     assert capsys.readouterr().out == "你吗\n", "three bytes each: a token is a byte"
+
+
+def test_a_gpu_is_left_alone_where_ranks_leave_it(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    model = load_any(str(random_model)).model
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    assert rounds._devices({}) == [""], "one process answers on the CPU, not eight"
 
 
 def test_a_template_of_a_recipe(tmp_path: Path, random_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,18 @@ def start(
     return process_group.start(DistributedConfig(backend=Backend(environ.get("BACKEND", "gloo")))), found
 
 
+@pytest.mark.parametrize(
+    ("named", "has_gpu", "expected"),
+    [(None, True, "cuda"), ("", True, "cuda"), ("cuda", True, "cuda"), ("cuda", False, "cpu"), ("cpu", True, "cpu")],
+)
+def test_a_process_alone_computes_where_ranks_would(
+    named: str | None, has_gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if named is None else {"DS_ACCELERATOR": named})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert process_group.device_alone() == torch.device(expected)
+
+
 def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     device, environ = start(monkeypatch, visible=4, local_rank=3)
     assert (device, environ["LOCAL_RANK"]) == (torch.device("cuda:3"), "3")

@@ -70,7 +70,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         scored([row("a")], Reward(kind="exact_match"))
 
 
-def test_a_reward_model_scores_what_training_gives_it(tmp_path: Path) -> None:
+def test_a_reward_model_scores_what_training_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     import transformers
 
@@ -82,6 +82,8 @@ def test_a_reward_model_scores_what_training_gives_it(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), num_labels=1, pad_token_id=0, **sizes)
     model = transformers.LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     found = scored([row("a"), row("a longer one")], Reward(kind=str(tmp_path)))
     for one in found:
         said = [*one["messages"], {"role": "assistant", "content": one["answer"]}]

@@ -79,10 +79,8 @@ def _devices(options: dict[str, str]) -> list[str]:
 
 
 def _gpus_here() -> int:
-    from toolkit.models.attention import trains_on_gpu
-
-    if not trains_on_gpu():
-        return 1
     import torch
 
-    return torch.cuda.device_count()
+    from toolkit.distributed import process_group
+
+    return torch.cuda.device_count() if process_group.device_alone().type == "cuda" else 1

@@ -277,14 +277,14 @@ def check_positions(loaded: LoadedConfig) -> None:
     )
 
 
-_TOOLS = ("nvidia-smi", "rocm-smi", "amd-smi", "npu-smi", "hl-smi", "xpu-smi", "cnmon", "mthreads-gmi")
-"""Programs that come with the drivers of NVIDIA, AMD, Ascend, Gaudi, Intel, Cambricon and Moore Threads."""
+_OTHER_TOOLS = ("rocm-smi", "amd-smi", "npu-smi", "hl-smi", "xpu-smi", "cnmon", "mthreads-gmi")
+"""Programs that come with the drivers of AMD, Ascend, Gaudi, Intel, Cambricon and Moore Threads."""
 
 
 def is_cpu() -> bool:
     """Return whether ranks on this machine compute on its processors: DeepSpeed was told so, or finds nothing else."""
-    accelerator = os.environ.get("DS_ACCELERATOR", "")
-    return accelerator == "cpu" if accelerator else not any(map(shutil.which, _TOOLS))
+    is_told = bool(os.environ.get("DS_ACCELERATOR"))
+    return device_here() == "cpu" and (is_told or not any(map(shutil.which, _OTHER_TOOLS)))
 
 
 def _has_fp16(cpuinfo: Path) -> bool:
@@ -361,7 +361,7 @@ def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "DS_ACCELERATOR=cuda.",
         )
     for key in _GPU_ONLY:
-        if schema.get_value(loaded.cfg, key) and shutil.which("nvidia-smi") is None:
+        if schema.get_value(loaded.cfg, key) and (is_cpu() or shutil.which("nvidia-smi") is None):
             yield loaded.error(key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.")
     if loaded.cfg.optim.name is schema.OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
         yield loaded.error(

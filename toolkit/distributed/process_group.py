@@ -61,6 +61,14 @@ def _not_together(config: schema.DistributedConfig, error: Exception) -> LaunchE
     )
 
 
+def device_alone() -> torch.device:
+    """Return where a process that is no rank computes: on a GPU that PyTorch sees, unless DS_ACCELERATOR, which decides
+    for ranks, names something else. Without DeepSpeed, whose import takes seconds and speaks on stdout.
+    """
+    on_gpu = (os.environ.get("DS_ACCELERATOR") or "cuda") == "cuda" and torch.cuda.is_available()
+    return torch.device("cuda" if on_gpu else "cpu")
+
+
 def start(config: schema.DistributedConfig) -> torch.device:
     """Join the process group by the launcher's variables (RANK, ..., MASTER_PORT); return this rank's device."""
     import deepspeed

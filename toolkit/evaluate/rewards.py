@@ -100,10 +100,11 @@ def _by_model(folder: Path) -> Score:
     import torch
     from transformers import AutoModelForSequenceClassification
 
+    from toolkit.distributed import process_group
     from toolkit.models import chat
 
     encoder = chat.chat_encoder(chat.load_tokenizer(str(folder)))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = process_group.device_alone()
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).to(device).eval()
 
     @torch.no_grad()

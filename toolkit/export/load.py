@@ -10,6 +10,7 @@ import transformers
 
 from toolkit.checkpoint import directory
 from toolkit.config.schema import Dtype, ModelConfig
+from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models import adapters, chat, load, save
 
@@ -38,10 +39,10 @@ def load_any(
         adapter: directory of an adapter that was trained on the model in `path`; "" none.
         family: see `load_chat_encoder`, as for `chat_template`: a file; "" the model's own.
         dtype: fp32, bf16 or fp16; auto: bf16 on a GPU, fp32 on CPUs.
-        device: such as cuda:1; "" takes the GPU if there is one.
+        device: such as cuda:1; "" takes the GPU if there is one, unless DS_ACCELERATOR=cpu.
     """
     transformers.utils.logging.disable_progress_bar()
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = torch.device(device) if device else process_group.device_alone()
     precision = Dtype(dtype) if dtype != "auto" else Dtype.fp32 if target.type == "cpu" else Dtype.bf16
     folder = _of_run(Path(path)) if path else Path(adapter)
     if not folder.is_dir():

@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 
 from toolkit.arguments import check_parsed, parse
-from toolkit.config import mesh, schema
+from toolkit.config import mesh, preflight, schema
 from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, hostfile, processes
@@ -83,7 +83,8 @@ def run_autotune(words: list[str]) -> int:
     own = {"sweep": given.get("sweep") or name}
     plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_BRIEF], own=own)
     # The machine whose memory decides, if it is one of those that take part, and anybody knows its GPUs.
-    machine = this_machine(len(hosts)) if any(map(hostfile.is_here, hosts)) else None
+    takes_part = preflight.device_here() == "cuda" and any(map(hostfile.is_here, hosts))
+    machine = this_machine(len(hosts)) if takes_part else None
     configs = _configs(plan, {stage: groups[stage] for stage in stages}, micro, world_size, machine)
     if not configs:
         raise ConfigError(tr("nothing is left to try."))
