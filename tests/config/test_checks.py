@@ -299,6 +299,9 @@ REFUSED = {
         "still rises."
     ),
     "train.max_steps=5 train.epochs=2": "train.max_steps = 5 and train.epochs = 2 are both given: keep one of them.",
+    "preference=dpo data=examples_pairs preference.gamma=0.5": (
+        "preference.gamma = 0.5 has no effect: preference.loss is sigmoid. Remove it, or set preference.gamma=0.0."
+    ),
     "profile.comms.enabled=true profile.comms.prof_ops=[all_reduce]": (
         "profile.comms.prof_ops = [all_reduce] has no effect: profile.comms.prof_all is true. Remove it, or "
         "set profile.comms.prof_ops=[]."

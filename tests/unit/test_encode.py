@@ -436,6 +436,8 @@ def test_llama_tokenizers_begin_texts_with_bos(legacy: bool, is_saved: bool, tmp
     assert encoder.encode([{"role": "text", "content": "hello world"}])[0] == [*loaded("hello world")["input_ids"], 2]
     assert loaded("hello world")["input_ids"][0] == 1 and loaded.add_bos_token is not is_saved
     assert (encoder.text_key == ()) is (legacy and not is_saved)
+    chats, _ = TemplateChatEncoder(loaded).encode(chat("hello", "world"))
+    assert 1 not in chats, "a conversation begins as its template says"
 
 
 def test_tools_reach_the_template(tokenizer: Any) -> None:

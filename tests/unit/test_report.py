@@ -82,6 +82,7 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
     for text in ("4.0000", "deepspeed --num_gpus 2 run.py recipe=quickstart", "started again after step 20", "9.0000"):
         assert (text in page.text) == (text != "9.0000"), text
+    assert "2.8120" in page.text and "from 7.7074" in page.text, "the losses of the last step and of the first"
     assert not {"link", "img", "iframe", "object"} & set(page.elements), "nothing is fetched"
     assert "A step was planned to take 0.25 s: 4,321 tokens/s." in page.text
     assert "weights 1, logits and loss 0.5" in page.text
