@@ -567,6 +567,15 @@ def test_parts_of_layers_become_other_parts(name: str, shape: tuple[int, int], t
         assert found.read(name, "weight", 1, part.numel() - 1, (number, 4)).equal(part.reshape(-1)[1:])
 
 
+@pytest.mark.parametrize(("length", "ranks"), [(7, 2), (64, 4), (3, 4)])
+def test_what_all_ranks_have_is_written_once_and_whole(length: int, ranks: int) -> None:
+    """Whatever the length: without ZeRO each rank writes a share."""
+    piece = engine_state._Piece(torch.nn.Parameter(torch.empty(length)), 5, 9, length)
+    shares = [engine_state._share(piece, rank, ranks) for rank in range(ranks)]
+    assert [number for one in shares for number in range(one.place, one.place + one.length)] == [*range(5, 5 + length)]
+    assert all(one.offset - one.place == 4 for one in shares)
+
+
 def test_turned_matrices_are_read_either_way(tmp_path: Path) -> None:
     whole = torch.arange(6.0).view(2, 3)
     turned = whole.t().reshape(-1)
