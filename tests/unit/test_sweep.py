@@ -400,3 +400,12 @@ def test_another_search_of_the_same_name_is_refused() -> None:
     Path("runs/trial-000.do").unlink()
     assert sweep.run(first) == 0
     assert states() == {"trial-000": ("done", 0)}
+
+
+def test_a_trial_is_judged_by_its_best_evaluation(tmp_path: Path) -> None:
+    rows = [
+        {"step": step, "eval_loss": loss, "eval_bleu": bleu} for step, loss, bleu in ((0, 3, 1), (1, 1, 5), (2, 2, 4))
+    ]
+    rows.append({"step": 3, "eval_loss": "nan", "eval_bleu": "nan"})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_result(tmp_path).best == 1 and read_result(tmp_path, "eval_bleu").best == 5
