@@ -15,8 +15,10 @@ from shared import (
     LORA,
     RECOMPUTE,
     PlainOptimizer,
+    by_tier,
     global_batches,
     losses,
+    of_tier,
     rows_of,
     tiny,
     train_cells,
@@ -54,7 +56,7 @@ CELLS: dict[str, list[str]] = {
         else {}
     ),
     "kto-full-stage0": ["zero=stage0", *KTO, *FULL, *SAVED],
-    "kto-full-stage3-micro2": ["zero=stage3", ALL, "batch.micro_per_gpu=2", RECOMPUTE, *KTO, *FULL],
+    "kto-full-stage3-micro2": ["zero=stage3", ALL, "batch.micro_per_gpu=2", RECOMPUTE, *KTO, *FULL, *SAVED],
     "kto-lora-stage2": ["zero=stage2", *KTO, *LORA, *SAVED],
 }
 ROOM_MIB = {"full-stage1-auto": [8192.0, 8192.0]}
@@ -66,6 +68,12 @@ ONE_RANK = {
     "kto-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *KTO, *FULL],
 }
 RESUMED = [name for name in CELLS if {"checkpoint.every=4"} <= set(CELLS[name])]
+LATE = (
+    *("full-stage2-micro2", "lora-stage3-rows", "freeze-stage2", "bf16-stage2", "kto-full-stage0"),
+    *("lora-one-rank-1x4", "kto-one-rank-4x1", "qlora-bf16-stage1", "kto-qlora-stage1"),
+)
+RESUMED_LATE = ("qlora-stage2", "kto-full-stage0", "kto-lora-stage2")
+"""Cells of the nightly tier: what is particular to each is met in another one."""
 
 
 def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
@@ -83,12 +91,13 @@ def words(pairs_file: Path, folder: Path, name: str, overrides: list[str]) -> li
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, pairs_file: Path) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pairs_file: Path) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("preference")
     words_of = partial(words, pairs_file, folder)
-    resumed = dict.fromkeys(RESUMED, 4)
-    return train_cells(folder, (CELLS, ONE_RANK), words_of, resumed, ROOM_MIB)
+    resumed = of_tier(request, dict.fromkeys(RESUMED, 4), late=RESUMED_LATE)
+    cells = of_tier(request, CELLS, late=LATE), of_tier(request, ONE_RANK, late=LATE)
+    return train_cells(folder, cells, words_of, resumed, ROOM_MIB)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
@@ -164,7 +173,7 @@ def mismatched(samples: Any, number: int) -> tuple[Any, Any]:
     return np.array([token for token, _ in joined], np.uint16), np.array([mark for _, mark in joined], np.bool_)
 
 
-@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], late=LATE))
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(pairs_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.02, "the reference must learn, or the comparison says little"
@@ -195,7 +204,7 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, pairs_file: 
         assert rows[0]["loss"] == pytest.approx(begin, abs=0.051 if is_kto else 1e-6), "it begins as the reference"
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 4] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 4 and whole == resumed
