@@ -15,8 +15,10 @@ from shared import (
     RECOMPUTE,
     WORDS,
     PlainOptimizer,
+    by_tier,
     global_batches,
     losses,
+    of_tier,
     rows_of,
     tiny,
     train_cells,
@@ -56,6 +58,9 @@ LEARNED = {
     "labels": ["zero=stage0", "distill.weight=1e-6", "train.max_steps=40", *FULL],
 }
 RESUMED = ("live-stage3", "stored-stage2", "general-lora-stage3", "general-stored-stage1")
+LATE = ("live-stage0", "live-lora-stage2", "stored-stage2", "general-lora-packed-stage2", "live-one-rank-4x1")
+RESUMED_LATE = ("live-stage3", "stored-stage2")
+"""Cells of the nightly tier: what is particular to each is met in another one."""
 
 
 @pytest.fixture(scope="session")
@@ -114,12 +119,15 @@ def files(rows_file: Path, general_file: Path, teacher: Path) -> tuple[Path, Pat
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, files: tuple[Path, Path, Path]) -> Path:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, files: tuple[Path, Path, Path]
+) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("distill")
     words_of = partial(words, files, folder)
-    resumed = dict.fromkeys(RESUMED, 3)
-    return train_cells(folder, (CELLS, {**ONE_RANK, **LEARNED}), words_of, resumed)
+    resumed = of_tier(request, dict.fromkeys(RESUMED, 3), late=RESUMED_LATE)
+    cells = of_tier(request, CELLS, late=LATE), of_tier(request, {**ONE_RANK, **LEARNED}, late=LATE)
+    return train_cells(folder, cells, words_of, resumed)
 
 
 def apart(cfg: Any, logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -178,7 +186,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], late=LATE))
 def test_every_layout_follows_the_plain_loop(
     name: str, runs: Path, files: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
@@ -212,7 +220,7 @@ def test_held_out_answers_are_nearer_to_the_teacher_than_labels_bring_them(runs:
     assert taught < 0.8 * labels and taught < 0.5 * rows_of(runs / "taught")[0]["eval_kl"]
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 3 and whole == resumed
