@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from ranks import REPOSITORY, forked, run
-from shared import WORKER, can_do_async_io, losses
+from shared import WORKER, by_tier, can_do_async_io, losses, of_tier
 
 from toolkit.config.preflight import _has_fp16
 
@@ -31,6 +32,25 @@ def recipes() -> list[str]:
     """Return the shipped recipes that a CPU allows."""
     found = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.yaml"))
     return [name for name in found if name not in NEEDS_GPU]
+
+
+def choices(recipe: str) -> dict[str, str]:
+    """Return the groups that a recipe and those it is made of choose."""
+    found: dict[str, str] = {}
+    for entry in yaml.safe_load((REPOSITORY / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8"))["defaults"]:
+        if isinstance(entry, dict):
+            found |= {group.removeprefix("override /"): name for group, name in entry.items()}
+        elif entry != "_self_":
+            found |= choices(entry)
+    return found
+
+
+def late() -> list[str]:
+    """Return the recipes of the nightly tier: all but the first of each way of tuning under each stage of ZeRO."""
+    found: dict[tuple[str | None, str | None], str] = {}
+    for name in recipes():
+        found.setdefault((choices(name).get("zero"), choices(name).get("tuning")), name)
+    return [name for name in recipes() if name not in found.values()]
 
 
 def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
@@ -81,10 +101,13 @@ def overrides(recipe: str, rows_file: Path, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: Path) -> Path:
-    """Run all recipes in one launch."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: Path
+) -> Path:
+    """Run the recipes of the tier in one launch."""
     folder = tmp_path_factory.mktemp("recipes")
-    names = [name for name in recipes() if name != "zero3_nvme" or can_do_async_io()]
+    wanted = of_tier(request, dict.fromkeys(recipes()), late=late())
+    names = [name for name in wanted if name != "zero3_nvme" or can_do_async_io()]
     listing = folder / "cases.json"
     data = {name: pairs_file if name in PAIRS | TEXTS else rows_file for name in names}
     listing.write_text(json.dumps([{"overrides": overrides(name, data[name], folder)} for name in names]))
@@ -94,7 +117,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: 
     return folder / "runs"
 
 
-@pytest.mark.parametrize("recipe", recipes())
+@pytest.mark.parametrize("recipe", by_tier(recipes(), late=late()))
 def test_two_steps(recipe: str, runs: Path) -> None:
     if recipe == "zero3_nvme" and not can_do_async_io():
         pytest.skip("DeepSpeed's aio op cannot be built here: libaio's headers are missing (Debian: libaio-dev)")
