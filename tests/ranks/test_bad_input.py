@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ranks import REPOSITORY, TIMEOUT_S, forked, free_port, kill_session, run, start
+from ranks import REPOSITORY, TIMEOUT_S, Finished, forked, free_port, kill_session, run, start
 from shared import tiny
+
+from toolkit.cli import main
+from toolkit.distributed import failure, process_group
 
 RUN = str(REPOSITORY / "run.py")
 GOOD = '{"prompt": "red", "response": "blue"}\n'
@@ -131,15 +134,32 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "old habit": (words("--deepspeed", "--deepspeed_config", "ds.json"), r"deepspeed_json=ds\.json"),
     "interface": (words("distributed.interface=nosuch0"), r"no such network interface"),
 }
+IN_GROUP = ("run folder exists",)
+"""Cases that are told in a process group, of which a process has one; the others are told before."""
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Return what runs run.py's command in this process, which keeps its own handlers of signals."""
+    monkeypatch.setattr(failure, "install_signals", lambda: None)
+    monkeypatch.setattr(process_group, "start", lambda config: pytest.fail("that is for IN_GROUP"))
+
+    def run_here(cwd: Path, *words: str) -> Finished:
+        monkeypatch.chdir(cwd)
+        code = main(["train", *words])
+        return Finished(code, "".join(capfd.readouterr()))
+
+    return run_here
 
 
 @pytest.mark.fault("D1", "D2", "D3")
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input(name: str, rows_file: Path, tmp_path: Path) -> None:
+def test_bad_input(name: str, rows_file: Path, tmp_path: Path, train: Callable[..., Finished]) -> None:
     make, expected = CASES[name]
     typed = make(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    finished = run(forked(0, RUN, *tiny(rows_file, tmp_path, "tiny"), *typed), cwd=tmp_path, timeout_s=60)
+    words = [*tiny(rows_file, tmp_path, "tiny"), *typed]
+    finished = run(forked(0, RUN, *words), cwd=tmp_path) if name in IN_GROUP else train(tmp_path, *words)
     assert finished.code == 2, finished.output
     assert "Traceback" not in finished.output
     last = finished.output.strip().splitlines()[-1]
@@ -166,9 +186,9 @@ def test_a_bad_row_can_be_skipped_and_is_counted(rows_file: Path, tmp_path: Path
     assert re.search(r"Skipped 2 rows: .*bad\.jsonl:38", finished.output)
 
 
-def test_fp16_and_bf16_together(rows_file: Path, tmp_path: Path) -> None:
+def test_fp16_and_bf16_together(rows_file: Path, tmp_path: Path, train: Callable[..., Finished]) -> None:
     (tmp_path / "both.json").write_text(json.dumps({"fp16": {"enabled": True}, "bf16": {"enabled": True}}))
-    finished = run(forked(0, RUN, *tiny(rows_file, tmp_path, "both"), "deepspeed_json=both.json"), cwd=tmp_path)
+    finished = train(tmp_path, *tiny(rows_file, tmp_path, "both"), "deepspeed_json=both.json")
     assert finished.code == 2
     assert re.search(r"both\.json.*fp16.*bf16|both\.json.*bf16.*fp16", finished.output)
 
