@@ -73,9 +73,13 @@ ONE_RANK_CELLS = {
 }
 SHORT = ("stage0", "stage1", "stage2", "stage3")
 """Cells of the default tier."""
-LATE = ("stage2-recompute", "one-rank-1x4", "bf16-stage0", "bf16-stage1")
+LATE = (
+    *("stage2-micro2", "stage2-recompute", "one-rank-1x4", "bf16-stage0", "bf16-stage1"),
+    *("packed-stage2-varlen", "grouped-stage2", "zenflow-stage2"),
+)
 """Those of the nightly tier."""
-SEED_STEPS = 10
+SEED_STEPS = 6
+EXPORTED = ["stage0", "stage3-micro2", "bf16-stage3"]
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +91,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         cells = of_tier(request, all_cells, SHORT, LATE)
         if not cells:
             continue
-        cases = [{"overrides": tiny(rows_file, folder, name, *overrides)} for name, overrides in cells.items()]
+        exported = {name: [f"checkpoint.export={str(name in EXPORTED).lower()}"] for name in cells}
+        cases = [{"overrides": tiny(rows_file, folder, name, *exported[name], *cells[name])} for name in cells]
         listing = folder / f"cases-{len(cells)}.json"
         listing.write_text(json.dumps(cases))
         finished = run([*command, str(listing)], cwd=folder, timeout_s=400)
@@ -133,24 +138,26 @@ def test_profiles_of_deepspeed(runs: Path) -> None:
     assert read_run(runs / "stage2").collectives == [] and not (runs / "stage2" / "flops.txt").exists()
 
 
-def test_zenflow_of_every_step_follows_the_plain_loop(runs: Path, tmp_path: Path, rows_file: Path) -> None:
+def test_zenflow_of_every_step_follows_the_plain_loop(
+    request: pytest.FixtureRequest, runs: Path, tmp_path: Path, rows_file: Path
+) -> None:
     training, validation = plain_loop(
         tiny(rows_file, tmp_path, "reference", "train.gradient_clipping=1000000"), SEED_STEPS
     )
     assert training[0] - training[-1] > 0.1, "the reference itself must learn, or the comparison says little"
-    for name in ZENFLOW_CELLS:
+    for name in of_tier(request, ZENFLOW_CELLS, late=LATE):
         assert furthest(losses(runs / name), training) < TOLERANCE, name
         assert furthest(eval_losses(runs / name), validation) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("cells", [PACKED_CELLS, GROUPED_CELLS], ids=["packed", "grouped"])
 def test_packed_follows_the_plain_loop(
-    cells: dict[str, list[str]], runs: Path, tmp_path: Path, rows_file: Path
+    request: pytest.FixtureRequest, cells: dict[str, list[str]], runs: Path, tmp_path: Path, rows_file: Path
 ) -> None:
     first = next(iter(cells.values()))
     training, validation = plain_loop(tiny(rows_file, tmp_path, "reference", *first), SEED_STEPS)
     assert training[0] - training[-1] > 0.1, "the reference itself must learn, or the comparison says little"
-    for name in cells:
+    for name in of_tier(request, cells, late=LATE):
         assert furthest(losses(runs / name), training) < TOLERANCE, name
         assert furthest(eval_losses(runs / name), validation) < TOLERANCE, name
         padding = [row["padding_fraction"] for row in rows_of(runs / name) if "loss" in row]
@@ -185,7 +192,7 @@ def test_every_run_is_whole(name: str, runs: Path) -> None:
     assert config["zero_optimization"]["stage"] == expected
 
 
-@pytest.mark.parametrize("name", ["stage0", "stage3-micro2", "bf16-stage3"])
+@pytest.mark.parametrize("name", EXPORTED)
 def test_export_is_what_was_trained(name: str, runs: Path) -> None:
     """Plain transformers loads the folder; its loss on the validation rows is the one that was logged."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
