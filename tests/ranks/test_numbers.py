@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from ranks import forked, run
-from shared import WORKER, losses, plain_loop, rows_of, tiny
+from shared import WORKER, by_tier, losses, of_tier, plain_loop, rows_of, tiny
 
 from toolkit.cli import main
 
-STEPS = 16
+STEPS, SHORT = 16, 8
+"""Of those whose spikes are found, as many norms come before them; of the others."""
 SPIKES = ["train.max_grad_norm_ratio=20", "train.max_loss_ratio=4", f"train.max_steps={STEPS}"]
 FOUR = {"6": ["loss", "nan"], "12": ["gradient", "200"], "13": ["gradient", "nan"], "15": ["loss", "-inf"]}
 OVERFLOWS = {str(step): ["gradient", "inf"] for step in range(3, 12)}
@@ -26,7 +27,7 @@ PLAIN = [
     "schedule=constant",
     "schedule.warmup_steps=0",
 ]
-PLAIN += ["train.gradient_clipping=0", "train.max_steps=8"]
+PLAIN += ["train.gradient_clipping=0"]
 GROWING = [*PLAIN, "precision.initial_scale_power=4", "precision.loss_scale_window=2"]
 CELLS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
     "skip-stage0-fp32": (FOUR, ["zero=stage0", *SPIKES]),
@@ -49,20 +50,23 @@ CELLS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
     "too-many": (ALL_BAD, ["zero=stage1", "train.max_skipped_steps=3"]),
     "fp16-at-the-end": (OVERFLOWS, ["zero=stage2", "precision=fp16", "precision.initial_scale_power=1"]),
 }
+COMMON = [f"train.max_steps={SHORT}", "evaluate.at_start=false"]
+LATE = ("skip-stage0-bf16", "rewind-spike", "growing-stage2-fp16")
+"""Cells of the nightly tier."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
-    """Every cell, in one launch on two ranks."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Every cell of the tier, in one launch on two ranks."""
     folder = tmp_path_factory.mktemp("numbers")
     cases: list[dict[str, Any]] = [
         {
-            "overrides": tiny(rows_file, folder, name, "checkpoint.export=false", "evaluate.at_start=false", *words),
+            "overrides": tiny(rows_file, folder, name, *COMMON, *words),
             "spoil": {"steps": steps, "note": str(folder / f"{name}.note")},
         }
-        for name, (steps, words) in CELLS.items()
+        for name, (steps, words) in of_tier(request, CELLS, late=LATE).items()
     ]
-    again = tiny(rows_file, folder, "stop", *CELLS["stop"][1], "checkpoint.export=false", "evaluate.at_start=false")
+    again = tiny(rows_file, folder, "stop", *COMMON, *CELLS["stop"][1])
     cases.append({"overrides": [*again, "train.on_bad_step=skip"]})  # the same step again, this time without the fault
     listing = folder / "cases.json"
     listing.write_text(json.dumps(cases))
@@ -84,7 +88,7 @@ def noted(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.fault("N1", "N4")
-@pytest.mark.parametrize("name", [name for name in CELLS if name.startswith("skip")])
+@pytest.mark.parametrize("name", by_tier([name for name in CELLS if name.startswith("skip")], late=LATE))
 def test_a_bad_step_changes_nothing(name: str, folder: Path, rows_file: Path) -> None:
     assert len(noted(folder, name)) == 4, "the faults did not happen"
     rows = rows_of(folder / "runs" / name)
@@ -116,7 +120,7 @@ def test_the_norms_without_zero_are_those_with_it(folder: Path) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=0.05)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_an_update_has_its_size_when_the_loss_scale_grows(stage: int, folder: Path) -> None:
     """DeepSpeed 0.19.8 divides by the scale of the next step, unless we do."""
     fixed, growing = (losses(folder / "runs" / f"{name}-fp16") for name in ("fixed-stage2", f"growing-stage{stage}"))
@@ -124,13 +128,13 @@ def test_an_update_has_its_size_when_the_loss_scale_grows(stage: int, folder: Pa
 
 
 @pytest.mark.fault("N4")
-@pytest.mark.parametrize("name", ["rewind-stage0", "rewind-stage3-offload", "rewind-spike"])
+@pytest.mark.parametrize("name", by_tier(["rewind-stage0", "rewind-stage3-offload", "rewind-spike"], late=LATE))
 def test_a_rewound_run_goes_around_the_data(name: str, folder: Path, rows_file: Path) -> None:
     spike = name == "rewind-spike"
     assert noted(folder, name) == (["14 loss 50"] if spike else ["6 loss nan"])
     # Back from 6 to 4, or from 14 to 12; or one save further if the last was not proven yet at the bad step.
     run_folder = folder / "runs" / name
-    steps, bad = (STEPS, 14) if spike else (10, 6)
+    steps, bad = (STEPS, 14) if spike else (SHORT, 6)
     said = re.search(rf"Rewound to step (\d+); the data of the steps up to {bad} is skipped", output(folder, name))
     assert said is not None
     back = int(said[1])
@@ -157,19 +161,18 @@ def test_ruined_weights_displace_no_good_checkpoint(name: str, folder: Path) -> 
     back = re.findall(r"Rewound to step (\d+)", said)
     assert back == (["6", "4"] if unseen else ["4"]), "first to the newest, then to the last that a good step followed"
     rows = [row for row in rows_of(run_folder) if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["step"] for row in rows] == list(range(1, SHORT + 1))
     assert all(isinstance(row["loss"], float) for row in rows)
     assert json.loads((run_folder / "DONE").read_text())["rewinds"] == len(back)
     kept = sorted(path.name for path in (run_folder / "checkpoints").iterdir())
-    assert kept == ["good", "latest", "step-10", *(["step-6.replaced"] if unseen else [])]
+    assert kept == ["good", "latest", *(["step-6.replaced"] if unseen else []), f"step-{SHORT}"]
 
 
 def output(folder: Path, name: str) -> str:
     """Return what was said during one cell."""
     text = (folder / "output").read_text()
-    place = list(CELLS).index(name)
-    parts = re.split(r"(?m)^.*Run directory: .*$", text)
-    return parts[place + 1]
+    _, *parts = re.split(r"(?m)^.*Run directory: (.*)$", text)
+    return next(told for where, told in zip(parts[::2], parts[1::2], strict=True) if where.endswith(f"/{name}"))
 
 
 def test_what_went_wrong_is_shown(folder: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,4 +214,4 @@ def test_a_run_that_cannot_go_on_says_why(name: str, text: str, folder: Path) ->
 
 def test_the_policy_may_change_on_the_way(folder: Path, rows_file: Path) -> None:
     """Stopped at step 6 and started again: it goes on after step 4, and loses nothing."""
-    assert losses(folder / "runs" / "stop") == pytest.approx(plain(folder, rows_file, "stop", 10), abs=2e-5)
+    assert losses(folder / "runs" / "stop") == pytest.approx(plain(folder, rows_file, "stop", SHORT), abs=2e-5)
