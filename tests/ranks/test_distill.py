@@ -58,7 +58,7 @@ LEARNED = {
     "labels": ["zero=stage0", "distill.weight=1e-6", "train.max_steps=40", *FULL],
 }
 RESUMED = ("live-stage3", "stored-stage2", "general-lora-stage3", "general-stored-stage1")
-LATE = ("live-stage0", "live-lora-stage2", "stored-stage2", "general-lora-packed-stage2", "live-one-rank-4x1")
+LATE = ("live-stage0", "live-lora-stage2", "stored-stage2", "live-one-rank-4x1")
 RESUMED_LATE = ("live-stage3", "stored-stage2")
 """Cells of the nightly tier: what is particular to each is met in another one."""
 

@@ -51,7 +51,7 @@ CELLS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
     "fp16-at-the-end": (OVERFLOWS, ["zero=stage2", "precision=fp16", "precision.initial_scale_power=1"]),
 }
 COMMON = [f"train.max_steps={SHORT}", "evaluate.at_start=false"]
-LATE = ("skip-stage0-bf16", "rewind-spike", "growing-stage2-fp16")
+LATE = ("skip-stage1-bf16", "rewind-spike", "growing-stage2-fp16")
 """Cells of the nightly tier."""
 
 
