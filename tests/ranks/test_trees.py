@@ -5,23 +5,25 @@ from pathlib import Path
 
 import pytest
 from ranks import forked, run
-from shared import ALL, LORA, RECOMPUTE, WORKER, conversations, rows_of, trained
+from shared import ALL, LORA, RECOMPUTE, WORKER, by_tier, conversations, of_tier, rows_of, trained
 
 # fp32: the only difference left is the order of additions.
 TOLERANCE = 1e-5
-STEPS = 6
-SAVED = ["checkpoint.every=3", "checkpoint.keep=0"]
+STEPS = 4
+SAVED = ["checkpoint.every=2", "checkpoint.keep=0"]
 
 # name -> overrides; two ranks
 CELLS: dict[str, list[str]] = {
     "stage2": ["zero=stage2", *SAVED],
     "stage3-micro2": ["zero=stage3", ALL, "batch.micro_per_gpu=2", RECOMPUTE],
     "lora-stage3": ["zero=stage3", ALL, RECOMPUTE, *LORA, *SAVED],
-    "lora-stage2-mask": ["zero=stage2", "model.attention=sdpa", *LORA],
+    "lora-stage2-mask": ["zero=stage2", "model.attention=sdpa", "batch.micro_per_gpu=2", *LORA],
     "sequence": ["zero=stage2", "parallel.sequence=2"],
     "pipeline": ["zero=stage1", "parallel.pipeline=2", RECOMPUTE],
 }
 RESUMED = ("stage2", "lora-stage3")
+LATE, RESUMED_LATE = ("stage3-micro2",), ("stage2",)
+"""Cells of the nightly tier: what is particular to each is met in another one."""
 
 
 @pytest.fixture(scope="session")
@@ -31,16 +33,16 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
     """Train all cells, as trees and as copies; resume some from the middle in directories of their own."""
     folder = tmp_path_factory.mktemp("trees")
-    cases = []
-    for name, given in CELLS.items():
+    cases, resumed = [], of_tier(request, dict.fromkeys(RESUMED), late=RESUMED_LATE)
+    for name, given in of_tier(request, CELLS, late=LATE).items():
         base = [*words, f"run.dir={folder}", *given]
         cases.append({"overrides": [*base, f"run.name={name}"]})
         cases.append({"overrides": [*base, f"run.name={name}-copies", "data.share_prefixes=false"]})
-        if name in RESUMED:
-            checkpoint = folder / name / "checkpoints" / "step-3"
+        if name in resumed:
+            checkpoint = folder / name / "checkpoints" / "step-2"
             cases.append({"overrides": [*base, f"run.name={name}-resumed", f"resume={checkpoint}"]})
     listing = folder / "cases.json"
     listing.write_text(json.dumps(cases))
@@ -49,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", by_tier(CELLS, late=LATE))
 def test_trees_follow_their_copies(name: str, runs: Path) -> None:
     trees, copies = (rows_of(runs / one) for one in (name, f"{name}-copies"))
     assert len(trees) == len(copies)
@@ -71,7 +73,7 @@ def test_divided_over_ranks_as_on_one(runs: Path) -> None:
             assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=TOLERANCE, abs=TOLERANCE), (key, one)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
-    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 3] for one in (name, f"{name}-resumed"))
+    whole, resumed = ([row for row in trained(runs / one) if row["step"] > 2] for one in (name, f"{name}-resumed"))
     assert len(whole) >= 3 and whole == resumed
