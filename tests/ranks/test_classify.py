@@ -15,8 +15,10 @@ from shared import (
     STEADY,
     WORDS,
     PlainOptimizer,
+    by_tier,
     global_batches,
     losses,
+    of_tier,
     rows_of,
     tiny,
     train_cells,
@@ -45,6 +47,9 @@ CELLS: dict[str, list[str]] = {
 ONE_RANK = {"full-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL]}
 RESUMED = ("full-stage0", "lora-stage2")
 EXPORTED = ("lora-stage2", "packed-stage3", "full-stage0")
+LATE = ("full-stage0", "full-stage3", "packed-lora")
+RESUMED_LATE = ("full-stage0",)
+"""Cells of the nightly tier: what is particular to each is met in another one."""
 
 
 @pytest.fixture(scope="session")
@@ -66,17 +71,19 @@ def labels_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(labels_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
-    given = [f"train.max_steps={STEPS}", STEADY, "evaluate.at_start=true", "batch.global_size=16", *overrides]
+    export = f"checkpoint.export={str(name in EXPORTED).lower()}"
+    given = [f"train.max_steps={STEPS}", STEADY, "evaluate.at_start=true", "batch.global_size=16", export, *overrides]
     return tiny(labels_file, folder, name, "task=classify", *given)
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, labels_file: Path) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, labels_file: Path) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("classify")
     words_of = partial(words, labels_file, folder)
-    resumed = dict.fromkeys(RESUMED, 6)
-    return train_cells(folder, (CELLS, ONE_RANK), words_of, resumed)
+    resumed = of_tier(request, dict.fromkeys(RESUMED, 6), late=RESUMED_LATE)
+    cells = of_tier(request, CELLS, late=LATE), of_tier(request, ONE_RANK, late=LATE)
+    return train_cells(folder, cells, words_of, resumed)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
@@ -115,7 +122,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], late=LATE))
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, labels_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(labels_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.1, "the reference must learn, or the comparison says little"
@@ -127,13 +134,13 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, labels_file:
     assert whole[0]["grad_norm"] == pytest.approx(expected["grad_norm"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
     assert len(whole) >= STEPS - 6 and whole == resumed
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", by_tier(EXPORTED, late=LATE))
 def test_held_out_samples_get_their_labels_also_in_transformers_alone(name: str, runs: Path, tmp_path: Path) -> None:
     """An export, for LoRA by peft alone and merged: its accuracy over the held-out texts is the run's."""
     import transformers

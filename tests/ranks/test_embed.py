@@ -15,8 +15,10 @@ from shared import (
     STEADY,
     WORDS,
     PlainOptimizer,
+    by_tier,
     global_batches,
     losses,
+    of_tier,
     rows_of,
     tiny,
     train_cells,
@@ -42,6 +44,10 @@ CELLS: dict[str, list[str]] = {
 ONE_RANK = {"full-one-rank-8x1": ["zero=stage1", "batch.micro_per_gpu=8", "train.rehearse=true", *FULL]}
 ONE_RANK["negatives-one-rank-4x2"] = ["zero=stage0", "batch.micro_per_gpu=4", "embed.negatives=1", *MEAN]
 RESUMED = ("full-stage0", "negatives-stage3-micro2", "lora-stage2")
+EXPORTED = ("full-stage3", "negatives-stage3-micro2", "full-stage2-micro2", "lora-stage2")
+LATE = ("full-stage0", "full-stage3", "negatives-one-rank-4x2")
+RESUMED_LATE = ("full-stage0", "lora-stage2")
+"""Cells of the nightly tier: what is particular to each is met in another one."""
 
 
 @pytest.fixture(scope="session")
@@ -60,17 +66,19 @@ def texts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(texts_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
-    given = [f"train.max_steps={STEPS}", STEADY, "evaluate.at_start=true", "batch.global_size=8", *overrides]
+    export = f"checkpoint.export={str(name in EXPORTED).lower()}"
+    given = [f"train.max_steps={STEPS}", STEADY, "evaluate.at_start=true", "batch.global_size=8", export, *overrides]
     return tiny(texts_file, folder, name, "task=embed", *given)
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts_file: Path) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("embed")
     words_of = partial(words, texts_file, folder)
-    resumed = dict.fromkeys(RESUMED, 6)
-    return train_cells(folder, (CELLS, ONE_RANK), words_of, resumed)
+    resumed = of_tier(request, dict.fromkeys(RESUMED, 6), late=RESUMED_LATE)
+    cells = of_tier(request, CELLS, late=LATE), of_tier(request, ONE_RANK, late=LATE)
+    return train_cells(folder, cells, words_of, resumed)
 
 
 def embedded(model: Any, batch: dict[str, torch.Tensor], pooling: str) -> torch.Tensor:
@@ -116,7 +124,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], late=LATE))
 def test_every_layout_follows_one_process_with_the_whole_batch(
     name: str, runs: Path, texts_file: Path, tmp_path: Path
 ) -> None:
@@ -133,13 +141,13 @@ def test_every_layout_follows_one_process_with_the_whole_batch(
     assert [row["pairs"] for row in whole] == expected["pairs"]
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
     assert len(whole) >= STEPS - 6 and whole == resumed
 
 
-@pytest.mark.parametrize("name", ["full-stage3", "negatives-stage3-micro2", "full-stage2-micro2", "lora-stage2"])
+@pytest.mark.parametrize("name", by_tier(EXPORTED, late=LATE))
 def test_held_out_pairs_find_each_other_also_in_transformers_alone(name: str, runs: Path, tmp_path: Path) -> None:
     """An export in the base model of transformers, pooled as it says, has the figures of the run's last evaluation."""
     import transformers

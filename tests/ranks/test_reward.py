@@ -14,7 +14,9 @@ from shared import (
     STEADY,
     WORDS,
     PlainOptimizer,
+    by_tier,
     global_batches,
+    of_tier,
     rows_of,
     tiny,
     train_cells,
@@ -39,6 +41,10 @@ CELLS: dict[str, list[str]] = {
 }
 ONE_RANK = {"full-one-rank-4x1": ["zero=stage1", "batch.micro_per_gpu=4", "train.rehearse=true", *FULL]}
 RESUMED = ("full-stage0", "lora-stage2", "freeze-stage2")
+EXPORTED = ("full-stage3", "lora-stage2", "freeze-stage2")
+LATE = ("full-stage0", "lora-stage3", "freeze-stage2")
+RESUMED_LATE = ("full-stage0", "freeze-stage2")
+"""Cells of the nightly tier: what is particular to each is met in another one."""
 
 
 @pytest.fixture(scope="session")
@@ -57,17 +63,19 @@ def margins_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(margins_file: Path, folder: Path, name: str, overrides: list[str]) -> list[str]:
-    given = [f"train.max_steps={STEPS}", STEADY, "task.center=0.01", "evaluate.at_start=true", *overrides]
+    export = f"checkpoint.export={str(name in EXPORTED).lower()}"
+    given = [f"train.max_steps={STEPS}", STEADY, "task.center=0.01", "evaluate.at_start=true", export, *overrides]
     return tiny(margins_file, folder, name, "task=reward", *given)
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, margins_file: Path) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, margins_file: Path) -> Path:
     """Train all cells; resume some from the middle."""
     folder = tmp_path_factory.mktemp("reward")
     words_of = partial(words, margins_file, folder)
-    resumed = dict.fromkeys(RESUMED, 6)
-    return train_cells(folder, (CELLS, ONE_RANK), words_of, resumed)
+    resumed = of_tier(request, dict.fromkeys(RESUMED, 6), late=RESUMED_LATE)
+    cells = of_tier(request, CELLS, late=LATE), of_tier(request, ONE_RANK, late=LATE)
+    return train_cells(folder, cells, words_of, resumed)
 
 
 def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
@@ -106,7 +114,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*CELLS, *ONE_RANK])
+@pytest.mark.parametrize("name", by_tier([*CELLS, *ONE_RANK], late=LATE))
 def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file: Path, tmp_path: Path) -> None:
     expected = plain_loop(words(margins_file, tmp_path, "plain", ({**CELLS, **ONE_RANK})[name]))
     assert expected["loss"][0] - expected["loss"][-1] > 0.1, "the reference must learn, or the comparison says little"
@@ -122,7 +130,7 @@ def test_every_layout_follows_the_plain_loop(name: str, runs: Path, margins_file
     assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies"} <= rows[0].keys()
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", by_tier(RESUMED, late=RESUMED_LATE))
 def test_resumed_bit_by_bit(name: str, runs: Path) -> None:
     whole, resumed = ([row for row in trained(runs / one) if row["step"] > 6] for one in (name, f"{name}-resumed"))
     assert len(whole) >= STEPS - 6 and whole == resumed
@@ -135,7 +143,7 @@ def test_held_out_pairs_come_in_order(name: str, runs: Path) -> None:
     assert last["eval_rewards/accuracies"] >= 0.9 and last["eval_rewards/margins"] > 0.5
 
 
-@pytest.mark.parametrize("name", ["full-stage3", "lora-stage2", "freeze-stage2"])
+@pytest.mark.parametrize("name", by_tier(EXPORTED, late=LATE))
 def test_transformers_alone_gives_the_same_scores(name: str, runs: Path, tmp_path: Path) -> None:
     """An export, for LoRA by peft alone and merged, and what is exported from the checkpoint."""
     import transformers
