@@ -10,40 +10,42 @@ import torch
 from official import write
 from ranks import forked, run
 from safetensors.torch import load_file
-from shared import WORKER, losses, rows_of, tiny
+from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny
 
 METRICS = "evaluate.metrics=[bleu,chrf,rouge_l,exact_match,distinct_2,length]"
 STEPS = 6
 COMMON = [f"train.max_steps={STEPS}", "checkpoint.every=2", "optim.lr=0.01", "evaluate.max_new_tokens=8"]
-QUIET = ["evaluate.at_start=false", "checkpoint.export=false"]
+QUIET = ["evaluate.at_start=false"]
 GREEDY = [METRICS, "evaluate.every=2", "evaluate.batch_size=2"]
 # 7 validation samples: 4 batches of 2, or 3 of 3, of which the second rank gets one less.
 DRAWN = [METRICS, "evaluate.every=1", "evaluate.batch_size=3", "evaluate.temperature=1.0", "evaluate.top_k=50"]
 CELLS = {
     "quiet-2": ["zero=stage2", *QUIET],
     "quiet-3": ["zero=stage3", *QUIET],
-    "drawn-2": ["zero=stage2", *DRAWN],
-    "drawn-3": ["zero=stage3", "checkpoint.export=false", *DRAWN],
+    "drawn-2": ["zero=stage2", "checkpoint.export=true", *DRAWN],
+    "drawn-3": ["zero=stage3", *DRAWN],
     "greedy-2": [
         "zero=stage2",
-        "checkpoint.export=false",
         *GREEDY,
         "checkpoint.keep=1",
         "evaluate.keep_best=eval_chrf",
     ],
-    "greedy-3": ["zero=stage3", "checkpoint.export=false", *GREEDY],
+    "greedy-3": ["zero=stage3", *GREEDY],
 }
+LATE = ("quiet-2", "greedy-3")
+"""Cells of the nightly tier."""
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
-    """All cells in one launch on two ranks."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """All cells of the tier in one launch on two ranks."""
     folder = tmp_path_factory.mktemp("evaluate")
-    cases = [{"overrides": tiny(rows_file, folder, name, *COMMON, *words)} for name, words in CELLS.items()]
+    cells = of_tier(request, CELLS, late=LATE)
+    cases = [{"overrides": tiny(rows_file, folder, name, *COMMON, *words)} for name, words in cells.items()]
     official = write(folder / "v1", "v1", tokenizer=True)  # ChatGLM-6B's own model, with its two position channels
     for stage in (2, 3):
         words = ["model=hf", f"model.path={official}", f"zero=stage{stage}", "train.max_steps=1", METRICS]
-        words += ["evaluate.temperature=1.0", "evaluate.batch_size=3", "checkpoint.export=false"]
+        words += ["evaluate.temperature=1.0", "evaluate.batch_size=3"]
         words += ["evaluate.max_new_tokens=8", "schedule.warmup_steps=0"]
         cases.append({"overrides": tiny(rows_file, folder, f"v1-{stage}", *words)})
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -57,7 +59,7 @@ def answers(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_training_is_the_same_to_the_bit_with_and_without_it(stage: int, runs: Path) -> None:
     quiet, drawn = runs / f"quiet-{stage}", runs / f"drawn-{stage}"
     assert len(losses(quiet)) == STEPS and len(set(losses(quiet))) == STEPS
@@ -69,7 +71,7 @@ def test_training_is_the_same_to_the_bit_with_and_without_it(stage: int, runs: P
         assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-@pytest.mark.parametrize("kind", ["drawn", "greedy", "v1"])
+@pytest.mark.parametrize("kind", by_tier(["drawn", "greedy", "v1"], late=["greedy"]))
 def test_a_partitioned_model_answers_as_a_whole_one(kind: str, runs: Path) -> None:
     """Before the first step, when both have the same weights; drawn answers differ from each other."""
     whole, partitioned = (answers(runs / f"{kind}-{stage}" / "evaluations" / "step-0.jsonl") for stage in (2, 3))
