@@ -40,7 +40,7 @@ NAMES: dict[str, dict[str, object]] = {
     "gpt_neox": PACKED,
     "falcon": {},
 }
-LATE = ("qwen2", "mistral", "gemma2", "olmo2", "falcon")
+LATE = ("llama", "qwen2", "mistral", "gemma2", "glm4", "phi3", "olmo2", "falcon")
 """Those of the nightly tier: built as others here, or older."""
 
 
@@ -49,13 +49,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Each architecture once through, and once more from its checkpoint at step 2, in one launch on two ranks."""
     folder = tmp_path_factory.mktemp("architectures")
     tokenizer = load_tokenizer(official.write(folder / "vocabulary", "glm4", tokenizer=True))
-    common = tiny(rows_file, folder, "any", *COMMON, f"model.path={folder / 'llama'}")
+    common = tiny(rows_file, folder, "any", *COMMON, f"model.path={folder / 'qwen3'}")
     cases: list[dict] = []
     for name, more in of_tier(request, NAMES, late=LATE).items():
         tokenizer.save_pretrained(write(folder / name, name))
         values = {"model.path": str(folder / name), **more}
         died = {"of": f"{folder}/runs/{name}", "step": 2, "as": f"{folder}/runs/{name}-again"}
-        cases.append({"overrides": common, "values": {**values, "run.name": name}})
+        cases.append({"overrides": common, "values": {**values, "run.name": name, "checkpoint.export": True}})
         cases.append({"overrides": common, "values": {**values, "run.name": f"{name}-again"}, "died": died})
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
