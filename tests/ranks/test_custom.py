@@ -162,7 +162,8 @@ def test_a_classifier_on_a_transformers_encoder(runs: Path) -> None:
     assert rows[-1]["eval_accuracy"] * 200 == pytest.approx(round(rows[-1]["eval_accuracy"] * 200))
     output = runs.parent / "encoder.html"
     assert toolkit_main(["report", str(runs / "encoder"), f"output={output}"]) == 0
-    assert "Classifier" in output.read_text(encoding="utf-8")
+    page = output.read_text(encoding="utf-8")
+    assert "Classifier" in page and "Samples per second" in page and "nats per token" not in page
 
 
 def test_a_stream_is_shared_out_to_the_ranks(runs: Path) -> None:
@@ -183,6 +184,7 @@ def test_checkpoints_are_verified_and_exported(runs: Path, capsys: pytest.Captur
     assert whole.keys() == taken.keys() and all(torch.equal(whole[name], taken[name]) for name in whole)
 
 
+@pytest.mark.nightly
 def test_the_image_classifier_goes_on_after_a_kill(runs: Path, tmp_path: Path) -> None:
     command = forked(2, str(EXAMPLES / "cifar10.py"), *image_words(tmp_path, "killed"))
     first = start(command, tmp_path)
@@ -200,14 +202,19 @@ def test_the_image_classifier_goes_on_after_a_kill(runs: Path, tmp_path: Path) -
     assert "nats per token" not in page
 
 
+SHORT = ["train.max_steps=2", "schedule.warmup_steps=0", "evaluate.at_start=false", "report.enabled=false"]
+
+
+def test_under_no_launcher(tmp_path: Path, runs: Path) -> None:
+    finished = run(forked(0, str(EXAMPLES / "cifar10.py"), *SHORT, "run.name=one"), tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    assert finished.output.count("train.max_steps = 2: enough to try the recipe out, too few to learn.") == 1
+    assert losses(tmp_path / "runs" / "one")[0] == pytest.approx(losses(runs / "cifar10")[0], rel=0.1)
+
+
+@pytest.mark.nightly
 def test_plain_python_and_torchrun(tmp_path: Path) -> None:
-    given = [
-        "train.max_steps=2",
-        "schedule.warmup_steps=0",
-        "evaluate.at_start=false",
-        "report.enabled=false",
-        "run.name=one",
-    ]
+    given = [*SHORT, "run.name=one"]
     finished = run(["python", str(EXAMPLES / "cifar10.py"), *given], tmp_path)
     assert finished.code == 0, finished.output[-4000:]
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port())]
