@@ -10,6 +10,7 @@ python fork_ranks.py SOCKET                                            serves
 """
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -131,6 +132,9 @@ def end_with(client: socket.socket) -> None:
 
 def become(program: list[str], number: int, count: int, port: str) -> None:
     """Run a program as Python runs one from the command line, as one of so many ranks; as none of 0."""
+    if modules := os.environ.get("HF_MODULES_CACHE"):  # read as transformers is imported
+        for holder in ("transformers.utils", "transformers.utils.hub", "transformers.dynamic_module_utils"):
+            importlib.import_module(holder).HF_MODULES_CACHE = modules  # type: ignore[attr-defined]
     is_module = program[0] == "--module"
     path, *words = program[is_module:]
     sys.argv = [path, *words]

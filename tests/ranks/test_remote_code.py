@@ -9,7 +9,7 @@ import official
 import pytest
 import torch
 import transformers
-from ranks import REPOSITORY, deepspeed, run
+from ranks import REPOSITORY, forked, run
 from shared import losses, tiny
 
 from tests.architectures import write
@@ -65,6 +65,7 @@ def words(rows_file: Path, folder: Path, name: str, *more: str) -> list[str]:
         f"model.path={folder}",
         "data.validation_fraction=0",
         "train.max_steps=3",
+        "checkpoint.export=true",
         "zero=stage3",
         "zero.stage3_param_persistence_threshold=0",
         "schedule=constant",
@@ -87,12 +88,12 @@ def test_refused_with_the_files_that_would_run(
 def test_trained_and_exported_with_its_code(rows_file: Path, folder: Path, tmp_path: Path) -> None:
     trusted = words(rows_file, folder, "trusted", "model.trust_remote_code=true")
     modules = str(tmp_path / "modules")
-    # Not a fork: HF_MODULES_CACHE is read where transformers is imported.
-    command = [*deepspeed(2, str(REPOSITORY / "run.py")), *trusted]
-    finished = run(command, cwd=tmp_path, timeout_s=480, HF_MODULES_CACHE=modules)
+    command = forked(2, str(REPOSITORY / "run.py"), *trusted)
+    finished = run(command, cwd=tmp_path, HF_MODULES_CACHE=modules)
     assert finished.code == 0, finished.output[-4000:]
     assert f"model.trust_remote_code = true: the Python files of {folder} run with all your rights." in finished.output
     assert re.search(r"\x1b\[", finished.output) is None  # no terminal, no colours
+    assert list(Path(modules).rglob("own_code.py")), "it was copied elsewhere"
     found = losses(folder.parent / "runs" / "trusted")
     assert found[-1] < found[0]
     export = folder.parent / "runs" / "trusted" / "export"
