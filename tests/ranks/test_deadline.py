@@ -9,9 +9,9 @@ from shared import FAULTY, tiny
 
 from tests import series
 
-SAVED, KILLED_IN = 8, 17
+SAVED, KILLED_IN = 4, 9
 """Killed when the second save has begun, before which the first is proven, however slow the disk is."""
-LATE_FROM, FITTING = 20, 40
+LATE_FROM, FITTING = 12, 24
 """The step from which on it is late, and how many fit from there on; fewer if they take longer than those before."""
 PLANNED = 100_000
 
@@ -26,6 +26,7 @@ def test_a_run_ends_by_itself_with_its_schedule_before_the_deadline(tmp_path: Pa
         f"checkpoint.every={SAVED}",
         "zero=stage2",
         "run.deadline=30h",
+        "checkpoint.export=true",
     )
     fault = {"at": "step", "step": KILLED_IN, "rank": 0, "do": "kill", "note": str(tmp_path / "note")}
     died = run(forked(2, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps(fault))
