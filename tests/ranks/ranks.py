@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,7 +43,7 @@ def forked(num_ranks: int, *words: str) -> list[str]:
     """Return the command that does that with a tenth of the start-up work; 0 ranks: the program under no launcher.
 
     What is read from the environment as modules are imported has no effect, and sets of strings are in the same order
-    on all ranks: where that matters, `deepspeed`.
+    on all ranks: where that matters, `deepspeed` or `run_unlike`.
     """
     return [sys.executable, FORK, _server(), str(num_ranks), str(free_port()), *words]
 
@@ -115,6 +116,24 @@ def run(command: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S, **extra
     finally:
         kill_session(process)
     return Finished(process.returncode, output)
+
+
+def run_unlike(cwd: Path, *words: str, timeout_s: float = TIMEOUT_S) -> Finished:
+    """Run a program to its end on two ranks whose sets of strings are in other orders: a fork, and an interpreter of
+    its own.
+    """
+    group = {"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    commands = forked(0, *words), [sys.executable, *words]
+    processes = [
+        start(command, cwd, RANK=str(rank), LOCAL_RANK=str(rank), **group) for rank, command in enumerate(commands)
+    ]
+    try:
+        with ThreadPoolExecutor(len(processes)) as pool:
+            outputs = list(pool.map(lambda process: process.communicate(timeout=timeout_s)[0], processes))
+    finally:
+        for process in processes:
+            kill_session(process)
+    return Finished(next((one.returncode for one in processes if one.returncode), 0), "".join(outputs))
 
 
 def alive(marker: str) -> list[int]:

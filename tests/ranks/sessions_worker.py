@@ -13,6 +13,7 @@ A rank alone may go on after a case that fails: "outcome" is the file that gets 
 that gets, as JSON, what the engine of a case was made of.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -238,8 +239,9 @@ def main() -> None:
 
     from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
-    from toolkit.train import checkpointer, run_dir, tracking
+    from toolkit.train import checkpointer, language_task, run_dir, tracking, trainer  # noqa: F401  # run_case uses them
 
+    gc.freeze()  # what was imported stays: no session looks through it again
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
     tracking._CPU_S = 0.0  # one matrix product, as nobody reads how fast these ranks are
     updates = copy_late()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from official import write
-from ranks import BIN, environment, forked, run
+from ranks import BIN, environment, forked, run, run_unlike
 from safetensors.torch import load_file
 from shared import ALL, RECOMPUTE, WORKER, by_tier, eval_losses, experts, losses, of_tier, tiny
 
@@ -102,7 +102,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         rewound = words(name, f"{name}-rewound", "train.on_bad_step=rewind", *AT_ONCE)
         cases.append({"overrides": rewound, "spoil": spoil})
     (folder / "cases.json").write_text(json.dumps(cases))
-    finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
+    finished = run_unlike(folder, WORKER, str(folder / "cases.json"), timeout_s=580)
     assert finished.code == 0, finished.output[-6000:]
     one = [
         {"overrides": words(name, f"{name}-one", f"resume={folder}/runs/{name}/checkpoints/step-3", *AT_ONCE)}
