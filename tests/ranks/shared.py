@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from ranks import REPOSITORY, forked, run
+from ranks import REPOSITORY, deepspeed, forked, run
 
 Cell = TypeVar("Cell")
 
@@ -106,6 +106,13 @@ def runs_nightly(request: pytest.FixtureRequest) -> bool:
     """Whether the tests of the nightly tier run."""
     tiers: str = request.config.getoption("--tier")
     return tiers == "all" or "nightly" in tiers
+
+
+def launcher(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
+    """Return what starts ranks that may be forks; in the nightly tier DeepSpeed's launcher, whose ranks have sets of
+    strings each in an order of its own.
+    """
+    return deepspeed if runs_nightly(request) else forked
 
 
 def of_tier(

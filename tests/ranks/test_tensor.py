@@ -5,8 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import REPOSITORY, deepspeed, forked, run
-from shared import LORA, SHORT_FIRST, STEADY, check_short_first, rows_of, tiny, trained
+from ranks import REPOSITORY, forked, run
+from shared import (
+    LORA,
+    SHORT_FIRST,
+    STEADY,
+    WORKER,
+    by_tier,
+    check_short_first,
+    launcher,
+    of_tier,
+    rows_of,
+    tiny,
+    trained,
+)
 
 from tests.probes import compare
 from toolkit.checkpoint import directory
@@ -14,8 +26,7 @@ from toolkit.export.load import load_any
 from toolkit.export.model import load_checkpoint
 from toolkit.models import probe
 
-HERE = REPOSITORY / "tests" / "ranks"
-STEPS = 6
+STEPS, SAVED = 6, 4
 ADAPTER = [*LORA, "tuning.rank=4"]
 PREFIX = ["tuning=ptuning_v2", "tuning.num_tokens=4", "tuning.dropout=0", "tuning.projection=true", "optim.lr=0.01"]
 PROMPT = ["tuning=prompt", "tuning.num_tokens=4", "optim.lr=0.01"]
@@ -32,64 +43,63 @@ WITHOUT = {
     "sequence-lora": "lora-data",
 }
 """Runs with split layers, the last two on four ranks -> the same without."""
+LATE = ("lora-data", "lora", "lora3", "sequence-lora")
+"""Those of the nightly tier: DoRA is more than LoRA, and tensor_worker.py has LoRA under each stage."""
 
 
-def test_every_family_trains_as_one_process_would() -> None:
+@pytest.mark.parametrize("cells", by_tier(["few", "others"], late=["others"]))
+def test_every_family_trains_as_one_process_would(cells: str) -> None:
     """Four ranks: two models of two ranks each."""
-    finished = run(forked(4, str(HERE / "tensor_worker.py")), cwd=REPOSITORY, timeout_s=480)
+    worker = str(REPOSITORY / "tests" / "ranks" / "tensor_worker.py")
+    finished = run(forked(4, worker, cells), cwd=REPOSITORY, timeout_s=480)
     assert finished.code == 0, finished.output[-5000:]
     assert finished.output.count("ALL CHECKED") == 4
 
 
 @pytest.fixture(scope="module")
-def runs(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on two ranks, data-parallel and with split layers, and what became of them after a death."""
     folder = tmp_path_factory.mktemp("tensor")
-    own = ["zero=stage1", f"train.max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=0", STEADY]
+    own = ["zero=stage1", f"train.max_steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=0", STEADY]
+    own += ["checkpoint.export=true"]
     asks = ["evaluate.metrics=[bleu]", "evaluate.max_new_tokens=3", "evaluate.batch_size=2", "evaluate.every=3"]
-    asks += ["data.packing=packed", "train.rehearse=true"]
-
-    def words(name: str, *more: str) -> list[str]:
-        return tiny(rows_file, folder, name, *own, *more)
-
-    def died(name: str) -> dict[str, object]:
-        return {"of": str(folder / "runs" / name), "step": 4, "as": str(folder / "runs" / f"{name}-again")}
-
-    cases = [
+    asks += ["data.packing=packed"]
+    cells = {
         # First: an engine that splits nothing cannot follow one that does in the same process.
-        {"overrides": words("data", *asks)},
-        {"overrides": words("short-first-data", *SHORT_FIRST)},
-        {"overrides": words("lora-data", *ADAPTER)},
-        {"overrides": words("dora-data", *ADAPTER, "tuning.dora=true")},
-        {"overrides": words("ptuning-data", *PREFIX)},
-        {"overrides": words("prompt-data", *PROMPT)},
-        {"overrides": words("split", *asks, "parallel=tensor")},
-        {"overrides": words("split-again", *asks, "parallel=tensor"), "died": died("split")},
-        {"overrides": words("split3", *asks, "parallel=tensor", "zero=stage3")},
-        {"overrides": words("lora", *ADAPTER, "parallel=tensor", "zero=stage2")},
-        {"overrides": words("lora-again", *ADAPTER, "parallel=tensor", "zero=stage2"), "died": died("lora")},
-        {"overrides": words("lora3", *ADAPTER, "parallel=tensor", "zero=stage3")},
-        {"overrides": words("dora", *ADAPTER, "tuning.dora=true", "parallel=tensor")},
-        {"overrides": words("ptuning", *PREFIX, "parallel=tensor", "zero=stage3")},
-        {"overrides": words("prompt", *PROMPT, "parallel=tensor")},
-        {"overrides": words("short-first", *SHORT_FIRST, "parallel=tensor", "kernels.mlp_pieces=2")},
-        {"overrides": words("frozen", "parallel=tensor", "tuning=freeze", "tuning.last_layers=1")},
-    ]
-    of_four = [
-        {"overrides": words("sequence3", "data.packing=packed", "zero=stage3", *asks, *WITH_SEQUENCE)},
-        {"overrides": words("sequence-lora", *ADAPTER, *WITH_SEQUENCE)},
-    ]
-    for ranks, some in ((2, cases), (4, of_four)):
-        (folder / "cases.json").write_text(json.dumps(some))
-        command = deepspeed(ranks, str(HERE / "sessions_worker.py"), str(folder / "cases.json"))
-        finished = run(command, cwd=folder, timeout_s=580)
+        "data": asks,
+        "lora-data": ADAPTER,
+        "dora-data": [*ADAPTER, "tuning.dora=true"],
+        "ptuning-data": PREFIX,
+        "prompt-data": [*PROMPT, *SHORT_FIRST],
+        "split": [*asks, "parallel=tensor", "train.rehearse=true"],
+        "split3": [*asks, "parallel=tensor", "zero=stage3", "kernels.mlp_pieces=2"],
+        "lora": [*ADAPTER, "parallel=tensor", "zero=stage2"],
+        "lora3": [*ADAPTER, "parallel=tensor", "zero=stage3"],
+        "dora": [*ADAPTER, "tuning.dora=true", "parallel=tensor", "zero=stage2"],
+        "ptuning": [*PREFIX, "parallel=tensor", "zero=stage3"],
+        "prompt": [*PROMPT, *SHORT_FIRST, "parallel=tensor"],
+        "frozen": ["parallel=tensor", "tuning=freeze", "tuning.last_layers=1"],
+    }
+    of_four = {
+        "sequence3": ["zero=stage3", *asks, *WITH_SEQUENCE],
+        "sequence-lora": [*ADAPTER, *WITH_SEQUENCE],
+    }
+    for ranks, some in ((2, cells), (4, of_four)):
+        cases: list[dict[str, object]] = []
+        for name, overrides in of_tier(request, some, late=LATE).items():
+            cases.append({"overrides": tiny(rows_file, folder, name, *own, *overrides)})
+            if name in ("split", "lora"):
+                died = {"of": f"{folder}/runs/{name}", "step": SAVED, "as": f"{folder}/runs/{name}-again"}
+                cases.append({"overrides": tiny(rows_file, folder, f"{name}-again", *own, *overrides), "died": died})
+        (folder / "cases.json").write_text(json.dumps(cases))
+        finished = run([*launcher(request)(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
         assert finished.code == 0, finished.output[-5000:]
     return folder / "runs"
 
 
-@pytest.mark.parametrize("name", WITHOUT)
+@pytest.mark.parametrize("name", by_tier(WITHOUT, late=LATE))
 def test_a_run_is_the_same_as_without(name: str, runs: Path) -> None:
-    """Losses, gradient norms, token counts, validation losses and answers."""
+    """Losses, gradient norms, token counts, validation losses and answers. `split3` computes its rows in pieces."""
     plain, split = rows_of(runs / WITHOUT[name]), rows_of(runs / name)
     assert len(plain) == len(split) > STEPS
     for before, after in zip(plain, split, strict=True):
@@ -104,16 +114,17 @@ def test_a_run_is_the_same_as_without(name: str, runs: Path) -> None:
 
 
 def test_the_same_samples_first_as_without(runs: Path) -> None:
-    """The split layers compute their rows in pieces here."""
-    check_short_first(runs / "short-first", runs / "short-first-data", rel=1e-5)
+    check_short_first(runs / "prompt", runs / "prompt-data", rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["split", "lora"])
+@pytest.mark.parametrize("name", by_tier(["split", "lora"], late=LATE))
 def test_it_goes_on_bit_for_bit(name: str, runs: Path) -> None:
     assert trained(runs / f"{name}-again") == trained(runs / name)
 
 
-@pytest.mark.parametrize("name", ["split", "split3", "frozen", "lora", "ptuning", "sequence3"])
+@pytest.mark.parametrize(
+    "name", by_tier(["split", "split3", "frozen", "lora", "dora", "ptuning", "sequence3"], late=LATE)
+)
 def test_checkpoints_and_exports_are_whole(name: str, runs: Path) -> None:
     """The same logits by the run, by its export, and by its last checkpoint without ranks."""
     export, checkpoint = runs / name / "export", runs / name / "checkpoints" / f"step-{STEPS}"
