@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from official import write
-from ranks import deepspeed, forked, run
+from ranks import run
 from safetensors.torch import load_file
 from shared import (
     LORA,
@@ -16,6 +16,7 @@ from shared import (
     WORKER,
     check_short_first,
     eval_losses,
+    launcher,
     losses,
     plain_loop,
     tiny,
@@ -29,7 +30,8 @@ from toolkit.models.adapters import BASE_FILE, WEIGHTS
 
 PIPELINE = "parallel=pipeline"
 BF16 = ["model=glm_tiny", "precision=bf16", "zero=stage1", "data.packing=packed", "batch.global_size=2"]
-SAVES = ["checkpoint.every=3", "train.rehearse=true", RECOMPUTE]
+EXPORT = "checkpoint.export=true"
+SAVES = ["checkpoint.every=3", "train.rehearse=true", RECOMPUTE, EXPORT]
 STEPS = 6
 
 
@@ -55,31 +57,63 @@ def tiny_model(folder: Path, kind: str, is_tied: bool) -> Path:
     return folder
 
 
+FROZEN = ["tuning=freeze", "optim.lr=0.01", "tuning.last_layers=0", "tuning.patterns=[*.mlp.*]"]
+# Model and what is trained of it -> its type, whether its head is its embedding, overrides.
+TUNED: dict[str, tuple[str, bool, list[str]]] = {
+    "glm": ("glm", False, [*LORA, "zero=stage0", *SHORT_FIRST]),
+    "llama": ("llama", False, [*LORA, "zero=stage1", RECOMPUTE, "tuning.dora=true", "tuning.rslora=true"]),
+    "qwen": ("qwen2", True, [*LORA, "zero=stage1", "tuning.save_modules=[lm_head]"]),
+    "freeze": (
+        "qwen2",
+        True,
+        [*FROZEN, "zero=stage1", RECOMPUTE],
+    ),
+}
+OF_FOUR = "qwen-stages"
+"""The run on four ranks; all others of what is tuned are on two."""
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
-    """Two stages on two ranks, and on four with two data-parallel pipelines."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Two stages on two ranks, and on four with two data-parallel pipelines; each of `TUNED` whole and in stages, one
+    of them with dropout, and once more from its checkpoint.
+    """
     folder = tmp_path_factory.mktemp("pipeline")
-    tied = ["model=hf", f"model.path={tiny_model(folder / 'tied', 'glm', True)}", "zero=stage1"]
-    v1 = ["model=hf", f"model.path={write(folder / 'v1', 'v1', tokenizer=True)}", "zero=stage0"]
-    step3 = f"resume={folder}/runs/tied-4/checkpoints/step-3"
+    tied = ["model=hf", f"model.path={tiny_model(folder / 'tied', 'glm', True)}", "zero=stage1", PIPELINE, *SAVES]
+    v1 = ["model=hf", f"model.path={write(folder / 'v1', 'v1', tokenizer=True)}", "zero=stage0", PIPELINE]
+    v1 += ["checkpoint.asynchronous=true", "checkpoint.every=3", EXPORT]
+    tuned: dict[str, list[str]] = {}
+    for name, (kind, is_tied, words) in TUNED.items():
+        path = tiny_model(folder / name, kind, is_tied)
+        tuned[name] = ["model=hf", f"model.path={path}", "checkpoint.every=2", "train.max_steps=4", EXPORT, *words]
+    staged = {f"{name}-stages": [*words, PIPELINE] for name, words in tuned.items()}
+    dropout = [*staged["llama-stages"], "tuning.dropout=0.2"]
     cases = {
         2: {
             # First: an engine without stages cannot follow one with stages in the same process.
             "bf16-data": BF16,
-            "short-first-data": [*v1, *SHORT_FIRST],
-            "v1-2": [*v1, PIPELINE, "checkpoint.asynchronous=true", "checkpoint.every=3"],
-            "bf16-2": [*BF16, PIPELINE],
-            "short-first-2": [*v1, *SHORT_FIRST, PIPELINE],
+            **tuned,
+            "v1-2": v1,
+            "bf16-2": [*BF16, PIPELINE, EXPORT],
+            **{name: words for name, words in staged.items() if name != OF_FOUR},
+            "dropout": dropout,
+            "dropout-again": [*dropout, f"resume={folder}/runs/dropout/checkpoints/step-2"],
+            "refused": [*tuned["glm"][:2], PIPELINE, "zero=stage1", "tuning=freeze", "tuning.last_layers=1"],
         },
-        4: {"tied-4": [*tied, PIPELINE, *SAVES], "resumed-4": [*tied, PIPELINE, *SAVES, step3]},
+        4: {
+            "tied-4": tied,
+            "resumed-4": [*tied, f"resume={folder}/runs/tied-4/checkpoints/step-3"],
+            OF_FOUR: staged[OF_FOUR],
+        },
     }
     for ranks, named in cases.items():
         lines = [
             {"overrides": tiny(rows_file, folder, name, f"train.max_steps={STEPS}", *words)}
+            | ({"refused": f"{folder}/refused.txt"} if name == "refused" else {})
             for name, words in named.items()
         ]
         (folder / "cases.json").write_text(json.dumps(lines))
-        finished = run([*deepspeed(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
+        finished = run([*launcher(request)(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
         assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
 
@@ -105,7 +139,7 @@ def test_packed_rows_in_bf16(runs: Path) -> None:
 
 
 def test_the_same_samples_first_as_without_stages(runs: Path) -> None:
-    check_short_first(runs / "short-first-2", runs / "short-first-data", rel=2e-5)
+    check_short_first(runs / "glm-stages", runs / "glm", rel=2e-5)
 
 
 def test_going_on_is_bit_equal(runs: Path) -> None:
@@ -153,62 +187,20 @@ def test_a_stage_writes_its_own_layers(runs: Path) -> None:
     assert names[0] | names[1] == set(transformers_names(runs.parent / "tied"))
 
 
-FROZEN = ["tuning=freeze", "optim.lr=0.01", "tuning.last_layers=0", "tuning.patterns=[*.mlp.*]"]
-# Model and what is trained of it -> its type, whether its head is its embedding, overrides.
-TUNED: dict[str, tuple[str, bool, list[str]]] = {
-    "glm": ("glm", False, [*LORA, "zero=stage0"]),
-    "llama": ("llama", False, [*LORA, "zero=stage1", RECOMPUTE, "tuning.dora=true", "tuning.rslora=true"]),
-    "qwen": ("qwen2", True, [*LORA, "zero=stage1", "tuning.save_modules=[lm_head]"]),
-    "freeze": (
-        "qwen2",
-        True,
-        [*FROZEN, "zero=stage1", RECOMPUTE],
-    ),
-}
-STAGED = {"glm": 2, "freeze": 2, "llama": 4, "qwen": 4}
-"""On how many ranks each is cut into two stages; on two ranks it is trained whole."""
-UNTRAINED = ["zero=stage1", "tuning=freeze", "tuning.last_layers=1"]
-
-
-@pytest.fixture(scope="module")
-def tuned_runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
-    """Each of `TUNED` whole and in stages; one with dropout, and once more from its checkpoint."""
-    folder = tmp_path_factory.mktemp("tuned")
-    paths = {name: tiny_model(folder / name, kind, is_tied) for name, (kind, is_tied, _) in TUNED.items()}
-
-    def case(name: str, model: str, *words: str) -> dict[str, object]:
-        own = ["model=hf", f"model.path={paths[model]}", "train.max_steps=4", "checkpoint.every=2"]
-        return {"overrides": tiny(rows_file, folder, name, *own, *TUNED[model][2], *words)}
-
-    staged: dict[int, list[dict[str, object]]] = {2: [], 4: []}
-    for name, ranks in STAGED.items():
-        staged[ranks].append(case(f"{name}-stages", name, PIPELINE))
-    dropout = [PIPELINE, "tuning.dropout=0.2"]
-    resume = f"resume={folder}/runs/dropout/checkpoints/step-2"
-    staged[4] += [case("dropout", "llama", *dropout), case("dropout-again", "llama", *dropout, resume)]
-    refused = tiny(rows_file, folder, "refused", "model=hf", f"model.path={paths['glm']}", PIPELINE, *UNTRAINED)
-    staged[2].append({"overrides": refused, "refused": f"{folder}/refused.txt"})
-    for ranks, cases in ((2, [case(name, name) for name in TUNED]), *staged.items()):
-        (folder / "cases.json").write_text(json.dumps(cases))
-        finished = run([*forked(ranks, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=400)
-        assert finished.code == 0, finished.output[-6000:]
-    return folder / "runs"
-
-
 @pytest.mark.parametrize("name", TUNED)
-def test_what_is_tuned_is_what_is_tuned_without_stages(name: str, tuned_runs: Path) -> None:
+def test_what_is_tuned_is_what_is_tuned_without_stages(name: str, runs: Path) -> None:
     """Adapters begin with the same numbers on whatever stage; tied weights that are frozen are exchanged by none."""
-    mine, theirs = (trained(tuned_runs / one) for one in (f"{name}-stages", name))
+    mine, theirs = (trained(runs / one) for one in (f"{name}-stages", name))
     for one, other in zip(mine, theirs, strict=True):
         for key in ("step", "loss", "grad_norm", "eval_loss"):
             assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=2e-5), (key, one)
-    assert losses(tuned_runs / name)[-1] < losses(tuned_runs / name)[0] - 0.1
-    checkpoints = [fragments.Fragments(tuned_runs / one / "checkpoints" / "step-4") for one in (f"{name}-stages", name)]
+    assert losses(runs / name)[-1] < losses(runs / name)[0] - 0.1
+    checkpoints = [fragments.Fragments(runs / one / "checkpoints" / "step-4") for one in (f"{name}-stages", name)]
     assert checkpoints[0].names == checkpoints[1].names
-    described = [tuned_runs / one / "checkpoints" / "step-4" / "model" / BASE_FILE for one in (f"{name}-stages", name)]
+    described = [runs / one / "checkpoints" / "step-4" / "model" / BASE_FILE for one in (f"{name}-stages", name)]
     assert described[0].read_bytes() == described[1].read_bytes()
     file = "model.safetensors" if name == "freeze" else WEIGHTS
-    held, expected = (load_file(tuned_runs / one / "export" / file) for one in (f"{name}-stages", name))
+    held, expected = (load_file(runs / one / "export" / file) for one in (f"{name}-stages", name))
     assert set(held) == set(expected)
     for key, value in expected.items():
         assert (held[key] - value).abs().max() < 1e-4 * value.abs().max().clamp(min=1e-3), key
@@ -216,9 +208,9 @@ def test_what_is_tuned_is_what_is_tuned_without_stages(name: str, tuned_runs: Pa
 
 @pytest.mark.filterwarnings("ignore:.*keys did not match any targeted module", "ignore:.*tie_word_embeddings")
 @pytest.mark.parametrize("name", TUNED)
-def test_what_is_tuned_in_stages_is_exported(name: str, tuned_runs: Path, tmp_path: Path) -> None:
+def test_what_is_tuned_in_stages_is_exported(name: str, runs: Path, tmp_path: Path) -> None:
     """Checkpoints and export give the logits of the run; out of the checkpoint comes the same export, and a merged."""
-    run_folder = tuned_runs / f"{name}-stages"
+    run_folder = runs / f"{name}-stages"
     assert main(["verify", str(run_folder)]) == 0
     assert main(["export-model", f"{run_folder}/checkpoints/step-4", f"output={tmp_path}/same"]) == 0
     file = "model.safetensors" if name == "freeze" else WEIGHTS
@@ -228,16 +220,16 @@ def test_what_is_tuned_in_stages_is_exported(name: str, tuned_runs: Path, tmp_pa
         assert main(["verify", str(tmp_path / "merged")]) == 0
 
 
-def test_dropout_goes_on_bit_by_bit(tuned_runs: Path) -> None:
-    straight = [row for row in trained(tuned_runs / "dropout") if row["step"] > 2]
-    assert trained(tuned_runs / "dropout-again") == straight and len(straight) == 3
-    mine, theirs = (tuned_runs / name / "export" / WEIGHTS for name in ("dropout-again", "dropout"))
+def test_dropout_goes_on_bit_by_bit(runs: Path) -> None:
+    straight = [row for row in trained(runs / "dropout") if row["step"] > 2]
+    assert trained(runs / "dropout-again") == straight and len(straight) == 3
+    mine, theirs = (runs / name / "export" / WEIGHTS for name in ("dropout-again", "dropout"))
     assert mine.read_bytes() == theirs.read_bytes()
-    assert losses(tuned_runs / "dropout") != losses(tuned_runs / "llama-stages")
+    assert losses(runs / "dropout") != losses(runs / "llama-stages")
 
 
-def test_a_stage_with_nothing_to_train_is_refused(tuned_runs: Path) -> None:
-    assert (tuned_runs.parent / "refused.txt").read_text() == (
+def test_a_stage_with_nothing_to_train_is_refused(runs: Path) -> None:
+    assert (runs.parent / "refused.txt").read_text() == (
         "ModelError: parallel.pipeline = 2: stage 1, from model.embed_tokens to model.layers.1, would have nothing to "
         "train. Train something in each stage (tuning.last_layers, tuning.patterns, tuning.target_modules), or use "
         "parallel=data with zero=stage3, which divides frozen parameters too."
