@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import REPOSITORY, deepspeed, forked, run
+from ranks import forked, run
 from safetensors.torch import load_file
-from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny, trained
+from shared import WORKER, by_tier, launcher, losses, of_tier, rows_of, tiny, trained
 
 from toolkit.checkpoint.directory import FRAGMENTS, manifest_problems, published_checkpoints, step_of
 from toolkit.cli import main
 
 STEPS, EVERY = 10, 4
+COMMON = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={STEPS}"]
 ASYNC = "checkpoint.asynchronous=true"
 NOISE = "train.neftune_alpha=5"
 MIXTURE = "data.sources=[{path: FILE, weights: [{at: 0, weight: 2}, {at: 1, weight: 0}]}, {path: more.jsonl}]"
@@ -65,8 +66,11 @@ OTHERS: dict[str, tuple[str, int, list[str]]] = {
     "stage3-to-offload": ("stage3-fp32", 2, ["zero=stage3_offload", "optim.torch=false", *GROUPS]),
     "stage2-to-offload": ("stage2-fp32", 2, ["zero=stage2_offload", "optim.torch=false"]),
 }
-
-
+# name -> when it saves, by the clock
+BY_CLOCK = {
+    name: ["checkpoint.keep=0", "zero=stage2", f"checkpoint.minutes={minutes}"]
+    for name, minutes in {"clock": 0.0005, "once": 0}.items()
+}
 SHORT = ("stage2-fp32", "2-to-1-stage2-micro4")
 """Cells of the default tier."""
 LATE = (
@@ -84,25 +88,36 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     more = [json.dumps({"prompt": row["response"], "response": row["prompt"]}) + "\n" for row in rows]
     (folder / "more.jsonl").write_text("".join(more))
     cases: list[dict[str, Any]] = []
-    common = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={STEPS}", "checkpoint.export=false"]
     for name, (step, overrides) in of_tier(request, CELLS, SHORT, LATE).items():
-        cases.append({"overrides": tiny(rows_file, folder, name, *common, *overrides)})
+        cases.append({"overrides": tiny(rows_file, folder, name, *COMMON, *overrides)})
         again = f"{name}-again"
         died = {"of": f"{folder}/runs/{name}", "step": step, "as": f"{folder}/runs/{again}"}
-        cases.append({"overrides": tiny(rows_file, folder, again, *common, *overrides), "died": died})
+        cases.append({"overrides": tiny(rows_file, folder, again, *COMMON, *overrides), "died": died})
         if name in TWINS:  # at once: after offload in bf16, other bf16 runs of a process differ in the sixth digit
-            cases.append({"overrides": tiny(rows_file, folder, f"{name}-twin", *common, *TWINS[name])})
-    launch(folder, rows_file, 2, cases)
+            cases.append({"overrides": tiny(rows_file, folder, f"{name}-twin", *COMMON, *TWINS[name])})
+    if of_tier(request, BY_CLOCK):
+        cases += [{"overrides": tiny(rows_file, folder, name, *words)} for name, words in BY_CLOCK.items()]
+        cases.append(changed(2, folder, rows_file))
+    launch(request, folder, rows_file, 2, cases)
     return folder / "runs"
 
 
-def launch(folder: Path, rows_file: Path, num_ranks: int, cases: list[dict[str, Any]]) -> None:
+def changed(num_ranks: int, folder: Path, rows_file: Path) -> dict[str, Any]:
+    """Return a run that goes on with other settings."""
+    died = {"of": f"{folder}/runs/stage2-fp32", "step": EVERY, "as": f"{folder}/runs/changed-{num_ranks}"}
+    overrides = tiny(rows_file, folder, f"changed-{num_ranks}", *COMMON, "zero=stage2", *CHANGED)
+    return {"overrides": overrides, "died": died}
+
+
+def launch(
+    request: pytest.FixtureRequest, folder: Path, rows_file: Path, num_ranks: int, cases: list[dict[str, Any]]
+) -> None:
     """Run cases one after another on some ranks."""
     for case in cases:
         case["overrides"] = [word.replace("FILE", str(rows_file)) for word in case["overrides"]]
     listing = folder / f"cases-{num_ranks}-{len(cases)}.json"
     listing.write_text(json.dumps(cases))
-    finished = run([*deepspeed(num_ranks, WORKER), str(listing)], cwd=folder, timeout_s=500)
+    finished = run([*launcher(request)(num_ranks, WORKER), str(listing)], cwd=folder, timeout_s=500)
     assert finished.code == 0, finished.output[-6000:]
 
 
@@ -110,8 +125,7 @@ def launch(folder: Path, rows_file: Path, num_ranks: int, cases: list[dict[str, 
 def others(request: pytest.FixtureRequest, runs: Path, rows_file: Path) -> Path:
     """What was saved at step 4 goes on with other ranks, or under another stage."""
     folder = runs.parent
-    common = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={STEPS}", "checkpoint.export=false"]
-    whole = tiny(rows_file, folder, "stage2-fp32-4", *common, "zero=stage2")
+    whole = tiny(rows_file, folder, "stage2-fp32-4", *COMMON, "zero=stage2")
     cells = of_tier(request, OTHERS, SHORT, LATE)
     by_ranks: dict[int, list[dict[str, Any]]] = {
         4: [{"overrides": whole}] if "4-to-2-stage2" in cells else [],
@@ -120,15 +134,12 @@ def others(request: pytest.FixtureRequest, runs: Path, rows_file: Path) -> Path:
     }
     for name, (straight, num_ranks, overrides) in cells.items():
         died = {"of": f"{runs}/{straight}", "step": EVERY, "as": f"{runs}/{name}"}
-        by_ranks[num_ranks].append({"overrides": tiny(rows_file, folder, name, *common, *overrides), "died": died})
-    for num_ranks in (1, 2) if len(cells) > 1 else ():
-        name = f"changed-{num_ranks}"
-        died = {"of": f"{runs}/stage2-fp32", "step": EVERY, "as": f"{runs}/{name}"}
-        overrides = tiny(rows_file, folder, name, *common, "zero=stage2", *CHANGED)
-        by_ranks[num_ranks].append({"overrides": overrides, "died": died})
+        by_ranks[num_ranks].append({"overrides": tiny(rows_file, folder, name, *COMMON, *overrides), "died": died})
+    if len(cells) > 1:
+        by_ranks[1].append(changed(1, folder, rows_file))
     for num_ranks, cases in by_ranks.items():
         if cases:
-            launch(folder, rows_file, num_ranks, cases)
+            launch(request, folder, rows_file, num_ranks, cases)
     return runs
 
 
@@ -248,20 +259,13 @@ def test_nothing_unfinished_is_left(runs: Path) -> None:
     assert not list(runs.rglob("zero_to_fp32.py"))
 
 
-def test_checkpoints_by_the_clock_change_nothing(rows_file: Path, tmp_path: Path) -> None:
+def test_checkpoints_by_the_clock_change_nothing(runs: Path) -> None:
     """Rank 0 counts the time; ranks save after the same steps, and the losses are those of a run that saves once."""
-    for name, words in {"clock": ["checkpoint.minutes=0.0005"], "once": ["checkpoint.minutes=0"]}.items():
-        overrides = tiny(
-            rows_file, tmp_path, name, "checkpoint.keep=0", "checkpoint.export=false", "zero=stage2", *words
-        )
-        finished = run(forked(2, str(REPOSITORY / "run.py"), *overrides), cwd=tmp_path, timeout_s=200)
-        assert finished.code == 0, finished.output[-3000:]
     by_clock, once = (
-        [step_of(path) for path in published_checkpoints(tmp_path / "runs" / name / "checkpoints")]
-        for name in ("clock", "once")
+        [step_of(path) for path in published_checkpoints(runs / name / "checkpoints")] for name in BY_CLOCK
     )
     assert len(by_clock) > 1 and by_clock[0] == once[0] and len(once) == 1
-    assert losses(tmp_path / "runs" / "clock") == losses(tmp_path / "runs" / "once")
+    assert losses(runs / "clock") == losses(runs / "once")
 
 
 def test_a_step_is_done_again_bit_for_bit(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
