@@ -12,7 +12,7 @@ import torch
 import transformers
 from ranks import forked, run
 from safetensors.torch import load_file
-from shared import ALL, RECOMPUTE, STEADY, WORKER, eval_losses, losses, plain_loop, rows_of, tiny
+from shared import ALL, RECOMPUTE, STEADY, WORKER, by_tier, eval_losses, losses, of_tier, plain_loop, rows_of, tiny
 from test_trajectory import TOLERANCE, furthest
 
 from tests.architectures import write
@@ -89,11 +89,22 @@ RESUMED: dict[str, tuple[int, str, list[str]]] = {
     "lora-whole": (2, "lora-experts/checkpoints/step-3", ["zero=stage3", ALL, *EXPERTS]),
     "lora-four": (4, "lora-experts/checkpoints/step-3", ["zero=stage1", "parallel.expert=4", *EXPERTS]),
 }
+LATE = (
+    *("glm", "glm-recomputed", "flash", "mixtral", "lora", "lora-router-experts", "lora-zero3"),
+    *("bf16-stage2", "routers-lora", "dpo", "reward", "classify", "kto", "dropped-lora", "four", "lora-whole"),
+)
+"""Cells of the nightly tier: each way to divide, to tune and to count tokens is met in another one."""
+EXPORTED = (
+    *("glm", "flash", "deepseek", "gpt-oss", "mixtral", "frozen", "one-sided", "lora-router", "lora-experts"),
+    *("packed", "packed-whole"),
+)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
-    """Train all cells, in one launch for each number of ranks; then those that go on."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+    """Train all cells, in one launch for each number of ranks; then those that go on. Two ranks that have all experts
+    are enough to compare with.
+    """
     folder = tmp_path_factory.mktemp("expert")
     tokenizer = load_tokenizer(official.write(folder / "vocabulary", "glm4", tokenizer=True))
     for name in {model for model, *_ in (*CELLS.values(), *PAIRS.values())} - {"one-sided"}:
@@ -105,15 +116,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     biased.save_pretrained(folder / "one-sided")
     tokenizer.save_pretrained(folder / "one-sided")
     cases: dict[tuple[bool, int], list[dict[str, object]]] = {}
-    for name, (model, ranks, overrides) in (CELLS | PAIRS).items():
+    for name, (model, ranks, overrides) in of_tier(request, CELLS | PAIRS, late=LATE).items():
         for whole in (False, True)[: 1 + (name in PAIRS)]:
             layout = [] if whole else ["parallel.expert=2"]
             own = words(rows_file, folder, f"{name}-whole" if whole else name, model, *layout, *overrides)
-            cases.setdefault((False, ranks), []).append({"overrides": own})
+            cases.setdefault((False, 2 if whole else ranks), []).append({"overrides": own})
     alone = ["parallel=expert", "zero=stage1", "precision=bf16", *EXPERTS, "tuning.target_modules=[*.experts.*]"]
     refused = words(rows_file, folder, "refused", "qwen3_moe", *alone)
     cases[False, 2].append({"overrides": refused, "refused": str(folder / "refused")})
-    for name, (ranks, source, overrides) in RESUMED.items():
+    for name, (ranks, source, overrides) in of_tier(request, RESUMED, late=LATE).items():
         more = ["checkpoint.keep=0", f"resume={folder}/runs/{source}", *overrides]
         model = "qwen3_moe" if "lora" in name else "glm4_moe"
         cases.setdefault((True, ranks), []).append({"overrides": words(rows_file, folder, name, model, *more)})
@@ -126,13 +137,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
 
 def words(rows_file: Path, folder: Path, name: str, model: str, *overrides: str) -> list[str]:
     common = ["model=hf", f"model.path={folder / model}", f"train.max_steps={STEPS}", STEADY]
+    common += [f"checkpoint.export={name in EXPORTED}"]
     given = tiny(rows_file, folder, name, *common, *(word.replace("FOLDER", str(folder)) for word in overrides))
     if any(word.startswith("data=") for word in overrides):
         given = [word for word in given if not word.startswith("data.")]
     return given
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", by_tier(CELLS, late=LATE))
 def test_losses_are_those_of_a_plain_loop(name: str, folder: Path, rows_file: Path) -> None:
     model, _, overrides = CELLS[name]
     method = [word for word in overrides if word.startswith(("tuning", "optim"))]
@@ -149,7 +161,7 @@ def test_servers_are_fed_what_was_trained(name: str, folder: Path, capsys: pytes
     assert "logits" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", by_tier(PAIRS, late=LATE))
 def test_losses_are_those_of_whole_layers(name: str, folder: Path) -> None:
     mine, theirs = (rows_of(folder / "runs" / run) for run in (name, f"{name}-whole"))
     # Scales of 4-bit blocks are rounded together for all that a rank has.
@@ -161,7 +173,7 @@ def test_losses_are_those_of_whole_layers(name: str, folder: Path) -> None:
     assert not name.startswith("dropped") or mine[-2]["expert_dropped"] > 0
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", by_tier(RESUMED, late=LATE))
 def test_it_goes_on_in_any_layout(name: str, folder: Path) -> None:
     """Bit for bit in the same one; also from and into ranks that have all experts, or parts of each under ZeRO-3."""
     run = "lora-experts" if "lora" in name else "glm-saved"
@@ -183,7 +195,7 @@ def test_checkpoints_hold_each_expert_once(name: str, folder: Path) -> None:
         assert found.read(expert, "weight", 5, 300, (1, 4)).equal(found.whole(expert).flatten()[begin // 2 :][5:305])
 
 
-@pytest.mark.parametrize("name", ["glm", "flash", "gpt-oss", "packed", "frozen"])
+@pytest.mark.parametrize("name", by_tier(["glm", "flash", "gpt-oss", "packed", "frozen"], late=LATE))
 def test_exports_are_whole(name: str, folder: Path) -> None:
     """Loaded by transformers alone, every weight there; those of `packed` are what ranks with all experts learn."""
     export = folder / "runs" / name / "export"

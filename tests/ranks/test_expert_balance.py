@@ -9,7 +9,18 @@ import pytest
 import torch
 from ranks import forked, run
 from safetensors.torch import load_file
-from shared import ALL, RECOMPUTE, WORKER, PlainOptimizer, global_batches, losses, rows_of, tiny
+from shared import (
+    ALL,
+    RECOMPUTE,
+    WORKER,
+    PlainOptimizer,
+    by_tier,
+    global_batches,
+    losses,
+    of_tier,
+    rows_of,
+    tiny,
+)
 
 from tests.architectures import write
 from toolkit.config.load import load
@@ -31,6 +42,7 @@ COMMON = [
     f"train.max_steps={STEPS}",
     "checkpoint.every=2",
     "optim.eps=1e-6",
+    "checkpoint.export=true",
 ]
 # name -> overrides, of which the architecture is the first; two ranks accumulate four micro-batches
 CASES = {
@@ -48,6 +60,10 @@ CASES = {
 }
 
 BF16 = ("bf16-stage3", "bf16-divided")
+LATE = ("stage0", "bf16-stage3", "freeze", "lora")
+"""Cells of the nightly tier: loads are summed in the same place under each stage."""
+AGAIN_LATE = (*LATE, "stage2-packed", "bf16-divided", "sequence")
+"""Those that go on in the nightly tier alone: biases are saved in the same place for them and for others."""
 
 
 def words_of(name: str, folder: Path, rows_file: Path) -> list[str]:
@@ -56,18 +72,20 @@ def words_of(name: str, folder: Path, rows_file: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     """Each case once through, and once more from its checkpoint at step 2, in one launch on two ranks."""
     folder = tmp_path_factory.mktemp("experts")
     tokenizer = load_tokenizer(official.write(folder / "vocabulary", "glm4", tokenizer=True))
     for name in {words[0] for words in CASES.values()}:
         tokenizer.save_pretrained(write(folder / name, name))
     cases: list[dict[str, Any]] = []
-    for name in CASES:
+    again = of_tier(request, CASES, late=AGAIN_LATE)
+    for name in of_tier(request, CASES, late=LATE):
         words, values = words_of(name, folder, rows_file), {"run.name": f"{name}-again"}
         died = {"of": f"{folder}/runs/{name}", "step": 2, "as": f"{folder}/runs/{name}-again"}
         spoil = {"steps": {"1": ["loss", "nan"]} if name == "skipped" else {}, "note": str(folder / f"{name}.note")}
-        cases += [{"overrides": words, "spoil": spoil}, {"overrides": words, "values": values, "died": died}]
+        cases += [{"overrides": words, "spoil": spoil}]
+        cases += [{"overrides": words, "values": values, "died": died}] if name in again else []
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
     assert finished.code == 0, finished.output[-6000:]
@@ -107,7 +125,7 @@ def bias_of(run_folder: Path) -> torch.Tensor:
     return load_file(run_folder / "export" / "model.safetensors")[BIAS]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in (*BF16, "lora")])
+@pytest.mark.parametrize("name", by_tier([name for name in CASES if name not in (*BF16, "lora")], late=LATE))
 def test_the_plain_loops_biases_and_loads(name: str, folder: Path, rows_file: Path) -> None:
     words, skipped = words_of(name, folder, rows_file), int(name == "skipped")
     wanted, bias, loads = plain(words, without=skipped)
@@ -123,7 +141,7 @@ def test_the_plain_loops_biases_and_loads(name: str, folder: Path, rows_file: Pa
         assert not torch.equal(plain(words)[1], bias), "the step must matter, or the comparison says little"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_tier(CASES, late=AGAIN_LATE))
 def test_it_goes_on_bit_by_bit(name: str, folder: Path) -> None:
     mine, again = folder / "runs" / name, folder / "runs" / f"{name}-again"
     assert losses(again) == losses(mine)
@@ -132,7 +150,7 @@ def test_it_goes_on_bit_by_bit(name: str, folder: Path) -> None:
         assert torch.equal(bias_of(again), bias_of(mine))
 
 
-@pytest.mark.parametrize("name", BF16)
+@pytest.mark.parametrize("name", by_tier(BF16, late=LATE))
 def test_biases_stay_float32(name: str, folder: Path) -> None:
     exported = bias_of(folder / "runs" / name)
     assert exported.dtype is torch.float32
@@ -141,7 +159,7 @@ def test_biases_stay_float32(name: str, folder: Path) -> None:
     assert 1 <= steps.abs().max().round() <= STEPS
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_tier(CASES, late=LATE))
 def test_metrics_tell_of_the_load(name: str, folder: Path) -> None:
     rows = [row for row in rows_of(folder / "runs" / name) if "loss" in row]
     assert len(rows) == STEPS
