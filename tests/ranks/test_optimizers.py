@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import deepspeed, run
-from shared import WORKER, by_tier, losses, of_tier, plain_loop, tiny
+from ranks import run
+from shared import WORKER, by_tier, launcher, losses, of_tier, plain_loop, tiny
 
 from toolkit.checkpoint.fragments import Fragments
 from toolkit.engine.build import Lion
@@ -52,8 +52,10 @@ AGAIN = ("adafactor-0", "adagrad-0", "sgd-2", "lion-3", "groups-2", "muon-2", "m
 """Those that go on from a checkpoint, and rehearse a step before they do."""
 ELSEWHERE = {"fused-0": ["zero=stage2", "optim.torch=true"]}
 """Those that go on as another class of optimizer, which has other parts of the states."""
-LATE = ("lion-1", "groups-3", "muon-2-offload", "muon-1-bf16")
+LATE = ("sgd-3", "lion-1", "groups-3", "muon-2-offload", "muon-1-bf16")
 """Cells of the nightly tier."""
+AGAIN_LATE = ("adafactor-0", "groups-2", "muon-3", "muon-2-offload")
+"""Those that go on in the nightly tier alone: test_layouts.py and test_resume.py have their like."""
 PLAINLY: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda trained, lr: torch.optim.SGD(trained, lr=lr, momentum=0.9, weight_decay=0.1),
     "lion": lambda trained, lr: Lion(trained, lr=lr, betas=(0.9, 0.99), weight_decay=0.1),
@@ -72,17 +74,17 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Every cell, and some of them again from a checkpoint; all in one launch."""
     folder = tmp_path_factory.mktemp("optimizers")
     cases: list[dict[str, Any]] = []
+    go_on = of_tier(request, dict.fromkeys(AGAIN), late=AGAIN_LATE)
     for name, overrides in of_tier(request, CELLS, late=LATE).items():
         cases.append({"overrides": words(rows_file, folder, name, *overrides)})
-        if name in (*AGAIN, *ELSEWHERE):
+        if name in (*go_on, *ELSEWHERE):
             died = {"of": f"{folder}/runs/{name}", "step": SAVED, "as": f"{folder}/runs/{name}-again"}
             changed = ELSEWHERE.get(name, ["train.rehearse=true"])
             again = words(rows_file, folder, f"{name}-again", *overrides, *changed)
             cases.append({"overrides": again, "died": died})
     (folder / "cases.json").write_text(json.dumps(cases))
     # Muon's arithmetic would be compiled for each shape, which takes minutes on CPUs.
-    # Not a fork: TORCHDYNAMO_DISABLE is read where Muon is imported.
-    command = deepspeed(2, WORKER, str(folder / "cases.json"))
+    command = launcher(request)(2, WORKER, str(folder / "cases.json"))
     finished = run(command, cwd=folder, timeout_s=600, TORCHDYNAMO_DISABLE="1")
     assert finished.code == 0, finished.output[-6000:]
     return folder / "runs"
@@ -129,7 +131,7 @@ def test_8_bits_are_near_32(runs: Path) -> None:
     assert furthest(left, right) < 0.01
 
 
-@pytest.mark.parametrize("name", by_tier([name for name in AGAIN if name in CELLS], late=LATE))
+@pytest.mark.parametrize("name", by_tier([name for name in AGAIN if name in CELLS], late=AGAIN_LATE))
 def test_goes_on_as_if_nothing_had_happened(name: str, runs: Path) -> None:
     """Momentum is there again, and the rehearsal of a step has not touched it."""
     assert losses(runs / f"{name}-again") == losses(runs / name)
