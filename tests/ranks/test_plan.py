@@ -21,7 +21,7 @@ SIZES = {
 """Hidden and inner width, heads and groups, of ten layers each."""
 PRECISION = {"21M": "fp32", "33M": "bf16", "45M": "fp32"}
 TOLERANCE = 0.1
-FEW = ["21M-zero0-full", "21M-zero3-full", "33M-zero1-lora", "33M-zero2-full", "45M-zero2-lora", "45M-zero3-lora"]
+FEW = ["21M-zero3-lora", "33M-zero2-full"]
 CELLS = [f"{size}-zero{stage}-{way}" for size in SIZES for stage in range(4) for way in ("full", "lora")]
 
 
@@ -99,14 +99,16 @@ def test_the_process_takes_no_more_than_planned(tmp_path: Path, rows_file: Path,
     assert 0.5 < share <= 1, last
 
 
-def test_plan_auto_chooses_and_as_many_ranks_keep_it(tmp_path: Path, rows_file: Path) -> None:
-    def train(name: str, *more: str, ranks: int = 2) -> Any:
-        overrides = tiny(rows_file, tmp_path, name, "plan.auto=true", "train.max_steps=4", "checkpoint.every=2", *more)
-        ran = run([*forked(ranks, str(RUN), *overrides)], cwd=tmp_path, timeout_s=300)
-        assert ran.code == 0, ran.output[-6000:]
-        return ran.output, tmp_path / "runs" / name
+def train(rows_file: Path, folder: Path, name: str, *more: str, ranks: int = 2) -> Any:
+    """Train with a layout that is chosen; return the output and the run's folder."""
+    overrides = tiny(rows_file, folder, name, "plan.auto=true", "train.max_steps=3", "checkpoint.every=2", *more)
+    ran = run([*forked(ranks, str(RUN), *overrides)], cwd=folder, timeout_s=300)
+    assert ran.code == 0, ran.output[-6000:]
+    return ran.output, folder / "runs" / name
 
-    said, folder = train("chosen")
+
+def test_plan_auto_chooses_and_as_many_ranks_keep_it(tmp_path: Path, rows_file: Path) -> None:
+    said, folder = train(rows_file, tmp_path, "chosen")
     assert "plan.auto: " in said
     chosen = yaml.safe_load((folder / "config.yaml").read_text())
     plan = json.loads((folder / "plan.json").read_text())
@@ -115,13 +117,17 @@ def test_plan_auto_chooses_and_as_many_ranks_keep_it(tmp_path: Path, rows_file: 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(row["planned_memory_bytes"] > 0 for row in rows if "loss" in row)
     # Nothing would fit any more, but a run that resumes on as many ranks keeps its layout.
-    _, again = train("again", f"resume={folder}/checkpoints/step-2", "plan.max_gpu_gib=0.001")
+    _, again = train(rows_file, tmp_path, "again", f"resume={folder}/checkpoints/step-2", "plan.max_gpu_gib=0.001")
     kept = yaml.safe_load((again / "config.yaml").read_text())
     assert (kept["zero"], kept["batch"]) == (chosen["zero"], chosen["batch"])
-    said, alone = train("alone", f"resume={folder}/checkpoints/step-2", ranks=1)
+    said, alone = train(rows_file, tmp_path, "alone", f"resume={folder}/checkpoints/step-2", ranks=1)
     assert "plan.auto: " in said
     assert yaml.safe_load((alone / "config.yaml").read_text())["batch"]["micro_per_gpu"] == 4
-    said, divided = train("divided", "parallel=tensor", "zero=stage1")
+
+
+@pytest.mark.nightly
+def test_plan_auto_with_layers_that_are_split(tmp_path: Path, rows_file: Path) -> None:
+    said, divided = train(rows_file, tmp_path, "divided", "parallel=tensor", "zero=stage1")
     assert "plan.auto: " in said
     assert yaml.safe_load((divided / "config.yaml").read_text())["batch"]["micro_per_gpu"] == 4
 
