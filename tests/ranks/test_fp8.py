@@ -43,7 +43,7 @@ FOLLOWS = ("zero1", "zero2", "zero3", "recompute", "compiled", "compiled3", "pip
 
 
 def words(rows_file: Path, folder: Path, name: str, *overrides: str) -> list[str]:
-    common = [f"train.max_steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=0"]
+    common = [f"train.max_steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=0", "checkpoint.export=true"]
     return tiny(rows_file, folder, name, *common, "schedule=constant", "schedule.warmup_steps=0", *overrides)
 
 
