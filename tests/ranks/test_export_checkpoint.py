@@ -10,7 +10,7 @@ from official import write
 from ranks import forked, run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from shared import WORKER, can_do_async_io, experts, tiny
+from shared import WORKER, by_tier, can_do_async_io, experts, of_tier, tiny
 
 from toolkit.checkpoint import directory, fragments
 from toolkit.cli import main
@@ -20,9 +20,11 @@ from toolkit.models import probe
 from toolkit.train import run_dir
 
 CELLS: dict[str, list[str]] = {
-    "zero0-fp32": ["zero=stage0", "checkpoint.keep_weights=-1"],
+    "zero0-fp32": ["zero=stage0"],
     "zero2-bf16": ["zero=stage2", "precision=bf16", "checkpoint.keep_weights=1"],
-    "zero3-bf16": ["zero=stage3_offload", "optim.torch=false", "precision=bf16", "checkpoint.keep_weights=1"],
+    "zero3-bf16": ["zero=stage3_offload", "optim.torch=false", "precision=bf16"],
+    "zero0-kept": ["zero=stage0", "checkpoint.keep_weights=-1"],
+    "zero3-kept": ["zero=stage3_offload", "optim.torch=false", "precision=bf16", "checkpoint.keep_weights=1"],
     # A sub-group goes to NVMe from 1 MiB on.
     "nvme-zero3": [
         *("zero=stage3_nvme", "zero.offload_optimizer.nvme_path=FOLDER/nvme", "zero.offload_param.buffer_size=2000000"),
@@ -34,10 +36,12 @@ CELLS: dict[str, list[str]] = {
     "tied-experts-zero3": ["zero=stage3", "precision=bf16"],
     "tied-experts-zero1": ["zero=stage1", "precision=bf16"],
 }
+LATE = ("zero0-kept", "zero3-kept", "v1-zero2", "tied-experts-zero1")
+"""Cells of the nightly tier: weights are kept by a process of their own, of what is on the disk."""
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     """All cells, in one launch on two ranks: a checkpoint at step 3, of which the weights stay, and one at step 6."""
     folder = tmp_path_factory.mktemp("export")
     models = {
@@ -47,11 +51,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     }
     cases = []
     (folder / "nvme").mkdir()
-    for name, overrides in CELLS.items():
+    for name, overrides in of_tier(request, CELLS, late=LATE).items():
         if name == "nvme-zero3" and not can_do_async_io():
             continue
         model = models.get(name.split("-")[0])
-        words = ["train.max_steps=6", "checkpoint.every=3", "checkpoint.keep=1"]
+        words = ["train.max_steps=6", "checkpoint.every=3", "checkpoint.keep=1", "checkpoint.export=true"]
+        words += ["evaluate.at_start=false"]
         words += [word.replace("FOLDER", str(folder)) for word in overrides]
         words += ["model=hf", f"model.path={model}"] if model else []
         cases.append({"overrides": tiny(rows_file, folder, name, *words)})
@@ -73,7 +78,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", by_tier(CELLS, late=LATE))
 def test_a_checkpoint_elsewhere_exports_what_the_run_exported(name: str, runs: Path, tmp_path: Path) -> None:
     """Copied, and the cache and the base model's folder gone."""
     check_async_io(name)
@@ -98,7 +103,9 @@ def test_a_checkpoint_elsewhere_exports_what_the_run_exported(name: str, runs: P
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("name", [name for name, words in CELLS.items() if "keep_weights" in words[-1]])
+@pytest.mark.parametrize(
+    "name", by_tier([name for name, words in CELLS.items() if "keep_weights" in words[-1]], late=LATE)
+)
 def test_weights_of_an_old_checkpoint_stay(
     name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
