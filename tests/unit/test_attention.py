@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
@@ -98,16 +100,53 @@ def test_packed_equals_alone(family: str, attention: Attention) -> None:
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=TOLERANCE, msg=name)
 
 
+def function_of(version: str) -> Any:
+    """Return the function for variable lengths of a version of PyTorch (nn/attention/varlen.py); its kernel apart."""
+
+    def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+        return torch.empty_like(query)
+
+    def of_2_11(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+    ):
+        assert window_size == (-1, 0)
+        return torch.empty_like(query)
+
+    def of_2_13(query, key, *others, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert enable_gqa or query.size(1) == key.size(1)
+        return torch.empty_like(query)
+
+    return {"2.10": of_2_10, "2.11": of_2_11, "2.13": of_2_13}[version]
+
+
 def test_older_gpus_have_no_kernel_for_variable_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a T4 or V100 packed rows get a mask, and prefixes are not shared, instead of a refusal."""
     monkeypatch.setattr(attention_module, "trains_on_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(varlen, "varlen_attn", function_of("2.13"))
     for capability, name in (((7, 5), "sdpa"), ((8, 0), attention_module.VARLEN)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         model = build("glm")
         choose_attention(model, Attention.auto, True, torch.float16)
         assert model.config._attn_implementation == name
         assert attention_module.computes_segments(load(["recipe=fp16"]).cfg) == (name != "sdpa")
+
+
+@pytest.mark.parametrize(("version", "is_used"), [("2.10", False), ("2.11", True), ("2.13", True)])
+def test_each_version_of_the_kernel(version: str, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer heads of keys, which 2.13 has to be told and 2.11 cannot be; 2.10 cannot be told a scale."""
+    monkeypatch.setattr(varlen, "varlen_attn", function_of(version))
+    monkeypatch.setattr(attention_module, "trains_on_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # or making fake tensors begins with a GPU
+    model = build("glm")
+    choose_attention(model, Attention.auto, True, torch.bfloat16)
+    assert model.config._attn_implementation == (attention_module.VARLEN if is_used else "sdpa")
+    if is_used:
+        with FakeTensorMode():
+            query, key = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+            bounds = torch.empty(5, dtype=torch.int32, device="cuda")
+            mixed = attention_module.attend_to_segments(query, key, key, bounds, 8, scaling=0.3)
+        assert mixed.shape == (2, 8, 4, 16)
 
 
 def test_generation_is_untouched() -> None:

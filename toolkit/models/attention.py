@@ -13,6 +13,8 @@ rows with a part of the heads, and back. DeepSpeed 0.19.8's ulysses_sp.py takes 
 by flash attention alone. B rows, S tokens of a whole row, P ranks of a group, H heads, D width of a head.
 """
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -56,8 +58,25 @@ def trains_on_gpu() -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_kernel() -> bool:
-    """Whether a GPU has PyTorch's kernel for variable lengths, as from Ampere on (torch 2.13, flash_api.cpp)."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+    """Whether a GPU has PyTorch's kernel for variable lengths, as from Ampere on (torch 2.13, flash_api.cpp).
+
+    2.10's function takes no scale (nn/attention/varlen.py), so there GPUs do without the kernel, as older ones do.
+    """
+    is_older = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)
+    return not is_older and _kernel_takes("scale")
+
+
+@torch.compiler.assume_constant_result
+def _kernel_takes(name: str) -> bool:
+    """Whether the function for variable lengths of this PyTorch has an argument."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return name in _arguments(varlen_attn)
+
+
+@functools.cache
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def computes_segments(cfg: RunConfig) -> bool:
@@ -314,6 +333,10 @@ def attend_to_segments(
     if query.is_cuda and not dropout and query.dtype in _KERNEL_DTYPES and _has_kernel():
         from torch.nn.attention.varlen import varlen_attn
 
+        # torch 2.13 wants to be told of fewer heads of keys, and tells its kernel nothing; 2.11 compares no heads and
+        # calls the same kernel (nn/attention/varlen.py), which takes any number that divides the queries' and sums the
+        # gradients of each group (flash_attn/flash_api.cpp: mha_varlen_fwd, mha_varlen_bwd).
+        grouped: dict[str, Any] = {"enable_gqa": groups != 1} if _kernel_takes("enable_gqa") else {}
         mixed = varlen_attn(
             query,
             key,
@@ -324,7 +347,7 @@ def attend_to_segments(
             longest,
             scale=scaling,
             window_size=(-1, 0),  # causal, the last query at the last key; `check_isolation` measures it
-            enable_gqa=groups != 1,
+            **grouped,
         )
         assert isinstance(mixed, torch.Tensor)
         return mixed.view(rows, size, -1, width)
