@@ -27,6 +27,7 @@ LACKS = {
     "cuda": "it needs a GPU",
     "gpus": "it needs two GPUs and NCCL",
     "fp8": "it needs a GPU of compute capability 8.9 or higher",
+    "fp8-rows": "it needs a GPU of compute capability 8.9 or higher, or torch 2.13 on a CPU",
     "nvcc": "it needs the CUDA toolkit, to build DeepSpeed's ops",
     "libaio": "it needs DeepSpeed's async_io (libaio)",
     "liger_kernel": "it needs a GPU and liger-kernel",
@@ -42,8 +43,9 @@ def lacks(need: str) -> str:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
         there = AsyncIOBuilder().is_compatible(verbose=False)
-    elif need == "fp8":
-        there = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
+    elif need.startswith("fp8"):
+        on_cpu = need == "fp8" or torch.__version__ >= (2, 13)
+        there = on_cpu if DEVICE == "cpu" else torch.cuda.get_device_capability() >= (8, 9)
     elif need == "nvcc":
         there = DEVICE == "cpu" or not lacking_tools(["fused_adam"])
     elif need == "gpus":
