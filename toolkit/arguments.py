@@ -109,11 +109,9 @@ def parse_checked(
     return arguments
 
 
-def check_parsed(
-    loaded: LoadedConfig, world_size: int | None, problems: Problems, *, files: bool = True, custom: bool = False
-) -> None:
-    """Check a config and the DeepSpeed JSON that it makes; `files` and `custom` as for `check_rules`."""
-    rules.check_rules(loaded, world_size, files=files, custom=custom, problems=problems)
+def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problems, **which: bool) -> None:
+    """Check a config and the DeepSpeed JSON that it makes; `which` rules as for `check_rules`."""
+    rules.check_rules(loaded, world_size, **which, problems=problems)
     problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:
         cfg = mesh.with_micro_batch(loaded.cfg)

@@ -189,7 +189,7 @@ def test_a_terminal_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_gpus_of_this_node_are_taken(folder: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     nvidia = folder / "bin" / "nvidia-smi"
     nvidia.parent.mkdir()
-    nvidia.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564'\n")
+    nvidia.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 4090, 24564, 8.9'\n")
     nvidia.chmod(0o755)
     assert shutil.which("sh")
     monkeypatch.setenv("PATH", f"{nvidia.parent}:/usr/bin:/bin")

@@ -98,7 +98,7 @@ def test_a_card_by_its_datasheet() -> None:
     card = find_gpu("NVIDIA H20")
     assert card
     known = an_account(device="NVIDIA H20", card=card)
-    assert known.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.bf16_flops
+    assert known.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.flops("bf16")
     assert "the datasheet of the H20 says 148" in known.describe()
     assert (
         "What the datasheet of 'NVIDIA X1' says of that is not known here" in an_account(device="NVIDIA X1").describe()

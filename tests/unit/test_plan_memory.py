@@ -337,7 +337,7 @@ def test_bounds_and_cards_that_are_special(tmp_path: Path) -> None:
         found: dict[str, Any] = json.loads(output.read_text())
         return found
 
-    assert planned("gpus=8xV100-32GB")["recipe"]["step_s"] > 0  # it has no bf16
+    assert planned("gpus=8xV100-32GB", "precision=fp16")["recipe"]["step_s"] > 0  # it has no bf16
     bounded = planned("gpus=8xA100-80GB", "plan.max_gpu_gib=20", "batch.micro_per_gpu=auto")
     fitting = [one for one in bounded["layouts"] if one["fits"]]
     assert fitting

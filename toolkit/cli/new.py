@@ -24,7 +24,7 @@ from toolkit.config.schema import TuningMethod
 from toolkit.jobs.new_recipe import METHODS, choose, data_facts, machine_of, plan_methods, recipe_text, remedies
 from toolkit.messages import ConfigError, clauses, say, tr
 from toolkit.plan.layouts import layout_table
-from toolkit.plan.machine import GIB, Machine, this_machine
+from toolkit.plan.machine import GIB, Machine, find_gpu, this_machine
 
 _USAGE = "toolkit new model=qwen3_8b data=chat.jsonl gpus=8x80GB output=mine.yaml"
 _OPTIONAL = ("model", "data", "gpus", "nodes", "host_memory", "tuning", "max_length", "columns", "output")
@@ -37,7 +37,8 @@ def run(words: list[str]) -> None:
     tuning = one_of(given, "tuning", ("auto", *(method.value for method in METHODS)))
     methods = METHODS if tuning == "auto" else (TuningMethod(tuning),)
     if "gpus" not in given and (here := this_machine()):
-        card = here.card.name if here.card else f"{here.memory_bytes // 2**20}MB"
+        listed = here.card and find_gpu(here.card.name)
+        card = listed.name if listed else f"{here.memory_bytes // 2**20}MB"
         given = {"gpus": f"{here.ranks}x{card}", "host_memory": f"{here.host_bytes // GIB}GB", **given}
     _ask(given, "model", tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): "))
     _ask(given, "data", tr("Data (a file, a directory or a pattern): "))

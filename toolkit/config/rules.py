@@ -18,14 +18,15 @@ def check_rules(
     world_size: int | None = None,
     *,
     files: bool = True,
+    devices: bool = True,
     custom: bool = False,
     problems: Problems | None = None,
 ) -> None:
     """Apply every rule; errors are added to `problems`, or without it raised as one ConfigError. `loaded` gets notices.
 
     Without `world_size` the rules that need it are left out. `files`: whether files, directories and devices that the
-    config names must exist here; not those of a config that is only exported for another machine. `custom`: whether a
-    program trains a custom model and dataset with it.
+    config names must exist here; not those of a config that is only exported for another machine, nor `devices` where
+    it is checked for other GPUs. `custom`: whether a program trains a custom model and dataset with it.
     """
     found = Problems() if problems is None else problems
     found.settle()
@@ -49,7 +50,7 @@ def check_rules(
         found.apply((_check_ranks,), loaded, world_size)
     if files:
         rules = preflight.CUSTOM_FILES if custom else preflight.FILES
-        found.apply((*rules, preflight.check_devices), loaded)
+        found.apply((*rules, *((preflight.check_devices,) if devices else ())), loaded)
     if problems is None:
         found.raise_all()
 

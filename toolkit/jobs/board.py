@@ -499,6 +499,7 @@ def examine_recipe(given: Given, folder: Path) -> dict[str, Any]:
             gpus = {"gpus": given["gpus"]} if given.get("gpus") else {}
             machine = problems.attempt(machine_for, gpus, loaded.cfg)
             ranks = [f"world_size={machine.world_size}"] if machine else []
+            ranks += [f"{name}={value}" for name, value in gpus.items()]
             words = [f"recipe={file}", f"language={language}", *ranks]  # the reader's language, whatever the recipe's
             problems.attempt(lambda: check_recipe(words, fetch=False))
             if machine and not problems.errors:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.arguments import parse_checked, positive_int
+from toolkit.arguments import check_parsed, parse, positive_int
 from toolkit.config import files, load, mesh, preflight, schema
 from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import read_config, trust_code
-from toolkit.plan.machine import GIB, Machine, check_fp8, parse_bytes, parse_machine, this_machine
+from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import Outline, active_line, cached_outline, rank_part
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
@@ -22,8 +22,12 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     Without `fetch` a model on Hugging Face is not looked up: its size is not told then.
     """
     problems = Problems()
-    arguments = parse_checked(words, names=("world_size",), problems=problems)
-    cfg, world_size = arguments.loaded.cfg, arguments.world_size
+    arguments = parse(words, names=("world_size", "gpus"), problems=problems)
+    cfg, given = arguments.loaded.cfg, arguments.values
+    machine = problems.attempt(_machine, given, cfg)
+    world_size = arguments.world_size or (machine.world_size if machine and "gpus" in given else None)
+    is_other = "gpus" in given and not (machine and machine.on_cpu)
+    check_parsed(arguments.loaded, world_size, problems, devices=not is_other)
     problems.attempt(preflight.check_track_here, arguments.loaded)
     problems.attempt(preflight.check_compiler, arguments.loaded)
     known = {key for error in problems.errors for key in error.keys}
@@ -34,7 +38,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     may_read = not known & {"model", "model.path"} and (fetch or not files.is_hub_name(cfg.model.path))
     outlines = problems.attempt(_outlines, arguments.loaded, problems) if may_read else None
     problems.raise_all()
-    for note in [*arguments.notes, *([unread] if unread else [])]:
+    for note in [*arguments.notes, *arguments.loaded.notices, *([unread] if unread else [])]:
         say(note)
     for ranks in sorted({*cfg.batch.world_sizes, *([world_size] if world_size else [])}):
         say(_rows(cfg, ranks))
@@ -106,6 +110,14 @@ def _rows(cfg: schema.RunConfig, world_size: int) -> str:
     )
 
 
+def _machine(given: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
+    """Return the GPUs of the argument, else those here on which ranks would run; ConfigError if they cannot run it."""
+    here = None if "gpus" in given or preflight.device_here() != "cuda" else this_machine()
+    machine = parse_machine(given["gpus"], 1, "") if "gpus" in given else here
+    check_precision(machine.card if machine else None, cfg.precision)
+    return machine
+
+
 def machine_for(given: dict[str, str], cfg: schema.RunConfig) -> Machine:
     """Return the nodes to plan for: those of the arguments gpus, nodes and host_memory, else this one."""
     nodes = positive_int(given, "nodes") or 1
@@ -114,7 +126,7 @@ def machine_for(given: dict[str, str], cfg: schema.RunConfig) -> Machine:
     if machine is None:
         say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
         machine = parse_machine(_USUAL, nodes, host)
-    check_fp8(machine.card, cfg.precision.fp8)
+    check_precision(machine.card, cfg.precision)
     if host:
         machine = replace(machine, host_bytes=parse_bytes(host, "host_memory"))
     bound = int(cfg.plan.max_gpu_gib * GIB)

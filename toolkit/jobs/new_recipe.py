@@ -101,7 +101,7 @@ def plan_methods(
 ) -> Iterator[MethodPlan]:
     """Yield the plan of each method that these GPUs can run, with at least so many samples per step."""
     machine = machine_of(given)
-    precision = "fp32" if machine.on_cpu else "fp16" if machine.card and not machine.card.bf16_flops else "bf16"
+    precision = "fp32" if machine.on_cpu else "fp16" if machine.card and machine.card.lacks_bf16 else "bf16"
     for method in methods:
         if method is TuningMethod.qlora and machine.on_cpu:
             continue
@@ -129,7 +129,7 @@ def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
 
 def remedies(given: Given, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
     """Return the arguments with which something would fit: the smallest change of each kind that is enough."""
-    ranks, card = machine_of(given).ranks, re.sub(r"^\d+\s*\S", "", given["gpus"])
+    ranks, card = machine_of(given).ranks, re.sub(r"^\d+\s*[xX*×]", "", given["gpus"])
     nodes, length = int(given.get("nodes", 1)), int(facts["max_length"])
     ways = (
         [("max_length", str(length >> half)) for half in range(1, 16) if length >> half >= _LEAST_LENGTH],

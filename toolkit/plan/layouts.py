@@ -271,8 +271,17 @@ def _leanest_line(found: Sequence[Layout]) -> str:
 
 
 def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
-    zero = mine.cfg.zero
+    zero, card = mine.cfg.zero, machine.card
+    name, dtype = card.name if card else "", mine.cfg.precision.dtype.value
     notes = (
+        (
+            card and not card.capability,
+            tr("{card}: training on NPUs is not supported, and what their software takes is not known.", card=name),
+        ),
+        (
+            card and not (rates.is_measured or card.flops(dtype)),
+            tr("How fast {card} computes in {dtype} is not known here, but assumed.", card=name, dtype=dtype),
+        ),
         (not machine.host_bytes, tr("host_memory= is not given: whether the host's memory is enough is not judged.")),
         (
             mine.cfg.model.init is Init.random,

@@ -1,5 +1,6 @@
 """The machines that a run is planned for, and what their GPUs can do by datasheet (gpus.yaml). No torch."""
 
+import difflib
 import functools
 import os
 import re
@@ -7,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 
 from toolkit import children
-from toolkit.config.schema import Fp8
+from toolkit.config.schema import Dtype, Fp8, PrecisionConfig
 from toolkit.messages import ConfigError, read_table
 
 GIB = 1 << 30
@@ -19,30 +20,38 @@ _SIZE_OFF = 0.1
 """Of a GPU's memory by which the size in a name may differ: an L40S with its 45 GiB is sold as one of 48 GB."""
 _QUALIFIERS = {"d", "laptop", "max", "mig", "super", "ti"}
 """Words that make a name mean another GPU."""
+_BF16, _FP8 = 8.0, 8.9
+"""The least compute capability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU's datasheet."""
+    """One GPU's datasheet; what is 0 is not known."""
 
     name: str
     """The words by which it is found."""
     memory_bytes: int
     """As nvidia-smi shows it."""
-    bf16_flops: float
-    """FLOP/s; 0: it cannot."""
-    fp16_flops: float
-    fp32_flops: float
-    """FLOP/s, without tensor cores; 0: not known."""
-    memory_bytes_per_s: float
+    capability: float = 0.0
+    """Compute capability; an NPU has none."""
+    half_flops: float = 0.0
+    """FLOP/s, of bf16 and fp16."""
+    fp32_flops: float = 0.0
+    """FLOP/s, without tensor cores."""
+    memory_bytes_per_s: float = 0.0
     """Bandwidth of its memory."""
-    link_bytes_per_s: float
+    link_bytes_per_s: float = 0.0
     """To the other GPUs of a server, one direction."""
-    has_fp8: bool
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether it is known to have no bf16."""
+        return 0 < self.capability < _BF16
 
     def flops(self, dtype: str) -> float:
         """Return the peak of `bf16`, `fp16` or `fp32`, FLOP/s; 0: it cannot, or it is not known."""
-        return {"bf16": self.bf16_flops, "fp16": self.fp16_flops, "fp32": self.fp32_flops}[dtype]
+        bf16_flops = 0.0 if self.lacks_bf16 else self.half_flops
+        return {"bf16": bf16_flops, "fp16": self.half_flops, "fp32": self.fp32_flops}[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +104,26 @@ def parse_bytes(text: str, key: str) -> int:
 def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:
     """Return the machines of `gpus` per node (8x80GB, 8xA100-80GB, 4xH100, 2xcpu); a `host_memory` of "" is unknown."""
     host = parse_bytes(host_memory, "host_memory") if host_memory else 0
-    found = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)
-    if not found or not int(found[1]):
+    counted = re.fullmatch(r"(\d+)\s*[xX*×]\s*(.+)", gpus)
+    ranks, what = (int(counted[1]), counted[2].strip()) if counted else (1, gpus.strip())
+    card = find_gpu(what)
+    if not ranks or not (counted or card):
         raise ConfigError(
             "gpus = {value} should be the GPUs of one machine: 8x80GB, 8xA100-80GB, 4xH100 or 2xcpu.", value=gpus
         )
-    ranks, what = int(found[1]), found[2].strip()
     if what.lower() == "cpu":
         host = host or own_memory()
         return Machine(ranks, host // ranks, None, nodes, host, on_cpu=True)
+    if card:
+        return Machine(ranks, card.memory_bytes, card, nodes, host)
     if re.fullmatch(r"\d+(\.\d+)?\s*[KMGT]i?B?", what, re.IGNORECASE):
         return Machine(ranks, parse_bytes(what, "gpus"), None, nodes, host)
-    if card := find_gpu(what):
-        return Machine(ranks, card.memory_bytes, card, nodes, host)
-    names = [gpu.name for gpu in known_gpus()]
+    names = {gpu.name.lower(): gpu.name for gpu in known_gpus()}
     similar = [name for name in names if _words(what) <= _words(name)]  # "A100" without its memory
     raise ConfigError(
         "gpus: no datasheet of '{card}' is known. Write its memory, 8x80GB, or one of: {known}.",
         card=what,
-        known=", ".join(similar or names),
+        known=", ".join(names[name] for name in similar or difflib.get_close_matches(what.lower(), names, 5, 0)),
     )
 
 
@@ -121,7 +131,7 @@ def this_machine(nodes: int = 1) -> Machine | None:
     """Return this machine as nvidia-smi describes it; None without an NVIDIA GPU."""
     try:
         ran = children.run(
-            ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+            ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=5,
@@ -130,21 +140,31 @@ def this_machine(nodes: int = 1) -> Machine | None:
     except (OSError, subprocess.SubprocessError):
         return None
     rows = [[cell.strip() for cell in line.split(",")] for line in ran.stdout.splitlines()]
-    cards = [(row[0], int(row[1])) for row in rows if len(row) == 2 and row[1].isdecimal()]
+    cards = [row for row in rows if len(row) == 3 and row[1].isdecimal()]
     if not cards:
         return None
-    least = min(mib for _, mib in cards)
-    names = {name for name, _ in cards}
-    return Machine(len(cards), least << 20, find_gpu(names.pop()) if len(names) == 1 else None, nodes, own_memory())
+    least = min(int(mib) for _, mib, _ in cards) << 20
+    kinds = {(name, capability) for name, _, capability in cards}
+    card = gpu_of(least, *kinds.pop()) if len(kinds) == 1 else None
+    return Machine(len(cards), least, card, nodes, own_memory())
 
 
-def check_fp8(card: Gpu | None, fp8: Fp8) -> None:
-    """Raise ConfigError if it is known that a GPU has no FP8; others are tried on the ranks (models/fp8.py)."""
-    if fp8 is not Fp8.none and card and not card.has_fp8:
+def check_precision(card: Gpu | None, precision: PrecisionConfig) -> None:
+    """Raise ConfigError if it is known that GPUs lack a run's precision. FP8 is tried on ranks, too (models/fp8.py).
+
+    PyTorch emulates bf16 on older GPUs (torch 2.13, `torch.cuda.is_bf16_supported`), but Triton's kernels do not.
+    """
+    if card and card.lacks_bf16 and precision.dtype is Dtype.bf16:
+        raise ConfigError(
+            "precision.dtype = bf16 needs GPUs of compute capability 8.0 or higher (A100, RTX 30 and newer), and "
+            "{card} is older. Use precision=fp16 or precision=fp32.",
+            card=card.name,
+        )
+    if card and 0 < card.capability < _FP8 and precision.fp8 is not Fp8.none:
         raise ConfigError(
             "precision.fp8 = {value} needs GPUs of compute capability 8.9 or higher (L40S, RTX 4090, H100, H200, "
             "B200), and {card} is older. Use precision=bf16.",
-            value=fp8.value,
+            value=precision.fp8.value,
             card=card.name,
         )
 
@@ -156,15 +176,20 @@ def known_gpus() -> tuple[Gpu, ...]:
         Gpu(
             name=name,
             memory_bytes=int(row["memory_gib"] * GIB),
-            bf16_flops=row["half_tflops"] * 1e12 if row.get("bf16", True) else 0.0,
-            fp16_flops=row["half_tflops"] * 1e12,
-            fp32_flops=row["fp32_tflops"] * 1e12,
-            memory_bytes_per_s=row["memory_gb_s"] * 1e9,
-            link_bytes_per_s=row["link_gb_s"] * 1e9,
-            has_fp8=row.get("fp8", True),
+            capability=row.get("capability", 0.0),
+            half_flops=row.get("half_tflops", 0) * 1e12,
+            fp32_flops=row.get("fp32_tflops", 0) * 1e12,
+            memory_bytes_per_s=row.get("memory_gb_s", 0) * 1e9,
+            link_bytes_per_s=row.get("link_gb_s", 0) * 1e9,
         )
         for name, row in read_table("plan/gpus.yaml").items()
     )
+
+
+def gpu_of(memory_bytes: int, name: str, capability: str = "") -> Gpu:
+    """Return a GPU by what its driver says; without a datasheet here that is all that is known of it."""
+    number = float(capability) if re.fullmatch(r"\d+\.\d+", capability) else 0.0
+    return find_gpu(name) or Gpu(name, memory_bytes, number)
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -174,16 +199,22 @@ def find_gpu(name: str) -> Gpu | None:
     So is one with another size of memory.
     """
     words = _words(name)
-    if any(re.fullmatch(r"\d+[qcab]", word) for word in words):  # a vGPU: A10-24Q
+    also = words | {f"{word}b" for word in words if re.fullmatch(r"\d+g", word)}  # A100-80G
+    named = [gpu for gpu in known_gpus() if _words(gpu.name) <= also]
+    best = max(named, key=lambda gpu: len(_words(gpu.name)), default=None)
+    rest = words - _words(best.name) if best else words
+    sizes = [int(word[:-2]) * GIB for word in rest if re.fullmatch(r"\d+gb", word)]
+    is_part = any(re.fullmatch(r"\d+[qcab]", word) for word in rest)  # a vGPU: A10-24Q
+    if best is None or is_part or rest & _QUALIFIERS:
         return None
-    found = [gpu for gpu in known_gpus() if _words(gpu.name) <= words and not (words & _QUALIFIERS) - _words(gpu.name)]
-    best = max(found, key=lambda gpu: len(_words(gpu.name)), default=None)
-    sizes = [int(word[:-2]) * GIB for word in words - _words(best.name if best else "") if re.fullmatch(r"\d+gb", word)]
-    return None if best and any(abs(size / best.memory_bytes - 1) > _SIZE_OFF for size in sizes) else best
+    return None if any(abs(size / best.memory_bytes - 1) > _SIZE_OFF for size in sizes) else best
 
 
 def _words(name: str) -> set[str]:
-    return {*re.findall(r"[a-z0-9]+", name.lower())} - {"rtx"}
+    """Return what tells a GPU from others: `RTX4090`, `rtx 4090` and `NVIDIA GeForce RTX 4090` have the same."""
+    name = re.sub(r"nvidia|geforce|rtx|ascend", " ", name.lower()).replace(" gb", "gb")
+    name = re.sub(r"(?<=\d{4})(?=[a-z])|(?<=pro)(?=\d)|(?<=\d)(?=sxm|pcie|nvl)", " ", name)
+    return set(re.findall(r"[a-z0-9]+", name))
 
 
 def own_memory() -> int:

@@ -83,11 +83,10 @@ def assumed(machine: Machine, dtype: str) -> Rates:
     if machine.on_cpu:
         return Rates(_CPU_FLOPS, 1e9, 5e9, host=5e9, micro_s=0.02, latency_s=1e-3)
     card = machine.card
-    # A card without bf16 computes it through others' units, at best as fast as fp32; 0 also stands for not known.
-    flops = 0.5 * ((card.flops(dtype) or card.flops("fp32") or _UNKNOWN_FLOPS) if card else _UNKNOWN_FLOPS)
-    near = 0.8 * (card.link_bytes_per_s if card else 25e9)
+    flops = 0.5 * ((card and card.flops(dtype)) or _UNKNOWN_FLOPS)
+    near = 0.8 * ((card and card.link_bytes_per_s) or 25e9)
     link = min(near, 25e9) if machine.nodes > 1 else near
-    memory = 0.8 * (card.memory_bytes_per_s if card else 1e12)
+    memory = 0.8 * ((card and card.memory_bytes_per_s) or 1e12)
     return Rates(flops, link, memory, micro_s=0.005, latency_s=5e-5, node_link=near if machine.nodes > 1 else 0.0)
 
 

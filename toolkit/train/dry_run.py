@@ -31,7 +31,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, listed, reason_of, say, tr, warn
 from toolkit.models import adapters, pipeline
 from toolkit.plan import layouts, speed
-from toolkit.plan.machine import Machine, find_gpu, own_memory
+from toolkit.plan.machine import Machine, gpu_of, own_memory
 from toolkit.plan.memory import process_bytes
 from toolkit.plan.outline import cached_outline, outline_of
 from toolkit.train import run_dir
@@ -129,7 +129,7 @@ def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
     return Machine(
         ranks=local,
         memory_bytes=min(one for one, *_ in found),
-        card=None if on_cpu else find_gpu(torch.cuda.get_device_name(device)),
+        card=None if on_cpu else gpu_of(available, torch.cuda.get_device_name(device)),
         nodes=-(-ranks.world_size // local),
         uneven_ranks=ranks.world_size,
         host_bytes=min(one for _, one, _ in found),

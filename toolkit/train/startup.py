@@ -61,9 +61,8 @@ def make_ready(
     if ranks.rank == 0:
         problems.attempt(preflight.check_track_here, arguments.loaded)
     cfg = arguments.loaded.cfg
-    takes_gpu = cfg.precision.fp8 is not schema.Fp8.none and preflight.device_here() == "cuda"
-    if takes_gpu and (here := machine.this_machine()):
-        problems.attempt(machine.check_fp8, here.card, cfg.precision.fp8)
+    if ranks.local_rank == 0 and preflight.device_here() == "cuda" and (here := machine.this_machine()):
+        problems.attempt(machine.check_precision, here.card, cfg.precision)
     problems.raise_all()
     deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
     deepspeed.check_restarts(cfg.run.max_restarts, ranks, words, least_nodes=cfg.launch.min_nodes)
