@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -50,8 +51,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes seconds: the library that draws in the browser, and the pictures."""
-    monkeypatch.setattr("toolkit.report.page.vl_convert.javascript_bundle", lambda snippet, version: "0;")
+    """Leave out what takes seconds: the pictures."""
     monkeypatch.setattr("toolkit.report.page.png", lambda drawing: b"a picture")
 
 
@@ -94,6 +94,36 @@ def test_a_run_becomes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     there = {path.stem for path in (folder / "report").iterdir()}
     assert there == {*charts, "mine", "answers-mine"}, "what it cannot have made stays"
     assert not [path for path in folder.rglob("*.tmp")]
+
+
+def test_a_page_has_its_charts_without_what_draws_the_pictures(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = fake_run(tmp_path / "mine")
+    said = "No pictures of its charts: they need a package.  pip install vl-convert-python\n"
+    report(str(folder))
+    page, pictures = (folder / "report.html").read_text(), list((folder / "report").iterdir())
+    assert said not in capsys.readouterr().out and pictures
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    report(str(folder))
+    told = capsys.readouterr().out
+    assert said in told and "as pictures" not in told
+    assert not list((folder / "report").iterdir()), "those of the report before would be out of date"
+    without = (folder / "report.html").read_text()
+    charts, others = (json.loads(Page(text).data["charts"])["specs"] for text in (page, without))
+    assert set(charts) == set(others) == {path.stem for path in pictures}
+    assert "window.vegaEmbed" in without, "what draws them in the browser is in the page"
+    report(str(folder), f"output={tmp_path}/other.html")
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_library_of_the_page_is_that_of_the_packages() -> None:
+    from bundle_vega import TARGET, bundle
+
+    stored, made = TARGET.read_text(encoding="utf-8"), bundle()
+    if (head := made.partition("\n")[0]) != stored.partition("\n")[0]:
+        pytest.skip(f"other packages are installed: {head}")
+    assert stored == made, "python scripts/bundle_vega.py"
 
 
 def test_ngram_baselines_are_lines_of_the_loss_chart(quick: None, tmp_path: Path) -> None:

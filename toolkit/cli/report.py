@@ -6,7 +6,8 @@ toolkit report runs/SWEEP
   RUN            a run directory, finished or not, wherever it has been copied to; or that of a sweep:
                  all runs that have metrics are compared
   output=FILE    the page; default: report.html in the run directory, for several runs comparison.html here.
-                 Charts are saved as PNG files in the directory of the same name next to it
+                 Charts are saved as PNG files in the directory of the same name next to it, where vl-convert-python
+                 is installed
 
 Training writes it at the end (report.enabled), and every report.every steps. The page is one file that needs no
 network. An existing report is replaced; other files are never overwritten.
@@ -33,4 +34,7 @@ def run(words: list[str]) -> None:
 
     page, images = make_report(paths, Path(output) if output else None)
     say("The report: {file}", file=page)
-    say("Its charts as pictures: {folder}", folder=images)
+    if images:
+        say("Its charts as pictures: {folder}", folder=images)
+    else:
+        say("No pictures of its charts: they need a package.  pip install vl-convert-python")

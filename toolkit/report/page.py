@@ -4,6 +4,7 @@ the fonts of this machine alone.
 
 import base64
 import hashlib
+import importlib.util
 import os
 import re
 import shlex
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple
 
 import altair as alt
 import jinja2
-import vl_convert
 import yaml
 from markupsafe import Markup
 
@@ -454,7 +454,9 @@ def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str)
         tiles=list(tiles(one)) if one else [],
         sections=_sections(runs, drawings),
         drawn=[drawing for of_section in drawings.values() for drawing in of_section],
-        noscript=tr("The charts need JavaScript; as pictures they are in {folder}.", folder=f"{images}/"),
+        noscript=tr(
+            "The charts need JavaScript; with vl-convert-python they are in {folder} as pictures.", folder=f"{images}/"
+        ),
         state=status(one) if one else None,
         examples=example_data(one) if one else "",
         failure=one.failure[:4000] if one and not one.summary else "",
@@ -475,9 +477,7 @@ def write_page(
     failure: str = "",
 ) -> str:
     """Return a page in the report's look; `drawn` are the charts of its sections."""
-    program, library = "", ""
-    if drawn:
-        program, library = _file("report.js"), vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", _VEGA_LITE)
+    program, library = (_file("report.js"), _file("vega.js")) if drawn else ("", "")
     pages = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     return pages.from_string(_file("report.html.j2")).render(
         language="zh-CN" if messages.current_language() == "zh" else "en",
@@ -540,6 +540,8 @@ def _without_legends(part: Any) -> Any:
 
 def png(drawing: Drawing) -> bytes:
     """Return a chart as a picture on white."""
+    import vl_convert  # 84 MB, of which a page needs none
+
     found = {
         **secrets.hide_all(_spec(drawing)),
         "title": drawing.title,
@@ -638,8 +640,9 @@ COMPARISON = "comparison.html"
 _HEAD_BYTES = 2048
 
 
-def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, Path]:
-    """Report on one run, or compare several (of a sweep all); return the page and the directory of its pictures.
+def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, Path | None]:
+    """Report on one run, or compare several (of a sweep all); return the page and the directory of its pictures, None
+    where vl-convert-python, which draws them, is not installed.
 
     Raises RunFolderError for what is no run, ConfigError for a run named twice or an output that is no report, and
     TrackError where the report cannot be written.
@@ -655,15 +658,16 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     output = output.absolute()
     images = output.with_suffix("")
     _check_target(output, images)
+    has_pictures = importlib.util.find_spec("vl_convert") is not None
     try:
-        _write(runs, output, images)
+        _write(runs, output, images, has_pictures)
     except OSError as error:
         raise messages.TrackError(
             "the report {file} cannot be written: {reason}. Choose another place with output=FILE.html.",
             file=error.filename or output,
             reason=error.strerror or error,
         ) from error
-    return output, images
+    return output, images if has_pictures else None
 
 
 def check_output(output: Path) -> bool:
@@ -689,17 +693,17 @@ def _check_target(output: Path, images: Path) -> None:
     disk.check_no_symlinks(images, messages.ConfigError)
 
 
-def _write(runs: Sequence[Run], output: Path, images: Path) -> None:
-    drawings = draw(runs)
+def _write(runs: Sequence[Run], output: Path, images: Path, has_pictures: bool) -> None:
+    drawings, names = draw(runs), set[str]()
     disk.write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
     language = messages.current_language()
     if language == "zh" and not has_chinese():  # the letters would be boxes
         messages.set_language("en")
         drawings = draw(runs)
     try:
-        images.mkdir(exist_ok=True)
-        names = set()
-        for drawing in (one for of_section in drawings.values() for one in of_section):
+        if has_pictures:
+            images.mkdir(exist_ok=True)
+        for drawing in (one for of_section in drawings.values() for one in of_section if has_pictures):
             names.add(f"{drawing.name}.png")
             disk.write_atomically(images / f"{drawing.name}.png", png(drawing))
     finally:
