@@ -2,12 +2,13 @@
 
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from device import DEVICE, launch, needs, train
-from ranks import BIN, REPOSITORY, environment
+from ranks import REPOSITORY, environment
 from shared import ALL, FAULTY, faulty_words, losses, rows_of, tiny
 
 
@@ -15,7 +16,7 @@ def toolkit(*words: str) -> subprocess.CompletedProcess[str]:
     """Run a command on the device."""
     env = environment(DS_ACCELERATOR=DEVICE)
     return subprocess.run(
-        [str(BIN / "toolkit"), *words],
+        [sys.executable, "-m", "toolkit", *words],
         env=env,
         cwd=REPOSITORY,
         capture_output=True,

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import installed
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def test_each_stage_of_the_environment_is_shown_with_its_seconds(tmp_path: Path)
 
     def source() -> list[str]:
         script = f'extras="[serve]"; source {ROOT}/scripts/environment.sh; echo "$summary"'
-        env = os.environ | {"PYTHON": str(python), "TOOLKIT_VENV": str(venv)}
+        env = os.environ | {"PYTHON": str(python), "TOOLKIT_VENV": str(venv), "TOOLKIT_NO_INSTALL": ""}
         ran = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=True)
         return ran.stdout.splitlines()
 
@@ -96,3 +97,59 @@ def test_each_stage_of_the_environment_is_shown_with_its_seconds(tmp_path: Path)
     assert "torch==" in begun[1] and "-c constraints.txt -e .[serve]" in begun[2]
     assert lines[-1].startswith("venv ") and lines[-1].endswith(" s")
     assert [line for line in source() if line] == [f"== environment: {venv} is up to date"]
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Path:
+    """An environment whose Python notes its arguments, and is this one where its own program is asked."""
+    (tmp_path / "ready/bin").mkdir(parents=True)
+    python = tmp_path / "ready/bin/python3"
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$1" in *installed.py) exec {sys.executable} "$@";; esac\n'
+    )
+    python.chmod(0o755)
+    return tmp_path / "ready"
+
+
+def run_script(command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash from the checkout, in no environment but the one that is given."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "TOOLKIT_VENV")}
+    env = kept | environ
+    return subprocess.run(["bash", "-c", command], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("variable", ["TOOLKIT_VENV", "VIRTUAL_ENV", "PATH"])
+def test_an_environment_that_is_there_is_taken_as_it_is(ready: Path, variable: str) -> None:
+    place = f"{ready}/bin:{os.environ['PATH']}" if variable == "PATH" else str(ready)
+    finished = run_script("scripts/test --no-install gpu -k sampler", **{variable: place})
+    assert finished.returncode == 0, finished.stderr
+    assert f"== environment: {ready}/bin/python3 as it is" in finished.stdout
+    asked = (ready.parent / "asked").read_text().splitlines()
+    assert asked[0] == "scripts/installed.py pytest pytest-timeout" and asked[1].startswith("-c import sys, torch")
+    assert asked[2:] == ["scripts/build_ops.py", "-m pytest --tier=all tests/gpu -k sampler"]
+    assert [path.name for path in ready.rglob("*")] == ["bin", "python3"], "nothing is put into it"
+
+
+def test_what_such_an_environment_lacks_is_named(ready: Path) -> None:
+    words = {"TOOLKIT_VENV": str(ready), "TOOLKIT_NO_INSTALL": "1", "needed": "no-such-one"}
+    finished = run_script("source scripts/environment.sh; echo too far", **words)
+    assert finished.returncode == 2 and "too far" not in finished.stdout
+    assert finished.stderr.count("\n") == 1
+    assert " lacks no-such-one (there is nothing). Nothing was installed. To do so:  " in finished.stderr
+    finished = run_script("scripts/quickstart", TOOLKIT_VENV=f"{ready}/none", TOOLKIT_NO_INSTALL="1")
+    assert (finished.returncode, finished.stderr) == (2, f"There is no {ready}/none/bin/python3 to be used as it is.\n")
+    bench = subprocess.run(
+        [sys.executable, "-S", ROOT / "scripts/bench_gpu"], capture_output=True, text=True, timeout=60
+    )
+    assert bench.returncode == 2 and " lacks packaging " in bench.stderr and "Traceback" not in bench.stderr
+
+
+def test_packages_are_accepted_by_their_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed.lacking("pytest", "pytest-timeout") == {}
+    versions = {"torch": "2.10.0a0+b4e4ee81d3.nv25.12", "deepspeed": "0.18.9", "numpy": "1.26.4"}
+    version = installed.metadata.version
+    monkeypatch.setattr(installed.metadata, "version", lambda name: versions.get(name) or version(name))
+    assert installed.lacking() == {
+        "deepspeed<0.20,>=0.19.8": "0.18.9",
+        "numpy>=2": "1.26.4",
+    }
