@@ -102,12 +102,12 @@ def test_the_datasheet_is_plausible() -> None:
 
 
 def test_a_plan_says_what_is_not_known_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    speed, npu = "How fast {} computes in bf16 is not known here", "{}: training on NPUs is not supported"
+    speed, npu = "How fast these GPUs compute in bf16 is not known here", "Training on NPUs is not supported"
     for name, says_speed, says_npu in (("Ascend 910B", 1, 1), ("RTX 3060", 1, 0), ("RTX 3090", 0, 0)):
         assert main(["plan", "recipe=chatglm", f"gpus=8x{name}"]) == 0
         told = capsys.readouterr().out
-        assert (speed.format(name) in told) is bool(says_speed)
-        assert (npu.format(name) in told) is bool(says_npu)
+        assert (speed in told) is bool(says_speed)
+        assert (npu in told) is bool(says_npu)
 
 
 SENTENCE = (

@@ -271,16 +271,13 @@ def _leanest_line(found: Sequence[Layout]) -> str:
 
 
 def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
-    zero, card = mine.cfg.zero, machine.card
-    name, dtype = card.name if card else "", mine.cfg.precision.dtype.value
+    zero, card, dtype = mine.cfg.zero, machine.card, mine.cfg.precision.dtype.value
+    is_npu = card is not None and not card.capability
     notes = (
+        (is_npu, tr("Training on NPUs is not supported, and what their software takes is not known.")),
         (
-            card and not card.capability,
-            tr("{card}: training on NPUs is not supported, and what their software takes is not known.", card=name),
-        ),
-        (
-            card and not (rates.is_measured or card.flops(dtype)),
-            tr("How fast {card} computes in {dtype} is not known here, but assumed.", card=name, dtype=dtype),
+            card is not None and not (rates.is_measured or card.flops(dtype)),
+            tr("How fast these GPUs compute in {dtype} is not known here, but assumed.", dtype=dtype),
         ),
         (not machine.host_bytes, tr("host_memory= is not given: whether the host's memory is enough is not judged.")),
         (
