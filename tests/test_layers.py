@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf._utils import get_yaml_loader
+
+from toolkit.config.files import Loader
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "toolkit"
@@ -159,7 +160,16 @@ def test_the_package_knows_nothing_of_what_measures_and_tests_it() -> None:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.yaml")), ids=lambda path: path.name)
 def test_no_data_file_names_a_key_twice(path: Path) -> None:
-    assert yaml.load(path.read_text(encoding="utf-8"), get_yaml_loader())  # OmegaConf's loader rejects it
+    assert yaml.load(path.read_text(encoding="utf-8"), Loader)  # which rejects it
+
+
+def test_nothing_private_of_config_libraries_is_imported() -> None:
+    """What a minor version of OmegaConf or Hydra moves would stop every command."""
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not [name for name in names if re.match(r"(omegaconf|hydra)\b.*\._", name)], path
 
 
 def test_nothing_is_called_utils() -> None:

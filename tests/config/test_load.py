@@ -1,5 +1,6 @@
 """Composition: who beats whom, where each value stands, and what every mistake is answered with, to the letter."""
 
+import math
 import re
 import subprocess
 import sys
@@ -7,9 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from toolkit.arguments import parse_checked
 from toolkit.config import validate
+from toolkit.config.files import Loader, _fast_loader
 from toolkit.config.load import LEARNING_RATES, TYPED, load, replace, to_yaml
 from toolkit.config.schema import Dtype, TuningMethod, all_keys
 from toolkit.engine import ds_config
@@ -440,6 +443,16 @@ def test_the_learning_rate_follows_the_method(method: TuningMethod, tmp_path: Pa
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("defaults: [zero1]\noptim: {lr: 2e-5}\n")
     assert load([f"recipe={recipe}", *words]).cfg.optim.lr == 2e-5
+
+
+SCALARS = {"2e-5": 2e-5, "1E5": 1e5, "1.5e3": 1500.0, "1_0e1": 100.0, "1.5": 1.5, "-.inf": -math.inf, "1e": "1e"}
+SCALARS |= {"2026-01-01": "2026-01-01", "2026-01-01 10:00:00": "2026-01-01 10:00:00", "off": False, "012": 10}
+
+
+def test_scalars_are_those_of_omegaconf() -> None:
+    """Numbers that PyYAML takes for texts, and no dates; also where libyaml reads them."""
+    for loader in (Loader, _fast_loader()):
+        assert {text: yaml.load(f"a: {text}", loader)["a"] for text in SCALARS} == SCALARS
 
 
 def test_a_resolved_config_keeps_its_learning_rate(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import jsonschema
 import pytest
 import yaml
 from config_reference import render, sentences
-from omegaconf._utils import get_yaml_loader
 from recipe_schema import recipe_schema
 
+from toolkit.config.files import Loader
 from toolkit.config.schema import all_keys
 from toolkit.config.validate import field_type
 from toolkit.messages import chinese
@@ -48,7 +48,7 @@ def test_the_json_schema_of_recipes_is_fresh() -> None:
 def test_editors_find_nothing_wrong_with_our_recipes(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.splitlines()[1] == "# yaml-language-server: $schema=recipe.schema.json"
-    jsonschema.validate(yaml.load(text, get_yaml_loader()), json.loads(recipe_schema()))
+    jsonschema.validate(yaml.load(text, Loader), json.loads(recipe_schema()))
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_editors_find_nothing_wrong_with_our_recipes(path: Path) -> None:
 )
 def test_editors_see_mistakes_as_they_are_typed(content: str, is_right: bool) -> None:
     checker = jsonschema.Draft7Validator(json.loads(recipe_schema()))
-    assert checker.is_valid(yaml.load(content, get_yaml_loader())) == is_right
+    assert checker.is_valid(yaml.load(content, Loader)) == is_right
