@@ -1,6 +1,7 @@
 """A run that died resumes from copies in the memory of its nodes, and reads nothing from the disk for it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,43 @@ def check_same(folder: Path, straight: Path) -> None:
         assert (folder / name).read_bytes() == (straight / name).read_bytes()
 
 
+def spoil(folder: Path, node: str) -> None:
+    """Flip a bit of the first rank's fragments in each whole generation on a node."""
+    for path in copies(folder, node).values():
+        file = path / "fragments-00000.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-999] ^= 1
+        file.write_bytes(content)
+
+
+def check_disk_is_taken(rows_file: Path, folder: Path, nodes: list[str], straight: Path, what: list[str]) -> None:
+    """Resume, to the end, where both generations in memory are spoiled: a state or the weight in each."""
+    code, output = train(rows_file, folder, 2, nodes)
+    assert code == 0, output[-4000:]
+    spoiled = re.findall(r"fragments-00000\.safetensors: its content is not what was written \((\w+):", output)
+    assert spoiled == what and output.count("is not whole: 1 of its ") == 2, output[-4000:]
+    assert "Resuming after step 7 from " in output and len(opened(folder)) >= 4
+    check_same(folder, straight)
+
+
+def test_a_killed_rank_and_a_lost_node(rows_file: Path, tmp_path: Path, straight: Path) -> None:
+    """It dies while it writes a copy: the one before is whole on the other node, from which one rank resumes. That is
+    spoiled in the end, and the disk has another.
+    """
+    code, output = train(rows_file, tmp_path, 2, ["a", "b"], at="save.shard", step=10, rank=1, do="kill")
+    assert code and sorted(copies(tmp_path, "a")) == sorted(copies(tmp_path, "b")) == ["step-8"], output[-4000:]
+    shutil.rmtree(tmp_path / "a")
+    code, output = train(rows_file, tmp_path, 1, ["b"], at="each life", step=12, rank=0, do="kill")
+    assert code and "Resuming after step 8 from " in output, output[-4000:]
+    assert not opened(tmp_path)
+    again = losses(tmp_path / "runs" / "run")
+    assert len(again) > 9 and again == pytest.approx(losses(straight / "runs" / "run")[: len(again)], abs=1e-5)
+    assert sorted(copies(tmp_path, "b")) == ["step-10", "step-8"]
+    spoil(tmp_path, "b")
+    check_disk_is_taken(rows_file, tmp_path, ["a", "b"], straight, ["exp_avg_sq", "weight"])
+
+
+@pytest.mark.nightly
 def test_a_killed_rank_costs_no_read_from_the_disk(rows_file: Path, tmp_path: Path, straight: Path) -> None:
     """It dies while it writes a copy: the one before is whole. That is spoiled in the end, and the disk has another."""
     code, output = train(rows_file, tmp_path, 2, ["a", "a"], at="save.shard", step=10, rank=1, do="kill")
@@ -74,21 +112,12 @@ def test_a_killed_rank_costs_no_read_from_the_disk(rows_file: Path, tmp_path: Pa
     assert code and "Resuming after step 8 from " in output, output[-4000:]
     assert not opened(tmp_path)
     assert sorted(copies(tmp_path, "a")) == ["step-10", "step-8"]
-    for path in copies(tmp_path, "a").values():
-        file = path / "fragments-00000.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-999] ^= 1
-        file.write_bytes(content)
-
-    code, output = train(rows_file, tmp_path, 2, ["a", "a"])
-    assert code == 0, output[-4000:]
-    said = "fragments-00000.safetensors: its content is not what was written (weight:"
-    assert output.count(said) == 2 and output.count("is not whole: 1 of its ") == 2, output[-4000:]
-    assert "Resuming after step 7 from " in output and len(opened(tmp_path)) >= 4
-    check_same(tmp_path, straight)
+    spoil(tmp_path, "a")
+    check_disk_is_taken(rows_file, tmp_path, ["a", "a"], straight, ["weight", "weight"])
     assert not list((tmp_path / "a").iterdir())
 
 
+@pytest.mark.nightly
 def test_a_lost_node_costs_no_read_from_the_disk(rows_file: Path, tmp_path: Path, straight: Path) -> None:
     """Its neighbour has what it wrote; the run resumes on one rank fewer, and then on two again, though the disk has a
     newer checkpoint: that is damaged.
