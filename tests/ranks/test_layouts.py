@@ -12,7 +12,7 @@ from shared import LORA, STEADY, WORKER, can_do_async_io, rows_of, runs_nightly,
 from toolkit.checkpoint.fragments import WEIGHT, Fragments
 
 pytestmark = pytest.mark.timeout(1200)  # the runs that its tests share
-STEPS, SAVED = 6, 4
+STEPS, SAVED = 8, 4
 CPU_ADAM = "optim.torch=false"
 # name -> (ranks, kind of engine, overrides). One process cannot build an engine that splits less after one that splits:
 KINDS = ["data", "sequence", "pipeline", "tensor", "3d"]
