@@ -55,7 +55,7 @@ TASKLESS = ("trainer", "loop", "step", "dry_run", "task", "checkpointer", "run_d
 # distributed/file_lock.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.
 LARGEST_FILE, LARGEST_COMMAND, LARGEST_FUNCTION = 800, 120, 60
 # What needs more raises the first number and adds its own to the table of docs/architecture.md, "Size".
-LARGEST_PACKAGE, MOST_FILES = 51_990, 190
+LARGEST_PACKAGE, MOST_FILES = 52_110, 190
 
 
 def module_name(path: Path) -> str:
