@@ -16,8 +16,9 @@ import pytest
 import yaml
 from pages import PAIRED, ROOT, chinese
 from test_commands import (
-    folder as folder,  # a fixture
+    folder as folder,  # fixtures
     inner,
+    measured as measured,
     understand,
 )
 

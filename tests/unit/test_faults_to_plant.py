@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_fault_can_be_planted() -> None:
-    table = yaml.safe_load((ROOT / "scripts" / "plant_faults.yaml").read_text(encoding="utf-8"))
+    table = yaml.safe_load((ROOT / "tests" / "planted_faults.yaml").read_text(encoding="utf-8"))
     assert len(table) >= 20
     for name, fault in table.items():
         assert set(fault) == {"file", "old", "new", "harm", "tests"}, name
