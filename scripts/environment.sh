@@ -1,7 +1,6 @@
 # Sourced by quickstart and test: makes or reuses the environment; `stage` runs and times a step, `summary` lists them.
 # TOOLKIT_VENV=DIR       the environment; .venv if it is not given
-# TOOLKIT_NO_INSTALL=1   installs nothing, needs no network and leaves torch as it is: uses TOOLKIT_VENV, else the active
-#                        environment, else python3, and ends with 2 where packages are missing
+# TOOLKIT_NO_INSTALL=1   installs nothing: environment_as_it_is.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv="${TOOLKIT_VENV:-$PWD/.venv}"
@@ -34,18 +33,7 @@ if ! command -v c++ >/dev/null && ! command -v g++ >/dev/null; then
 fi
 
 if [ -n "${TOOLKIT_NO_INSTALL:-}" ]; then
-    prefix="${TOOLKIT_VENV:-${VIRTUAL_ENV:-}}"
-    program="${prefix:+$prefix/bin/}python3"
-    python="$(command -v "$program")" || { echo "There is no $program to be used as it is." >&2; exit 2; }
-    "$python" scripts/installed.py ${needed:-}
-    echo "== environment: $python as it is"
-    venv="${python%/bin/*}"
-    # The package need not be installed, and python3 may have no other name.
-    python() { "$python" "$@"; }
-    toolkit() { "$python" -m toolkit "$@"; }
-    export -f python toolkit
-    export python PATH="${python%/*}:$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-    export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$PWD/.cache/torch_extensions}"
+    source scripts/environment_as_it_is.sh
     return
 fi
 
