@@ -374,3 +374,16 @@ def test_a_step_counts_its_own_passes_and_moves_biases_unless_it_is_skipped() ->
     train_step(engine, task, [batch], 1, guard)
     assert bias.tolist() == (0.25 * torch.sign(wanted.double().mean() - wanted)).tolist()
     assert bias.any()
+
+
+def test_the_routers_loss_is_a_mean_over_micro_batches() -> None:
+    """Like the loss of tokens: a step of twice the same micro-batch has the gradients of one."""
+    guard: Any = SimpleNamespace(see_loss=lambda loss: None, gate=SimpleNamespace(grad_norm=1.0))
+    once, twice = build("qwen3_moe"), build("qwen3_moe")
+    for model, times in ((once, 1), (twice, 2)):
+        model.routers = routers_of(model, configured("model=hf", "model.router_loss=0.7"))
+        loss_head(model).path(model)
+        engine: Any = PlainEngine(model)
+        train_step(engine, LanguageTask(), [a_batch()] * times, 1, guard)
+    for name, parameter in once.named_parameters():
+        torch.testing.assert_close(twice.get_parameter(name).grad, parameter.grad, msg=name)
