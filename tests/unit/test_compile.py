@@ -9,6 +9,7 @@ import torch
 import transformers
 from deepspeed.runtime import utils
 from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from tests.architectures import CONFIGS
 from toolkit.config.schema import ActivationCheckpointingConfig, CompileConfig
@@ -73,6 +74,20 @@ def test_what_is_reached(settings: dict[str, Any], stage: int, deepcompile: bool
     recompute = ActivationCheckpointingConfig(**{"enabled": True, **settings})
     assert build.compiles_layers(CompileConfig(enabled=True, deepcompile=deepcompile), recompute, stage) == expected
     assert not build.compiles_layers(CompileConfig(), recompute, stage)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does (2.13)
+def test_gradients_of_compiled_functions() -> None:
+    """DeepSpeed's linear layer of ZeRO-3 adds its bias in place; torch 2.11 would lose all its gradients."""
+    deepspeed_patches.keep_compiled_gradients()
+    torch._dynamo.reset()
+    layers = [torch.nn.Linear(4, 3) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer, wrap in zip(layers, (zero3_linear_wrap, torch.compile(zero3_linear_wrap, backend="eager")), strict=True):
+        states = torch.arange(24.0).view(2, 3, 4).requires_grad_()
+        wrap(states, layer.weight, layer.bias).square().sum().backward()
+        layer.found = [states.grad, layer.weight.grad, layer.bias.grad]
+    assert all(map(torch.equal, layers[0].found, layers[1].found))
 
 
 def test_a_probe_compiles_nothing() -> None:

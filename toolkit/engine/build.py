@@ -121,8 +121,12 @@ def initialize_engine(
     )
     deepspeed_patches.scale_fp16_loss(engine)
     deepspeed_patches.follow_schedule(engine)
-    if compiling is None or not compiling.enabled:
-        return engine
+    if compiling is not None and compiling.enabled:
+        _compile(engine, compiling)
+    return engine
+
+
+def _compile(engine: deepspeed.DeepSpeedEngine, compiling: schema.CompileConfig) -> None:
     known = torch.compiler.list_backends(exclude_tags=())
     if compiling.backend not in known:
         raise ConfigError(
@@ -132,12 +136,12 @@ def initialize_engine(
         )
     if compiling.deepcompile and not is_deepcompile_supported():
         raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
+    deepspeed_patches.keep_compiled_gradients()
     dynamic = {"auto": None, "always": True, "never": False}[compiling.dynamic.value]
     try:
         engine.compile(compiling.backend, {"dynamic": dynamic, **({"mode": compiling.mode} if compiling.mode else {})})
     except (AssertionError, ValueError, RuntimeError) as error:
         raise _refusal(error) from error
-    return engine
 
 
 def _recompute_layers(

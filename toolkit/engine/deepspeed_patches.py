@@ -371,6 +371,28 @@ def tie_optimizers() -> None:
         setattr(module, name, children.ending_with_this(module.__name__, name))
 
 
+@cache
+def keep_compiled_gradients() -> None:
+    """Let torch 2.11 trace custom functions as 2.12 does.
+
+    It loses, without a word, all gradients of an autograd.Function that returns a tensor which it changed in place
+    (pytorch issue 180642), as DeepSpeed's linear layer of ZeRO-3 does that has a bias (0.19.8, runtime/zero/linear.py).
+    2.12 filters aliases out of what forward hands on (_dynamo/variables/higher_order_ops.py, trace_forward_graph).
+    """
+    if torch.__version__.split(".")[:2] != ["2", "11"]:
+        return
+    from torch._dynamo.variables import higher_order_ops
+
+    name = "speculate_subgraph_with_auto_output_flattening"
+    trace = getattr(higher_order_ops, name)
+
+    def without_aliases(*given: Any, **options: Any) -> Any:
+        is_forward = given[4] == "autograd.Function" and options.get("set_subgraph_inputs") == "automatic"
+        return trace(*given, **{"filter_aliased_intermediates": is_forward, **options})
+
+    setattr(higher_order_ops, name, without_aliases)
+
+
 def fit_reduce_bucket(ds_config: dict[str, Any], trained: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
     """Return the config with buffers for gradients that are no larger than all gradients together.
 
