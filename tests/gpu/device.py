@@ -18,7 +18,7 @@ from toolkit.config.preflight import lacking_tools
 
 DEVICE = "cuda" if os.environ.get("DS_ACCELERATOR") == "cuda" else "cpu"
 """Of DS_ACCELERATOR, or of pytest's --device."""
-CPU_LIMIT_S = 1500.0
+CPU_LIMIT_S = 600.0
 LIMIT_S = 420.0 if DEVICE == "cuda" else CPU_LIMIT_S
 """Of a launch; on CPUs, where the controls of a GPU's runs are, too, the machine may be busy."""
 
@@ -65,9 +65,9 @@ def cells_of(table: dict[str, tuple[str, list[str]]]) -> list[Any]:
     return [pytest.param(name, marks=needs(need)) if need else name for name, (need, _) in table.items()]
 
 
-def train(cases: Sequence[dict[str, Any]], folder: Path, device: str = DEVICE, ranks: int = 1) -> Finished:
+def train(cases: Sequence[dict[str, Any]], folder: Path, name: str, device: str = DEVICE, ranks: int = 1) -> Finished:
     """Run cases of sessions_worker.py in one launch; a rank alone starts under no launcher."""
-    listing = folder / f"cases-{device}-{ranks}.json"
+    listing = folder / f"cases-{device}-{name}.json"
     listing.write_text(json.dumps(list(cases)))
     return launch([WORKER, str(listing)], folder, device, ranks)
 

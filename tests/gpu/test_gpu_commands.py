@@ -77,7 +77,7 @@ def test_two_gpus_follow_one(tmp_path: Path, rows_file: Path) -> None:
     for ranks in (1, 2):
         named = {f"{name}-{ranks}": given for name, given in cells.items()}
         cases = [{"overrides": tiny(rows_file, tmp_path, name, *given)} for name, given in named.items()]
-        finished = train(cases, tmp_path, ranks=ranks)
+        finished = train(cases, tmp_path, f"{ranks}-ranks", ranks=ranks)
         assert finished.code == 0, finished.output[-6000:]
     for name in cells:
         one, two = (losses(tmp_path / "runs" / f"{name}-{ranks}") for ranks in (1, 2))

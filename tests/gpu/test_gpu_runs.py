@@ -1,16 +1,24 @@
-"""Runs on one GPU against the same runs on the CPU and a plain loop in float64; each launch is paid for once.
+"""Runs on one GPU against the same runs on the CPU and a plain loop in float64, each in a process of its own.
 
-A run on a GPU may be as far from float64 as the run on the CPU is, some times over: what rounds there is the control.
-Without a GPU both are the CPU's, so that what is compared, and how, is known to work.
+A test trains what it needs, and a process that dies, as by an error after which its GPU's context is of no use, takes
+no other with it. Several run side by side, for most of their time goes into imports. A run on a GPU may be as far from
+float64 as the run on the CPU is, some times over: what rounds there is the control. Without a GPU both are the CPU's,
+so that what is compared, and how, is known to work.
 """
 
 import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from device import CPU_LIMIT_S, DEVICE, cells_of, lacks, needs, train
+from ranks import Finished, forked
 from shared import ALL, LORA, RECOMPUTE, conversations, experts, losses, plain_loop, rows_of, tiny
 
 from toolkit.checkpoint.fragments import iter_weights
@@ -102,30 +110,42 @@ def llama(folder: Path) -> Path:
     return folder
 
 
+EVERYTHING = CELLS | PACKED | ALIKE | RESUMED | OTHERS
+PLACES: dict[str, Callable[[Path], Path]] = {"NVME": Path, "EXPERTS": experts, "LLAMA": llama}
+"""What overrides name by a word, and how it is made in a directory of that name."""
+SIDE_BY_SIDE = max(1, min(4, (os.cpu_count() or 1) // 4))
+
+
 def control_of(name: str) -> str:
     """Return the run on the CPU that a cell is held against: its own, if it takes nothing that is built there."""
-    given = (CELLS | PACKED | ALIKE)[name][1]
+    given = EVERYTHING[name][1]
     return f"{name.partition('-')[0]}-stage1" if "compile=inductor" in given or DEEPSPEED_ADAM in given else name
 
 
 class Runs:
-    """Where the runs on the device and on the CPU are."""
+    """Where the runs on the device and on the CPU are; each is trained when it is first asked for."""
 
     def __init__(self, folder: Path, rows_file: Path, pairs_file: Path) -> None:
         self.folder, self.rows_file, self.pairs_file = folder, rows_file, pairs_file
-        chats = folder / "chats"
-        chats.mkdir()
-        self.chats = conversations(chats)
-        self.places = {
-            "NVME": folder / "nvme",
-            "EXPERTS": experts(folder / "experts"),
-            "LLAMA": llama(folder / "llama"),
-        }
+        self.pool = ThreadPoolExecutor(SIDE_BY_SIDE)
+        self.trained: dict[tuple[str, str], Future[None]] = {}
+        self.places: dict[str, Path] = {}
+        self.losses: dict[str, list[float]] = {}
+
+    @cached_property
+    def chats(self) -> list[str]:
+        """Overrides of a run on conversations."""
+        folder = self.folder / "chats"
+        folder.mkdir()
+        return conversations(folder)
 
     def words(self, device: str, name: str, given: list[str]) -> list[str]:
         """Return the overrides of a run."""
-        for mark, place in self.places.items():
-            given = [word.replace(mark, str(place)) for word in given]
+        for mark, make in PLACES.items():
+            if any(mark in word for word in given):
+                if mark not in self.places:
+                    self.places[mark] = make(self.folder / mark.lower())
+                given = [word.replace(mark, str(self.places[mark])) for word in given]
         rows = self.pairs_file if "preference=dpo" in given else self.rows_file
         base = self.chats if name.startswith("trees") else tiny(rows, self.folder, name)
         own = [f"run.dir={self.folder}/{device}", f"run.name={name}", f"train.max_steps={STEPS}"]
@@ -137,8 +157,48 @@ class Runs:
         notes = {"outcome": f"{place}.txt", "facts": f"{place}.json"}
         return {"overrides": self.words(device, name, given), **notes, **more}
 
+    def begin(self, name: str, device: str = DEVICE) -> "Future[None]":
+        """Let a run be trained, unless it is or will be. `NAME-control`: with another micro-batch, so another order of
+        additions; what is resumed is trained and resumed, as NAME and `NAME-again`.
+        """
+        cell = name.removesuffix("-control")
+        if (device, name) not in self.trained:
+            given = EVERYTHING[cell][1]
+            cases = [self.case(device, name, given if cell == name else [*given, "batch.micro_per_gpu=4"])]
+            if name in RESUMED:
+                run = f"{self.folder}/{device}/{name}"
+                died = {"of": run, "step": 5, "as": f"{run}-again"}
+                cases.append(self.case(device, f"{name}-again", given, died=died))
+            if device == "cpu":
+                forked(0)  # starts what is forked, which the threads would do several times
+            self.trained[device, name] = self.pool.submit(self.train, name, device, cases)
+        return self.trained[device, name]
+
+    def begin_all_of(self, name: str) -> None:
+        """Let all be trained that a test of a cell compares, where it is not skipped."""
+        if lacks(EVERYTHING[name][0]):
+            return
+        self.begin(name)
+        if name in ALIKE:
+            self.begin(name, "cpu")
+            self.begin(f"{name}-control", "cpu")
+        elif name in CELLS | PACKED and not name.startswith("tf32"):
+            self.begin(control_of(name), "cpu")
+
+    def train(self, name: str, device: str, cases: list[dict[str, Any]]) -> None:
+        """Train cases in one process; where it dies without a word of its own, note what it has printed."""
+        try:
+            finished = train(cases, self.folder, name, device)
+        except subprocess.TimeoutExpired as error:
+            finished = Finished(-1, f"{error}\n{error.output}")
+        outcomes = [Path(case["outcome"]) for case in cases]
+        if finished.code and not any(map(Path.exists, outcomes)):
+            for outcome in outcomes:
+                outcome.write_text(f"exit code {finished.code}\n{finished.output}")
+
     def check(self, name: str, device: str = DEVICE) -> Path:
         """Return the directory of a run that went well."""
+        self.begin(name.removesuffix("-again"), device).result()
         failed = self.folder / f"{device}-{name}.txt"
         assert not failed.exists(), failed.read_text()[-4000:]
         return self.folder / device / name
@@ -149,41 +209,44 @@ class Runs:
         found: dict[str, Any] = json.loads((self.folder / f"{DEVICE}-{name}.json").read_text())
         return found
 
+    def exact(self, kind: str) -> list[float]:
+        """Return the losses of the plain loop in float64, of "single" or "packed" samples."""
+        if kind not in self.losses:
+            given = PACKED["packed-fp32-auto"][1] if kind == "packed" else []
+            self.losses[kind], _ = plain_loop(self.words("cpu", f"plain-{kind}", given), STEPS, dtype=torch.float64)
+        return self.losses[kind]
+
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: Path) -> Runs:
-    """Train every cell on the device, and what is compared on the CPU: one launch each."""
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, rows_file: Path, pairs_file: Path
+) -> Iterator[Runs]:
+    """Begin with what the tests that were selected compare, in their order."""
     made = Runs(tmp_path_factory.mktemp("gpu"), rows_file, pairs_file)
-    everything = CELLS | PACKED | ALIKE | RESUMED | OTHERS
-    there = {name: given for name, (need, given) in everything.items() if not lacks(need)}
-    cases = [made.case(DEVICE, name, given) for name, given in there.items()]
-    for name in RESUMED:
-        died = {"of": f"{made.folder}/{DEVICE}/{name}", "step": 5, "as": f"{made.folder}/{DEVICE}/{name}-again"}
-        cases.append(made.case(DEVICE, f"{name}-again", RESUMED[name][1], died=died))
-    controls = [
-        made.case("cpu", f"{name}-control", [*given, "batch.micro_per_gpu=4"]) for name, (_, given) in ALIKE.items()
-    ]
-    if DEVICE == "cpu":
-        cases += controls
-    else:
-        compared = {name: given for name, given in there.items() if name in CELLS | PACKED | ALIKE}
-        controls += [made.case("cpu", name, given) for name, given in compared.items() if control_of(name) == name]
-        finished = train(controls, made.folder, "cpu")
-        assert finished.code == 0, finished.output[-6000:]
-    finished = train(cases, made.folder)
-    (made.folder / "output").write_text(finished.output)
-    assert finished.code == 0, finished.output[-6000:]
-    return made
+    for item in request.session.items:
+        if item.path == request.path and hasattr(item, "callspec"):
+            made.begin_all_of(item.callspec.params["name"])
+    yield made
+    made.pool.shutdown(cancel_futures=True)
 
 
-@pytest.fixture(scope="module")
-def exact(runs: Runs) -> dict[str, list[float]]:
-    """Losses of the plain loop in float64, of single and of packed samples."""
-    packed = PACKED["packed-fp32-auto"][1]
-    return {
-        name: plain_loop(runs.words("cpu", f"plain-{name}", given), STEPS, dtype=torch.float64)[0]
-        for name, given in (("single", []), ("packed", packed))
-    }
+@pytest.mark.default
+def test_a_process_that_dies_takes_no_other_with_it(
+    tmp_path: Path, rows_file: Path, pairs_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(words: list[str], *_: Any) -> Finished:
+        return Finished(-6, "an illegal memory access was encountered") if "stage0" in words[1] else Finished(0, "")
+
+    monkeypatch.setattr("device.launch", launch)
+    monkeypatch.setitem(globals(), "forked", lambda ranks: [])
+    made = Runs(tmp_path, rows_file, pairs_file)
+    made.begin_all_of("fp32-stage0")
+    with pytest.raises(AssertionError, match="an illegal memory access"):
+        made.check("fp32-stage0")
+    assert "illegal" in (tmp_path / f"{DEVICE}-fp32-stage0.txt").read_text()
+    assert made.check("fp32-compiled") == tmp_path / DEVICE / "fp32-compiled"
+    assert {name for _, name in made.trained} == {"fp32-stage0", "fp32-compiled"}
+    made.pool.shutdown()
 
 
 def furthest(left: list[float], right: list[float]) -> float:
@@ -192,8 +255,8 @@ def furthest(left: list[float], right: list[float]) -> float:
 
 
 @pytest.mark.parametrize("name", cells_of(CELLS | PACKED))
-def test_it_rounds_as_the_cpu_does(name: str, runs: Runs, exact: dict[str, list[float]]) -> None:
-    wanted = exact["packed" if name in PACKED else "single"]
+def test_it_rounds_as_the_cpu_does(name: str, runs: Runs) -> None:
+    wanted = runs.exact("packed" if name in PACKED else "single")
     assert wanted[0] - wanted[-1] > 0.1, "the reference itself must learn, or the comparison says little"
     bound = next(bound for kind, bound in ROUGH.items() if kind in name)
     if name.startswith("tf32"):
