@@ -314,7 +314,12 @@ def global_batches(cfg: Any, data: Any, steps: int) -> Iterator[list[Any]]:
 
 
 def plain_loop(
-    overrides: list[str], steps: int, data: Sequence[int] = (), without: Collection[int] = (), dtype: Any = None
+    overrides: list[str],
+    steps: int,
+    data: Sequence[int] = (),
+    without: Collection[int] = (),
+    dtype: Any = None,
+    norms: list[float] | None = None,
 ) -> tuple[list[float], list[float]]:
     """Train in a plain PyTorch loop without any of our training code; every sample on a padded row of its own. What
     `tuning` adds to a model is ours.
@@ -325,6 +330,7 @@ def plain_loop(
         data: whose data each step takes, from 1, where that is not its own.
         without: steps, from 1, that do not update anything; the schedule does not advance either.
         dtype: of torch, to compute in instead of the config's.
+        norms: receives the norm of each step's gradients, before they are clipped.
 
     Returns:
         The training losses; first and last validation loss.
@@ -361,7 +367,9 @@ def plain_loop(
         loss = mean_loss([prepared.train[sample] for row in rows for sample in row])
         found.append(float(loss.detach()))
         if step not in without:
-            optimizer.step(loss)
+            norm = optimizer.step(loss)
+            if norms is not None:
+                norms.append(norm)
     return found, [before, validation_loss()]
 
 
