@@ -200,6 +200,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for fault in faults:
             print(f"{fault.name}: {fault.file}\n  {fault.harm}\n  found by: {fault.tests}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or tests would go on, and the copy stay
     results: list[Result] = []
     for result in run_all(faults, not options.no_control, options.timeout):
         results.append(result)
