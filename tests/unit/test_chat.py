@@ -4,6 +4,7 @@ import fcntl
 import io
 import os
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -25,6 +26,12 @@ CTRL_C, CTRL_D, BACKSPACE = "\x03", "\x04", "\x7f"
 TIMEOUT_S = 120
 
 
+def take_terminal() -> None:
+    """Be ended by the keys of a terminal, also where the tests are not: in the background of a shell."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A command in a terminal of its own."""
 
@@ -37,7 +44,7 @@ class Terminal:
             stderr=theirs,
             env=ENVIRONMENT,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=take_terminal,
         )
         os.close(theirs)
         self.unread = ""
