@@ -8,8 +8,9 @@ Look at a report in a browser afterwards (tests/unit/test_report_in_browser.py).
 from importlib import metadata
 from pathlib import Path
 
-import altair
 import vl_convert
+
+from toolkit.report.page import VEGA_LITE
 
 TARGET = Path(__file__).parents[1] / "toolkit" / "report" / "page" / "vega.js"
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
@@ -63,14 +64,13 @@ OTHERWISE, ARISING FROM, OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR
 
 def bundle() -> str:
     """Return the script: Vega-Embed as `window.vegaEmbed`, in the version of Vega-Lite that altair writes."""
-    lite = ".".join(altair.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     versions = {
         "vl_convert": metadata.version("vl-convert-python"),
         "vega": vl_convert.get_vega_version(),
-        "lite": lite,
+        "lite": VEGA_LITE,
         "embed": vl_convert.get_vega_embed_version(),
     }
-    return HEAD.format(**versions) + vl_convert.javascript_bundle(SNIPPET, lite)
+    return HEAD.format(**versions) + vl_convert.javascript_bundle(SNIPPET, VEGA_LITE)
 
 
 if __name__ == "__main__":

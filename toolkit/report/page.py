@@ -426,7 +426,7 @@ GENERATOR = "deepspeed-finetuning-toolkit report"
 _PAGE_FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 _INK = "#16202e"
 _PNG_WIDTH, _PNG_HEIGHT, _PNG_SCALE = 860, 320, 2.0
-_VEGA_LITE = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+VEGA_LITE = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -549,7 +549,7 @@ def png(drawing: Drawing) -> bytes:
         "height": _PNG_HEIGHT,
         "config": {**config(_INK, PNG_FONTS), "background": "#ffffff", "padding": 16},
     }
-    image: bytes = vl_convert.vegalite_to_png(found, vl_version=_VEGA_LITE, scale=_PNG_SCALE, allowed_base_urls=[])
+    image: bytes = vl_convert.vegalite_to_png(found, vl_version=VEGA_LITE, scale=_PNG_SCALE, allowed_base_urls=[])
     return image
 
 
