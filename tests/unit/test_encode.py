@@ -1,5 +1,6 @@
 """Chat templates to ids and masks, hand-checked, and the fitted tokenizer they are checked with."""
 
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
-from tokenizers import processors
-from transformers import LlamaTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.data_tools import run_config, trained_stretches, write_rows
 from toolkit.config.schema import RowFormat, SourceConfig, TooLong
@@ -496,3 +497,92 @@ def test_a_template_that_fails_is_the_rows_trouble(tokenizer: Any) -> None:
     encoder = TemplateChatEncoder(tokenizer)
     with pytest.raises(RowError, match="writes the answer of this conversation otherwise than the prompt"):
         encoder.encode([{"role": "user", "content": "odd"}, {"role": "assistant", "content": "odd"}])
+
+
+SPEAKERS = (
+    "{% for m in messages %}{{ {'user': 'User: ', 'assistant': ASKS}[m.role] ~ m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}{% if add_generation_prompt %}{{ ASKS }}{% endif %}"
+)
+"""A template without control tokens before answers: a tokenizer merges where they begin."""
+ANSWERS = ["yes", "no", " yes", "\n\nyes", ":)", "1", "123", " 1", "é", "yes no", "你好"]
+SPOKEN = ["Assistant: yes", "Assistant:\n\nno", "User: is it?  yes no :) 123 1", "é 你好", "Assistant:  yes"] * 50
+# What splits texts in GPT-4 and most tokenizers since: white space at the end of a prompt is split by what follows.
+GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _bytes(*before: Any) -> Any:
+    levels = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not before)
+    return models.BPE(), None, pre_tokenizers.Sequence([*before, levels]), decoders.ByteLevel()
+
+
+def _words(scheme: Any) -> Any:
+    arguments = {"prepend_scheme": scheme}
+    return models.BPE(), None, pre_tokenizers.Metaspace(**arguments), decoders.Metaspace(**arguments)
+
+
+def _llama() -> Any:
+    blanks = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    back = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return models.BPE(), blanks, None, back
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "gpt2": _bytes,
+    "gpt4": lambda: _bytes(pre_tokenizers.Split(Regex(GPT4), "isolated")),
+    "first": lambda: _words("first"),
+    "always": lambda: _words("always"),
+    "llama": _llama,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "slow"])
+def test_an_answer_begins_after_the_ids_of_its_prompt(kind: str, is_fast: bool) -> None:
+    model, normalizer, pre_tokenizer, decoder = KINDS[kind]()
+    backend = Tokenizer(model)
+    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pre_tokenizer, decoder
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(
+        SPOKEN, trainers.BpeTrainer(vocab_size=500, special_tokens=[END], initial_alphabet=letters, show_progress=False)
+    )
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
+    for asks in ("Assistant: ", "Assistant:", "Assistant:\n", "Assistant:  "):
+        tokenizer.chat_template = SPEAKERS.replace("ASKS", repr(asks))
+        encoder = TemplateChatEncoder(tokenizer)
+        slow = None if is_fast else encoder.span_tokenizer._slow
+        for first, second in itertools.product(ANSWERS, ANSWERS[:4]):
+            messages = chat("Q", first, "R", second)
+            trained = []
+            for part in encoder.divide(messages):
+                ids, mask = slow(*encoder._located_in(part, None)) if slow else encoder.encode(part)
+                for place, message in enumerate(part):
+                    if message["role"] == "user" or message.get("loss") is False:
+                        continue
+                    prompt = encoder.prompt(part[:place])
+                    begin = len(prompt)
+                    assert ids[:begin] == prompt, (asks, first, second)
+                    assert mask[begin] and not mask[begin - 1]
+                    end = ids.index(tokenizer.eos_token_id, begin) + 1
+                    assert all(mask[begin:end]) and not any(mask[end : end + 1])
+                    if is_fast:  # in pieces a slow one puts blanks of its own before them
+                        before, whole = text_of(tokenizer, prompt + [0]), text_of(tokenizer, ids[:end])
+                        assert whole == before.removesuffix(END) + message["content"] + END
+                    trained.append(place)
+            assert trained == [1, 3]
+
+
+def test_both_answers_of_a_pair_begin_after_the_same_prompt(folder: Path, tmp_path: Path) -> None:
+    """Where a tokenizer merges "Assistant: " with what follows, too."""
+    template = tmp_path / "speakers.jinja"
+    template.write_text(SPEAKERS.replace("ASKS", "'Assistant: '"), encoding="utf-8")
+    tokenizer = load_tokenizer(str(folder), chat_template=str(template))
+    rows = [{"prompt": "hello", "chosen": "fox", "rejected": "world"}]
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    cfg = run_config(tmp_path, str(tmp_path / "pairs.jsonl"))
+    cfg.data.sources[0].format = RowFormat.preference
+    store = build_caches(cfg, TemplateChatEncoder(tokenizer)).train
+    (chosen, good), (rejected, bad) = ([list(part) for part in store[index]] for index in range(2))
+    prompt = TemplateChatEncoder(tokenizer).prompt(chat("hello"))
+    assert chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
+    assert good.index(True) == bad.index(True) == len(prompt)
+    assert [text_of(tokenizer, ids[len(prompt) :]) for ids in (chosen, rejected)] == ["fox" + END, "world" + END]

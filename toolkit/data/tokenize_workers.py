@@ -115,7 +115,9 @@ class RowCounts:
     split: int = 0
     """Conversations that became several samples for their length."""
     divided: int = 0
-    """Conversations that became several samples, as the chat template writes earlier answers otherwise later on."""
+    """Conversations that became several samples, as the chat template or the tokenizer writes earlier answers otherwise
+    once another turn follows.
+    """
     divided_samples: int = 0
     systems: int = 0
     """Rows whose system message or tools were left out because the model's format has no place for them."""

@@ -6,11 +6,12 @@ A template opens each answer with a control token, and the next turn with anothe
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import nodes
 
-from toolkit.models.shield import BREAKS, Shield, any_of
+from toolkit.models.shield import BREAKS, SPLIT, Shield, any_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,8 @@ Encoded = tuple[list[int], list[bool]]
 Span = tuple[int, int]
 """First character of an answer, with its end, in the text of a conversation; and the one after its last."""
 _MOST_FORMS = 1 << 16
+MERGED_CHARS = 32
+"""So far a tokenizer is taken to look ahead when it splits what precedes an answer, and back."""
 
 
 class Openings:
@@ -146,7 +149,8 @@ class SpanTokenizer:
             others = [index for index in chosen if index not in found]
             batch = backend.encode_batch([texts[index] for index in others], add_special_tokens=False)
             for index, encoding in zip(others, batch, strict=True):
-                found[index] = self._by_offsets(encoding, texts[index], spans[index])
+                apart = self._apart(backend, encoding, texts[index], spans[index])
+                found[index] = self._by_offsets(*apart)
         return [found[index] for index in range(len(texts))]
 
     def _backend(self) -> Any:
@@ -216,6 +220,45 @@ class SpanTokenizer:
         closing = ids.index(self.closing_ids[control[0]], start)
         return start, closing + (is_end or after <= stop)
 
+    def merges(self, prompt: str, answer: str) -> bool:
+        """Whether the tokens of a prompt's end would be others if the answer followed in the same text."""
+        if not self.tokenizer.is_fast or not prompt or (prompt.endswith("\n") and not answer[:1].isspace()):
+            return False
+        backend = self._backend()
+        before, whole = (
+            backend.encode(text, add_special_tokens=False).ids for text in (prompt, prompt + answer[:MERGED_CHARS])
+        )
+        return bool(whole[: len(before)] != before)
+
+    def _apart(
+        self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]
+    ) -> tuple[Any, str, Sequence[Span]]:
+        """Return an encoding with its text and spans in which each span's ids follow those of the text before it alone:
+        generation starts from these. A tokenizer would merge "Assistant: " and "yes" into ":", " yes".
+        """
+        borders = [begin for begin, _ in spans if begin and self._is_merged(backend, encoding, text, begin)]
+        if not borders:
+            return encoding, text, spans
+        pieces = [text[begin:stop] for begin, stop in pairwise([0, *borders, len(text)])]
+        shifted = [
+            (begin + sum(border <= begin for border in borders), stop + sum(border < stop for border in borders))
+            for begin, stop in spans
+        ]
+        text = SPLIT.join(pieces)
+        return self.shield.backend.encode(text, add_special_tokens=False), text, shifted
+
+    def _is_merged(self, backend: Any, encoding: Any, text: str, border: int) -> bool:
+        """Whether a token reaches across a border, or what follows the border changes the tokens before it."""
+        token = encoding.char_to_token(border - 1)
+        if token is None or text[border - 1].isspace():  # how white space is split depends on what follows it
+            before = backend.encode(text[:border], add_special_tokens=False).ids
+            return bool(encoding.ids[: len(before)] != before)
+        while token < len(encoding) and (chars := encoding.token_to_chars(token)) and chars[0] < border:
+            if chars[1] > border:
+                return True
+            token += 1
+        return False
+
     def _by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
         """Return ids and mask by the characters that the tokenizer returns for each token."""
         num_tokens = len(encoding)
@@ -227,14 +270,23 @@ class SpanTokenizer:
 
     def _slow(self, text: str, spans: Sequence[Span]) -> Encoded:
         """The same for a tokenizer without offsets: by the ids that the text's beginnings share with it."""
+        is_covered, borders = BREAKS.search(text) is not None, [0]
 
         def tokens(part: str) -> list[int]:
-            if BREAKS.search(text):
-                return self.shield.slow_ids(part)
-            ids: list[int] = self.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+            ids: list[int] = []
+            for begin, stop in pairwise([*(border for border in borders if border < len(part)), len(part)]):
+                if is_covered:
+                    ids += self.shield.slow_ids(part[begin:stop])
+                else:
+                    ids += self.tokenizer(part[begin:stop], add_special_tokens=False, verbose=False)["input_ids"]
             return ids
 
         ids = tokens(text)
+        for begin, _ in spans:
+            before = tokens(text[:begin])
+            if ids[: len(before)] != before:
+                borders.append(begin)
+                ids = tokens(text)
 
         def shared(position: int) -> int:
             beginning = tokens(text[:position])
@@ -262,7 +314,9 @@ class SpanTokenizer:
 
 
 def _token_at(encoding: Any, position: int) -> int:
-    """Return the first token that begins at or after a character; one that straddles it belongs to what precedes."""
+    """Return the first token that begins at or after a character; one that straddles it, as a token may that ends an
+    answer together with what follows, belongs to what precedes.
+    """
     length = len(encoding)
     for index in range(position, position + 8):  # characters that the tokenizer drops belong to no token
         token = encoding.char_to_token(index)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from toolkit.messages import ModelError, RowError, is_failure, reason_of, tr
-from toolkit.models.answer_spans import Encoded, Openings, Span, SpanTokenizer
+from toolkit.models.answer_spans import MERGED_CHARS, Encoded, Openings, Span, SpanTokenizer
 from toolkit.models.sandbox import TooSlow, bound_templates, compiled, time_limit
 from toolkit.models.shield import Shield, any_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CODE_VERSION = 6
+CODE_VERSION = 8
 """Part of the fingerprint; raise it when ids or masks change."""
 
 Message = Mapping[str, Any]
@@ -112,6 +112,9 @@ class TemplateChatEncoder:
         """Whether it renders an ordinary question and its answer as training needs it."""
         self.frame: tuple[str, str] | None = None
         """What precedes and follows each answer, where both are always the same."""
+        self.lead: tuple[str, str, bool] | None = None
+        """The end of the prompt for an answer, what of the answer precedes its content, and whether that is stripped;
+        None if it is not always the same."""
         self.rewrites = self.rewrites_reasoning = True
         """Whether it writes earlier answers otherwise once another turn follows: any, and those with reasoning."""
         self.ends: set[str] = set()
@@ -192,21 +195,29 @@ class TemplateChatEncoder:
         return text, [(0, len(text))]
 
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
-        """Return what a conversation's answers are trained in: itself, or beginnings of it where the template writes
-        earlier answers otherwise once another turn follows (without their reasoning, mostly). Each trained answer is
-        trained in one of them, as generation would write it.
+        """Return what a conversation's answers are trained in: itself, or beginnings of it where earlier answers are
+        written otherwise once another turn follows: by the template (without their reasoning, mostly), or by the
+        tokenizer, which merges their beginnings with the prompt. Each trained answer is trained in one of them, as
+        generation would write it.
         """
-        if not self.rewrites and not (self.rewrites_reasoning and any(map(_reasons, messages))):
-            return [messages]
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         if wanted in ([], [len(messages) - 1]):
             return [messages]
-        given, tools = self._given(messages), self.shield.cover(tools)
+        given = self._given(messages)
+        merged = {index for index in wanted if self._merges(given[index])}
+        is_rewritten = self.rewrites or (self.rewrites_reasoning and any(map(_reasons, messages)))
+        if not is_rewritten and merged <= {wanted[-1]}:
+            return [messages]
+        tools = self.shield.cover(tools)
         texts = {index: self.render(given[: index + 1], tools, add_generation_prompt=False) for index in wanted}
         found: list[Sequence[Message]] = []
         while wanted:
             last = wanted[-1]
-            kept = [index for index in wanted if self._stop(texts[last], texts[index]) is not None]
+            kept = [
+                index
+                for index in wanted
+                if index == last or (index not in merged and self._stop(texts[last], texts[index]) is not None)
+            ]
             wanted = [index for index in wanted if index not in kept]
             marked, covered = (
                 [{**message, "loss": i in kept} for i, message in enumerate(form[: last + 1])]
@@ -214,6 +225,14 @@ class TemplateChatEncoder:
             )
             found.insert(0, _Part(marked, covered, texts[last]))
         return found
+
+    def _merges(self, message: Message) -> bool:
+        """Whether the tokenizer would merge an answer with the prompt before it, as far as its text begins it."""
+        if self.lead is None or message["role"] != "assistant" or message.get("tool_calls"):
+            return False
+        prompt, before, is_stripped = self.lead
+        content = message["content"].lstrip() if is_stripped else message["content"]
+        return self.span_tokenizer.merges(prompt, before + content)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
@@ -253,6 +272,10 @@ class TemplateChatEncoder:
         begin = len(self.render(_PROBE[:1], None, add_generation_prompt=False))
         asks = text[begin : spans[0][0]]
         answers = [(text[begin:end], m["content"]) for (begin, end), m in zip(spans, _PROBE[1::2], strict=True)]
+        before = {answer.partition(content)[0] for answer, content in answers}
+        if len(before) == 1:
+            blank = self.render([_PROBE[0], {**_PROBE[1], "content": f"\n{_WORD}"}], None, False)
+            self.lead = text[: spans[0][0]][-MERGED_CHARS:], before.pop(), f"\n{_WORD}" not in blank
         endings = {answer.removeprefix(content) for answer, content in answers}
         is_default = self.render(_PROBE[:1], None, True) == text[: spans[0][0]]  # else an answer may ask with another
         is_same = len(endings) == 1 and all(answer.startswith(content) for answer, content in answers)

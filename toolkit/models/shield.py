@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 # A token that is looked for in the raw text is found no more once the normalizer may drop what breaks it up; one that
 # is looked for in the normalized text, once the pre-tokenizer may.
 _BEFORE_NORMALIZER, _AFTER_NORMALIZER = "\ufdd0", "\ufdd1"
+SPLIT = _AFTER_NORMALIZER
+"""Between two parts of a text: `Shield.backend` drops it, and tokenizes each part for itself."""
 BREAKS = re.compile(f"[{_BEFORE_NORMALIZER}{_AFTER_NORMALIZER}]")
 
 _Value = TypeVar("_Value")
@@ -67,7 +69,10 @@ class Shield:
         copy.normalizer = drop if copy.normalizer is None else normalizers.Sequence([drop, copy.normalizer])
         split = pre_tokenizers.Split(_AFTER_NORMALIZER, "removed")
         known = copy.pre_tokenizer
-        copy.pre_tokenizer = split if known is None else pre_tokenizers.Sequence([split, known])
+        order = [split] if known is None else [split, known]
+        if isinstance(known, pre_tokenizers.Metaspace):  # it would put a blank before each part
+            order.reverse()
+        copy.pre_tokenizer = pre_tokenizers.Sequence(order)
         copy.no_padding()
         copy.no_truncation()
         copy.encode_special_tokens = False
