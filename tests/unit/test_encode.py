@@ -565,7 +565,7 @@ def test_an_answer_begins_after_the_ids_of_its_prompt(kind: str, is_fast: bool) 
                     end = ids.index(tokenizer.eos_token_id, begin) + 1
                     assert all(mask[begin:end]) and not any(mask[end : end + 1])
                     if is_fast:  # in pieces a slow one puts blanks of its own before them
-                        before, whole = text_of(tokenizer, prompt + [0]), text_of(tokenizer, ids[:end])
+                        before, whole = text_of(tokenizer, [*prompt, 0]), text_of(tokenizer, ids[:end])
                         assert whole == before.removesuffix(END) + message["content"] + END
                     trained.append(place)
             assert trained == [1, 3]

@@ -359,6 +359,62 @@ def test_formats_that_train_the_last_answer_only(train_on: TrainOn, ends: list[i
     assert all("loss" not in message for conversation in found for message in conversation.messages)
 
 
+@pytest.mark.parametrize("key", ["loss", "weight", "train", "training", "trainable", "masked"])
+@pytest.mark.parametrize("speaker", ["role", "from"])
+def test_flags_on_messages_say_what_is_trained(key: str, speaker: str) -> None:
+    trained, untrained = (False, True) if key == "masked" else (True, False)
+    said, names = "content" if speaker == "role" else "value", ("user", "assistant")
+    flags = (None, trained, None, int(untrained), None, None)
+    row = {
+        "messages": [
+            {speaker: names[number % 2], said: str(number), **({} if flag is None else {key: flag})}
+            for number, flag in enumerate(flags)
+        ]
+    }
+    assert [m.get("loss") for m in read(row).messages] == [None, True, None, False, None, None]
+    (marked,) = mark_trained(read(row), TrainOn.all, only_last=False)
+    assert [m["loss"] for m in marked.messages] == [False, True, False, False, False, True]
+
+
+def test_a_flag_of_another_name_is_an_error_until_it_is_named() -> None:
+    for value in (False, 0, 1.0):
+        row = {"messages": [user("q"), {**assistant("a"), "learn": value}]}
+        with pytest.raises(RowError, match=r"^message 2 of 'messages': the key 'learn' .*: \{loss: learn\}`"):
+            read(row)
+        assert read(row, loss="learn").messages[1]["loss"] is bool(value)
+    reader = RowReader(RowFormat.messages, {})
+    reader.read({"messages": [{**user("q"), "learn": False}, {**assistant("a"), "rank": 0, "learn": None}]})
+    assert reader.skipped == {"learn": 2, "rank": 1}, "a user's message is not trained anyway"
+    pairs = {"conversation": [{"human": "q", "assistant": "a", "train": False}, {"human": "r", "assistant": "b"}]}
+    assert [message.get("loss") for message in read(pairs).messages] == [None, False, None, None]
+
+
+def test_prompt_and_completion_as_trl_has_them() -> None:
+    asked, answered = [system("s"), user("q")], [assistant("a")]
+    assert read({"prompt": "q", "completion": "a"}).messages == [user("q"), *answered]
+    for row in (
+        {"prompt": asked, "completion": answered},
+        {"prompt": json.dumps(asked), "completion": answered[0]},
+        {"prompt": asked, "response": "a"},
+    ):
+        assert read(row).messages == [*asked, *answered]
+        assert RowReader(RowFormat.prompt_response, {}).unused({**row, "id": 1}) == ["id"]
+    with pytest.raises(RowError, match="no key 'response'"):
+        read({"prompt": "q", "answer": "a"})
+    with pytest.raises(RowError, match="'completion' is empty"):
+        read({"prompt": "q", "completion": ""})
+
+
+def test_images_are_an_error() -> None:
+    for key, value in (("images", ["a.png"]), ("image", "a.png"), ("videos", ["b.mp4"]), ("audios", [{"path": "c"}])):
+        for row in ({"prompt": "<image>q", "response": "a"}, {"messages": [user("<image>q"), assistant("a")]}):
+            with pytest.raises(RowError, match=f"'{key}' is not empty, and images"):
+                read({**row, key: value})
+            for nothing in ([], None, ""):
+                assert len(read({**row, key: nothing}).messages) == 2
+    assert read({"image": "q", "response": "a"}, prompt="image").messages[0] == user("q")
+
+
 SHARED = Path(os.environ.get("TOOLKIT_REAL_DATA") or Path(__file__).parents[3] / "shared" / "data")
 
 

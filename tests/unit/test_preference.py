@@ -25,7 +25,7 @@ from toolkit.config.schema import (
     TrainOn,
 )
 from toolkit.data import preview
-from toolkit.data.formats import LabelReader, PairReader
+from toolkit.data.formats import LabelReader, PairReader, RowReader
 from toolkit.data.packing import PackingPlan, plan_sequences, share_prompts
 from toolkit.data.store import MismatchedCache
 from toolkit.data.tokenize import build_caches
@@ -232,6 +232,15 @@ def test_answers_and_questions_may_be_json(answer: str) -> None:
     assert asked.messages == [{"role": "user", "content": answer}, GOOD]
 
 
+def test_conversations_as_hh_rlhf_writes_them() -> None:
+    before = "\n\nHuman: Say: \n\nHi\n\nAssistant: Hi\n\nHuman: q"
+    row = {"chosen": f"{before}\n\nAssistant: a", "rejected": f"{before}\n\nAssistant: b"}
+    asked = [{"role": "user", "content": "Say: \n\nHi"}, {"role": "assistant", "content": "Hi"}, USER]
+    chosen, rejected = PairReader({}).read_all(row)
+    assert (chosen.messages, rejected.messages) == ([*asked, GOOD], [*asked, BAD])
+    assert RowReader(RowFormat.messages, {"messages": "chosen"}).read(row).messages == [*asked, GOOD]
+
+
 def test_history_system_tools_and_names() -> None:
     tool = {"name": "look", "parameters": {}}
     row = {"q": "q", "history": [["x", "y"]], "system": "s", "tools": [tool], "good": "a", "bad": "b"}
@@ -249,7 +258,7 @@ def test_history_system_tools_and_names() -> None:
     ("row", "wrong"),
     [
         ({"prompt": "q", "chosen": "a"}, "no key 'rejected'"),
-        ({"chosen": "a", "rejected": "b"}, "no key 'prompt'"),
+        ({"chosen": "a", "rejected": "b"}, "no key 'prompt'; the row has 'chosen', 'rejected'"),
         ({"prompt": "q", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
         ({"prompt": "q", "chosen": "a", "rejected": 3}, "'rejected' is 3, not a text"),
         ({"messages": [USER, GOOD], "chosen": GOOD, "rejected": BAD}, "must end with a question"),

@@ -97,14 +97,25 @@ class RowFormat(str, Enum):
 
 
 _ASKED = ("prompt", "response", "instruction", "input", "output", "query", "history", "system", "tools")
-_LISTED = ("conversations", "messages", "conversation", "human", "assistant", "from", "value", "role", "content")
+_LISTED = (
+    "conversations",
+    "messages",
+    "conversation",
+    "human",
+    "assistant",
+    "from",
+    "value",
+    "role",
+    "content",
+    "loss",
+)
 ROW_FIELDS = {
     RowFormat.prompt_response: ("prompt", "response", "history", "system", "tools"),
     RowFormat.instruction: ("instruction", "input", "output", "history", "system", "tools"),
     RowFormat.query_response: ("query", "response", "history", "system", "tools"),
-    RowFormat.sharegpt: ("conversations", "system", "tools", "from", "value", "role", "content"),
-    RowFormat.conversation: ("conversation", "system", "tools", "human", "assistant"),
-    RowFormat.messages: ("messages", "system", "tools", "from", "value", "role", "content"),
+    RowFormat.sharegpt: ("conversations", "system", "tools", "from", "value", "role", "content", "loss"),
+    RowFormat.conversation: ("conversation", "system", "tools", "human", "assistant", "loss"),
+    RowFormat.messages: ("messages", "system", "tools", "from", "value", "role", "content", "loss"),
     RowFormat.text: ("text",),
     RowFormat.preference: (
         *(*_ASKED, *_LISTED, "chosen", "rejected"),

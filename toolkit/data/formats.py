@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,11 +128,12 @@ class RowReader:
         self.renamed = {theirs: ours for ours, theirs in columns.items() if theirs != ours}
         self.names = {field: columns.get(field, field) for field in fields}
         self.columns = columns
+        self.flags = {**_LOSS, self.names["loss"]: True}
 
     def read(self, row: object) -> Conversation:
         """Return the conversation of one parsed row; a RowError if it lacks something or a value has a wrong type."""
         mapping = as_object(row)
-        _check_preference(mapping, self.columns)
+        _check_trainable(mapping, self.columns)
         try:
             if self.row_format is RowFormat.text:
                 return Conversation([_message(TEXT, _text(mapping, self.names["text"]))])
@@ -166,34 +167,76 @@ class RowReader:
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Return the keys of a row that this format does not read."""
         used = {self.names[field] for field in ROW_FIELDS[self.row_format]}
+        used.update(self._pair_keys(row) if self.row_format in _PAIR_FIELDS else ())
         return [str(key) for key in row if key not in used]
 
     def _pair(self, row: Mapping[str, Any]) -> list[Message]:
         """Question and answer, after what was said before."""
-        asked, answered = (self.names[field] for field in _PAIR_FIELDS[self.row_format])
+        asked, answered = self._pair_keys(row)
         messages: list[Message] = []
         key = self.names["history"]
         for question, answer in _history(row.get(key), key):
             messages += [_message("user", question), _message("assistant", answer)]
         more = self.names["input"]
-        question = _text(row, asked)
-        if self.row_format is RowFormat.instruction and row.get(more) not in (None, ""):
-            question += "\n" + _text(row, more)
-        messages.append(_message("user", question))
+        if self.row_format is RowFormat.prompt_response and isinstance(self._heard(row.get(asked)), list):
+            messages += self._items(row, asked, self._add_item)
+        else:
+            question = _text(row, asked)
+            if self.row_format is RowFormat.instruction and row.get(more) not in (None, ""):
+                question += "\n" + _text(row, more)
+            messages.append(_message("user", question))
         if self.answered or row.get(answered) not in (None, ""):
-            messages.append(_message("assistant", _text(row, answered)))
+            self._add_answer(row, answered, messages)
         return messages
+
+    def _pair_keys(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the keys of question and answer, which TRL calls `completion`."""
+        asked, answered = _PAIR_FIELDS[self.row_format]
+        is_completion = answered == "response" and answered not in self.columns and answered not in row
+        return self.names[asked], "completion" if is_completion and "completion" in row else self.names[answered]
+
+    def _add_answer(self, row: Mapping[str, Any], key: str, messages: list[Message]) -> None:
+        """Add an answer: a text, a message or a list of messages."""
+        said = self._heard(row[key]) if key in row else _missing(row, key)
+        items = said if isinstance(said, list) else [said]
+        if not any(isinstance(item, dict) for item in items):
+            messages.append(_message("assistant", _text(row, key)))
+            return
+        for item in items:
+            try:
+                if not isinstance(item, dict):
+                    raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
+                self._add_item(item, messages)
+            except RowError as error:
+                raise RowError("'{key}' cannot be used: {reason}", key=key, reason=self._explained(error)) from None
+
+    def _heard(self, value: object) -> object:
+        """Return the messages that a text holds, else the value: an answer may be JSON of its own."""
+        found = _conversation_in(value)
+        items = found if isinstance(found, list) else [found]
+        keys = {self.names["from"], self.names["role"]}
+        is_heard = items and all(isinstance(item, dict) and keys.intersection(item) for item in items)
+        return found if is_heard else value
 
     def _listed(self, row: Mapping[str, Any]) -> list[Message]:
         """A list of messages, each with from and value, or role and content; or of pairs with human and assistant."""
         key = self.names[_LIST_FIELDS[self.row_format]]
-        listed = _parsed(row[key]) if key in row else _missing(row, key)
+        is_paired = self.row_format is RowFormat.conversation
+        messages = self._items(row, key, self._add_pair if is_paired else self._add_item)
+        if self.answered and not any(message["role"] == "assistant" for message in messages):
+            raise RowError("'{key}' holds no answer of the assistant. Correct or remove the row", key=key)
+        return messages
+
+    def _items(
+        self, row: Mapping[str, Any], key: str, add: Callable[[dict[str, Any], list[Message]], None]
+    ) -> list[Message]:
+        """Return the messages of a list in a row."""
+        listed = _conversation_in(row[key]) if key in row else _missing(row, key)
         if not isinstance(listed, list) or not listed:
             raise RowError(
                 "'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=_kind(listed)
             )
         messages: list[Message] = []
-        add = self._add_pair if self.row_format is RowFormat.conversation else self._add_item
         for number, item in enumerate(listed, start=1):
             try:
                 if not isinstance(item, dict):
@@ -202,8 +245,6 @@ class RowReader:
             except RowError as error:
                 reason = self._explained(error)
                 raise RowError("message {number} of '{key}': {reason}", number=number, key=key, reason=reason) from None
-        if self.answered and not any(message["role"] == "assistant" for message in messages):
-            raise RowError("'{key}' holds no answer of the assistant. Correct or remove the row", key=key)
         if not messages:
             raise RowError("'{key}' is empty. Fill it in or remove the row", key=key)
         return messages
@@ -213,8 +254,8 @@ class RowReader:
         asked, answered = self.names["human"], self.names["assistant"]
         messages.append(_message("user", _text(item, asked)))
         if self.answered or item.get(answered) not in (None, ""):
-            messages.append(_message("assistant", _text(item, answered)))
-        self.skipped.update(unread_keys(item, (asked, answered)))
+            messages.append({**_message("assistant", _text(item, answered)), **self._loss(item)})
+        self.skipped.update(unread_keys(item, (asked, answered, *self.flags), is_answer=True))
 
     def _add_item(self, item: dict[str, Any], messages: list[Message]) -> None:
         """Add the messages of one item; ChatGLM3's `tool` items are a call and what came back."""
@@ -228,8 +269,9 @@ class RowReader:
                 "unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES)
             )
         is_call = role == "tool" and "parameters" in item
-        self.skipped.update(unread_keys(item, (speaker, said, *_LOSS, *_READ.get("call" if is_call else role, ()))))
-        extra = _loss(item)
+        read = (speaker, said, *self.flags, *_READ.get("call" if is_call else role, ()))
+        self.skipped.update(unread_keys(item, read, is_answer=is_call or role in ("assistant", "function_call")))
+        extra = self._loss(item)
         if role == "system" and item.get(said) in (None, ""):
             return  # as under the row's "system"
         if is_call:
@@ -255,6 +297,20 @@ class RowReader:
             messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
             return
         messages.append({**message, **extra})
+
+    def _loss(self, item: Mapping[str, Any]) -> dict[str, bool]:
+        """Return whether a message is trained; {} where nothing is said."""
+        found: dict[str, bool] = {}
+        for key, meaning in self.flags.items():
+            value = item.get(key)
+            if value is None:
+                continue
+            if value not in (0, 1, True, False) or isinstance(value, str):
+                raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value))
+            is_trained = bool(value) is meaning
+            if found.setdefault("loss", is_trained) != is_trained:
+                raise RowError("{keys} contradict each other", keys=_quoted({k: 0 for k in self.flags if k in item}))
+        return found
 
     def _answer(self, item: dict[str, Any], said: str, role: str) -> dict[str, Any]:
         """Return what the assistant said, thought and called."""
@@ -377,8 +433,8 @@ class PairReader(RowReader):
             return self._read(row, RowFormat.messages, is_answered, messages=names["prompt"])
         asked = {fields[0]: row_format for row_format, fields in _PAIR_FIELDS.items()}
         fields = sorted(asked, key=lambda field: field not in self.columns)  # what `columns` names comes first
-        found = next((asked[field] for field in fields if names[field] in row), RowFormat.prompt_response)
-        return self._read(row, found, is_answered)
+        found = next((asked[field] for field in fields if names[field] in row), None)
+        return _missing(row, names["prompt"]) if found is None else self._read(row, found, is_answered)
 
     def _read(
         self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
@@ -399,31 +455,15 @@ class PairReader(RowReader):
         key = self.names[answer]
         if not before.messages or before.messages[-1]["role"] == "assistant":
             raise RowError(tr("the messages before the two answers must end with a question"))
-        messages, said = list(before.messages), self._heard(row[key]) if key in row else _missing(row, key)
-        if not isinstance(said, list | dict):
-            return replace(before, messages=[*messages, _message("assistant", _text(row, key))])
-        for item in said if isinstance(said, list) else [said]:
-            try:
-                if not isinstance(item, dict):
-                    raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
-                self._add_item(item, messages)
-            except RowError as error:
-                raise RowError("'{key}' cannot be used: {reason}", key=key, reason=self._explained(error)) from None
+        messages = list(before.messages)
+        self._add_answer(row, key, messages)
         return replace(before, messages=messages)
-
-    def _heard(self, value: object) -> object:
-        """Return the messages that a text holds as JSON, else the value: an answer may be JSON of its own."""
-        found = _parsed(value)
-        items = found if isinstance(found, list) else [found]
-        keys = {self.names["from"], self.names["role"]}
-        is_heard = items and all(isinstance(item, dict) and keys.intersection(item) for item in items)
-        return found if is_heard else value
 
     def _whole(self, row: Mapping[str, Any], answer: str) -> str:
         """Return the key of a whole conversation, with its question, that ends with an answer; "" if none does."""
         keys = self.names["from"], self.names["role"]
         for name in (self.names[answer], self.names[f"{answer}_messages"]):
-            items = _parsed(row.get(name))
+            items = _conversation_in(row.get(name))
             if isinstance(items, list) and any(
                 isinstance(item, dict) and item.get(key) in _ROLES["user"] for item in items for key in keys
             ):
@@ -507,6 +547,7 @@ class TextPairReader(PairReader):
     def read_all(self, row: object) -> list[Conversation]:
         """Return the texts; a RowError as `RowReader`."""
         mapping, key = as_object(row), self.names["negatives"]
+        _check_trainable(mapping, self.columns)
         texts = [_text(mapping, self.names[field]) for field in ("query", "positive")]
         negatives = _parsed(mapping.get(key))
         if negatives is not None and not isinstance(negatives, str | list):
@@ -537,7 +578,7 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
     def there(field: str) -> bool:
         return columns.get(field, field) in row
 
-    _check_preference(row, columns)
+    _check_trainable(row, columns)
     for row_format, field in _LIST_FIELDS.items():
         if there(field):
             return row_format
@@ -584,24 +625,14 @@ def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-_LOSS = ("loss", "weight", "loss_weight", "loss_scale")
-"""Keys that say whether a message is trained: ours and ms-swift's, OpenAI's, LLaMA-Factory's, ms-swift's other one."""
+_LOSS = {
+    **dict.fromkeys(("loss", "weight", "loss_weight", "loss_scale", "train", "training", "trainable"), True),
+    **dict.fromkeys(("masked", "is_masked"), False),
+}
+"""Keys that say whether a message is trained, and what they say if they are true: ours and ms-swift's, OpenAI's,
+LLaMA-Factory's, ms-swift's other one, axolotl's (`message_field_training`) and its like; torchtune's `masked`."""
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _THINK = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
-
-
-def _loss(item: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether a message is trained; {} where nothing is said."""
-    found: dict[str, bool] = {}
-    for key in _LOSS:
-        value = item.get(key)
-        if value is None:
-            continue
-        if value not in (0, 1, True, False) or isinstance(value, str):
-            raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value))
-        if found.setdefault("loss", bool(value)) != bool(value):
-            raise RowError("{keys} contradict each other", keys=_quoted({k: 0 for k in _LOSS if k in item}))
-    return found
 
 
 def _thought(item: Mapping[str, Any], key: str) -> str:
@@ -618,8 +649,18 @@ def _identity(item: Mapping[str, Any], key: str) -> dict[str, str]:
     return {key: value} if isinstance(value, str) and value else {}
 
 
-def _check_preference(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
-    """Raise a RowError for a row with a better and a worse answer, or with one that is marked as bad."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+def _check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+    """Raise a RowError for a row with images, with a better and a worse answer, or with one that is marked as bad."""
+    for key in _MEDIA:
+        if row.get(key) not in (None, "", [], {}) and key not in columns.values():
+            raise RowError(
+                "'{key}' is not empty, and images, videos and sounds cannot be trained on: what stands for them in the "
+                "text would be trained as text. Remove the row",
+                key=key,
+            )
     if not _PREFERENCE.isdisjoint(row) and _PREFERENCE.isdisjoint(columns.values()):
         found = {key: row[key] for key in row if key in _PREFERENCE and row[key] not in (None, "", [])}
         if found:
@@ -695,6 +736,17 @@ def _parsed(value: object) -> object:
     return value
 
 
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+
+
+def _conversation_in(value: object) -> object:
+    """Return the messages that a text holds, as JSON or as Anthropic's HH-RLHF writes them; else the value."""
+    if not isinstance(value, str) or not _SPEAKER.match(value):
+        return _parsed(value)
+    parts = _SPEAKER.split(value)[1:]
+    return [{"role": role.lower(), "content": said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
 def _text(row: Mapping[str, Any], key: str) -> str:
     """Return the text under a key that must be there and not be empty."""
     value = row[key] if key in row else _missing(row, key)
@@ -746,6 +798,8 @@ METADATA = frozenset(
         *("index", "rank", "score", "name", "author", "source", "model", "model_name", "metadata", "header"),
         *("timestamp", "time", "date", "created_at", "create_time", "update_time"),
         *("lang", "language", "country", "state", "hashed_ip", "status", "tag", "tags", "label", "category"),
+        *("turn", "round", "step", "position", "length", "tokens", "num_tokens", "token_count", "likes", "votes"),
+        *("upvotes", "rating", "ratings", "quality", "toxic", "toxicity", "redacted", "edited", "temperature", "top_p"),
     }
 )
 """Keys that data sets hang on messages and that no model is meant to learn, whatever they hold."""
@@ -760,11 +814,20 @@ _READ = {
 """Keys that are read besides role, text and loss, by role; "call" is an item that holds a call and its result."""
 
 
-def unread_keys(item: Mapping[str, object], read: Sequence[str]) -> Iterator[str]:
-    """Yield the skipped keys of a message, a part or a call; RowError for one with text, a list or an object."""
+def unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: bool = False) -> Iterator[str]:
+    """Yield the skipped keys of a message, a part or a call; RowError for one with text, a list or an object, and in
+    an answer for a number or a boolean, which may be meant to say whether it is trained.
+    """
     for key, value in item.items():
         if key in read:
             continue
+        if is_answer and isinstance(value, bool | int | float) and key not in METADATA:
+            raise RowError(
+                "the key '{key}' is {value}, and nothing here reads it. If it says whether the message is trained, "
+                "name it: `columns: {{loss: {key}}}`; else remove it",
+                key=key[:40],
+                value=_kind(value),
+            )
         has_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
         if has_text and key not in METADATA and not any(value == item.get(name) for name in read):
             raise RowError(

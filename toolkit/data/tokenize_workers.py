@@ -77,7 +77,7 @@ class ChatEncoder(Protocol):
         ...
 
 
-CODE_VERSION = 6
+CODE_VERSION = 7
 """Part of a part's and of a cache's name; raise it when ids, masks or counts would come out differently."""
 
 EXAMPLES = 5

@@ -230,9 +230,7 @@ class SpanTokenizer:
         )
         return bool(whole[: len(before)] != before)
 
-    def _apart(
-        self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]
-    ) -> tuple[Any, str, Sequence[Span]]:
+    def _apart(self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]) -> tuple[Any, str, Sequence[Span]]:
         """Return an encoding with its text and spans in which each span's ids follow those of the text before it alone:
         generation starts from these. A tokenizer would merge "Assistant: " and "yes" into ":", " yes".
         """

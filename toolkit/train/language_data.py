@@ -231,8 +231,8 @@ def _tell(report: tokenize.PrepareReport) -> None:
         say("{count} conversations became several samples.", count=f"{report.split:,}")
     if report.divided:
         say(
-            "{count} conversations became {samples} samples: the chat template, or the tokenizer, writes earlier answers "
-            "otherwise once another turn follows. data.train_on=last trains the last answer of each only.",
+            "{count} conversations became {samples} samples: the chat template, or the tokenizer, writes earlier "
+            "answers otherwise once another turn follows. data.train_on=last trains the last answer of each only.",
             count=f"{report.divided:,}",
             samples=f"{report.divided_samples:,}",
         )
