@@ -586,3 +586,24 @@ def test_both_answers_of_a_pair_begin_after_the_same_prompt(folder: Path, tmp_pa
     assert chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
     assert good.index(True) == bad.index(True) == len(prompt)
     assert [text_of(tokenizer, ids[len(prompt) :]) for ids in (chosen, rejected)] == ["fox" + END, "world" + END]
+
+
+def test_a_template_that_drops_what_is_said_is_rejected(tokenizer: Any) -> None:
+    """`text` for `content`, mostly, which Jinja takes for an empty text: only the end tokens would be trained."""
+    for template in (CHATML.replace("m['content']", "m.text"), "{{ 9 * 9 }}"):
+        tokenizer.chat_template = template
+        with pytest.raises(ModelError, match="does not write what the user says"):
+            TemplateChatEncoder(tokenizer)
+    tokenizer.chat_template = CHATML.replace("m['content']", "m['content'] if m['role'] == 'user' else m.text")
+    lost = r"message 2: the chat template of '.*' writes '<\|endoftext\|>' where the answer has 'fox'"
+    with pytest.raises(RowError, match=lost):
+        TemplateChatEncoder(tokenizer).encode(chat("hello", "fox"))
+    called = {"function": {"name": "look", "arguments": {"city": "x"}}}
+    calls: list[dict[str, Any]] = [*chat("hello"), {"role": "assistant", "content": "", "tool_calls": [called]}]
+    written = "{{ m['content'] }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+    tokenizer.chat_template = CHATML.replace("{{ m['content'] }}", written)
+    with pytest.raises(RowError, match="where the answer has 'city'"):
+        TemplateChatEncoder(tokenizer).encode(calls)
+    arguments = "{{ c.function.name ~ c.function.arguments | tojson }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ c.function.name }}", arguments)
+    assert spoken(tokenizer, TemplateChatEncoder(tokenizer).encode(calls)) == ['look{"city": "x"}' + END]

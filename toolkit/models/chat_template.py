@@ -39,6 +39,7 @@ _PROBE: list[dict[str, Any]] = [
 ]
 
 
+_EXCERPT_CHARS = 40
 _WORD = "Zygote"
 """What is looked for in a rendering."""
 
@@ -132,6 +133,12 @@ class TemplateChatEncoder:
             keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._has_place(chat, None))
             self.reasoning_key = next(keys, None)
             self.missing = {name for name, place in _PLACES.items() if not self._has_place(*place)}
+            if not self._has_place([{"role": "user", "content": _WORD}], None):
+                raise ModelError(
+                    "The chat template of '{name}' does not write what the user says, which messages have under "
+                    "`content`. Give another: model.chat_template=FILE.",
+                    name=tokenizer.name_or_path,
+                )
             self._probe()
         self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
         others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends))
@@ -379,11 +386,30 @@ class TemplateChatEncoder:
         if found is None:
             raise self._rewritten(messages, wanted)
         text, spans = found
+        for index, (begin, stop) in zip(wanted, spans, strict=True):
+            self._check_written(messages[index], index, text[begin:stop])
         is_plain = is_plain and not any("</think>" in messages[index]["content"] for index in wanted)
         if is_plain and self.train_thinking and not self.ends:
             return text, spans
         pairs = zip(wanted, spans, strict=True)
         return text, [self._trained_part(messages, tools, index, text, span) for index, span in pairs]
+
+    def _check_written(self, message: Message, index: int, text: str) -> None:
+        """Raise a RowError if the template does not write a message that is to be trained: its text after the
+        reasoning, and of calls their names and the names of their arguments.
+        """
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        parts = [message["content"].rpartition("</think>")[2].strip()]
+        parts += [str(name) for one in functions for name in (one["name"], *one["arguments"])]
+        if lost := next((part for part in parts if part not in text), ""):
+            raise RowError(
+                "message {number}: the chat template of '{name}' writes {text} where the answer has {lost}. Give one "
+                "that writes what messages have under `content` and `tool_calls`: model.chat_template=FILE",
+                number=index + 1,
+                name=self.tokenizer.name_or_path,
+                text=_excerpt(text),
+                lost=_excerpt(lost),
+            )
 
     def _check_places(self, messages: Sequence[Message]) -> None:
         """Raise a RowError for what the template would not write."""
@@ -563,6 +589,11 @@ class _Part(list[Message]):
     def __init__(self, messages: Sequence[Message], given: Sequence[Message], text: str) -> None:
         super().__init__(messages)
         self.given, self.text = given, text
+
+
+def _excerpt(text: str) -> str:
+    """Return the beginning of a text for a message, as one line."""
+    return repr(text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}…")
 
 
 def _reasons(message: Message) -> bool:
