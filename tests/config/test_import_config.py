@@ -336,7 +336,7 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
             {"stage": "pt", "dataset": "texts", "packing": False},
             {"data.packing": Packing.none, "data.too_long": TooLong.truncate},
         ),
-        ({"packing": True}, {"data.packing": Packing.packed, "data.too_long": TooLong.drop}),
+        ({"packing": True}, {"data.packing": Packing.packed, "data.too_long": TooLong.truncate}),
         (
             {
                 "load_best_model_at_end": True,

@@ -12,7 +12,9 @@ from ranks import deepspeed, run
 from toolkit.cli import main
 from toolkit.config.load import LEARNING_RATES, load
 from toolkit.config.schema import Device, Dtype, Packing, RunConfig, TooLong, TuningMethod
+from toolkit.data.tokenize import first_rows
 from toolkit.messages import set_language
+from toolkit.models.chat import fit_tokenizer, local_encoder
 
 ROOT = Path(__file__).parents[2]
 ROW = {"messages": [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer " * 30}]}
@@ -110,16 +112,48 @@ def test_other_columns_and_a_path_that_yaml_would_read_otherwise(folder: Path) -
     assert (source.path, source.columns) == (path.name, {"prompt": "q", "response": "a"})
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_tokens_are_counted_by_the_models_tokenizer(language: str, folder: Path, said: list[str]) -> None:
+    """Of Chinese the fitted tokenizer makes a token of each byte here, not of four."""
+    made = fit_tokenizer(lambda: ["abc"], 264, folder)
+    made.save_pretrained(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 4096}))
+    rows = [{"prompt": "问", "response": "答" * 60}] * 250 + [{"prompt": "问", "response": "答" * 500}]
+    Path("chat.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    set_language(language)
+    assert new("model=model", "gpus=2xcpu") == 0
+    assert (written().data.max_length, written().data.too_long) == (256, TooLong.truncate)
+    assert "of the first 251 samples 190 tokens (median) and 1,510 (longest), by the model's tokenizer" in said[0] or (
+        "前 251 个样本按模型的 tokenizer 计算，中位数 190 个 token，最长 1,510 个" in said[0]
+    )
+    assert "1 of 251 samples (0.4 %) are longer" in said[1] or "251 个样本中有 1 个（0.4 %）更长" in said[1]
+    assert "by its tokenizer" in Path("mine.yaml").read_text(encoding="utf-8")
+    del said[:]
+    # Without the weights there is no plan, but what is said of the data before is the same.
+    cfg = load(["recipe=mine.yaml"]).cfg
+    encoder = local_encoder(cfg.model)
+    assert encoder is not None
+    report, lengths = first_rows(cfg, encoder)
+    report.tell_longer(cfg.data)
+    assert (len(lengths), lengths[-1], report.cut) == (251, 256, 1)
+    assert said[0].startswith(("1 of 251 rows (0.4 %) are longer than", "251 行中有 1 行（0.4 %）长于"))
+
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
 def test_a_directory_of_a_model(folder: Path) -> None:
-    config = {"model_type": "qwen2", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128}
-    config |= {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-    }
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(config))
+    (folder / "model" / "config.json").write_text(json.dumps(CONFIG))
     assert new("model=model", "gpus=2xcpu") == 0
     assert (written().model.path, written().data.max_length) == ("model", 128), "as many as it has positions"
     assert main(["check", "recipe=mine.yaml"]) == 2, "there are no weights in it"

@@ -12,7 +12,7 @@ from tests.unit.data_tools import ByteEncoder, run_config, text_of, write_rows
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import Packing, Pooling, RowFormat, TaskKind
+from toolkit.config.schema import Packing, Pooling, RowFormat, TaskKind, TooLong
 from toolkit.data import preview
 from toolkit.data.formats import TextPairReader
 from toolkit.data.loader import collate
@@ -100,7 +100,7 @@ def test_negatives_are_read_as_many_as_are_wanted(tmp_path: Path) -> None:
     ]
     rows[2]["negatives"] = ["x", "y" * 40, "z"]
     config = run_config(tmp_path, write_rows(tmp_path / "d.jsonl", rows))
-    config.data.max_length = 16
+    config.data.max_length, config.data.too_long = 16, TooLong.drop
     config.data.sources[0].format, config.task.kind = RowFormat.embed, TaskKind.embed
     for wanted, unused in ((0, ["negatives"]), (2, [])):
         config.embed.negatives = wanted

@@ -595,7 +595,7 @@ def test_a_template_that_drops_what_is_said_is_rejected(tokenizer: Any) -> None:
         with pytest.raises(ModelError, match="does not write what the user says"):
             TemplateChatEncoder(tokenizer)
     tokenizer.chat_template = CHATML.replace("m['content']", "m['content'] if m['role'] == 'user' else m.text")
-    lost = r"message 2: the chat template of '.*' writes '<\|endoftext\|>' where the answer has 'fox'"
+    lost = r"message 2: the chat template of '.*' writes '<\|endoftext\|>.*' where the answer has 'fox'"
     with pytest.raises(RowError, match=lost):
         TemplateChatEncoder(tokenizer).encode(chat("hello", "fox"))
     called = {"function": {"name": "look", "arguments": {"city": "x"}}}

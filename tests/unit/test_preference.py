@@ -391,7 +391,7 @@ def test_a_pair_is_two_samples_side_by_side(only_last: bool, tmp_path: Path) -> 
         {"prompt": "q", "chosen": "b", "rejected": "x" * 50},
         {"prompt": "q", "chosen": "last", "rejected": "one"},
     ]
-    train, _, report = caches(tmp_path, rows, ByteEncoder(only_last=only_last), max_length=30)
+    train, _, report = caches(tmp_path, rows, ByteEncoder(only_last=only_last), max_length=30, too_long=TooLong.drop)
     cfg = RunConfig(preference=PreferenceConfig(loss=PreferenceLoss.sigmoid))
     assert [preview._label(cfg, train, place) for place in (2, 3)] == [", the chosen answer", ", the rejected answer"]
     found = [(text_of(ids), text_of(ids[trained])) for ids, trained in map(train.__getitem__, range(len(train)))]

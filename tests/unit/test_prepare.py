@@ -116,7 +116,7 @@ LONG = [
 
 
 def test_too_long_is_dropped(tmp_path: Path) -> None:
-    cfg = made(tmp_path, LONG, max_length=10)
+    cfg = made(tmp_path, LONG, max_length=10, too_long=TooLong.drop)
     train, _, report = build_caches(cfg, ByteEncoder())
     assert answers(train) == ["b" * 8]
     assert report.dropped == {"longer than data.max_length = 10": 4}
@@ -148,11 +148,43 @@ CHATS = [
 def test_truncation_keeps_the_newest_whole_turns(tmp_path: Path) -> None:
     cfg = made(tmp_path, CHATS, max_length=10, too_long=TooLong.truncate)
     train, _, report = build_caches(cfg, ByteEncoder())
-    assert texts(train) == ["_qA$rB$sC$", "_sCCC$", "sCCC$"]
-    assert report.truncated == 2
-    assert report.dropped == {"newest turn alone longer than data.max_length = 10": 1}
+    assert texts(train) == ["_qA$rB$sC$", "_sCCC$", "sCCC$", "qqqqqqqqqB"]  # the last without its end, and end token
+    assert (report.longer, report.longest, report.truncated, report.turns_dropped, report.cut) == (3, 22, 3, 4, 1)
+    assert report.dropped == {}
     cfg.data.max_length = 12
-    assert texts(build_caches(cfg, ByteEncoder()).train) == ["_qA$rB$sC$", "_rBBBB$sCCC$", "sCCC$"]
+    train = build_caches(cfg, ByteEncoder()).train
+    assert texts(train) == ["_qA$rB$sC$", "_rBBBB$sCCC$", "sCCC$", "qqqqqqqqqBBB"]
+
+
+def test_truncation_keeps_the_system_message_and_drops_what_has_no_answer_left(tmp_path: Path) -> None:
+    rows = [chat("q", "a", "r", "b" * 12, system="__"), chat("q" * 12, "a"), chat("q", "a")]
+    train, _, report = build_caches(made(tmp_path, rows, max_length=10), ByteEncoder())
+    assert texts(train) == ["__rBBBBBBB", "qA$"]
+    assert (report.truncated, report.cut, report.turns_dropped) == (1, 1, 1)
+    assert report.dropped == {"longer than data.max_length = 10": 1}
+
+
+@pytest.mark.parametrize("rule", TooLong)
+def test_how_many_rows_are_longer_is_told(tmp_path: Path, said: list[str], rule: TooLong) -> None:
+    rows = [chat("p", str(number)) for number in range(197)] + CHATS[1:]
+    cfg = made(tmp_path, rows, max_length=10, too_long=rule)
+    if rule is TooLong.error:
+        return
+    report = build_caches(cfg, ByteEncoder()).report
+    report.tell_longer(cfg.data)
+    became = {
+        TooLong.truncate: "3 samples were shortened, which took 4 oldest turns and the end of 1 last answers or texts",
+        TooLong.drop: "they are left out",
+        TooLong.split: "3 became several samples",
+    }
+    line = (
+        "3 of 200 rows (1.5 %) are longer than data.max_length = 10 tokens, the longest has 22. "
+        f"data.too_long={rule.value}: {became[rule]}."
+    )
+    assert said == [f"WARNING: {line}"]
+    report.rows_read = 300  # one in a hundred is no reason to be alarmed
+    report.tell_longer(cfg.data)
+    assert "WARNING" not in said[-1] and "3 of 300 rows (1 %)" in said[-1]
 
 
 def test_splitting_trains_every_token_once(tmp_path: Path) -> None:
@@ -193,8 +225,8 @@ def test_windows_end_with_answers_and_dropped_turns_are_counted(tmp_path: Path, 
     )
     report = build_caches(cfg, ByteEncoder()).report
     assert (report.truncated, report.turns_dropped) == (1, 3)
-    _tell(report)
-    assert "1 samples lost their oldest turns to data.max_length, 3 turns in all." in said
+    _tell(report, cfg.data)
+    assert any("1 samples were shortened, which took 3 oldest turns" in line for line in said)
 
 
 def test_windows_without_a_trained_token_are_left_out(tmp_path: Path) -> None:
@@ -300,7 +332,7 @@ def test_store_is_reused_until_something_changes(tmp_path: Path) -> None:
     second.built = second.is_new = True
     assert second == first
 
-    changes = [("max_length", 9), ("too_long", TooLong.truncate), ("max_samples", 3), ("validation_fraction", 0.3)]
+    changes = [("max_length", 9), ("too_long", TooLong.drop), ("max_samples", 3), ("validation_fraction", 0.3)]
     for name, value in changes:
         setattr(cfg.data, name, value)
         assert build_caches(cfg, encoder).report.built, name
@@ -410,7 +442,7 @@ def test_keys_of_messages_that_are_not_read_are_counted_and_text_is_an_error(tmp
     cfg = made(tmp_path, [{"messages": turns}] * 3)
     report = build_caches(cfg, ByteEncoder()).report
     assert report.message_keys == {"id": 6}
-    _tell(report)
+    _tell(report, cfg.data)
     assert "Keys of messages that are not read: id (6)." in said
     turns[1]["thoughts"] = "because"
     cfg = made(tmp_path, [{"messages": turns}])

@@ -45,17 +45,29 @@ def run(words: list[str]) -> None:
     _ask(given, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "))
     machine = machine_of(given)
     facts = data_facts(given)
-    say(
-        "{data}: format {formats}, about {median} tokens (median) and {longest} (longest) at 4 bytes per token; "
-        "data.max_length = {length}.",
-        data=given["data"],
-        formats=facts["formats"],
-        median=facts["median"],
-        longest=facts["longest"],
-        length=facts["max_length"],
-    )
-    if facts["is_cut"]:
-        say("Longer samples will be dropped; `toolkit show` counts them.")
+    seen = {name: facts[name] for name in ("formats", "median", "longest", "rows_seen", "max_length")}
+    if facts["is_counted"]:
+        say(
+            "{data}: format {formats}; of the first {rows_seen} samples {median} tokens (median) and {longest} "
+            "(longest), by the model's tokenizer; data.max_length = {max_length}.",
+            data=given["data"],
+            **seen,
+        )
+    else:
+        say(
+            "{data}: format {formats}, about {median} tokens (median) and {longest} (longest) at 4 bytes per token, as "
+            "the model's tokenizer is not on this disk; data.max_length = {max_length}.",
+            data=given["data"],
+            **seen,
+        )
+    if facts["rows_longer"] and not facts["is_text"]:
+        say(
+            "{rows_longer} of {rows_seen} samples ({longer_percent} %) are longer: they lose their oldest turns, then "
+            "the end of their last answer (data.too_long=truncate; or drop, split, error).",
+            rows_longer=f"{facts['rows_longer']:,}",
+            rows_seen=facts["rows_seen"],
+            longer_percent=facts["longer_percent"],
+        )
     plans = list(plan_methods(given, facts, methods))
     say("{model} on {machine}, by the plan:", model=facts["name"], machine=machine.name)
     named = ((f"{plan.method.value}: {plan.layout.name}", plan.layout) for plan in plans)

@@ -181,6 +181,8 @@ def _follow(loaded: LoadedConfig) -> None:
         return
     if cfg.data.train_on is schema.TrainOn.auto:
         cfg.data.train_on = schema.TrainOn.last
+    if "data.too_long" not in loaded.where and (cfg.preference.is_on or cfg.task.kind is schema.TaskKind.reward):
+        cfg.data.too_long = schema.TooLong.drop
     for source in (*cfg.data.sources, *cfg.data.validation):
         if source.format is schema.RowFormat.auto or (source.format, wanted) == (
             schema.RowFormat.preference,

@@ -2,8 +2,6 @@
 counted if they are metadata, and an error if they hold text, lest it vanish.
 """
 
-import difflib
-import json
 import math
 import re
 from collections import Counter
@@ -12,7 +10,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.config.schema import ROW_FIELDS, RowFormat, TrainOn
-from toolkit.data.readers import DECODER, check_characters, parse_line
+from toolkit.data.readers import check_characters, parse_line
+from toolkit.data.row_values import (
+    REASONING_KEYS,
+    MissingKey,
+    as_object,
+    call_id,
+    conversation_in,
+    earlier_turns,
+    kind_of,
+    listed_tools,
+    missing_key,
+    parsed_json,
+    quoted_keys,
+    reasoning_of,
+    required_text,
+    result_text,
+    unread_keys,
+)
 from toolkit.messages import RowError, tr
 
 Message = Mapping[str, Any]
@@ -136,7 +151,7 @@ class RowReader:
         _check_trainable(mapping, self.columns)
         try:
             if self.row_format is RowFormat.text:
-                return Conversation([_message(TEXT, _text(mapping, self.names["text"]))])
+                return Conversation([_message(TEXT, required_text(mapping, self.names["text"]))])
             messages = self._listed(mapping) if self.row_format in _LIST_FIELDS else self._pair(mapping)
         except MissingKey as error:
             raise self._explained(error) from None
@@ -146,8 +161,8 @@ class RowReader:
                 raise RowError(
                     "the row has a system message twice: under '{key}' and in the list. Remove one", key="system"
                 )
-            messages = [_message("system", _text(mapping, self.names["system"])), *messages]
-        return Conversation(messages, _tools(mapping.get(self.names["tools"]), self.names["tools"]))
+            messages = [_message("system", required_text(mapping, self.names["system"])), *messages]
+        return Conversation(messages, listed_tools(mapping.get(self.names["tools"]), self.names["tools"]))
 
     def read_all(self, row: object) -> list[Conversation]:
         """Return what is learned from one parsed row: here one conversation."""
@@ -161,7 +176,7 @@ class RowReader:
             "`columns` reads {field} from '{key}', but the row has {keys}. Correct `columns`",
             field=self.renamed[error.key],
             key=error.key,
-            keys=_quoted(error.row),
+            keys=quoted_keys(error.row),
         )
 
     def unused(self, row: Mapping[str, object]) -> list[str]:
@@ -175,15 +190,15 @@ class RowReader:
         asked, answered = self._pair_keys(row)
         messages: list[Message] = []
         key = self.names["history"]
-        for question, answer in _history(row.get(key), key):
+        for question, answer in earlier_turns(row.get(key), key):
             messages += [_message("user", question), _message("assistant", answer)]
         more = self.names["input"]
         if self.row_format is RowFormat.prompt_response and isinstance(self._heard(row.get(asked)), list):
             messages += self._items(row, asked, self._add_item)
         else:
-            question = _text(row, asked)
+            question = required_text(row, asked)
             if self.row_format is RowFormat.instruction and row.get(more) not in (None, ""):
-                question += "\n" + _text(row, more)
+                question += "\n" + required_text(row, more)
             messages.append(_message("user", question))
         if self.answered or row.get(answered) not in (None, ""):
             self._add_answer(row, answered, messages)
@@ -197,22 +212,22 @@ class RowReader:
 
     def _add_answer(self, row: Mapping[str, Any], key: str, messages: list[Message]) -> None:
         """Add an answer: a text, a message or a list of messages."""
-        said = self._heard(row[key]) if key in row else _missing(row, key)
+        said = self._heard(row[key]) if key in row else missing_key(row, key)
         items = said if isinstance(said, list) else [said]
         if not any(isinstance(item, dict) for item in items):
-            messages.append(_message("assistant", _text(row, key)))
+            messages.append(_message("assistant", required_text(row, key)))
             return
         for item in items:
             try:
                 if not isinstance(item, dict):
-                    raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
+                    raise RowError("it is {kind}, not an object. Correct or remove the row", kind=kind_of(item))
                 self._add_item(item, messages)
             except RowError as error:
                 raise RowError("'{key}' cannot be used: {reason}", key=key, reason=self._explained(error)) from None
 
     def _heard(self, value: object) -> object:
         """Return the messages that a text holds, else the value: an answer may be JSON of its own."""
-        found = _conversation_in(value)
+        found = conversation_in(value)
         items = found if isinstance(found, list) else [found]
         keys = {self.names["from"], self.names["role"]}
         is_heard = items and all(isinstance(item, dict) and keys.intersection(item) for item in items)
@@ -231,16 +246,16 @@ class RowReader:
         self, row: Mapping[str, Any], key: str, add: Callable[[dict[str, Any], list[Message]], None]
     ) -> list[Message]:
         """Return the messages of a list in a row."""
-        listed = _conversation_in(row[key]) if key in row else _missing(row, key)
+        listed = conversation_in(row[key]) if key in row else missing_key(row, key)
         if not isinstance(listed, list) or not listed:
             raise RowError(
-                "'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=_kind(listed)
+                "'{key}' is {kind}, not a list of messages. Correct or remove the row", key=key, kind=kind_of(listed)
             )
         messages: list[Message] = []
         for number, item in enumerate(listed, start=1):
             try:
                 if not isinstance(item, dict):
-                    raise RowError("it is {kind}, not an object. Correct or remove the row", kind=_kind(item))
+                    raise RowError("it is {kind}, not an object. Correct or remove the row", kind=kind_of(item))
                 add(item, messages)
             except RowError as error:
                 reason = self._explained(error)
@@ -252,9 +267,9 @@ class RowReader:
     def _add_pair(self, item: dict[str, Any], messages: list[Message]) -> None:
         """Add a question and its answer, which the last pair may lack where none is due."""
         asked, answered = self.names["human"], self.names["assistant"]
-        messages.append(_message("user", _text(item, asked)))
+        messages.append(_message("user", required_text(item, asked)))
         if self.answered or item.get(answered) not in (None, ""):
-            messages.append({**_message("assistant", _text(item, answered)), **self._loss(item)})
+            messages.append({**_message("assistant", required_text(item, answered)), **self._loss(item)})
         self.skipped.update(unread_keys(item, (asked, answered, *self.flags), is_answer=True))
 
     def _add_item(self, item: dict[str, Any], messages: list[Message]) -> None:
@@ -262,7 +277,7 @@ class RowReader:
         speaker, said = self.names["from"], self.names["value"]
         if speaker not in item:
             speaker, said = self.names["role"], self.names["content"]
-        name = _text(item, speaker)
+        name = required_text(item, speaker)
         role = _ROLE_NAMES.get(name)
         if role is None:
             raise RowError(
@@ -277,12 +292,12 @@ class RowReader:
         if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
             messages.append({**_message("assistant", ""), "tool_calls": self._calls(call), **extra})
-            messages.append(_message("tool", _as_text(item.get("observation"))))
+            messages.append(_message("tool", result_text(item.get("observation"))))
             return
         if role == "tool":
             # What a tool gives back may be an object, and may be nothing.
-            result = {**_message("tool", _as_text(item.get(said))), **extra}
-            messages.append({**result, **_identity(item, "tool_call_id")})
+            result = {**_message("tool", result_text(item.get(said))), **extra}
+            messages.append({**result, **call_id(item, "tool_call_id")})
             return
         if role not in ("assistant", "function_call"):
             messages.append({**_message(role, self._content(item, said)[0]), **extra})
@@ -306,27 +321,31 @@ class RowReader:
             if value is None:
                 continue
             if value not in (0, 1, True, False) or isinstance(value, str):
-                raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value))
+                raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
             is_trained = bool(value) is meaning
             if found.setdefault("loss", is_trained) != is_trained:
-                raise RowError("{keys} contradict each other", keys=_quoted({k: 0 for k in self.flags if k in item}))
+                raise RowError(
+                    "{keys} contradict each other", keys=quoted_keys({k: 0 for k in self.flags if k in item})
+                )
         return found
 
     def _answer(self, item: dict[str, Any], said: str, role: str) -> dict[str, Any]:
         """Return what the assistant said, thought and called."""
         message = _message("assistant", "")
-        thoughts = list(dict.fromkeys(thought for key in REASONING_KEYS if (thought := _thought(item, key))))
+        thoughts = list(dict.fromkeys(thought for key in REASONING_KEYS if (thought := reasoning_of(item, key))))
         if len(thoughts) > 1:
-            raise RowError("{keys} contradict each other", keys=_quoted({k: 0 for k in REASONING_KEYS if k in item}))
+            raise RowError(
+                "{keys} contradict each other", keys=quoted_keys({k: 0 for k in REASONING_KEYS if k in item})
+            )
         calls: list[Any] = []
         if role == "function_call":
             value: Any = item.get(said)
             if isinstance(value, str) and (block := _THINK.match(value)):  # LLaMA-Factory's way of thinking aloud
                 message["content"], value = block[1], value[block.end() :]
-            calls = self._calls(_parsed(value))
+            calls = self._calls(parsed_json(value))
         else:
             called = item.get("tool_calls")
-            calls = self._calls(_parsed(called)) if called else []
+            calls = self._calls(parsed_json(called)) if called else []
             if not calls or item.get(said) not in (None, ""):
                 message["content"], more_thoughts, more_calls = self._content(item, said, is_answer=True)
                 thoughts, calls = thoughts + more_thoughts, calls + more_calls
@@ -340,7 +359,7 @@ class RowReader:
         """Return a message's text; of a list of parts, joined, also what an answer thinks and calls."""
         value = item.get(key)
         if not isinstance(value, list):
-            return _text(item, key), [], []
+            return required_text(item, key), [], []
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[Any] = []
@@ -349,14 +368,14 @@ class RowReader:
             if kind == "text" or (is_answer and kind in ("reasoning", "thinking")):
                 held = next((name for name in (kind, "text", "value") if name in part), "text")
                 self.skipped.update(unread_keys(part, ("type", held)))
-                (texts if kind == "text" else thoughts).append(_text(part, held))
+                (texts if kind == "text" else thoughts).append(required_text(part, held))
             elif is_answer and kind == "tool_call":
                 self.skipped.update(unread_keys(part, ("type", "value")))
-                calls += self._calls(_parsed(part.get("value")))
+                calls += self._calls(parsed_json(part.get("value")))
             else:
                 raise RowError("'{key}' holds something that is no text: only text can be trained on", key=key)
         text = "".join(texts)
-        return (text if calls else _text({key: text}, key)), thoughts, calls
+        return (text if calls else required_text({key: text}, key)), thoughts, calls
 
     def _calls(self, value: object) -> list[dict[str, Any]]:
         """Return tool calls as OpenAI writes them, with the arguments as an object."""
@@ -367,19 +386,19 @@ class RowReader:
             if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
                 raise RowError(
                     'a call of a tool must look like {{"name": …, "arguments": {{…}}}}, and this is {kind}',
-                    kind=_kind(item),
+                    kind=kind_of(item),
                 )
             given = "parameters" if "arguments" not in call and "parameters" in call else "arguments"
-            arguments = {} if call.get(given) in (None, "") else _parsed(call[given])
+            arguments = {} if call.get(given) in (None, "") else parsed_json(call[given])
             if not isinstance(arguments, dict):
                 raise RowError(
-                    "the arguments of '{name}' are {kind}, not an object", name=call["name"], kind=_kind(arguments)
+                    "the arguments of '{name}' are {kind}, not an object", name=call["name"], kind=kind_of(arguments)
                 )
             self.skipped.update(unread_keys(call, ("type", "id", "name", given)))
             if call is not whole:
                 self.skipped.update(unread_keys(whole, ("type", "id", "function")))
             function = {"name": call["name"], "arguments": arguments}
-            calls.append({"type": "function", **_identity(whole, "id"), "function": function})
+            calls.append({"type": "function", **call_id(whole, "id"), "function": function})
         return calls
 
 
@@ -434,7 +453,7 @@ class PairReader(RowReader):
         asked = {fields[0]: row_format for row_format, fields in _PAIR_FIELDS.items()}
         fields = sorted(asked, key=lambda field: field not in self.columns)  # what `columns` names comes first
         found = next((asked[field] for field in fields if names[field] in row), None)
-        return _missing(row, names["prompt"]) if found is None else self._read(row, found, is_answered)
+        return missing_key(row, names["prompt"]) if found is None else self._read(row, found, is_answered)
 
     def _read(
         self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
@@ -463,7 +482,7 @@ class PairReader(RowReader):
         """Return the key of a whole conversation, with its question, that ends with an answer; "" if none does."""
         keys = self.names["from"], self.names["role"]
         for name in (self.names[answer], self.names[f"{answer}_messages"]):
-            items = _conversation_in(row.get(name))
+            items = conversation_in(row.get(name))
             if isinstance(items, list) and any(
                 isinstance(item, dict) and item.get(key) in _ROLES["user"] for item in items for key in keys
             ):
@@ -487,7 +506,7 @@ class MarginReader(PairReader):
             if isinstance(margin, bool) or not math.isfinite(value):
                 raise ValueError
         except (ValueError, TypeError, OverflowError):
-            raise RowError("'{key}' is {kind}, not a number", key=key, kind=_kind(margin)) from None
+            raise RowError("'{key}' is {kind}, not a number", key=key, kind=kind_of(margin)) from None
         return [replace(one, value=value) for one in super().read_all(row)]
 
 
@@ -505,9 +524,9 @@ class LabelReader(PairReader):
         """Return the conversation; a RowError as `RowReader`."""
         mapping = as_object(row)
         key = next((self.names[field] for field in ("label", "kto_tag") if self.names[field] in mapping), "")
-        value = mapping[key] if key else _missing(mapping, self.names["label"])
+        value = mapping[key] if key else missing_key(mapping, self.names["label"])
         if str(value).lower() not in _LABELS:
-            raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=_kind(value))
+            raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
         if self.names["completion"] in mapping:
             whole = self._answered(self._before(mapping), mapping, "completion")
         else:
@@ -525,9 +544,9 @@ class ClassReader(PairReader):
     def read_all(self, row: object) -> list[Conversation]:
         """Return the conversation; a RowError as `RowReader`."""
         mapping, key = as_object(row), self.names["label"]
-        value = mapping[key] if key in mapping else _missing(mapping, key)
+        value = mapping[key] if key in mapping else missing_key(mapping, key)
         if not isinstance(value, str | bool | int | float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise RowError("'{key}' is {kind}, not a label", key=key, kind=_kind(value))
+            raise RowError("'{key}' is {kind}, not a label", key=key, kind=kind_of(value))
         label = str(value).lower() if isinstance(value, bool) else str(value).strip()
         if not label:
             raise RowError("'{key}' is empty: the row has no label", key=key)
@@ -548,12 +567,12 @@ class TextPairReader(PairReader):
         """Return the texts; a RowError as `RowReader`."""
         mapping, key = as_object(row), self.names["negatives"]
         _check_trainable(mapping, self.columns)
-        texts = [_text(mapping, self.names[field]) for field in ("query", "positive")]
-        negatives = _parsed(mapping.get(key))
+        texts = [required_text(mapping, self.names[field]) for field in ("query", "positive")]
+        negatives = parsed_json(mapping.get(key))
         if negatives is not None and not isinstance(negatives, str | list):
-            raise RowError("'{key}' is {kind}, neither a list of texts nor a text", key=key, kind=_kind(negatives))
+            raise RowError("'{key}' is {kind}, neither a list of texts nor a text", key=key, kind=kind_of(negatives))
         items = [negatives] if isinstance(negatives, str) else negatives or []
-        texts += [_text({f"{key}[{place}]": text}, f"{key}[{place}]") for place, text in enumerate(items)]
+        texts += [required_text({f"{key}[{place}]": text}, f"{key}[{place}]") for place, text in enumerate(items)]
         if texts[1] in texts[2:]:
             raise RowError("'{key}' holds the positive itself. Correct or remove the row", key=key)
         return [Conversation([_message(TEXT, text)], is_read=True) for text in texts]
@@ -591,13 +610,13 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
     absent = [theirs for theirs in columns.values() if theirs not in row]
     if absent:
         raise RowError(
-            "`columns` names '{name}', but the row has {keys}. Correct `columns`", name=absent[0], keys=_quoted(row)
+            "`columns` names '{name}', but the row has {keys}. Correct `columns`", name=absent[0], keys=quoted_keys(row)
         )
     raise RowError(
         "the keys {keys} belong to no known format. Known are prompt, response (history); query, response; "
         "instruction, output (input, history); conversations; messages; conversation; text. Say which is which with "
         "`columns`, for example columns: {{prompt: {first}, response: …}}",
-        keys=_quoted(row),
+        keys=quoted_keys(row),
         first=next(iter(row), "…"),
     )
 
@@ -610,17 +629,6 @@ def parse_row(row: object) -> object:
     return row
 
 
-def as_object(row: object) -> dict[str, Any]:
-    """Return the row if it is a JSON object, else raise a RowError."""
-    if isinstance(row, dict):
-        if None in row:  # what csv.DictReader does with fields beyond the first line's
-            raise RowError(tr("the row has more fields than the first line names. Correct or remove the row"))
-        return row
-    raise RowError(
-        'the row is {kind}, not an object. Each row must look like {{"prompt": …, "response": …}}', kind=_kind(row)
-    )
-
-
 def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -631,22 +639,7 @@ _LOSS = {
 }
 """Keys that say whether a message is trained, and what they say if they are true: ours and ms-swift's, OpenAI's,
 LLaMA-Factory's, ms-swift's other one, axolotl's (`message_field_training`) and its like; torchtune's `masked`."""
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _THINK = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
-
-
-def _thought(item: Mapping[str, Any], key: str) -> str:
-    """Return the reasoning under a key, "" if there is none."""
-    value = item.get(key)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return ""
-    return _text(item, key)
-
-
-def _identity(item: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return the id of a call, which some templates write."""
-    value = item.get(key)
-    return {key: value} if isinstance(value, str) and value else {}
 
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -668,7 +661,7 @@ def _check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None
                 "preference data ({keys}) needs preference=dpo or another loss of pairs. To train the better answers "
                 "alone, map them (columns: {{response: chosen}}, columns: {{messages: chosen}}) or write "
                 "them into a file of their own",
-                keys=_quoted(found),
+                keys=quoted_keys(found),
             )
     for key in ("label", "kto_tag"):
         # As a text, as in CSV, a label may be anything.
@@ -680,131 +673,6 @@ def _check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None
             )
 
 
-def _tools(value: object, key: str) -> list[Any] | None:
-    """Return tools as OpenAI writes them; absent, null, "" and [] mean none."""
-    value = _parsed(value)
-    if value in (None, "", []):
-        return None
-    value = [_parsed(tool) for tool in value] if isinstance(value, list) else value
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError("'{key}' is {kind}, not a list of tools", key=key, kind=_kind(value))
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
-
-
-def _history(history: object, key: str) -> list[tuple[str, str]]:
-    """Return earlier turns as pairs; absent, null and [] mean none."""
-    history = _parsed(history)
-    if history in (None, [], ""):
-        return []
-    mend = tr("Write it as a list of [question, answer] pairs of texts that are not empty")
-    if not isinstance(history, list):
-        raise RowError("'{key}' is {kind}. {mend}", key=key, kind=_kind(history), mend=mend)
-    pairs = []
-    for number, pair in enumerate(history, start=1):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise RowError("item {number} of '{key}' is no pair. {mend}", number=number, key=key, mend=mend)
-        for text in pair:
-            if not isinstance(text, str) or not text.strip():
-                raise RowError(
-                    "item {number} of '{key}' holds {kind}. {mend}", number=number, key=key, kind=_kind(text), mend=mend
-                )
-        pairs.append((pair[0], pair[1]))
-    return pairs
-
-
-def _as_text(value: object) -> str:
-    """Return a tool's result as text: as it is, its parts joined, or as JSON."""
-    if value is None:
-        return ""
-    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
-        parts = [{key: held for key, held in part.items() if held not in (None, "", [], {})} for part in value]
-        texts = [part.get("text", part.get("value", "")) for part in parts]
-        if all(isinstance(text, str) and len(part) == 1 + bool(text) for text, part in zip(texts, parts, strict=True)):
-            return "".join(texts)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _parsed(value: object) -> object:
-    """Return what a text holds if it is a JSON list or object, as many data sets write them; else the value."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            found = DECODER.decode(value)
-        except (ValueError, RecursionError):
-            return value
-        check_characters(found)
-        return found
-    return value
-
-
-_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
-
-
-def _conversation_in(value: object) -> object:
-    """Return the messages that a text holds, as JSON or as Anthropic's HH-RLHF writes them; else the value."""
-    if not isinstance(value, str) or not _SPEAKER.match(value):
-        return _parsed(value)
-    parts = _SPEAKER.split(value)[1:]
-    return [{"role": role.lower(), "content": said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)]
-
-
-def _text(row: Mapping[str, Any], key: str) -> str:
-    """Return the text under a key that must be there and not be empty."""
-    value = row[key] if key in row else _missing(row, key)
-    if not isinstance(value, str):
-        raise RowError("'{key}' is {kind}, not a text. Correct or remove the row", key=key, kind=_kind(value))
-    if not value.strip():
-        raise RowError("'{key}' is empty. Fill it in or remove the row", key=key)
-    return value
-
-
-class MissingKey(RowError):
-    """A row lacks a key."""
-
-    def __init__(self, text: str, row: Mapping[str, Any], key: str) -> None:
-        super().__init__(text)
-        self.row, self.key = row, key
-
-
-def _missing(row: Mapping[str, Any], key: str) -> Any:
-    near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
-    text = tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=_quoted(row))
-    if near:
-        text = tr(
-            "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'", key=key, keys=_quoted(row), near=near[0]
-        )
-    raise MissingKey(text, row, key)
-
-
-def _kind(value: object) -> str:
-    """Return what a JSON value is, as a person would say it."""
-    if value is None:
-        return "null"
-    if isinstance(value, str):
-        return tr("a text") if value.strip() else tr("an empty text")
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    return tr("a list") if isinstance(value, list) else tr("an object")
-
-
-def _quoted(row: Mapping[str, Any]) -> str:
-    """Return the keys of a row for a message, not more than a screen line of them."""
-    names = [f"'{name[:40]}'" for name in list(row)[:8]]
-    return ", ".join(names + ["…"] * (len(row) > 8)) or tr("no keys at all")
-
-
-METADATA = frozenset(
-    {
-        *("id", "uuid", "message_id", "parent_id", "conversation_id", "tool_call_id", "turn_id", "turn_identifier"),
-        *("index", "rank", "score", "name", "author", "source", "model", "model_name", "metadata", "header"),
-        *("timestamp", "time", "date", "created_at", "create_time", "update_time"),
-        *("lang", "language", "country", "state", "hashed_ip", "status", "tag", "tags", "label", "category"),
-        *("turn", "round", "step", "position", "length", "tokens", "num_tokens", "token_count", "likes", "votes"),
-        *("upvotes", "rating", "ratings", "quality", "toxic", "toxicity", "redacted", "edited", "temperature", "top_p"),
-    }
-)
-"""Keys that data sets hang on messages and that no model is meant to learn, whatever they hold."""
-
-
 _READ = {
     "assistant": ("tool_calls", "metadata", *REASONING_KEYS),
     "function_call": REASONING_KEYS,
@@ -812,28 +680,3 @@ _READ = {
     "call": ("name", "parameters", "observation"),
 }
 """Keys that are read besides role, text and loss, by role; "call" is an item that holds a call and its result."""
-
-
-def unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: bool = False) -> Iterator[str]:
-    """Yield the skipped keys of a message, a part or a call; RowError for one with text, a list or an object, and in
-    an answer for a number or a boolean, which may be meant to say whether it is trained.
-    """
-    for key, value in item.items():
-        if key in read:
-            continue
-        if is_answer and isinstance(value, bool | int | float) and key not in METADATA:
-            raise RowError(
-                "the key '{key}' is {value}, and nothing here reads it. If it says whether the message is trained, "
-                "name it: `columns: {{loss: {key}}}`; else remove it",
-                key=key[:40],
-                value=_kind(value),
-            )
-        has_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
-        if has_text and key not in METADATA and not any(value == item.get(name) for name in read):
-            raise RowError(
-                "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text, the "
-                "assistant's reasoning into its 'reasoning_content', calls into its 'tool_calls', tools into the row's "
-                "'tools', or remove the key",
-                key=key[:40],
-            )
-        yield key

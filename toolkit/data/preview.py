@@ -181,12 +181,8 @@ def count_lines(
     return [
         *terminal.text_table(heads, rows),
         *([tr("Training samples of each label: {labels}.", labels=labels)] if labels else []),
-        tr(
-            "Skipped: {dropped} rows. Truncated: {truncated} samples. Split for their length: {split} rows.",
-            dropped=f"{sum(report.dropped.values()):,}",
-            truncated=f"{report.truncated:,}",
-            split=f"{report.split:,}",
-        ),
+        tr("Skipped: {dropped} rows.", dropped=f"{sum(report.dropped.values()):,}"),
+        *filter(None, [report.longer_rows(cfg.data)]),
         "",
         tr(
             "Tokens per sample: {least} to {most}, median {median}.",

@@ -478,5 +478,5 @@ def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
 
 def _sequences(data: DataConfig, rows: float, size: float) -> int:
     if data.packing is Packing.none:
-        return math.ceil(rows)
+        return round(rows)
     return math.ceil(min(rows, size / BYTES_PER_TOKEN / data.max_length))

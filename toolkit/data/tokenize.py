@@ -16,9 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.schema import OnBadRow, RunConfig
+from toolkit.config.schema import DataConfig, OnBadRow, RunConfig, TooLong
 from toolkit.data import readers, store, tokenize_workers as workers
-from toolkit.data.sources import DataFile, check_distinct, content_hash, locate_all, read_blocks, total_bytes
+from toolkit.data.formats import reader_of
+from toolkit.data.sources import (
+    DataFile,
+    check_distinct,
+    content_hash,
+    local_files,
+    locate_all,
+    read_blocks,
+    total_bytes,
+    with_format,
+)
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
 from toolkit.launch.deepspeed import age_s
@@ -86,6 +96,68 @@ class PrepareReport(workers.RowCounts):
     """Whether the cache was built since this process began, by whichever rank."""
     folder: str = ""
 
+    def add_part(self, made: BuiltPart, counts: workers.PartCounts) -> None:
+        """Add what became of a part's rows, and where the first ones of each kind are."""
+        self.rows_read += counts.rows
+        self.add(counts)
+        for reason, rows in counts.dropped_rows.items():
+            self.examples.setdefault(reason, []).extend(_place(made, row) for row in rows)
+        if counts.bad:
+            reason = tr("cannot be used")
+            self.bad_rows += len(counts.bad)
+            self.dropped[reason] = self.bad_rows
+            places = (f"{_place(made, row)}: {why}." for row, why, _ in counts.bad)
+            self.examples.setdefault(reason, []).extend(places)
+        for listed in self.examples.values():
+            del listed[workers.EXAMPLES :]
+
+    def tell_dropped(self) -> None:
+        """Tell the user which rows are left out."""
+        for reason, count in self.dropped.items():
+            say(
+                "Skipped {count} rows: {reason}. First: {examples}",
+                count=f"{count:,}",
+                reason=reason,
+                examples=clauses(self.examples.get(reason, [])),
+            )
+
+    def longer_rows(self, data: DataConfig) -> str:
+        """Return how many rows are longer than `data.max_length`, and what became of them; "" if none is."""
+        if not self.longer:
+            return ""
+        became = {
+            TooLong.truncate: tr(
+                "{truncated} samples were shortened, which took {turns} oldest turns and the end of {cut} last answers "
+                "or texts",
+                truncated=f"{self.truncated:,}",
+                turns=f"{self.turns_dropped:,}",
+                cut=f"{self.cut:,}",
+            ),
+            TooLong.split: tr("{count} became several samples", count=f"{self.split:,}"),
+            TooLong.drop: tr("they are left out"),
+        }
+        return tr(
+            "{count} of {rows} rows ({percent} %) are longer than data.max_length = {limit} tokens, the longest "
+            "has {longest}. data.too_long={rule}: {became}.",
+            count=f"{self.longer:,}",
+            rows=f"{self.rows_read:,}",
+            percent=percent(self.longer_share),
+            limit=f"{data.max_length:,}",
+            longest=f"{self.longest:,}",
+            rule=data.too_long.value,
+            became=became.get(data.too_long, tr("that is an error")),
+        )
+
+    @property
+    def longer_share(self) -> float:
+        """The fraction of the rows that are longer than `data.max_length`."""
+        return self.longer / max(self.rows_read, 1)
+
+    def tell_longer(self, data: DataConfig) -> None:
+        """Tell the user the same; a warning where they are many."""
+        if line := self.longer_rows(data):
+            (warn if self.longer_share > MOST_LONGER else say)(line)
+
     def duplicates(self) -> str:
         """Return how many rows are there twice, in one sentence; "" if none is."""
         if not self.repeated and not self.leaked:
@@ -114,11 +186,20 @@ class PrepareReport(workers.RowCounts):
             )
 
 
+def percent(share: float) -> str:
+    """Return a share in percent, with a digit after the point where it is small."""
+    return f"{100 * share:.0f}" if share >= 0.1 else f"{100 * share:.2g}"
+
+
 FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", store.BAD_ROWS)
 """What `prepare.dir` holds; it may hold other things beside them."""
+MOST_LONGER = 0.01
+"""More rows than this fraction that are longer than `data.max_length` are told as a warning."""
 _TOLERATED_BAD_ROWS = 10
 LEAST_BYTES_FOR_PROCESSES = 8 << 20
 """Starting a process takes seconds; less data than this is tokenized at once."""
+_FIRST_BYTES, _FIRST_S = 1 << 18, 3.0
+"""So much of a file is tokenized to tell what it holds; further files are not opened once so long has been spent."""
 _OLD_PARTS_S = 7 * 24 * 3600
 _opened: set[Path] = set()
 """Stores that this process has opened before."""
@@ -178,6 +259,25 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     except OSError as error:
         raise explain_lock_error(error, builder.parts) from error
     return total, new
+
+
+def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, list[int]]:
+    """Tokenize the first rows of every local file as training would, for some seconds, and keep nothing: return what
+    became of them and the lengths of their samples, ascending. A DataError as in training.
+    """
+    builder = _Builder(cfg, encoder, local_files(cfg.data))
+    until, lengths = time.monotonic() + _FIRST_S, list[int]()
+    for number, file in enumerate(builder.files):
+        block = next(readers.blocks(file.path, _FIRST_BYTES, file.columns.values()), None)
+        if block is None or time.monotonic() > until:
+            continue
+        known = with_format(file, block) or file
+        part = builder.maker.encode(block, reader_of(known.row_format, known.columns))
+        made = BuiltPart(number, known, block, Path(), is_new=True)
+        builder.check(made, part)
+        builder.report.add_part(made, part.counts)
+        lengths += part.lengths.tolist()
+    return builder.report, sorted(lengths)
 
 
 def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict[str, Any]:
@@ -337,17 +437,10 @@ class _Builder:
 
     def _count_part(self, made: BuiltPart, part: Part, bad_rows_file: Path) -> None:
         """Add a part's counts to the report."""
-        report, counts, examples = self.report, part.counts, self.report.examples
-        report.rows_read += counts.rows
+        counts = part.counts
         self.source_rows[made.file.source] += counts.rows
-        report.add(counts)
-        for reason, rows in counts.dropped_rows.items():
-            examples.setdefault(reason, []).extend(_place(made, row) for row in rows)
+        self.report.add_part(made, counts)
         if counts.bad:
-            reason = tr("cannot be used")
-            report.bad_rows += len(counts.bad)
-            report.dropped[reason] = report.bad_rows
-            examples.setdefault(reason, []).extend(f"{_place(made, row)}: {why}." for row, why, _ in counts.bad)
             # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
             with open(bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
                 for row, why, excerpt in counts.bad:
@@ -356,8 +449,6 @@ class _Builder:
                         place["item"] = made.block.first_item + row.ordinal
                     line = {**place, "reason": why, "excerpt": excerpt}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
-        for places in examples.values():
-            del places[workers.EXAMPLES :]
 
     def check_limit(self, done: int, bad_rows_file: Path) -> None:
         """Stop when so many rows are bad that skipping them would hide a mistake in the data."""

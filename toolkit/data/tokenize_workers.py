@@ -108,10 +108,16 @@ class RowCounts:
 
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows of which nothing, or not all, was used, by reason."""
+    longer: int = 0
+    """Rows with a sample of more than `data.max_length` tokens, whatever became of it."""
+    longest: int = 0
+    """Tokens of the longest of these."""
     truncated: int = 0
-    """Samples that lost their oldest turns (a plain text: its end)."""
+    """Samples that lost their oldest turns or their end."""
     turns_dropped: int = 0
     """Turns that these lost."""
+    cut: int = 0
+    """Samples that lost their end: of the last answer or of a plain text, with its end token."""
     split: int = 0
     """Conversations that became several samples for their length."""
     divided: int = 0
@@ -128,8 +134,9 @@ class RowCounts:
 
     def add(self, other: "RowCounts") -> None:
         """Add what became of more rows."""
-        for name in ("truncated", "turns_dropped", "split", "divided", "divided_samples", "systems"):
+        for name in ("longer", "truncated", "turns_dropped", "cut", "split", "divided", "divided_samples", "systems"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest = max(self.longest, other.longest)
         self.unused = list(dict.fromkeys([*self.unused, *other.unused]))[:100]
         for mine, theirs in ((self.dropped, other.dropped), (self.message_keys, other.message_keys)):
             for name, count in theirs.items():
@@ -152,11 +159,16 @@ class PartCounts(RowCounts):
 
     _last: dict[str, RowPosition] = field(default_factory=dict)
 
+    def is_first(self, what: str, row: RowPosition) -> bool:
+        """Whether nothing of the kind was counted of a row yet, which is counted now."""
+        is_first = self._last.get(what) != row
+        self._last[what] = row
+        return is_first
+
     def drop(self, reason: str, row: RowPosition) -> None:
         """Count a row that is left out; once, however many of its samples are."""
-        if self._last.get(reason) == row:
+        if not self.is_first(reason, row):
             return
-        self._last[reason] = row
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         rows = self.dropped_rows.setdefault(reason, [])
         if len(rows) < EXAMPLES:
@@ -224,10 +236,11 @@ class PartBuilder:
         path = self.path(file, block)
         if read_part(path) is not None:
             return path, False
-        write_part(path, self._encode(block, reader_of(file.row_format, file.columns)))
+        write_part(path, self.encode(block, reader_of(file.row_format, file.columns)))
         return path, True
 
-    def _encode(self, block: readers.Block, reader: RowReader) -> Part:
+    def encode(self, block: readers.Block, reader: RowReader) -> Part:
+        """Return the samples of a block, and what became of its rows."""
         counts, ids, trained = PartCounts(), array("I"), bytearray()
         lengths, lines, ordinals, values = array("I"), array("I"), array("I"), array("f")
         rows = ((RowPosition(offset, number), value) for number, (offset, value) in enumerate(readers.rows_of(block)))
@@ -369,33 +382,48 @@ class PartBuilder:
 
     def _fit(self, conversation: Conversation, encoded: Encoded, row: RowPosition, counts: PartCounts) -> list[Encoded]:
         """Return a conversation's samples by `data.too_long`, and count what cannot be used; or raise a RowError."""
-        ids, trained = encoded
-        if conversation.is_read and self.too_long is TooLong.truncate and len(ids) > self.limit:
-            counts.truncated += 1
-            end = self.encoder.after_text if conversation.is_text else ()
-            ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]
-        if conversation.is_read and 0 < len(ids) <= self.limit:
-            return [(ids, trained)]
-        if len(ids) > self.limit:
+        length = len(encoded[0])
+        if length <= self.limit:
+            samples = [encoded] if length else []
+        else:
+            counts.longer += counts.is_first("longer", row)
+            counts.longest = max(counts.longest, length)
             if self.too_long is TooLong.split:
                 return self._split(conversation, encoded, row, counts)
-            reason, newest = tr("longer than data.max_length = {limit}", limit=self.limit), None
-            if self.too_long is TooLong.truncate and conversation.is_text:  # its beginning stays one
-                newest = ids[: self.limit], trained[: self.limit]
-            elif self.too_long is TooLong.truncate:
-                system, parts = turns(conversation.messages)
-                num_turns, newest = self._most_turns(conversation, system, parts, newest=True)
-                counts.turns_dropped += len(parts) - num_turns if newest else 0
-                reason = tr("newest turn alone longer than data.max_length = {limit}", limit=self.limit)
-            if newest is None:
-                counts.drop(reason, row)
+            samples = self._truncated(conversation, encoded, counts) if self.too_long is TooLong.truncate else []
+            if not samples:
+                counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
                 return []
-            encoded = newest
-            counts.truncated += 1
-        sample = _usable(encoded)
-        if sample is None:
+        if conversation.is_read and samples:
+            return samples
+        found = [sample for sample in map(_usable, samples) if sample]
+        if not found:
             counts.drop(tr("no token the loss covers"), row)
-        return [sample] if sample else []
+        return found
+
+    def _truncated(self, conversation: Conversation, encoded: Encoded, counts: PartCounts) -> list[Encoded]:
+        """Return a sample without its oldest turns, as many as have to go; where the newest alone is too long, without
+        its end, too. [] where nothing that is trained is left. Of a text its beginning is kept.
+        """
+        (ids, trained), turns_dropped = encoded, 0
+        if conversation.is_read:
+            end = self.encoder.after_text if conversation.is_text else ()
+            ids, trained = [*ids[: self.limit - len(end)], *end], trained[-self.limit :]
+        elif not conversation.is_text:
+            system, parts = turns(conversation.messages)
+            num_turns, newest = self._most_turns(conversation, system, parts, newest=True)
+            if newest is None and len(parts) > 1:
+                newest = self.encoder.encode([*system, *parts[-1]], conversation.tools)
+            ids, trained = newest or encoded
+            turns_dropped = len(parts) - max(num_turns, 1)
+        is_cut = conversation.is_read or len(ids) > self.limit
+        ids, trained = ids[: self.limit], trained[: self.limit]
+        if not any(trained):
+            return []
+        counts.truncated += 1
+        counts.turns_dropped += turns_dropped
+        counts.cut += is_cut
+        return [(ids, trained)]
 
     def _most_turns(
         self, conversation: Conversation, system: list[Message], parts: list[list[Message]], newest: bool = False

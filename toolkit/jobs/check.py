@@ -45,6 +45,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if world_size and cfg.parallel.tensor > 1:
         groups, size = world_size // cfg.parallel.tensor, cfg.parallel.tensor
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
+    if may_read:
+        _tell_rows(arguments.loaded)
     if outlines:
         whole, mine = outlines
         trained, total = f"{whole.num_trained:,}", f"{whole.num_parameters:,}"
@@ -80,6 +82,32 @@ def _outlines(loaded: load.LoadedConfig, problems: Problems) -> tuple[Outline, O
     if not whole or cfg.tuning.adapter:
         return None
     return whole, rank_part(whole, cfg)
+
+
+def _tell_rows(loaded: load.LoadedConfig) -> None:
+    """Say what the first rows become where the tokenizer is on this disk; a DataError if training would reject one."""
+    cfg = loaded.cfg
+    if not Path(cfg.model.tokenizer or cfg.model.path or "-").is_dir():  # before slow imports
+        return
+    from toolkit.data.tokenize import first_rows
+    from toolkit.models.chat import local_encoder
+
+    encoder = local_encoder(cfg.model, cfg.data.train_thinking)
+    if encoder is None:
+        return
+    report, lengths = first_rows(cfg, encoder)
+    if not lengths:
+        return
+    say(
+        tr(
+            "The first {rows} rows, tokenized: {median} tokens in the median, {longest} at most.",
+            rows=f"{report.rows_read:,}",
+            median=f"{lengths[len(lengths) // 2]:,}",
+            longest=f"{lengths[-1]:,}",
+        )
+    )
+    report.tell_dropped()
+    report.tell_longer(cfg.data)
 
 
 def _check_teacher(loaded: load.LoadedConfig) -> None:

@@ -1,10 +1,12 @@
 """A recipe for a model, data and GPUs: looks at the data, plans each fine-tuning method, writes what fits."""
 
+import bisect
 import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ import yaml
 
 from toolkit.arguments import parse_checked, positive_int
 from toolkit.config import files, load, mesh, preflight
-from toolkit.config.schema import Device, Init, RowFormat, RunConfig, TuningMethod, set_leaf
+from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod, set_leaf
 from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
-from toolkit.messages import ConfigError, Problems, did_you_mean, joined, tr
+from toolkit.data.tokenize import first_rows, percent
+from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr
 from toolkit.plan import speed
 from toolkit.plan.layouts import Layout, fastest, gib, layouts, overrides
 from toolkit.plan.machine import Machine, parse_machine
@@ -28,7 +31,10 @@ METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)
 _LEAST_LENGTH, _TEXT_LENGTH = 256, 2048
 """Shortest `data.max_length` that is tried, and that of plain texts, which are split."""
 _CAUTIOUS_BYTES = 3
-"""Per token, for the longest row: more than the usual `BYTES_PER_TOKEN` would cut it."""
+"""Per token, for the longest row, where the tokenizer is not here: more than `BYTES_PER_TOKEN` would cut it."""
+_LONGER = 0.005
+"""So many of the first rows may be longer than the length that is chosen, lest a single one decide it."""
+_UNBOUNDED = 1 << 24
 _SAMPLES = 16
 """Least `batch.global_size`, as in the recipe chatglm."""
 
@@ -79,21 +85,39 @@ def data_facts(given: Given) -> dict[str, Any]:
     if not sizes:
         raise ConfigError("data = {data}: no rows to look at. Name a file, a directory or a pattern.", data=data)
     is_text = formats == [RowFormat.text]
-    needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(sizes[-1] / _CAUTIOUS_BYTES + 1)))
     cfg = _planned(_compose(facts)).cfg
+    lengths = _token_counts(cfg)
+    held = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1] if lengths else sizes[-1] / _CAUTIOUS_BYTES
+    needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(held + 1)))
     limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else preflight.position_limit(config_of(cfg))
     length = positive_int(dict(given), "max_length") or min(needed, limit or needed)
     if limit and length > limit:
         raise ConfigError("max_length = {length}: the model has {limit} positions.", length=length, limit=limit)
+    counts = lengths or [size // BYTES_PER_TOKEN for size in sizes]
+    num_longer = len(counts) - bisect.bisect_right(counts, length)
     return facts | {
         "is_text": is_text,
         "formats": ", ".join(formats),
-        "median": f"{sizes[len(sizes) // 2] // BYTES_PER_TOKEN:,}",
-        "longest": f"{sizes[-1] // BYTES_PER_TOKEN:,}",
+        "is_counted": bool(lengths),
+        "median": f"{counts[len(counts) // 2]:,}",
+        "longest": f"{counts[-1]:,}",
         "max_length": length,
-        "is_cut": not is_text and length * BYTES_PER_TOKEN < sizes[-1],
+        "rows_seen": f"{len(counts):,}",
+        "rows_longer": num_longer,
+        "longer_percent": percent(num_longer / len(counts)),
         "name": cfg.model.name or model,
     }
+
+
+def _token_counts(cfg: RunConfig) -> list[int]:
+    """Return the tokens of the data's first samples, ascending; [] where the model's tokenizer is not on this disk."""
+    from toolkit.models.chat import local_encoder
+
+    with suppress(ModelError):  # `check` tells what is wrong with it
+        if encoder := local_encoder(cfg.model):
+            rule = replace(cfg.data, max_length=_UNBOUNDED, too_long=TooLong.drop, on_bad_row=OnBadRow.skip)
+            return first_rows(replace(cfg, data=rule), encoder)[1]
+    return []
 
 
 def plan_methods(

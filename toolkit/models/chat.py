@@ -204,6 +204,18 @@ def load_chat_encoder(
     return chat_encoder(load_tokenizer(path, family=family, chat_template=chat_template), original_labels)
 
 
+def local_encoder(model: schema.ModelConfig, train_thinking: bool = True) -> AnyChatEncoder | None:
+    """Return the chat encoder of a model's tokenizer, None where that is not on this disk; see `load_chat_encoder`."""
+    folder = Path(model.tokenizer or model.path)
+    if not (model.tokenizer or model.path) or not folder.is_dir():
+        return None
+    has_files = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    if not has_files and tokenizers.official_vocabulary(folder) is None:
+        return None
+    tokenizer = load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
+    return chat_encoder(tokenizer, model.original_labels, train_thinking)
+
+
 def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: bool = True) -> AnyChatEncoder:
     """Return the chat encoder of a loaded tokenizer; see `load_chat_encoder`."""
     if isinstance(tokenizer, tokenizers.GlmTokenizer | tokenizers.ChatGLMTokenizer) and tokenizer.has_own_template:

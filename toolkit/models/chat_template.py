@@ -127,19 +127,7 @@ class TemplateChatEncoder:
         self.missing: set[str] = set()
         """What it has no place for."""
         with suppress(RowError):  # it knows other conversations only; each is looked at by itself
-            self.render(_PROBE[:1], None, add_generation_prompt=False)
-            self.turn_marks = self._turn_marks()
-            answered = [[_PROBE[0], {**_PROBE[1], key: _WORD}] for key in _REASONING]
-            keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._has_place(chat, None))
-            self.reasoning_key = next(keys, None)
-            self.missing = {name for name, place in _PLACES.items() if not self._has_place(*place)}
-            if not self._has_place([{"role": "user", "content": _WORD}], None):
-                raise ModelError(
-                    "The chat template of '{name}' does not write what the user says, which messages have under "
-                    "`content`. Give another: model.chat_template=FILE.",
-                    name=tokenizer.name_or_path,
-                )
-            self._probe()
+            self._look_at_template()
         self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
         others: list[int] = tokenizer.convert_tokens_to_ids(sorted(self.ends))
         self.stop_ids = [int(tokenizer.eos_token_id), *others]
@@ -149,6 +137,22 @@ class TemplateChatEncoder:
             self.openings = self._openings()
         self.span_tokenizer = SpanTokenizer(tokenizer, self.openings, self.shield)
         self._look_at_texts()
+
+    def _look_at_template(self) -> None:
+        """Find out what the template writes, and how; a RowError if it rejects an ordinary question."""
+        self.render(_PROBE[:1], None, add_generation_prompt=False)
+        self.turn_marks = self._turn_marks()
+        answered = [[_PROBE[0], {**_PROBE[1], key: _WORD}] for key in _REASONING]
+        keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._has_place(chat, None))
+        self.reasoning_key = next(keys, None)
+        self.missing = {name for name, place in _PLACES.items() if not self._has_place(*place)}
+        if not self._has_place([{"role": "user", "content": _WORD}], None):
+            raise ModelError(
+                "The chat template of '{name}' does not write what the user says, which messages have under "
+                "`content`. Give another: model.chat_template=FILE.",
+                name=self.tokenizer.name_or_path,
+            )
+        self._probe()
 
     def _look_at_texts(self) -> None:
         """Find out what the tokenizer itself puts around a text."""

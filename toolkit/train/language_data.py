@@ -25,7 +25,7 @@ from toolkit.data.targets import TokenTargets
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
-from toolkit.messages import ConfigError, DataError, clauses, say, tr, warn
+from toolkit.messages import ConfigError, DataError, say, tr, warn
 from toolkit.models import attention, chat, classifier, directory
 from toolkit.terminal import phase
 
@@ -103,7 +103,7 @@ def load_data(cfg: schema.RunConfig) -> LanguageData:
     or DataError if the tokenizer, or the data, cannot be used.
     """
     data = load_data_with(cfg, build_encoder(cfg))
-    _tell(data.report)
+    _tell(data.report, cfg.data)
     if data.packing is not cfg.data.packing:
         say(
             "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
@@ -210,25 +210,12 @@ def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
     return chat.chat_encoder(tokenizer, model.original_labels, cfg.data.train_thinking)
 
 
-def _tell(report: tokenize.PrepareReport) -> None:
+def _tell(report: tokenize.PrepareReport, data: schema.DataConfig) -> None:
     """Say where the rows went; a dropped row is never silent, whether the store is new or reused."""
     if report.is_new:
         say("Tokenized {rows} rows in {seconds} s.", rows=f"{report.rows_read:,}", seconds=f"{report.seconds:.1f}")
-    for reason, count in report.dropped.items():
-        say(
-            "Skipped {count} rows: {reason}. First: {examples}",
-            count=f"{count:,}",
-            reason=reason,
-            examples=clauses(report.examples.get(reason, [])),
-        )
-    if report.truncated:
-        say(
-            "{count} samples lost their oldest turns to data.max_length, {turns} turns in all.",
-            count=f"{report.truncated:,}",
-            turns=f"{report.turns_dropped:,}",
-        )
-    if report.split:
-        say("{count} conversations became several samples.", count=f"{report.split:,}")
+    report.tell_dropped()
+    report.tell_longer(data)
     if report.divided:
         say(
             "{count} conversations became {samples} samples: the chat template, or the tokenizer, writes earlier "

@@ -1,0 +1,196 @@
+"""What stands in a row of a data file: its keys and values, read strictly, and how a message names them."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from toolkit.data.readers import DECODER, check_characters
+from toolkit.messages import RowError, tr
+
+
+def as_object(row: object) -> dict[str, Any]:
+    """Return the row if it is a JSON object, else raise a RowError."""
+    if isinstance(row, dict):
+        if None in row:  # what csv.DictReader does with fields beyond the first line's
+            raise RowError(tr("the row has more fields than the first line names. Correct or remove the row"))
+        return row
+    raise RowError(
+        'the row is {kind}, not an object. Each row must look like {{"prompt": …, "response": …}}', kind=kind_of(row)
+    )
+
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+
+def reasoning_of(item: Mapping[str, Any], key: str) -> str:
+    """Return the reasoning under a key, "" if there is none."""
+    value = item.get(key)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return ""
+    return required_text(item, key)
+
+
+def call_id(item: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Return the id of a call, which some templates write."""
+    value = item.get(key)
+    return {key: value} if isinstance(value, str) and value else {}
+
+
+def listed_tools(value: object, key: str) -> list[Any] | None:
+    """Return tools as OpenAI writes them; absent, null, "" and [] mean none."""
+    value = parsed_json(value)
+    if value in (None, "", []):
+        return None
+    value = [parsed_json(tool) for tool in value] if isinstance(value, list) else value
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowError("'{key}' is {kind}, not a list of tools", key=key, kind=kind_of(value))
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in value]
+
+
+def earlier_turns(history: object, key: str) -> list[tuple[str, str]]:
+    """Return earlier turns as pairs; absent, null and [] mean none."""
+    history = parsed_json(history)
+    if history in (None, [], ""):
+        return []
+    mend = tr("Write it as a list of [question, answer] pairs of texts that are not empty")
+    if not isinstance(history, list):
+        raise RowError("'{key}' is {kind}. {mend}", key=key, kind=kind_of(history), mend=mend)
+    pairs = []
+    for number, pair in enumerate(history, start=1):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError("item {number} of '{key}' is no pair. {mend}", number=number, key=key, mend=mend)
+        for text in pair:
+            if not isinstance(text, str) or not text.strip():
+                raise RowError(
+                    "item {number} of '{key}' holds {kind}. {mend}",
+                    number=number,
+                    key=key,
+                    kind=kind_of(text),
+                    mend=mend,
+                )
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def result_text(value: object) -> str:
+    """Return a tool's result as text: as it is, its parts joined, or as JSON."""
+    if value is None:
+        return ""
+    if isinstance(value, list) and value and all(isinstance(p, dict) and p.get("type") == "text" for p in value):
+        parts = [{key: held for key, held in part.items() if held not in (None, "", [], {})} for part in value]
+        texts = [part.get("text", part.get("value", "")) for part in parts]
+        if all(isinstance(text, str) and len(part) == 1 + bool(text) for text, part in zip(texts, parts, strict=True)):
+            return "".join(texts)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def parsed_json(value: object) -> object:
+    """Return what a text holds if it is a JSON list or object, as many data sets write them; else the value."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            found = DECODER.decode(value)
+        except (ValueError, RecursionError):
+            return value
+        check_characters(found)
+        return found
+    return value
+
+
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+
+
+def conversation_in(value: object) -> object:
+    """Return the messages that a text holds, as JSON or as Anthropic's HH-RLHF writes them; else the value."""
+    if not isinstance(value, str) or not _SPEAKER.match(value):
+        return parsed_json(value)
+    parts = _SPEAKER.split(value)[1:]
+    return [{"role": role.lower(), "content": said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def required_text(row: Mapping[str, Any], key: str) -> str:
+    """Return the text under a key that must be there and not be empty."""
+    value = row[key] if key in row else missing_key(row, key)
+    if not isinstance(value, str):
+        raise RowError("'{key}' is {kind}, not a text. Correct or remove the row", key=key, kind=kind_of(value))
+    if not value.strip():
+        raise RowError("'{key}' is empty. Fill it in or remove the row", key=key)
+    return value
+
+
+class MissingKey(RowError):
+    """A row lacks a key."""
+
+    def __init__(self, text: str, row: Mapping[str, Any], key: str) -> None:
+        super().__init__(text)
+        self.row, self.key = row, key
+
+
+def missing_key(row: Mapping[str, Any], key: str) -> Any:
+    """Raise a MissingKey that names the nearest key of the row; returns nothing."""
+    near = difflib.get_close_matches(key, [name for name in row if isinstance(name, str)], n=1)
+    text = tr("no key '{key}'; the row has {keys}. Add it or remove the row", key=key, keys=quoted_keys(row))
+    if near:
+        text = tr(
+            "no key '{key}'; the row has {keys}. Rename '{near}' to '{key}'",
+            key=key,
+            keys=quoted_keys(row),
+            near=near[0],
+        )
+    raise MissingKey(text, row, key)
+
+
+def kind_of(value: object) -> str:
+    """Return what a JSON value is, as a person would say it."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return tr("a text") if value.strip() else tr("an empty text")
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return tr("a list") if isinstance(value, list) else tr("an object")
+
+
+def quoted_keys(row: Mapping[str, Any]) -> str:
+    """Return the keys of a row for a message, not more than a screen line of them."""
+    names = [f"'{name[:40]}'" for name in list(row)[:8]]
+    return ", ".join(names + ["…"] * (len(row) > 8)) or tr("no keys at all")
+
+
+METADATA = frozenset(
+    {
+        *("id", "uuid", "message_id", "parent_id", "conversation_id", "tool_call_id", "turn_id", "turn_identifier"),
+        *("index", "rank", "score", "name", "author", "source", "model", "model_name", "metadata", "header"),
+        *("timestamp", "time", "date", "created_at", "create_time", "update_time"),
+        *("lang", "language", "country", "state", "hashed_ip", "status", "tag", "tags", "label", "category"),
+        *("turn", "round", "step", "position", "length", "tokens", "num_tokens", "token_count", "likes", "votes"),
+        *("upvotes", "rating", "ratings", "quality", "toxic", "toxicity", "redacted", "edited", "temperature", "top_p"),
+    }
+)
+"""Keys that data sets hang on messages and that no model is meant to learn, whatever they hold."""
+
+
+def unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: bool = False) -> Iterator[str]:
+    """Yield the skipped keys of a message, a part or a call; RowError for one with text, a list or an object, and in
+    an answer for a number or a boolean, which may be meant to say whether it is trained.
+    """
+    for key, value in item.items():
+        if key in read:
+            continue
+        if is_answer and isinstance(value, bool | int | float) and key not in METADATA:
+            raise RowError(
+                "the key '{key}' is {value}, and nothing here reads it. If it says whether the message is trained, "
+                "name it: `columns: {{loss: {key}}}`; else remove it",
+                key=key[:40],
+                value=kind_of(value),
+            )
+        has_text = bool(value.strip()) if isinstance(value, str) else isinstance(value, (list, dict)) and bool(value)
+        if has_text and key not in METADATA and not any(value == item.get(name) for name in read):
+            raise RowError(
+                "the key '{key}' is not read, and what it holds would be lost. Write it into the message's text, the "
+                "assistant's reasoning into its 'reasoning_content', calls into its 'tool_calls', tools into the row's "
+                "'tools', or remove the key",
+                key=key[:40],
+            )
+        yield key
