@@ -70,14 +70,16 @@ def test_the_command(started: list[Any], vllm: str, tmp_path: Path, capsys: pyte
     model = write_random(tmp_path / "run" / "export")
     by_transformers = [sys.executable, "-m", "toolkit.evaluate.server", "run", "serve", str(model)]
     assert command(started, f"{tmp_path}/run", "backend=transformers") == [
-        *by_transformers, "--host", "127.0.0.1", "--port", "8000"
+        *by_transformers, "--host", "127.0.0.1", "--port", "8000", "--dtype", "float32"
     ]  # fmt: skip
     said = capsys.readouterr().out
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in said
     asked = json.loads(re.search(r"-d '(.*)'", said)[1])  # type: ignore[index]
     assert asked == {"model": "run", "messages": [{"role": "user", "content": "你好"}]}
     words = [f"model.path={model}", "port=9", "host=0.0.0.0", "backend=transformers", "--device", "cpu"]
-    assert command(started, *words) == [*by_transformers, "--host", "0.0.0.0", "--port", "9", "--device", "cpu"]
+    served = [*by_transformers, "--host", "0.0.0.0", "--port", "9"]
+    assert command(started, *words) == [*served, "--dtype", "float32", "--device", "cpu"], "as generate on CPUs"
+    assert command(started, *words, "--dtype", "bfloat16") == [*served, "--device", "cpu", "--dtype", "bfloat16"]
     by_vllm = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", "8000", "--served-model-name"]
     assert command(started, str(model)) == [*by_vllm, "run", str(model)]
     assert command(started, str(model), "served_name=mine") == [*by_vllm, "mine", str(model)]
@@ -223,7 +225,7 @@ def test_transformers_server_answers_as_generate_does(kind: str, tmp_path: Path)
     words.append("served_name=mine")
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     server = subprocess.Popen(
-        [*words, "--device", "cpu", "--dtype", "float32"],
+        [*words, "--device", "cpu"],
         env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

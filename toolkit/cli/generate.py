@@ -100,11 +100,12 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
 
 def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyChatEncoder]":
     from toolkit.evaluate.generate import check_system, split_inference
-    from toolkit.export.load import load_any
+    from toolkit.export.load import load_any, usual_precision
 
     path, family, template, adapter = (given.get(name, "") for name in MODEL)
     where: dict[str, str] = {}
     if is_split:
+        import torch
         from deepspeed.accelerator import get_accelerator
 
         from toolkit.distributed import process_group
@@ -112,7 +113,8 @@ def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyC
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             process_group.start(DistributedConfig())
         # In host memory until it is split: a part may fit onto a GPU where the whole does not.
-        where = {"dtype": "fp32" if get_accelerator().device_name() == "cpu" else "bf16", "device": "cpu"}
+        precision = usual_precision(torch.device(get_accelerator().device_name()))
+        where = {"dtype": precision.value, "device": "cpu"}
     loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template, **where)
     if is_split:
         split_inference(loaded.model)

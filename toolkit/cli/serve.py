@@ -18,7 +18,7 @@ This process becomes the server. Neither server supports ChatGLM-6B.
 
 import json
 import os
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 from toolkit.arguments import named_arguments, one_of, positive_int
@@ -46,6 +46,8 @@ def run(words: list[str]) -> None:
     program = server_program(one_of(given, "backend", BACKENDS))
     is_vllm = len(program) == 1
     command = [*program, *([] if is_vllm else [model]), "serve", str(folder), "--host", host, "--port", str(port)]
+    if not is_vllm and "--dtype" not in options:
+        command += ["--dtype", _precision(options)]
     if is_vllm:
         command += ["--served-model-name", model, str(folder)]
     if given.get("adapter"):
@@ -60,6 +62,19 @@ def run(words: list[str]) -> None:
     # The model is here: nothing is looked up elsewhere, nor can a request have another one fetched.
     alone = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
     os.execve(command[0], [*command, *options], os.environ | alone)  # noqa: S606  the command is made above
+
+
+def _precision(options: list[str]) -> str:
+    """Return torch's name of what `toolkit generate` would compute in, where the server's options say it computes."""
+    import torch
+
+    from toolkit.distributed.process_group import device_alone
+    from toolkit.export.load import usual_precision
+    from toolkit.models.load import TORCH_DTYPES
+
+    named = dict(pairwise(options)).get("--device", "")
+    device = torch.device(named) if named.startswith(("cpu", "cuda")) else device_alone()
+    return str(TORCH_DTYPES[usual_precision(device)]).removeprefix("torch.")
 
 
 def name_of(folder: Path) -> str:

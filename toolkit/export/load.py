@@ -22,6 +22,14 @@ class LoadedModel(NamedTuple):
     encoder: chat.AnyChatEncoder
 
 
+def usual_precision(device: torch.device) -> Dtype:
+    """Return what models compute in that only answer: fp32 on CPUs; bf16 on GPUs that have it, fp16 on older ones."""
+    if device.type == "cpu":
+        return Dtype.fp32
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return Dtype.bf16 if has_bf16 else Dtype.fp16
+
+
 def load_any(
     path: str,
     *,
@@ -38,12 +46,14 @@ def load_any(
             "" with an adapter: the base that the adapter names.
         adapter: directory of an adapter that was trained on the model in `path`; "" none.
         family: see `load_chat_encoder`, as for `chat_template`: a file; "" the model's own.
-        dtype: fp32, bf16 or fp16; auto: bf16 on a GPU, fp32 on CPUs.
+        dtype: fp32, bf16 or fp16; auto: as `usual_precision`, which is said on stderr.
         device: such as cuda:1; "" takes the GPU if there is one, unless DS_ACCELERATOR=cpu.
     """
     transformers.utils.logging.disable_progress_bar()
     target = torch.device(device) if device else process_group.device_alone()
-    precision = Dtype(dtype) if dtype != "auto" else Dtype.fp32 if target.type == "cpu" else Dtype.bf16
+    precision = Dtype(dtype) if dtype != "auto" else usual_precision(target)
+    if dtype == "auto":  # stdout is for answers
+        print(tr("Computing in {precision} on {device}.", precision=precision.value, device=target), file=sys.stderr)  # noqa: T201
     folder = _of_run(Path(path)) if path else Path(adapter)
     if not folder.is_dir():
         raise ModelError("there is no directory {folder}", folder=folder)
