@@ -607,3 +607,16 @@ def test_a_template_that_drops_what_is_said_is_rejected(tokenizer: Any) -> None:
     arguments = "{{ c.function.name ~ c.function.arguments | tojson }}"
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ c.function.name }}", arguments)
     assert spoken(tokenizer, TemplateChatEncoder(tokenizer).encode(calls)) == ['look{"city": "x"}' + END]
+
+
+def test_a_prompt_that_asks_for_reasoning_needs_some(tokenizer: Any) -> None:
+    """Such as that of Qwen3's Thinking-2507; training last answers only would change nothing."""
+    asks = "{{ '<|assistant|><think>\\n' }}"
+    tokenizer.chat_template = CHATML.replace("{{ '<|assistant|>' }}{% endif %}", f"{asks}{{% endif %}}")
+    encoder = TemplateChatEncoder(tokenizer)
+    wanted = r"message 2: the chat template's prompt for an answer ends with .*<think>\\n', which asks for reasoning"
+    for messages in (chat("hello", "fox"), chat("hello", "fox", "a", "b")):
+        with pytest.raises(RowError, match=wanted):
+            encoder.encode(messages)
+    reasoned = chat("hello", "<think>\nworld\n</think>\n\nfox")
+    assert spoken(tokenizer, encoder.encode(reasoned)) == ["world\n</think>\n\nfox" + END]

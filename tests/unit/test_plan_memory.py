@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from copy import deepcopy
@@ -17,7 +18,7 @@ from toolkit.config.load import load
 from toolkit.config.mesh import micro_sizes
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
-from toolkit.plan.layouts import evaluate_layout, fastest, layouts, overrides, plan_json, with_layout
+from toolkit.plan.layouts import evaluate_layout, fastest, layouts, overrides, plan_json, plan_lines, with_layout
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, plan_rank, process_bytes
 from toolkit.plan.outline import Outline, outline_of, published_models, shapes_of_config, tuned
@@ -384,3 +385,28 @@ def test_a_plan_needs_no_torch(tmp_path: Path) -> None:
     assert plan["machine"]["ranks"] == 8
     assert {one["zero_stage"] for one in plan["layouts"]} == {0, 1, 2, 3}
     assert all(set(one["device_bytes"]) == {"load", "step", "evaluation", "save", "export"} for one in plan["layouts"])
+
+
+def test_a_recipe_for_one_gpu_is_planned_on_others(said: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """With a smaller micro-batch and the same global batch where the ranks can share that."""
+    words = ["plan", "recipe=chatglm3_lora", "batch.micro_per_gpu=4"]
+    for gpus, size, planned in (
+        ("8x80GB", 16, "micro_per_gpu=2"),
+        ("3x80GB", 16, "global_size=15 batch.micro_per_gpu=1"),
+    ):
+        assert main([*words, f"batch.global_size={size}", f"gpus={gpus}"]) == 0
+        assert said[0].endswith(f"planned with batch.{planned}.")
+        del said[:]
+    assert main(["check", *words[1:], "data=examples", "batch.global_size=16", "world_size=8"]) == 2
+    assert "Use 32. Or batch.micro_per_gpu=2." in capsys.readouterr().err
+
+
+def test_of_layouts_that_hardly_fit_the_simplest_is_chosen() -> None:
+    cfg, machine = load(["recipe=chatglm3_lora"]).cfg, parse_machine("1x24GB", 1, "")
+    outline, rates = outline_of(cfg), assumed(machine, "bf16")
+    found = list(layouts(outline, cfg, machine, rates))
+    best = fastest(found)
+    assert best is not None and best.is_tight and best.name == "ZeRO 0"
+    lines = plan_lines(outline, machine, rates, evaluate_layout(outline, cfg, machine, rates), found)
+    warned = r"It takes 9\d % of the memory: .* The fastest that leaves 5 % free: \S+"
+    assert any(re.match(warned, line) for line in lines)

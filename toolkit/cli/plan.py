@@ -23,6 +23,7 @@ from pathlib import Path
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config import files, load, mesh
 from toolkit.config.preflight import needs_lookup, resolve_model_path, resolve_teacher
+from toolkit.config.schema import AUTO, get_value
 from toolkit.jobs import check, trace as tracing
 from toolkit.messages import Problems, say
 from toolkit.plan import speed
@@ -68,9 +69,25 @@ def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machi
     for name in ("calibrate", "trace"):
         problems.attempt(one_of, given, name, ("false", "true"))
     machine = problems.attempt(check.machine_for, given, arguments.loaded.cfg)
+    loaded = arguments.loaded if machine is None else _with_fitting_batch(arguments.loaded, machine.world_size)
     if given.get("trace") == "true":
         problems.attempt(tracing.check_traceable, arguments.loaded.cfg, machine)
-    check_parsed(arguments.loaded, machine.world_size if machine else None, problems, files=False)
+    check_parsed(loaded, machine.world_size if machine else None, problems, files=False)
     problems.raise_all()
     assert machine is not None
-    return arguments.loaded, given, machine
+    return loaded, given, machine
+
+
+def _with_fitting_batch(loaded: load.LoadedConfig, world_size: int) -> load.LoadedConfig:
+    """Return the config with a batch that these ranks can share, and say so: a recipe is mostly made for others."""
+    batch = loaded.cfg.batch
+    if batch.micro_per_gpu == AUTO or world_size % mesh.model_ranks(loaded.cfg):
+        return loaded
+    size, micro = mesh.fitting_batch(loaded.cfg, world_size)
+    if (size, micro) == (batch.global_size, batch.micro_per_gpu) or batch.world_sizes:
+        return loaded
+    own = {"batch.global_size": size, "batch.micro_per_gpu": micro}
+    changed = {key: value for key, value in own.items() if value != get_value(loaded.cfg, key)}
+    words = " ".join(f"{key}={value}" for key, value in changed.items())
+    say("The recipe's batch cannot be shared by {ranks} ranks: planned with {words}.", ranks=world_size, words=words)
+    return load.replace(loaded, {key: (value, "toolkit plan") for key, value in changed.items()})

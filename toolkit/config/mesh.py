@@ -240,6 +240,15 @@ def nearest_multiples(size: int, unit: int) -> str:
     return tr("Use {below} or {above}.", below=below, above=above) if below else tr("Use {above}.", above=above)
 
 
+def fitting_batch(cfg: RunConfig, world_size: int) -> tuple[int, int]:
+    """Return the global batch and the micro-batch nearest to a config's that its ranks can share: the same global batch
+    wherever they can, and no larger micro-batch.
+    """
+    ranks = mesh_of(cfg, world_size).data_ranks
+    per_rank = max(round(cfg.batch.global_size / ranks), 1)
+    return per_rank * ranks, largest_divisor(per_rank, micro_rows(cfg))
+
+
 def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     """Return micro-batches per rank and step: global_size / (micro_per_gpu x data-parallel ranks).
 
@@ -261,5 +270,6 @@ def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
                 ranks=ranks,
                 unit=unit,
             )
-        raise ConfigError(joined(where + sentence, nearest_multiples(size, unit)))
+        smaller = "" if size % ranks else tr("Or batch.micro_per_gpu={micro}.", micro=fitting_batch(cfg, world_size)[1])
+        raise ConfigError(joined(where + sentence, nearest_multiples(size, unit), smaller))
     return size // unit

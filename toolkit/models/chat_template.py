@@ -443,6 +443,15 @@ class TemplateChatEncoder:
 
     def _rewritten(self, messages: Sequence[Message], wanted: Sequence[int]) -> Exception:
         """Return why the trained answers of a conversation cannot be found in its text."""
+        for index in wanted:
+            if not _reasons(messages[index]) and (asks := self._asks_for_reasoning(messages[:index])):
+                return RowError(
+                    "message {number}: the chat template's prompt for an answer ends with {asks}, which asks for "
+                    "reasoning, and the answer has none. Write it into its `reasoning_content`, or give a template "
+                    "that does not ask: model.chat_template=FILE",
+                    number=index + 1,
+                    asks=_excerpt(asks),
+                )
         if wanted != [len(messages) - 1]:
             return RowError(
                 tr(
@@ -463,6 +472,17 @@ class TemplateChatEncoder:
             "later ones: model.chat_template=FILE.",
             name=self.tokenizer.name_or_path,
         )
+
+    def _asks_for_reasoning(self, messages: Sequence[Message]) -> str:
+        """Return how the prompt for an answer ends if it begins the reasoning in every mode, else ""."""
+        asks = ""
+        with suppress(RowError):
+            before = self.render(messages, None, add_generation_prompt=False)
+            for mode in MODES:
+                asks = self.render(messages, None, add_generation_prompt=True, **mode).removeprefix(before)
+                if "<think>" not in asks.rpartition("</think>")[2]:
+                    return ""
+        return asks
 
     def _trained_part(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, index: int, text: str, span: Span

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config import mesh, rule_tables
 from toolkit.config.schema import Device, Fp8, Init, RunConfig, get_value
-from toolkit.messages import listed, read_table, tr, translated
+from toolkit.messages import joined, listed, read_table, tr, translated
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.memory import Parts, RankMemory, checkpoint_bytes, export_bytes, longest_rows, plan_host, plan_rank
 from toolkit.plan.outline import MIXTURES, Outline, active_line, busiest
@@ -62,6 +62,11 @@ class Layout:
     def peak(self) -> int:
         """Bytes of a rank in the phase that takes most."""
         return self.memory.peak(self.memory.worst)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether less than 5 % of the memory stays free, which the plan may be off by."""
+        return self.peak > 0.95 * self.usable_bytes
 
     @property
     def name(self) -> str:
@@ -124,14 +129,15 @@ def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
 
 
 def fastest(found: Sequence[Layout]) -> Layout | None:
-    """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves 5 % of the memory free."""
+    """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves 5 % of the memory free, or
+    where none does the simplest.
+    """
     fitting = [layout for layout in found if layout.fits]
     if not fitting:
         return None
     best = min(layout.time.seconds for layout in fitting)
     fast = [layout for layout in fitting if layout.time.seconds <= 1.02 * best]
-    roomy = (layout for layout in fast if layout.peak <= 0.95 * layout.usable_bytes)
-    return next(roomy, None) or min(fast, key=lambda layout: layout.peak)
+    return next((layout for layout in fast if not layout.is_tight), fast[0])
 
 
 def with_layout(
@@ -222,9 +228,22 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, f
         *_layout_table(found),
         "",
         advice,
-        *([*_kept_line(cfg, best, found), _leanest_line(found)] if best else []),
+        *([*_kept_line(cfg, best, found), *_tight_line(cfg, best, found), _leanest_line(found)] if best else []),
         *(f"  {note}" for note in _unknown(mine, machine, rates, divides)),
     ]
+
+
+def _tight_line(cfg: RunConfig, best: Layout, found: Sequence[Layout]) -> list[str]:
+    """Return that the fastest layout leaves hardly any memory, if so, and the fastest that leaves some."""
+    if not best.is_tight:
+        return []
+    share = f"{100 * best.peak / best.usable_bytes:.0f}"
+    text = tr("It takes {share} % of the memory: a little more than planned, and it runs out.", share=share)
+    roomier = fastest([one for one in found if not one.is_tight])
+    if roomier is None:
+        return [text]
+    words = " ".join(overrides(cfg, roomier.cfg)) or tr("the recipe as it is")
+    return [joined(text, tr("The fastest that leaves 5 % free: {words}", words=words))]
 
 
 def _stored_line(cfg: RunConfig) -> str:
