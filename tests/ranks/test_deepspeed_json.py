@@ -5,8 +5,11 @@ import re
 import sys
 from pathlib import Path
 
+import transformers
 from ranks import REPOSITORY, forked, run
 from shared import losses, tiny
+
+from toolkit.models.chat import fit_tokenizer
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "plain_deepspeed_worker.py")
 TOOLKIT = [sys.executable, "-m", "toolkit"]
@@ -72,3 +75,29 @@ def test_somebodys_json_trains(rows_file: Path, tmp_path: Path) -> None:
     assert used["gradient_clipping"] == 0.5
     assert used["optimizer"]["params"]["betas"] == [0.8, 0.999]
     assert used["scheduler"]["type"] == "WarmupLR"
+    assert used["zero_optimization"]["reduce_bucket_size"] < 1_000_000, (
+        "as many as are trained, which the engine was given"
+    )
+
+
+def test_the_exported_file_is_what_the_engine_is_given(rows_file: Path, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    fit_tokenizer(lambda: ["a question", "an answer"], 300, tmp_path).save_pretrained(tmp_path / "model")
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    words = tiny(rows_file, tmp_path, "lora", "model=hf", f"model.path={tmp_path}/model", "tuning=lora", "zero=stage2")
+    words = [word for word in words if not word.startswith("model.shape")] + ["train.max_steps=2"]
+    exported = run([*TOOLKIT, "export-config", *words, "world_size=2", "output=ds.json"], cwd=tmp_path)
+    assert exported.code == 0, exported.output
+    finished = run(forked(2, str(REPOSITORY / "run.py"), *words), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    found, expected = (json.loads(Path(tmp_path, one).read_text()) for one in ("runs/lora/ds_config.json", "ds.json"))
+    assert found == expected
+    assert 0 < found["zero_optimization"]["reduce_bucket_size"] < 20_000, "LoRA's parameters"

@@ -327,7 +327,8 @@ def test_it_goes_on_as_if_nothing_had_happened(pair: tuple[str, str], runs: Path
         if pair[0] == pair[1]:
             assert found == expected, key
     losses = [row["loss"] for row in straight if "loss" in row]
-    assert losses[SAVED] - losses[-1] > 0.01, "losses that do not move prove nothing"
+    # The last batch of an epoch is short, and its loss may be high.
+    assert losses[SAVED] - min(losses[SAVED + 1 :]) > 0.01, "losses that do not move prove nothing"
     if bound < 0.02:  # of the weights as they were loaded
         first = next(row["loss"] for row in again if row["step"] > SAVED and "loss" in row)
         assert first == pytest.approx(losses[SAVED], abs=1e-5, rel=0)

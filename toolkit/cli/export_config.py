@@ -1,4 +1,4 @@
-"""Write the DeepSpeed JSON of a recipe: exactly what the engine receives, no "auto".
+"""Write the DeepSpeed JSON of a recipe: what the engine receives, no "auto".
 
 toolkit export-config recipe=NAME [world_size=8] [total_steps=N] [output=ds_config.json] [--explain] [key=value …]
 
@@ -10,11 +10,15 @@ toolkit export-config recipe=NAME [world_size=8] [total_steps=N] [output=ds_conf
 
 import json
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.arguments import parse_checked, positive_int
-from toolkit.engine.ds_config import build_ds_config, explain
+from toolkit.config.schema import Init, RunConfig, TaskConfig
+from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, fit_reduce_bucket
 from toolkit.messages import ConfigError, tr
+from toolkit.plan.outline import cached_outline, rank_part
 
 
 def run(words: list[str]) -> None:
@@ -32,6 +36,7 @@ def run(words: list[str]) -> None:
         )
     total_steps = total_steps or cfg.train.max_steps or None
     ds = build_ds_config(cfg, world_size, total_steps)
+    _fit_buckets(ds, cfg)
     text = json.dumps(ds.values, indent=2) + "\n"
     output = arguments.values.get("output")
     for note in [*arguments.notes, *ds.missing]:
@@ -51,3 +56,19 @@ def run(words: list[str]) -> None:
         print(explain(ds, arguments.loaded.where))
     elif not output:
         print(text, end="")
+
+
+def _fit_buckets(ds: DsConfig, cfg: RunConfig) -> None:
+    """Limit the buckets of gradients to what is trained, as a run does, where the model's shapes are known here."""
+    key = "zero_optimization.reduce_bucket_size"
+    outline = None
+    if cfg.model.init is Init.pretrained:  # the vocabulary of a random model is known once its tokenizer is fitted
+        with suppress(ConfigError):
+            outline = cached_outline(replace(cfg, task=TaskConfig()))
+    if outline is None or cfg.tuning.adapter or cfg.parallel.pipeline > 1 or not cfg.task.is_language:
+        ds.omit("{key} is limited to the parameters that are trained, once they are known: see the run's.", key=key)
+        return
+    trained = rank_part(outline, cfg).num_trained
+    if trained < cfg.zero.reduce_bucket_size:
+        ds.values = fit_reduce_bucket(ds.values, trained)
+        ds.why[key] = tr("= parameters that are trained, fewer than zero.reduce_bucket_size")

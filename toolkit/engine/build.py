@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from toolkit.config import rule_tables, schema
 from toolkit.distributed.process_group import is_expert_part
 from toolkit.engine import deepspeed_patches
+from toolkit.engine.ds_config import fit_reduce_bucket
 from toolkit.messages import ConfigError, tr, warn
 from toolkit.plan.outline import layer_of
 
@@ -111,14 +112,17 @@ def initialize_engine(
     zero = ds_config["zero_optimization"]
     if "zenflow" in zero:
         deepspeed_patches.patch_zenflow(trained)
+    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+    received = deepspeed_patches.count_parts(fit_reduce_bucket(ds_config, elements))
     engine = _initialize(
         model,
-        deepspeed_patches.count_parts(deepspeed_patches.fit_reduce_bucket(ds_config, trained)),
+        received,
         model_parameters=parameter_groups(model.named_parameters(), optim or schema.OptimConfig()),
         optimizer=client_optimizer(optim, "offload_optimizer" in zero) if optim else None,
         mpu=deepspeed_patches.patch_tensor_groups(model, ds_config),
         lr_scheduler=make_schedule,
     )
+    engine.received_config = received
     deepspeed_patches.scale_fp16_loss(engine)
     deepspeed_patches.follow_schedule(engine)
     if compiling is not None and compiling.enabled:

@@ -393,19 +393,6 @@ def keep_compiled_gradients() -> None:
     setattr(higher_order_ops, name, without_aliases)
 
 
-def fit_reduce_bucket(ds_config: dict[str, Any], trained: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
-    """Return the config with buffers for gradients that are no larger than all gradients together.
-
-    DeepSpeed 0.19.8 allocates reduce_bucket_size in full, 1 GB in bf16 by default, for LoRA's few megabytes too
-    (runtime/zero/stage_1_and_2.py, stage3.py).
-    """
-    zero = ds_config["zero_optimization"]
-    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
-    if zero.get("reduce_bucket_size", 0) <= elements:
-        return ds_config
-    return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": elements}}
-
-
 def rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of a model's rotary frequencies, which DeepSpeed may turn into the model's precision."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if name.endswith("inv_freq")}

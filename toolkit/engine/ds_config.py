@@ -288,6 +288,18 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     return ds
 
 
+def fit_reduce_bucket(values: dict[str, Any], trained: int) -> dict[str, Any]:
+    """Return the JSON with buffers for gradients that are no larger than all gradients of a rank together, `trained`.
+
+    DeepSpeed 0.19.8 allocates reduce_bucket_size in full, 1 GB in bf16 by default, for LoRA's few megabytes too
+    (runtime/zero/stage_1_and_2.py, stage3.py).
+    """
+    zero = values["zero_optimization"]
+    if zero.get("reduce_bucket_size", 0) <= trained:
+        return values
+    return {**values, "zero_optimization": {**zero, "reduce_bucket_size": trained}}
+
+
 def explain(ds: DsConfig, where: dict[str, str]) -> str:
     """Return a table: each DeepSpeed key, its value, the schema key or formula, and `where` that was set."""
     rows = []

@@ -282,8 +282,13 @@ def write_settings(
     """
     known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
     _write(folder / "config.yaml", config_yaml)
-    for name, values in (("ds_config", ds_config), ("environment", known)):
-        _write(folder / f"{name}.json", json.dumps(secrets.hide_all(values), indent=2) + "\n")
+    _write(folder / "environment.json", json.dumps(secrets.hide_all(known), indent=2) + "\n")
+    write_ds_config(folder, ds_config)
+
+
+def write_ds_config(folder: Path, values: dict[str, object]) -> None:
+    """Write ds_config.json, without secrets, or raise CheckpointError. For rank 0 only."""
+    _write(folder / "ds_config.json", json.dumps(secrets.hide_all(values), indent=2) + "\n")
 
 
 def describe_environment(world_size: int) -> dict[str, object]:

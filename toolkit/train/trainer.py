@@ -102,6 +102,10 @@ class Trainer:
             engine, guard = built
             dry_run.set_micro_batch(engine, cfg)
             engine.lr_scheduler.set_length(total_steps, ds_config.warmup_steps(cfg, total_steps))
+            settled = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
+            engine.received_config |= {key: ds.values[key] for key in settled if key in ds.values}
+        # What the engine was given in the end: buckets that fit, and what layouts change for DeepSpeed to count right.
+        process_group.on_rank0(lambda: run_dir.write_ds_config(source.folder, engine.received_config))
         files = task.model_files(engine)
         checkpointer = Checkpointer(engine, source.folder / "checkpoints", cfg, files, self.copies)
         if source.in_memory and (other := self._without_copy(checkpointer, source, start.step)):
