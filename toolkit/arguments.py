@@ -92,16 +92,11 @@ def parse_checked(
     flags: Sequence[str] = (),
     files: bool = True,
     custom: bool = False,
-    resolved: bool = False,
     problems: Problems | None = None,
 ) -> Arguments:
-    """Parse as `parse` does and check the config as `check_parsed` does; every error is reported at once. `resolved`:
-    the recipe is a run's config.yaml, in which nobody chose all the keys, so that none is without effect.
-    """
+    """Parse as `parse` does and check the config as `check_parsed` does; every error is reported at once."""
     errors = Problems() if problems is None else problems
     arguments = parse(words, world_size=world_size, names=names, flags=flags, problems=errors)
-    if resolved:
-        arguments.loaded.explicit.clear()
     check_parsed(arguments.loaded, arguments.world_size, errors, files=files, custom=custom)
     if problems is None:
         errors.raise_all()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.load import load
+from toolkit.config.load import load, to_yaml
 from toolkit.config.mesh import accumulation, with_micro_batch
 from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import build_ds_config
@@ -36,14 +36,6 @@ REFUSED = {
     "data.curriculum.steps=5 data.curriculum.start_length=2000": (
         "data.curriculum.start_length = 2000 must be less than data.max_length = 1024."
     ),
-    "data.curriculum.levels=3": (
-        "data.curriculum.levels = 3 has no effect: data.curriculum.steps is 0. Remove it, or set "
-        "data.curriculum.levels=4."
-    ),
-    "data.curriculum.steps=5 data.curriculum.levels=3": (
-        "data.curriculum.levels = 3 has no effect: data.curriculum.shape is linear, not discrete. Remove it, or set "
-        "data.curriculum.levels=4."
-    ),
     "data.sources=[{path:a,weights:[{at:0}]}]": (
         "weights of the only source have no effect: there is nothing to mix it with."
     ),
@@ -65,9 +57,6 @@ REFUSED = {
     ),
     "train.random_ltd.steps=9 train.random_ltd.start_share=1": (
         "train.random_ltd.start_share = 1.0 must be above 0 and below 1."
-    ),
-    "distill.weight=0.7": (
-        "distill.weight = 0.7 has no effect: task.kind is language. Remove it, or set distill.weight=0.5."
     ),
     "task=distill": (
         "task=distill has nothing to learn from: give distill.teacher=DIR, or mark the sources whose samples must not "
@@ -92,14 +81,6 @@ REFUSED = {
     ),
     "task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] data.validation=[{path:c}] "
     "evaluate.keep_best=eval_kl": "evaluate.keep_best = eval_kl is none of eval_loss. Did you mean 'eval_loss'?",
-    "task=distill distill.teacher=a/b distill.general_share=0.5": (
-        "distill.general_share = 0.5 has no effect: distill.teacher is given. Remove it, or set "
-        "distill.general_share=0.0."
-    ),
-    "train.random_ltd.first_layers=2": (
-        "train.random_ltd.first_layers = 2 has no effect: train.random_ltd.steps is 0. Remove it, or set "
-        "train.random_ltd.first_layers=1."
-    ),
     "train.random_ltd.steps=9 tuning=lora": (
         "train.random_ltd cannot be used with tuning.method = lora: it works where all or some layers are trained "
         "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
@@ -135,14 +116,6 @@ REFUSED = {
     "zero=stage0 zero.offload_optimizer.device=cpu": (
         "zero.offload_optimizer.device = cpu needs zero.stage 1, 2 or 3, but it is 0."
     ),
-    "zero=stage3 zero.offload_optimizer.device=nvme zero.offload_optimizer.nvme_path=. checkpoint.asynchronous=true": (
-        "checkpoint.asynchronous = true has no effect: zero.offload_optimizer.device is nvme. Remove it, or set "
-        "checkpoint.asynchronous=false."
-    ),
-    "checkpoint.keep=0 checkpoint.keep_weights=3": (
-        "checkpoint.keep_weights = 3 has no effect: all checkpoints are kept. Remove it, or set "
-        "checkpoint.keep_weights=0."
-    ),
     f"{TRUSTED} model.path=. checkpoint.keep_weights=1": (
         "checkpoint.keep_weights = 1 and model.trust_remote_code = true do not go together: exports of old checkpoints "
         "run no code of a model's own. Set it to 0."
@@ -155,39 +128,7 @@ REFUSED = {
     "zero=stage2 zero.offload_optimizer.device=nvme": (
         "zero.offload_optimizer.device = nvme needs zero.stage = 3, but it is 2. Use cpu."
     ),
-    "zero.stage3_prefetch_bucket_size=7": (
-        "zero.stage3_prefetch_bucket_size = 7 has no effect: zero.stage is 1. Remove it, or set "
-        "zero.stage3_prefetch_bucket_size=50000000."
-    ),
-    "zero=stage0 zero.overlap_comm=true": "zero.overlap_comm = true has no effect: zero.stage is 0. Remove it, "
-    "or set zero.overlap_comm=false.",
-    "zero=stage3 zero.allgather_bucket_size=7": (
-        "zero.allgather_bucket_size = 7 has no effect: zero.stage is 3. Remove it, or set "
-        "zero.allgather_bucket_size=500000000."
-    ),
-    "zero.offload_optimizer.pin_memory=false": (
-        "zero.offload_optimizer.pin_memory = false has no effect: zero.offload_optimizer.device is none. "
-        "Remove it, or set zero.offload_optimizer.pin_memory=true."
-    ),
-    "zero=stage3_offload zero.offload_param.buffer_count=7": (
-        "zero.offload_param.buffer_count = 7 has no effect: zero.offload_param.device is cpu. Remove it, or "
-        "set zero.offload_param.buffer_count=5."
-    ),
-    "zero=stage2_offload zero.offload_optimizer.ratio=0.5": (
-        "zero.offload_optimizer.ratio = 0.5 has no effect: zero.stage is 2. Remove it, or set "
-        "zero.offload_optimizer.ratio=1.0."
-    ),
     "zero=stage3_offload zero.offload_optimizer.ratio=2": "zero.offload_optimizer.ratio = 2.0 must be from 0 to 1.",
-    "report.enabled=false report.every=5": "report.every = 5 has no effect: report.enabled is false. Remove it, or set "
-    "report.every=0.",
-    "zero.aio.queue_depth=16": "zero.aio.queue_depth = 16 has no effect: nothing is offloaded to nvme. Remove "
-    "it, or set zero.aio.queue_depth=8.",
-    "precision.loss_scale=128": "precision.loss_scale = 128.0 has no effect: precision.dtype is bf16, not "
-    "fp16. Remove it, or set precision.loss_scale=0.0.",
-    "precision=fp32 precision.fp8=rowwise": (
-        "precision.fp8 = rowwise has no effect: precision.dtype is fp32, not bf16. Remove it, or set "
-        "precision.fp8=none."
-    ),
     "precision=fp8 tuning=qlora": (
         "tuning.method = qlora and precision.fp8 = tensorwise do not go together: the layers' weights have 4 bits and "
         "are expanded to bf16. Use precision=bf16, or tuning=lora."
@@ -204,38 +145,15 @@ REFUSED = {
         "profile.flops.enabled = true and precision.fp8 = tensorwise do not go together: DeepSpeed's profiler does not "
         "see products in FP8. Set it to false."
     ),
-    "precision=bf16 precision.tf32=true": (
-        "precision.tf32 = true has no effect: precision.dtype is bf16, not fp32. Remove it, or set "
-        "precision.tf32=false."
-    ),
-    "precision=fp16 precision.loss_scale=128 precision.hysteresis=3": (
-        "precision.hysteresis = 3 has no effect: precision.loss_scale = 128.0 is fixed. Remove it, or set "
-        "precision.hysteresis=2."
-    ),
-    "compile.mode=max-autotune": (
-        'compile.mode = max-autotune has no effect: compile.enabled is false. Remove it, or set compile.mode="".'
-    ),
-    "compile.enabled=true compile.backend=eager compile.mode=max-autotune": (
-        "compile.mode = max-autotune has no effect: compile.backend is eager, not inductor. Remove it, or set "
-        'compile.mode="".'
-    ),
     "zero=stage0 compile.enabled=true compile.deepcompile=true": (
         "compile.deepcompile = true needs zero.stage 1, 2 or 3, but it is 0."
     ),
     "compile.enabled=true compile.backend=aot_eager compile.deepcompile=true": (
         "compile.deepcompile = true needs compile.backend = inductor, but it is aot_eager."
     ),
-    "train.activation_checkpointing.profile=true": (
-        "train.activation_checkpointing.profile = true has no effect: train.activation_checkpointing.enabled is false. "
-        "Remove it, or set train.activation_checkpointing.profile=false."
-    ),
     f"train.activation_checkpointing.enabled=true {CONTIGUOUS}=true": (
         f"{CONTIGUOUS} = true needs partition_activations = true (it is false) and number_checkpoints, the number of "
         "layers (it is 0)."
-    ),
-    "schedule=linear schedule.min_lr_ratio=0.1": (
-        "schedule.min_lr_ratio = 0.1 has no effect: schedule.name is linear. Remove it, or set "
-        "schedule.min_lr_ratio=0.0."
     ),
     "optim=adafactor": (
         "optim.name = adafactor and zero.stage = 1 do not go together: it factors matrices, and ZeRO hands it flat "
@@ -268,27 +186,8 @@ REFUSED = {
     "optim.layer_lr_decay=0.9 tuning=prompt": (
         "optim.layer_lr_decay = 0.9 needs layers to train, and tuning.method = prompt trains none."
     ),
-    "optim=sgd optim.betas=[0.8,0.9]": (
-        "optim.betas = [0.8,0.9] has no effect: optim.name is sgd. Remove it, or set optim.betas=[0.9,0.95]."
-    ),
-    "optim.adam_lr=0.1": (
-        "optim.adam_lr = 0.1 has no effect: optim.name is adamw. Remove it, or set optim.adam_lr=0.0."
-    ),
-    "optim.decay=hidden": (
-        "optim.decay = hidden has no effect: optim.weight_decay is 0. Remove it, or set optim.decay=all."
-    ),
-    "schedule=wsd schedule.power=2": (
-        "schedule.power = 2.0 has no effect: schedule.name is wsd. Remove it, or set schedule.power=1.0."
-    ),
-    "schedule=wsd schedule.decay_steps=5 schedule.decay_ratio=0.2": (
-        "schedule.decay_ratio = 0.2 has no effect: schedule.decay_steps is given. Remove it, or set "
-        "schedule.decay_ratio=0.1."
-    ),
     "schedule=wsd schedule.warmup_ratio=0 schedule.warmup_steps=4 schedule.decay_steps=7 train.max_steps=10": (
         "schedule.warmup_steps = 4 and schedule.decay_steps = 7 are more together than train.max_steps = 10."
-    ),
-    "schedule.warmup_ratio=0 schedule.warmup_type=log": (
-        "schedule.warmup_type = log has no effect: there is no warm-up. Remove it, or set schedule.warmup_type=linear."
     ),
     "schedule.warmup_steps=5": (
         "schedule.warmup_steps = 5 and schedule.warmup_ratio = 0.03 are both given: keep one of them. Set the "
@@ -299,20 +198,6 @@ REFUSED = {
         "still rises."
     ),
     "train.max_steps=5 train.epochs=2": "train.max_steps = 5 and train.epochs = 2 are both given: keep one of them.",
-    "preference=dpo data=examples_pairs preference.gamma=0.5": (
-        "preference.gamma = 0.5 has no effect: preference.loss is sigmoid. Remove it, or set preference.gamma=0.0."
-    ),
-    "profile.comms.enabled=true profile.comms.prof_ops=[all_reduce]": (
-        "profile.comms.prof_ops = [all_reduce] has no effect: profile.comms.prof_all is true. Remove it, or "
-        "set profile.comms.prof_ops=[]."
-    ),
-    "track.tensorboard.dir=/x": (
-        "track.tensorboard.dir = /x has no effect: track.tensorboard.enabled is false. Remove it, or set "
-        'track.tensorboard.dir="".'
-    ),
-    "track.patience_s=5": (
-        "track.patience_s = 5.0 has no effect: no tracker is enabled. Remove it, or set track.patience_s=30.0."
-    ),
     "track=csv track.patience_s=-1": "track.patience_s = -1.0 must be at least 0.",
     'track=wandb track.wandb.project=""': "track.wandb.project must not be empty.",
     "track=mlflow track.mlflow.uri=http://me:secret@host:5000": (
@@ -322,18 +207,10 @@ REFUSED = {
     "profile.flops.enabled=true profile.flops.profile_step=5 train.max_steps=5": (
         "profile.flops.profile_step = 5 must be less than train.max_steps = 5."
     ),
-    "profile.flops.detailed=false": (
-        "profile.flops.detailed = false has no effect: profile.flops.enabled is false. Remove it, or set "
-        "profile.flops.detailed=true."
-    ),
     "optim.weight_decay=inf": "optim.weight_decay = inf must be at least 0.",
     "model.shape.hidden_size=126 model.shape.num_heads=6": (
         "model.shape: hidden_size 126 / num_heads 6 = 21 must be a multiple of 4, because half of a head is rotated in "
         "pairs."
-    ),
-    "tuning.rank=4": "tuning.rank = 4 has no effect: tuning.method is full. Remove it, or set tuning.rank=8.",
-    "tuning=lora tuning.adapter=/x tuning.rank=4": (
-        "tuning.rank = 4 has no effect: tuning.adapter decides it. Remove it, or set tuning.rank=8."
     ),
     "tuning=lora tuning.dropout=1": "tuning.dropout = 1.0 must be from 0 to below 1.",
     "tuning=lora tuning.alpha=nan": "tuning.alpha = nan must be above 0.",
@@ -341,7 +218,6 @@ REFUSED = {
     "tuning=freeze tuning.last_layers=0": (
         "tuning.method = freeze trains nothing: set tuning.last_layers or tuning.patterns."
     ),
-    "model.path=/x": 'model.path = /x has no effect: model.init is random. Remove it, or set model.path="".',
     "model.shape.num_heads=3": (
         "model.shape: hidden_size 128 must be a multiple of num_heads 3, and that of num_kv_heads 2."
     ),
@@ -349,11 +225,6 @@ REFUSED = {
         "model.path = /nosuch is not a directory here. It must be the directory that holds config.json and the "
         "weights, or owner/name on Hugging Face."
     ),
-    f"model=hf model.path={Path(__file__).parent} model.revision=main": (
-        'model.revision = main has no effect: model.path is a directory. Remove it, or set model.revision="".'
-    ),
-    "model=hf model.shape.num_layers=9": "model.shape.num_layers = 9 has no effect: model.init is pretrained. "
-    "Remove it, or set model.shape.num_layers=2.",
     "model.tokenizer=/nosuch": "model.tokenizer = /nosuch does not exist.",
     "model.shape.num_heads=0": "model.shape.num_heads = 0 must be at least 1.",
     "model.shape.num_kv_heads=0": "model.shape.num_kv_heads = 0 must be at least 1.",
@@ -383,18 +254,6 @@ REFUSED = {
     "data.sources=[{path:.,format:text,columns:{prompt:q}}]": "data.sources[0].columns: no format reads 'prompt'.",
     "prepare.shard=4/3": "prepare.shard = 4/3 must be i/n, such as 1/4 to 4/4 for four nodes.",
     "prepare.shard=1": "prepare.shard = 1 must be i/n, such as 1/4 to 4/4 for four nodes.",
-    "data.max_bad_fraction=0.5": (
-        "data.max_bad_fraction = 0.5 has no effect: data.on_bad_row is error, not skip. Remove it, or set "
-        "data.max_bad_fraction=0.01."
-    ),
-    "evaluate.keep_best=eval_loss data.validation_fraction=0": (
-        "evaluate.keep_best = eval_loss has no effect: there is no validation data. Remove it, or set "
-        'evaluate.keep_best="".'
-    ),
-    "evaluate.keep_best=eval_loss checkpoint.keep=0": (
-        "evaluate.keep_best = eval_loss has no effect: all checkpoints are kept. Remove it, or set "
-        'evaluate.keep_best="".'
-    ),
     "evaluate.keep_best=eval_los": ("evaluate.keep_best = eval_los is none of eval_loss. Did you mean 'eval_loss'?"),
     "evaluate.keep_best=eval_chrf": (
         "evaluate.keep_best = eval_chrf is none of eval_loss. Add it to evaluate.metrics."
@@ -405,22 +264,17 @@ REFUSED = {
     "evaluate.keep_best=eval_length evaluate.metrics=[length,chrf]": (
         "evaluate.keep_best = eval_length is none of eval_loss, eval_chrf. Did you mean 'eval_loss'?"
     ),
-    "evaluate.metrics=[bleu] data.validation_fraction=0": (
-        "evaluate.metrics = [bleu] has no effect: there is no validation data. Remove it, or set evaluate.metrics=[]."
-    ),
-    "evaluate.batch_size=2": (
-        "evaluate.batch_size = 2 has no effect: evaluate.metrics is empty. Remove it, or set evaluate.batch_size=8."
-    ),
-    "evaluate.metrics=[bleu] evaluate.seed=2": (
-        "evaluate.seed = 2 has no effect: evaluate.temperature is 0, so nothing is drawn. Remove it, or set "
-        "evaluate.seed=0."
-    ),
     "evaluate.metrics=[bleu] evaluate.temperature=1 evaluate.top_p=0": (
         "evaluate.top_p = 0.0 must be above 0 and at most 1."
     ),
-    "data.packing_window=10": (
-        "data.packing_window = 10 has no effect: data.packing is none, not packed. Remove it, or set "
-        "data.packing_window=0."
+    "data.sources=[{format:docstrings,columns:{prompt:q}}]": (
+        "data.sources[0].columns = {'prompt': 'q'} has no effect with format docstrings. Remove it."
+    ),
+    "data.validation=[{path:.,weight:2}]": (
+        "data.validation[0].weight has no effect: each validation sample is used once. Remove it."
+    ),
+    "data.validation=[{path:.},{path:.,weights:[{at:0}]}]": (
+        "data.validation[1].weights has no effect: each validation sample is used once. Remove it."
     ),
     "data.sources=[{format:docstrings,path:x}]": (
         "data.sources[0].path = x has no effect with format docstrings. Remove it."
@@ -610,6 +464,21 @@ def test_a_recipe_switches_off_what_it_builds_on(tmp_path: Path) -> None:
     loaded = load([f"recipe={recipe}"])
     check_rules(loaded)
     assert len(loaded.notices) == 1
+
+
+def test_a_run_s_config_is_a_recipe_whatever_was_switched_off(tmp_path: Path) -> None:
+    """It says of every key what it was; what is typed with it is judged as ever."""
+    words = ["recipe=fp16", "model=glm_tiny", "precision=bf16", "train.max_steps=5", "train.epochs=1"]
+    recipe = tmp_path / "config.yaml"
+    cfg = load(words).cfg
+    cfg.train.epochs = 3
+    recipe.write_text(to_yaml(cfg))
+    loaded = load([f"recipe={recipe}"])
+    check_rules(loaded)
+    [notice] = loaded.notices
+    assert "precision.initial_scale_power = 12 has no effect here: precision.dtype is bf16, not fp16." in notice
+    with pytest.raises(ConfigError, match=r"^command line: precision\.hysteresis = 3 has no effect: "):
+        check_rules(load([f"recipe={recipe}", "precision.hysteresis=3"]))
 
 
 def test_wrong_values_spare_what_follows_from_them() -> None:

@@ -132,6 +132,18 @@ def test_open_mpi_s_nodes_may_have_unequal_numbers_of_ranks(tmp_path: Path, monk
     check_launcher(2, Ranks(2, 0, 3, 1, "openmpi"))
 
 
+def test_nodes_that_no_launcher_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun says how many ranks a node has only where it was asked for as many, but how many nodes in any case."""
+    make_processes(monkeypatch, ["python", "run.py"])
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    check_launcher(2, Ranks(0, 0, 8, 0, "slurm"))
+    with pytest.raises(LaunchError, match=r"launch.num_nodes = 4, but 2 nodes were started"):
+        check_launcher(4, Ranks(0, 0, 8, 0, "slurm"))
+    check_launcher(0, Ranks(0, 0, 8, 0, "environment"))
+    with pytest.raises(LaunchError, match=r"launch.num_nodes = 2 cannot be checked: .* Set LOCAL_WORLD_SIZE for each"):
+        check_launcher(2, Ranks(0, 0, 8, 0, "environment"))
+
+
 def test_a_parent_that_is_hidden_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's, where /proc is mounted with hidepid."""
 

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.data_tools import run_config, trained_stretches, write_rows
+from toolkit.config.load import load
 from toolkit.config.schema import RowFormat, SourceConfig, TooLong
 from toolkit.data.store import read_manifest
 from toolkit.data.tokenize import build_caches
@@ -20,6 +21,7 @@ from toolkit.messages import ModelError, RowError
 from toolkit.models.answer_spans import SpanTokenizer
 from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
+from toolkit.train.language_data import build_encoder
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20
 CHATML = (
@@ -73,6 +75,16 @@ def test_fitted_once_per_content(tmp_path: Path, said: list[str]) -> None:
     fit_tokenizer(lambda: TEXTS[1:], 290, tmp_path)
     assert len([path for path in (tmp_path / "tokenizers").iterdir() if path.is_dir()]) == 2
     assert said == []
+
+
+def test_a_fitted_tokenizer_takes_a_template_of_ones_own(tmp_path: Path) -> None:
+    template, rows = tmp_path / "own.jinja", tmp_path / "rows.jsonl"
+    template.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    rows.write_text('{"prompt": "Hi", "response": "Yo"}\n')
+    words = [f"data.sources=[{{path: {rows}}}]", f"prepare.dir={tmp_path}", f"model.chat_template={template}"]
+    encoder = build_encoder(load(["recipe=zero1", "model=glm_tiny", *words]).cfg)
+    ids, _ = encoder.encode([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}])
+    assert encoder.tokenizer.decode(ids) == f"user: Hi\nassistant: Yo\n{END}"
 
 
 def test_vocabulary_must_hold_all_bytes(tmp_path: Path) -> None:

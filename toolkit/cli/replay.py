@@ -32,7 +32,7 @@ def run(words: list[str]) -> None:
     from toolkit.train.replay import replay_words
 
     again = replay_words(folder, step, environment.detect(os.environ))
-    ready = make_ready([*again, *(word for word in words if word.startswith("language="))], resolved=True)
+    ready = make_ready([*again, *(word for word in words if word.startswith("language="))])
     assert ready is not None
     loaded = resolve_model_path(ready[0].loaded)
     check_positions(loaded)

@@ -72,8 +72,8 @@ class LoadedConfig:
     """Keys that somebody chose: set by the recipe, by one that it builds on, by a group's file that the recipe or the
     command line picked, or on the command line."""
     layers: dict[str, int] = field(default_factory=dict)
-    """Dotted key, or group that was chosen -> how high the layer is that set it: 0 for conf/, then the recipes, the one
-    that was named last, then `JSON` and `TYPED`."""
+    """Dotted key, or group that was chosen -> how high the layer is that set it: 0 for conf/ and a run's config.yaml,
+    then the recipes, the one that was named last, then `JSON` and `TYPED`."""
     notices: list[str] = field(default_factory=list)
     """What a user may want to know about the config, but need not correct."""
 
@@ -547,8 +547,8 @@ def _layers(
     for one in order:
         path = one.config_path or ""
         group, _, name = path.rpartition("/")
-        if group == "recipe":
-            yield recipes[name], "", named.index(name) + 1
+        if group == "recipe":  # a run's config.yaml says of every key what it was: that is nobody's choice
+            yield recipes[name], "", 0 if "recipe" in recipes[name].values else named.index(name) + 1
         elif group in groups:
             layer = layers.get(group, 0 if path in ordinary else 1)
             kind = field_type(one.package) if one.package else schema.RunConfig

@@ -30,7 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from toolkit.config import files, schema, validate
-from toolkit.config.load import LoadedConfig, replace
+from toolkit.config.load import LoadedConfig, as_typed, replace
 from toolkit.disk import try_lock
 from toolkit.messages import ConfigError, LaunchError, did_you_mean, joined, raise_all, say, tr
 
@@ -107,9 +107,11 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
     if source.format is schema.RowFormat.docstrings:
-        for key, path in ((f"{place}.path", source.path), (f"{place}.hub", source.hub)):
-            if path:
-                yield tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=path)
+        for name in ("path", "hub", "split", "columns"):
+            value = getattr(source, name)
+            if value and (name, value) != ("split", "train"):
+                key, shown = f"{place}.{name}", as_typed(value)
+                yield tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=shown)
     elif bool(source.path) == bool(source.hub):
         yield tr(
             "{place} needs one of path (a file, directory or pattern) and hub (a name on Hugging Face).", place=place

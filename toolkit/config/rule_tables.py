@@ -162,7 +162,7 @@ READ_WHEN: tuple[ReadWhen, ...] = (
     _read(
         "track.patience_s", " or ".join(f"track.{name}.enabled" for name in schema.TRACKERS), "no tracker is enabled"
     ),
-    *(_read(f"track.{name}.*", f"track.{name}.enabled") for name in schema.TRACKERS),
+    *(_read(f"track.{name}.*", f"track.{name}.enabled") for name in schema.TRACKERS if name != "csv"),  # no other keys
     _read("model.revision", "model.path", "model.path is a directory", lambda c: files.is_hub_name(c.model.path)),
     _read(
         "distill.teacher_revision",

@@ -73,7 +73,7 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
 
     It is an error where the same layer made it so, or a higher one set the key: a recipe or a command line that
     contradicts itself. Where a higher layer switched off what reads it, as `precision=bf16` does over a recipe with
-    fp16's keys, it is a notice in `loaded`.
+    fp16's keys, or a run's config.yaml has it, it is a notice in `loaded`.
     """
     cfg, default, seen = loaded.cfg, schema.RunConfig(), set[str]()
     for row in table:
@@ -88,7 +88,7 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
             seen.add(key)
             # A key that nothing sets has the layer of the choice of its group.
             above = [owner[: found.start()] for owner in row.owners for found in re.finditer(r"\.|$", owner)]
-            is_overruled = any(loaded.layers.get(section, 0) > layer for section in above)
+            is_overruled = not layer or any(loaded.layers.get(section, 0) > layer for section in above)
             reason = loaded.fill(row.owners[0] if row.owners else key, row.reason)
             if is_overruled:
                 sentence = tr(
@@ -164,6 +164,14 @@ def _check_world_sizes(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Weights that change: points in their order, something to mix, and always a source to take rows from."""
+    for number, source in enumerate(loaded.cfg.data.validation):
+        for name in [name for name in ("weight", "weights") if getattr(source, name) != getattr(_PLAIN, name)]:
+            yield loaded.error(
+                "data.validation",
+                "data.validation[{number}].{name} has no effect: each validation sample is used once. Remove it.",
+                number=number,
+                name=name,
+            )
     sources, key = loaded.cfg.data.sources, "data.sources"
     if not any(source.weights for source in sources):
         return
@@ -181,6 +189,9 @@ def _check_weights(loaded: LoadedConfig) -> Iterator[ConfigError]:
     empty = [str(time) for time in times if not any(source.weight_at(time) for source in sources)]
     if empty and not wrong:
         yield loaded.error(key, "no source has a weight above 0 at {place} of the run.", place=", ".join(empty))
+
+
+_PLAIN = schema.SourceConfig()
 
 
 def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfig) -> Iterator[ConfigError]:

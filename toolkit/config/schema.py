@@ -506,7 +506,7 @@ class SourceConfig:
     general: bool = False
     """With `task=distill` without a teacher: these samples are what must not be forgotten; on them the model keeps the distribution that it has before training (docs/distillation.md)."""
     weight: float = 1.0
-    """How often each sample is used per epoch: 2 is twice, 0.5 uses half of them (chosen by `run.seed`); ignored for validation."""
+    """How often each sample is used per epoch: 2 is twice, 0.5 uses half of them (chosen by `run.seed`); not in `data.validation`."""
     weights: list[WeightPoint] = field(default_factory=list)
     """A weight that changes during the run, in the place of `weight`: [{at: 0, weight: 2}, {at: 1, weight: 0.5}] (docs/data_efficiency.md); [] keeps it."""
 

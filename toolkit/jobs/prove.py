@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ _BRIEF = (
     "checkpoint.export=true",
     "data.validation=[]",
     "data.validation_fraction=0",
-    "evaluate.prompts=[]",
 )
 
 Applies = Callable[[schema.RunConfig], bool]
@@ -208,11 +207,11 @@ def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
         (cfg.train.neftune_alpha > 0, "train.neftune_alpha=0"),
         (cfg.train.random_ltd.steps > 0, "train.random_ltd.steps=0"),
         (cfg.data.curriculum.steps > 0, "data.curriculum.steps=0"),
-        (cfg.evaluate.every > 0, "evaluate.every=0"),
-        (cfg.evaluate.ngram_baselines, "evaluate.ngram_baselines=false"),
-        (bool(cfg.evaluate.keep_best), "evaluate.keep_best=''"),
         (cfg.precision.dtype is schema.Dtype.fp16, "precision.initial_scale_power=8"),
     )
+    plain = schema.EvaluateConfig()  # without validation data nothing else has an effect
+    own = [item.name for item in fields(plain) if getattr(cfg.evaluate, item.name) != getattr(plain, item.name)]
+    words += [f"evaluate.{name}={load.as_typed(getattr(plain, name))}" for name in own]
     return words + [word for applies, word in changed if applies]
 
 

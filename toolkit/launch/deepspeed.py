@@ -76,7 +76,17 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
     else:
         if ranks.launcher == "openmpi" and ranks.rank:
             return  # on another node than mpirun: of unequal nodes each would tell another number
-    if num_nodes and nodes and num_nodes != nodes:
+    if ranks.launcher == "slurm" and not nodes:  # srun without --ntasks-per-node
+        nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "0"))
+    if num_nodes and not nodes:
+        raise LaunchError(
+            "launch.num_nodes = {asked} cannot be checked: {launcher} does not say how many ranks a node has. Set "
+            "{variable} for each rank, or remove it.",
+            asked=num_nodes,
+            launcher=ranks.launcher,
+            variable=environment.VARIABLES.get(ranks.launcher, environment.VARIABLES["torch"])[3],
+        )
+    if num_nodes and num_nodes != nodes:
         raise LaunchError(
             "launch.num_nodes = {asked}, but {nodes} nodes were started. Check the hostfile and the "
             "launcher's options, or set launch.num_nodes={nodes}.",

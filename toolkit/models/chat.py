@@ -133,10 +133,15 @@ def load_tokenizer(
         if is_saved and (saved := directory.saved_template(folder)) not in own:
             tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
     if chat_template:
-        with reading(chat_template, ModelError, tr("Correct model.chat_template.")):
-            tokenizer.chat_template = Path(files.located(chat_template)).read_text(encoding="utf-8")
-        tokenizer.split_special_tokens = False
+        use_template(tokenizer, chat_template)
     return tokenizer
+
+
+def use_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
+    """Replace a tokenizer's chat template by that of a file (Jinja)."""
+    with reading(file, ModelError, tr("Correct model.chat_template.")):
+        tokenizer.chat_template = Path(files.located(file)).read_text(encoding="utf-8")
+    tokenizer.split_special_tokens = False
 
 
 def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokenizerBase:

@@ -207,6 +207,8 @@ def build_encoder(cfg: schema.RunConfig) -> chat.AnyChatEncoder:
         tokenizer = chat.load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
     else:
         tokenizer = chat.fit_tokenizer(texts, model.shape.vocab_size, cache_dir)
+        if model.chat_template:
+            chat.use_template(tokenizer, model.chat_template)
     return chat.chat_encoder(tokenizer, model.original_labels, cfg.data.train_thinking)
 
 

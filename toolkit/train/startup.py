@@ -38,12 +38,10 @@ def warn_remote_code(model: schema.ModelConfig) -> None:
     Console().print(Text(line, style="bold red"), soft_wrap=True)
 
 
-def make_ready(
-    words: list[str], *, custom: bool = False, resolved: bool = False
-) -> tuple[Arguments, environment.Ranks] | None:
+def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, environment.Ranks] | None:
     """Check the config, set the environment; return the config and who this process is, None if `--cfg` only printed
-    it. `words` are overrides without what launchers add; `custom`: a program trains a custom model; `resolved` as for
-    `parse_checked`. Raises ConfigError, and LaunchError if the processes were not started as the config says.
+    it. `words` are overrides without what launchers add; `custom`: a program trains a custom model. Raises ConfigError,
+    and LaunchError if the processes were not started as the config says.
     """
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
@@ -55,7 +53,7 @@ def make_ready(
         say(load.to_yaml(parse(others, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
         return None
     problems = Problems()
-    arguments = parse_checked(words, world_size=ranks.world_size, custom=custom, resolved=resolved, problems=problems)
+    arguments = parse_checked(words, world_size=ranks.world_size, custom=custom, problems=problems)
     problems.attempt(preflight.check_packages)
     problems.attempt(preflight.check_compiler, arguments.loaded)
     if ranks.rank == 0:
