@@ -47,6 +47,7 @@ TUTORIAL: dict[str, Any] = {
         "stage": 3,
         "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "cpu", "pin_memory": True},
+        "allgather_partitions": False,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "sub_group_size": 1e9,
@@ -101,6 +102,7 @@ def test_tutorial_file(tmp_path: Path) -> None:
     assert "gradient_accumulation_steps: auto -> 2 (" in text
     assert "zero_optimization.reduce_bucket_size: auto -> 500000000 (zero.reduce_bucket_size, schema default)" in text
     assert "partition_activations has no effect" in text
+    assert "zero_optimization.allgather_partitions has no effect: DeepSpeed 0.19.8 does not read it." in text
     assert "steps_per_print has no effect" in text
     assert "ds.json:27: the section turns recomputation on" in text
     assert 'ds.json:8: "Adam" without "adam_w_mode": false means AdamW' in text

@@ -596,6 +596,16 @@ def test_training_arguments_as_transformers_writes_them(capsys: pytest.CaptureFi
     assert "zero: stage2_offload" in Path("last.yaml").read_text()
 
 
+def test_what_a_json_names_without_effect_is_told_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"stage": 2, "stage3_prefetch_bucket_size": 7, "allgather_partitions": False}
+    put("ds.json", {"zero_optimization": section, "activation_checkpointing": {"partition_activations": True}})
+    cfg, said = imported(capsys, put("args.json", {"per_device_train_batch_size": 2}), "ds.json", "world_size=2")
+    assert cfg.train.activation_checkpointing.enabled
+    assert not cfg.train.activation_checkpointing.partition_activations and cfg.zero.allgather_partitions
+    assert "no effect with the other settings: zero_optimization.stage3_prefetch_bucket_size." in said
+    assert "partition_activations has no effect" in said and "allgather_partitions has no effect" in said
+
+
 @pytest.mark.parametrize(("section", "decay"), [(None, "matrices"), ({"type": "AdamW", "params": {}}, "all")])
 def test_an_optimizer_of_the_json_decays_every_parameter(
     capsys: pytest.CaptureFixture[str], section: dict[str, Any] | None, decay: str

@@ -28,6 +28,9 @@ UNREAD = {
     "zero.zenflow.pt_reserved_cores_perc=0.2": ("zero.zenflow.overlap_step is false"),
     "zero.aio.queue_depth=16": "nothing is offloaded to nvme",
     "train.activation_checkpointing.profile=true": "train.activation_checkpointing.enabled is false",
+    "train.activation_checkpointing.enabled=true train.activation_checkpointing.partition_activations=true": (
+        "no ranks share a hidden state"
+    ),
     "launch.max_nodes=2": "launch.min_nodes is 0",
     "compile.mode=max-autotune": "compile.enabled is false",
     "compile.enabled=true compile.backend=eager compile.mode=max-autotune": "compile.backend is eager, not inductor",
@@ -100,6 +103,7 @@ UNREAD = {
         "an adapter alone is exported, and the biases are in the model. Set it to 0"
     ),
     "model=hf model.shape.num_layers=9": "model.init is pretrained",
+    "zero.allgather_partitions=false": "DeepSpeed 0.19.8 does not read it",
     "optim=sgd optim.betas=[0.8,0.9]": "optim.name is sgd",
     "optim=lion optim.eps=0.1": "optim.name is lion",
     "optim.momentum=0.5": "optim.name is adamw",

@@ -140,6 +140,11 @@ class ReadWhen(NamedTuple):
     is_read: Test
     reason: str
 
+    @property
+    def settings(self) -> set[str]:
+        """The keys of the schema that are meant, without the owners."""
+        return {*expand(self.keys)} - {*self.owners}
+
 
 def _read(keys: str, condition: str, reason: str = "{key} is {value}", test: Test | None = None) -> ReadWhen:
     return ReadWhen(keys, keys_in(condition), test or when(condition), reason)
@@ -153,6 +158,13 @@ def expand(patterns: str) -> tuple[str, ...]:
 
 READ_WHEN: tuple[ReadWhen, ...] = (
     *(_read(*row) for row in _TABLES["read_when"]),
+    # engine.py, zero_allgather_partitions, and stage3.py, offload_optimizer_fast_init: nothing asks for either.
+    _read(
+        "zero.allgather_partitions zero.offload_optimizer.fast_init",
+        "",
+        "DeepSpeed 0.19.8 does not read it",
+        lambda c: False,
+    ),
     *(
         _read(
             f"optim.{name}", f"optim.name={'|'.join(key.value for key, one in OPTIMIZERS.items() if name in one.reads)}"
@@ -282,7 +294,7 @@ READ_BY_LANGUAGE_MODELS = _read(
     " ".join(
         key
         for key in expand(
-            "model.* tuning.* data.* preference.* task.* distill.* prepare.* kernels.* evaluate.* "
+            "model.* tuning.* data.* preference.* task.* distill.* prepare.* kernels.* evaluate.* export.* "
             "train.activation_checkpointing.* train.neftune_alpha train.random_ltd.*"
         )
         if key not in _CUSTOM_MODELS_READ.split()

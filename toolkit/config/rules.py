@@ -77,9 +77,7 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
     """
     cfg, default, seen = loaded.cfg, schema.RunConfig(), set[str]()
     for row in table:
-        unread = (
-            set() if row.is_read(cfg) else {*rule_tables.expand(row.keys)} & loaded.where.keys() - {*row.owners, *seen}
-        )
+        unread = set() if row.is_read(cfg) else row.settings & loaded.where.keys() - seen
         for key in sorted(unread):
             layer, value = loaded.layers.get(key, 0), schema.get_value(cfg, key)
             # What DeepSpeed's JSON names without effect its import has listed; DeepSpeed ignores it too.

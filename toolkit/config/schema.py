@@ -825,7 +825,7 @@ class OffloadOptimizerConfig:
     buffer_count: Annotated[int, Ge(4)] = 4
     """nvme: number of buffers; at least the number of states per parameter (4 for Adam)."""
     fast_init: bool = False
-    """nvme: faster start."""
+    """nvme: faster start. DeepSpeed 0.19.8 does not read it."""
     pipeline_read: bool = False
     """nvme: read the next tile while this one is computed."""
     pipeline_write: bool = False
@@ -911,7 +911,7 @@ class ZeroConfig:
     reduce_bucket_size: PositiveInt = 500000000
     """Elements that are reduced at once."""
     allgather_partitions: bool = True
-    """Stages 1, 2: collect updated parameters with all-gather instead of broadcasts."""
+    """Stages 1, 2: collect updated parameters with all-gather. DeepSpeed 0.19.8 always does, and does not read it."""
     allgather_bucket_size: PositiveInt = 500000000
     """Stages 1, 2: elements that are gathered at once."""
     round_robin_gradients: bool = False

@@ -502,6 +502,10 @@ def _switches(task: SectionImport) -> None:
             f"{kept}.cpu_checkpointing",
             "cpu_checkpointing moves the kept activations to host memory; on CPU ranks it has no effect.",
         )
+    unread = {"zero_optimization.allgather_partitions": False, "zero_optimization.offload_optimizer.fast_init": True}
+    for key, value in unread.items():
+        if task.given.get(key) is value:
+            task.note(key, "{key} has no effect: DeepSpeed 0.19.8 does not read it.", key=key)
     if task.has_section(zenflow):
         task.take("zero.zenflow.enabled", True, zenflow)
     strategy = f"{zenflow}.select_strategy"

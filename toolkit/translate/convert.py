@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from toolkit.config import files, mesh, rules, schema
-from toolkit.config.load import LoadedConfig, escaped, load, replace, to_plain
+from toolkit.config import files, mesh, rule_tables, rules, schema
+from toolkit.config.load import JSON, LoadedConfig, escaped, load, replace, to_plain
 from toolkit.engine import ds_config, ds_import
 from toolkit.messages import ConfigError, did_you_mean, joined, tr
 from toolkit.secrets import hide_all
@@ -87,6 +87,9 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
         notes += [tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero={zero}.", zero=zero)]
     # Its messages say where the other program's config says so.
     rules.check_rules(loaded, given.world_size, files=False)
+    unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
+    named = {key for key in unread if loaded.layers.get(key) == JSON}  # told by its import
+    loaded = replace(loaded, {key: (schema.get_value(schema.RunConfig(), key), "") for key in named})
     groups = chosen_groups(loaded.cfg) | draft.groups
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:
