@@ -14,11 +14,12 @@ from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny
 
 METRICS = "evaluate.metrics=[bleu,chrf,rouge_l,exact_match,distinct_2,length]"
 STEPS = 6
-COMMON = [f"train.max_steps={STEPS}", "checkpoint.every=2", "optim.lr=0.01", "evaluate.max_new_tokens=8"]
+COMMON = [f"train.max_steps={STEPS}", "checkpoint.every=2", "optim.lr=0.01"]
 QUIET = ["evaluate.at_start=false"]
-GREEDY = [METRICS, "evaluate.every=2", "evaluate.batch_size=2"]
+SHORT = "evaluate.max_new_tokens=8"
+GREEDY = [METRICS, SHORT, "evaluate.every=2", "evaluate.batch_size=2"]
 # 7 validation samples: 4 batches of 2, or 3 of 3, of which the second rank gets one less.
-DRAWN = [METRICS, "evaluate.every=1", "evaluate.batch_size=3", "evaluate.temperature=1.0", "evaluate.top_k=50"]
+DRAWN = [METRICS, SHORT, "evaluate.every=1", "evaluate.batch_size=3", "evaluate.temperature=1.0", "evaluate.top_k=50"]
 CELLS = {
     "quiet-2": ["zero=stage2", *QUIET],
     "quiet-3": ["zero=stage3", *QUIET],
@@ -46,7 +47,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for stage in (2, 3):
         words = ["model=hf", f"model.path={official}", f"zero=stage{stage}", "train.max_steps=1", METRICS]
         words += ["evaluate.temperature=1.0", "evaluate.batch_size=3"]
-        words += ["evaluate.max_new_tokens=8", "schedule.warmup_steps=0"]
+        words += [SHORT, "schedule.warmup_steps=0"]
         cases.append({"overrides": tiny(rows_file, folder, f"v1-{stage}", *words)})
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder)
