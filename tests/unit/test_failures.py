@@ -11,13 +11,16 @@ from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from toolkit.distributed import failure, process_group
 from toolkit.distributed.failure import run_guarded
 from toolkit.distributed.process_group import on_rank0
+from toolkit.launch import environment
 from toolkit.messages import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
+from toolkit.train import trainer
 
 CODES = {ConfigError: 2, DataError: 2, ModelError: 2, LaunchError: 2, Diverged: 70, CheckpointError: 74, Stopped: 75}
 ROOT = Path(__file__).parents[2]
@@ -135,9 +138,11 @@ folder, rank, do = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.environ["RANK"] = str(rank)
 (folder / f"{rank}.new").write_text(json.dumps(astuple(failure.me())))
 (folder / f"{rank}.new").rename(folder / str(rank))
-while not all((folder / name).exists() for name in "01"):
+names = "012"[:int(sys.argv[4])]
+while not all((folder / name).exists() for name in names):
     time.sleep(0.05)
-failure.watch_failures(folder, rank, [failure.Peer(*json.loads((folder / name).read_text())) for name in "01"])
+chosen = folder if (folder / "logs").exists() else None
+failure.watch_failures(chosen, rank, [failure.Peer(*json.loads((folder / name).read_text())) for name in names])
 (folder / f"watches-{rank}").touch()
 
 def run():
@@ -153,20 +158,52 @@ sys.exit(run_guarded(run))
 """
 
 
-def two_ranks(folder: Path, first: str, second: str) -> "list[subprocess.Popen[str]]":
-    """Start two ranks that look after each other, and wait until they do."""
-    (folder / "logs").mkdir()
+def ranks_that_watch(folder: Path, *do: str) -> "list[subprocess.Popen[str]]":
+    """Start ranks that look after each other, and wait until they do; in a run directory if `folder` has logs/."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder), str(rank), do], cwd=ROOT, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", RANK, str(folder), str(rank), one, str(len(do))],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for rank, do in enumerate((first, second))
+        for rank, one in enumerate(do)
     ]
     until = time.monotonic() + 60
-    while len(list(folder.glob("watches-*"))) < 2:
+    while len(list(folder.glob("watches-*"))) < len(do):
         assert time.monotonic() < until
         time.sleep(0.05)
     return ranks
+
+
+def two_ranks(folder: Path, first: str, second: str) -> "list[subprocess.Popen[str]]":
+    (folder / "logs").mkdir()
+    return ranks_that_watch(folder, first, second)
+
+
+def test_a_rank_that_is_killed_before_there_is_a_run_directory_is_named_once(tmp_path: Path) -> None:
+    """While rank 0 claims it or reads a checkpoint, which takes minutes; it may be rank 0 itself."""
+    killed, waits, breaks = ranks_that_watch(tmp_path, "wait", "wait", "break")
+    killed.kill()
+    (tmp_path / "go").touch()
+    outputs = [rank.communicate(timeout=60)[1] for rank in (waits, breaks)]
+    assert [waits.returncode, breaks.returncode] == [1, 1]
+    assert outputs[0].startswith("rank 0 on ") and f"(pid {killed.pid}) was killed by signal 9 (SIGKILL)." in outputs[0]
+    assert outputs[1] == "", "one rank of a node speaks"
+    killed.communicate()
+
+
+def test_ranks_are_watched_before_the_run_directory_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[Any] = []
+
+    def claim(cfg: Any) -> None:
+        raise ConfigError(f"claims, watched: {watched}")
+
+    monkeypatch.setattr(failure, "watch_failures", lambda folder, rank, peers: watched.append((folder, rank, peers)))
+    monkeypatch.setattr(trainer.run_dir, "claim_run_dir", claim)
+    ranks = environment.Ranks(0, 0, 1, 1, "single")
+    with pytest.raises(ConfigError, match=r"claims, watched: .*None, 0, .*Peer"):
+        trainer.Trainer(MagicMock(), MagicMock(), ranks, 0.0).build()
 
 
 @pytest.mark.parametrize("reaction", ["wait", "break"])
@@ -201,7 +238,7 @@ def test_an_orderly_end_is_known_after_the_launcher_has_taken_the_exit_status(tm
     """On a busy machine a rank looks after its launcher has."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "0").write_text(json.dumps(astuple(failure.me())))
-    with subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), "1", "end"], cwd=ROOT) as other:
+    with subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), "1", "end", "2"], cwd=ROOT) as other:
         while not (tmp_path / "watches-1").exists():
             assert other.poll() is None
             time.sleep(0.05)

@@ -71,6 +71,32 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
         ]
 
 
+@pytest.mark.parametrize("phase", [failure.START, "evaluation", "checkpoint", failure.STEP, failure.END])
+def test_a_stopped_rank_of_the_same_node_is_lost_in_every_phase(
+    phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the time limit of a phase; but not one that has left in good order, as the others end later."""
+    for name, value in (("_EVERY_S", 0.01), ("_LOST_BEATS", 50), ("_LOOK_EVERY", 2)):
+        monkeypatch.setattr(failure, name, value)
+    told: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(Watchdog, "_tell", lambda self, *what: (told.append(what), self.stop()))
+    (tmp_path / "logs").mkdir()
+    ranks = [Watchdog(tmp_path, rank, 3, hang_after_s=3600.0, patience_s=3600.0) for rank in range(3)]
+    for one in ranks:
+        one.enter(phase, 5)
+    ranks[2].stop()  # leaves
+    time.sleep(0.2)
+    monkeypatch.setattr(ranks[1], "_beat", lambda left=False: True)  # is stopped
+    until = time.monotonic() + 20
+    while time.monotonic() < until and not told:
+        time.sleep(0.01)
+    for one in ranks:
+        one.stop()
+    [(text, pids)] = told
+    assert re.fullmatch(rf"No sign of life from rank 1 \(pid \d+, [^,]+\). It is stopped, .* \({phase} 5\)\.", text)
+    assert pids == [failure.me().pid]
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Look every few milliseconds; what would end the process is collected instead."""
@@ -138,7 +164,7 @@ def test_data_and_step_share_a_heartbeat(tmp_path: Path, monkeypatch: pytest.Mon
     one.enter(failure.DATA, 1)
     written: list[str] = []
 
-    def beat() -> bool:
+    def beat(left: bool = False) -> bool:
         if threading.current_thread() is threading.main_thread():  # its own thread counts every second
             written.append(one.phase)
         return True
@@ -225,7 +251,7 @@ def test_the_run_directory_is_touched_no_more_often_on_many_ranks(
     monkeypatch.setattr(failure, "_over", over)
     monkeypatch.setattr(failure, "_peers", peers)
     monkeypatch.setattr(failure, "_marker", tmp_path / "FAILED")
-    total += per_second(failure._wait_for_marker) * num_ranks
+    total += per_second(failure._wait_for_failure) * num_ranks
     assert total <= 7 * min(num_ranks, 64) + 32
 
 

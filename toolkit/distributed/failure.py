@@ -48,6 +48,7 @@ from toolkit.messages import LaunchError, Stopped, ToolkitError, is_failure, joi
 _marker: Path | None = None
 _is_mine = False
 _known: Collection[int] = ()
+_is_watching = False
 _over = threading.Event()
 _peers: "Peers | None" = None
 _reported_peer = threading.Event()
@@ -60,19 +61,22 @@ _PEER_S = 1.5
 """How long a rank whose collective breaks looks for one that was killed, before it takes the error for its own."""
 
 
-def watch_failures(folder: Path, rank: int = 0, everybody: "Sequence[Peer]" = (), known: Collection[int] = ()) -> None:
-    """From now on this process ends itself soon after another rank has failed or was killed. `known`: inodes of markers
-    of earlier starts, which may seem to be there.
+def watch_failures(
+    folder: Path | None, rank: int = 0, everybody: "Sequence[Peer]" = (), known: Collection[int] = ()
+) -> None:
+    """From now on this process ends itself soon after another rank has failed or was killed. `folder`: the run
+    directory, None until it is chosen; `known`: inodes of markers of earlier starts, which may seem to be there.
     """
-    global _marker, _peers, _known
-    first, _marker, _known = _marker is None, folder / "FAILED", known
+    global _marker, _peers, _known, _is_watching
+    _marker, _known = folder / "FAILED" if folder else None, known
     if everybody:
         _peers = Peers(folder, rank, everybody)
-    elif _peers is not None:
+    elif _peers is not None and folder is not None:
         _peers.folder = folder / "logs"
-    if not first:
-        return
-    threading.Thread(target=_wait_for_marker, name="failure-watch", daemon=True).start()
+        _peers.note()
+    if not _is_watching:
+        _is_watching = True
+        threading.Thread(target=_wait_for_failure, name="failure-watch", daemon=True).start()
 
 
 def another_has_failed() -> bool:
@@ -111,6 +115,9 @@ def end_watch() -> None:
 
 
 def _report_peer(peers: "Peers", text: str) -> None:
+    if _marker is None and not peers.is_first_alive():  # without a marker to claim, one rank of a node speaks
+        _reported_peer.set()
+        return
     if announce_failure(peers.rank, text, 1, of_peer=True):
         _reported_peer.set()
         with suppress(OSError):
@@ -123,7 +130,7 @@ def stretch(num_ranks: int) -> float:
     return max(1.0, num_ranks / _UNHURRIED_RANKS)
 
 
-def _wait_for_marker() -> None:
+def _wait_for_failure() -> None:
     while not _over.is_set():
         if _peers is None:
             _over.wait(CHECK_EVERY_S)
@@ -172,10 +179,12 @@ def me() -> Peer:
 
 
 class Peers:
-    """All ranks of a run, as one of them sees them."""
+    """All ranks of a run, as one of them sees them. `folder`: the run directory, None until it is chosen: they write no
+    notes then, and those of other nodes cannot be judged.
+    """
 
-    def __init__(self, folder: Path, rank: int, everybody: Sequence[Peer]) -> None:
-        self.folder, self.rank, self.everybody = folder / "logs", rank, list(everybody)
+    def __init__(self, folder: Path | None, rank: int, everybody: Sequence[Peer]) -> None:
+        self.folder, self.rank, self.everybody = folder / "logs" if folder else None, rank, list(everybody)
         self._noted = 0.0
         self._has_left = False
         self._noting = threading.Lock()
@@ -191,9 +200,14 @@ class Peers:
                     self._poll.register(handle, select.POLLIN)
         self.note()
 
+    def is_first_alive(self) -> bool:
+        """Whether no rank of this node with a lower number is left."""
+        return all(rank > self.rank for rank in self._files.values())
+
     def note(self, left: bool = False) -> None:
         """Write down that this rank is there, or that it has left in good order, which is its last note."""
-        if not left and time.monotonic() - self._noted < NOTE_EVERY_S * stretch(len(self.everybody)):
+        is_early = time.monotonic() - self._noted < NOTE_EVERY_S * stretch(len(self.everybody))
+        if self.folder is None or (is_early and not left):
             return
         path = self.folder / f"rank-{self.rank}.json"
         new = path.with_name(f".{path.name}")
@@ -208,12 +222,14 @@ class Peers:
     def wait(self, seconds: float) -> str:
         """Wait until a rank on this node ends out of order; return what to report, "" if it reported itself."""
         for handle, _ in self._poll.poll(1000 * seconds):
-            rank = self._files[handle]
+            rank = self._files.pop(handle)
             status = exit_status(self.everybody[rank].pid)  # at once: its launcher takes it away
             self._poll.unregister(handle)
             os.close(handle)
             known = self._read(rank)
-            if not known.get("left") and (status is None or os.WIFSIGNALED(status)):
+            # Without notes, only what its exit status shows: it may have ended in good order.
+            is_killed = self.folder is not None if status is None else os.WIFSIGNALED(status)
+            if is_killed and not known.get("left"):
                 return self._killed(rank, status, known)
         return ""
 
@@ -221,7 +237,7 @@ class Peers:
         """Return what to say of ranks on other machines that do not write any more, after looking for so long."""
         mine = self.everybody[self.rank].machine
         others = [rank for rank, peer in enumerate(self.everybody) if peer.machine != mine]
-        if not others:
+        if not others or self.folder is None:
             return ""
         before = {rank: self._read(rank) for rank in others}
         time.sleep(seconds * stretch(len(self.everybody)))
@@ -271,6 +287,8 @@ class Peers:
         return joined(text, memory, reason, kernel)
 
     def _read(self, rank: int) -> dict[str, Any]:
+        if self.folder is None:
+            return {}
         with suppress(OSError, ValueError):
             return dict(json.loads((self.folder / f"rank-{rank}.json").read_text(encoding="utf-8")))
         return {}
@@ -541,13 +559,15 @@ _EVERY_S = 1.0
 _LEAST_S, _TIMES = 60.0, 5.0
 _LOOK_S = 4.0
 _LOST_BEATS, _FEWEST_BEATS, _LOOK_EVERY = 40, 10, 5
-"""A machine is lost when its ranks do not count while this one does so often, counts and not seconds, because a file
-server that stands still for a minute stops everybody's."""
+"""A rank is lost when it does not count while this one does so often, counts and not seconds, because a file server
+that stands still for a minute stops everybody's."""
 _WRITING_S = 30.0
 _JUDGES = 8
 """Ranks that judge a hang at once where there are many; the others wait for what they find."""
 STEP, DATA = "step", "data"
 """A step's two phases: its data, which no other rank can hurry, and the rest."""
+START, END = "start", "end"
+"""Before the first step and after the last: these have no time limit, but the ranks' heartbeats count in them too."""
 
 
 _NODE = node_id()
@@ -575,7 +595,7 @@ class Watchdog:
     ) -> None:
         self.folder, self.rank, self.world_size = folder / "logs", rank, world_size
         self.hang_after_s, self.patience_s, self.recompiles = hang_after_s, patience_s, recompiles
-        self.phase, self.step, self.detail = "", 0, ""
+        self.phase, self.step, self.detail = START, 0, ""
         self.since = time.monotonic()
         self.taken: deque[float] = deque(maxlen=100)
         self.beats = 0
@@ -591,9 +611,7 @@ class Watchdog:
                 threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
 
     def enter(self, phase: str, step: int, detail: str = "") -> None:
-        """Note what this rank does: STEP, DATA or another name, "" is not watched; `detail` (shapes) helps find the
-        cause.
-        """
+        """Note what this rank does: STEP, DATA, START, END or another name; `detail` (shapes) helps find the cause."""
         now = time.monotonic()
         if self.phase == STEP and not self._is_excused:
             self.taken.append(now - self.since)
@@ -611,6 +629,8 @@ class Watchdog:
 
     def limit(self) -> float:
         """Return the seconds after which the present phase counts as hanging."""
+        if self.phase in (START, END):
+            return math.inf
         if self.phase == DATA:
             return max(self.hang_after_s, self.patience_s / 2)
         if self.hang_after_s > 0:
@@ -621,7 +641,7 @@ class Watchdog:
         return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])
 
     def _count(self) -> None:
-        """Count, and look after the other machines: the first rank after all, the others after the first."""
+        """Count, and look after the others, in every phase: the first rank after all, the others after the first."""
         counts: dict[int, tuple[int, int]] = {}
         times = 0
         others = range(1, self.world_size) if self.rank == 0 else (0,)
@@ -632,26 +652,29 @@ class Watchdog:
                 continue
             found = self._read(others)
             for rank, one in found.items():
-                if one.get("machine") != _NODE and counts.get(rank, (-1, 0))[0] != one["beats"]:
+                if counts.get(rank, (-1, 0))[0] != one["beats"]:
                     counts[rank] = one["beats"], times
-            lost = [rank for rank, (_, when) in counts.items() if times - when >= most]
+            lost = [rank for rank, (_, when) in counts.items() if times - when >= most and not found[rank].get("left")]
             # Whoever goes on needs no judge: a file server may show old files.
-            if lost and self.phase and time.monotonic() - self.since > most * every_s:
-                self._tell(
-                    tr(
-                        "{who} Its machine, or the network to it, is gone ({phase} {step}).",
-                        who=self._accuse(lost, [], found),
-                        phase=self.phase,
-                        step=self.step,
-                    ),
-                    (),
-                )
+            if lost and time.monotonic() - self.since > most * every_s:
+                self._tell_lost(lost, found)
+        self._beat(left=True)
+
+    def _tell_lost(self, lost: list[int], found: dict[int, dict[str, Any]]) -> None:
+        here = [int(found[rank]["pid"]) for rank in lost if found[rank].get("machine") == _NODE]
+        values = {"who": self._accuse(lost, [], found), "phase": self.phase, "step": self.step}
+        if here:
+            text = tr("{who} It is stopped, or in a call that lets no Python run ({phase} {step}).", **values)
+        else:
+            text = tr("{who} Its machine, or the network to it, is gone ({phase} {step}).", **values)
+        self._write_stacks(time.monotonic() - self.since)
+        self._tell(text, here)
 
     def _watch(self) -> None:
         """Look at the clock; touches no file, as a file server may be what hangs."""
         while not self._over.wait(_EVERY_S):
             waited = time.monotonic() - self.since
-            if not self.phase or waited <= self.limit():
+            if waited <= self.limit():
                 continue
             judge = threading.Thread(target=self._end, args=(waited,), daemon=True)
             judge.start()
@@ -660,11 +683,11 @@ class Watchdog:
                 terminal.show_cursor()
                 os._exit(EXIT_CODE)
 
-    def _beat(self) -> bool:
-        """Count, and return whether that could be written."""
+    def _beat(self, left: bool = False) -> bool:
+        """Count, and return whether that could be written. `left`: for the last time."""
         self.beats += 1
         me: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _NODE}
-        me |= {"beats": self.beats, "phase": self.phase, "step": self.step}
+        me |= {"beats": self.beats, "phase": self.phase, "step": self.step, "left": left}
         path = self.folder / heartbeat_file(self.rank)
         new = path.with_name(f".{path.name}.{threading.current_thread().name}")
         try:

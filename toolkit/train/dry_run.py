@@ -25,6 +25,7 @@ from toolkit.config import mesh, preflight
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
 from toolkit.disk import flush
+from toolkit.distributed import failure
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
@@ -172,7 +173,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
         highest = memory.highest()
     device_bytes = gather((highest, measured.before))
     on_rank0(run.trackers.wait_begun)
-    run.watchdog.enter("", start.step)
+    run.watchdog.enter(failure.START, start.step)
     peak, before = max(device_bytes)
     return tr(
         "Dry run passed in {seconds} s: {tried}. Peak tensor memory: {peak} on rank {rank} ({before} before the "

@@ -93,7 +93,7 @@ class TrainLoop:
         process_group.on_rank0(self._finish_logs)
         evaluations = self.state.evaluations if self.task.has_validation else []
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
-        self.watchdog.enter("", self.step)
+        self.watchdog.enter(failure.END, self.step)
         failure.act_on_signals_at_once()
         skipped_steps = self.engine.skipped_steps
         return FitResult(state=self._state(), skipped_steps=skipped_steps, steps=self.steps, steps_s=self.steps_s)
@@ -111,7 +111,7 @@ class TrainLoop:
             results.append(self._compute_step()[0])
             self._end_at(end := ends.get(self.step, end))
             self.guard.check()
-        self.watchdog.enter("", self.step)
+        self.watchdog.enter(failure.END, self.step)
         return results
 
     def _compute_step(self) -> tuple[StepResult, float]:

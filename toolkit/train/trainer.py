@@ -38,6 +38,8 @@ class Trainer:
     """What memory is expected to be; None if it is not known."""
     copies: node_memory.Copies | None = None
     """Of the run's states in the memory of its nodes."""
+    watchdog: failure.Watchdog | None = None
+    """From the moment that there is a run directory to the end of the run."""
 
     def __init__(self, task: Task, cfg: schema.RunConfig, ranks: environment.Ranks, started: float) -> None:
         self.task, self.cfg, self.ranks, self.started = task, cfg, ranks, started
@@ -66,6 +68,13 @@ class Trainer:
 
     def train_in_group(self) -> Path:
         """Train from the run directory to its DONE marker, in a process group that is there, on data that is loaded."""
+        try:
+            return self._train()
+        finally:
+            if self.watchdog:
+                self.watchdog.stop()
+
+    def _train(self) -> Path:
         self.build()
         run = self.run
         with tracking.tracking(run, self.task.data_summary()):
@@ -77,7 +86,6 @@ class Trainer:
                 raise
             finally:
                 self.progress.close()
-                run.watchdog.stop()
             self.finish(result)
             run.checkpointer.end()  # after DONE: no result waits for it
             if self.copies:
@@ -88,6 +96,8 @@ class Trainer:
     def build(self) -> None:
         """Choose the run directory, settle the config, write it down, and build the engine in its starting state."""
         task, ranks = self.task, self.ranks
+        # From here on a rank that is killed is named; once the run directory is chosen, on all nodes.
+        failure.watch_failures(None, ranks.rank, process_group.gather(failure.me()))
         task.begin(self.cfg, ranks)
         source = self._open_run_dir()
         at = process_group.on_rank0(lambda: deadline.deadline_of(self.cfg, source.folder))
@@ -115,7 +125,7 @@ class Trainer:
             resume_from(checkpointer, source.checkpoint, start, ranks, cfg)
         status = partial(environment.report_status, first_step=start.step + 1)
         self.progress = Progress(total_steps, ranks.rank == 0, start.step, on_first_step=status)
-        limits = cfg.distributed.hang_after_s, float(cfg.distributed.timeout_s)
+        assert self.watchdog
         self.run = RunContext(
             cfg=cfg,
             ranks=ranks,
@@ -126,7 +136,7 @@ class Trainer:
             checkpointer=checkpointer,
             start=start,
             trackers=tracking.trackers_of(cfg),
-            watchdog=failure.Watchdog(source.folder, ranks.rank, ranks.world_size, *limits, cfg.compile.enabled),
+            watchdog=self.watchdog,
             total_steps=total_steps,
             deadline=self._deadline(at, source.folder, start.step, engine, checkpointer),
             accumulation=mesh.accumulation(cfg, ranks.world_size),
@@ -265,9 +275,11 @@ class Trainer:
         peers = _peers_that_see(folder)
         # Of an earlier start, put aside: file servers may still show it to other nodes under its old name.
         known = process_group.on_rank0(lambda: {file.stat().st_ino for file in (folder / "logs").glob("FAILED*")})
-        failure.watch_failures(folder, ranks.rank, peers, known)
+        failure.watch_failures(folder, known=known)
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         self.hosts = [peer.host for peer in peers]
+        limits = self.cfg.distributed.hang_after_s, float(self.cfg.distributed.timeout_s)
+        self.watchdog = failure.Watchdog(folder, ranks.rank, ranks.world_size, *limits, self.cfg.compile.enabled)
         return source
 
     def _copies_of(self, folder: Path) -> node_memory.Copies | None:
