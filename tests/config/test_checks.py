@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.load import load, to_yaml
-from toolkit.config.mesh import accumulation, with_micro_batch
+from toolkit.config.mesh import accumulation, largest_divisor, micro_sizes, with_micro_batch
 from toolkit.config.rules import check_rules
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError, Problems
@@ -234,6 +234,8 @@ REFUSED = {
     ),
     "language=de": "language = de must be en, zh or empty.",
     "run.name=a/b": "run.name = a/b must be a plain directory name; the directory around it is run.dir.",
+    "distributed.hang_after_s=nan": "distributed.hang_after_s = nan must be at least -1.",
+    "train.max_loss_ratio=inf": "train.max_loss_ratio = inf must be at least 0.",
     "run.name=-a": "run.name = -a must be a plain directory name; the directory around it is run.dir.",
     "data.sources=[]": ("data.sources is empty: add 'data.sources=[{path: FILE.jsonl}]', or data=examples to try."),
     "data.sources=[{path:''}]": (
@@ -292,6 +294,9 @@ REFUSED = {
 def test_a_run_name_is_printable() -> None:
     with pytest.raises(ConfigError, match="must be a plain directory name"):
         check_rules(load(["recipe=zero1", "model=glm_tiny", "run.name='a\nb'"]))
+    for name in (" ", "a ", "\u3000"):
+        with pytest.raises(ConfigError, match=f"run.name = {name} must be a plain directory name"):
+            check_rules(load(["recipe=zero1", "model=glm_tiny", f"run.name='{name}'"]))
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -488,3 +493,25 @@ def test_wrong_values_spare_what_follows_from_them() -> None:
     assert [str(part).split(" = ")[0] for part in caught.value.parts] == [
         *("command line: batch.micro_per_gpu", "command line: optim.lr", "command line: zero.stage")
     ]
+
+
+@pytest.mark.timeout(60)
+def test_numbers_of_any_size_are_divided_at_once() -> None:
+    """They were counted up to, one by one."""
+    cfg = load(["recipe=quickstart", "batch.global_size=1000000000"]).cfg
+    sizes = micro_sizes(cfg, 8)
+    assert sizes[:5] == [1, 2, 4, 5, 8] and sizes[-1] == 125_000_000 and len(sizes) == 70
+    assert [micro_sizes(load(["recipe=quickstart", f"batch.global_size={n}"]).cfg, 2) for n in (2, 12, 13)] == [
+        [1],
+        [1, 2, 3, 6],
+        [],
+    ]
+    assert largest_divisor(8, 2**63 - 1) == 8
+
+
+def test_the_shape_of_a_random_model_is_checked_without_its_files() -> None:
+    """`toolkit plan` divided by zero."""
+    with pytest.raises(ConfigError, match="hidden_size 192 must be a multiple of num_heads 1000"):
+        check_rules(load(["recipe=quickstart", "model.shape.num_heads=1000"]), 1, files=False)
+    with pytest.raises(ConfigError, match=r"model\.shape\.num_layers = 1000000000 must be from 1 to 4096\."):
+        check_rules(load(["recipe=quickstart", "model.shape.num_layers=1000000000"]), 1, files=False)

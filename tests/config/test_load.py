@@ -28,6 +28,7 @@ KNOWN = (
     "zero1, zero2_offload, zero3_nvme, zero3_offload."
 )
 
+IN_64_BITS = "a number from -9223372036854775807 to 9223372036854775807"
 # Words on the command line (after recipe=quickstart) -> the whole message.
 COMMAND_LINE = {
     "zero.stag=3": "command line: unknown key 'zero.stag'. Did you mean 'zero.stage'?",
@@ -59,6 +60,11 @@ COMMAND_LINE = {
     "batch.micro_per_gpu=atuo": "command line: 'batch.micro_per_gpu' = atuo must be a whole number or auto.",
     "batch.micro_per_gpu=1.5": "command line: 'batch.micro_per_gpu' = 1.5 must be a whole number or auto.",
     "train.max_steps=1.5": "command line: 'train.max_steps' = 1.5 must be a whole number.",
+    f"batch.global_size={2**63}": f"command line: 'batch.global_size' = {2**63} must be {IN_64_BITS}.",
+    f"batch.world_sizes=[1,{2**63}]": f"command line: 'batch.world_sizes[1]' = {2**63} must be {IN_64_BITS}.",
+    f"batch.micro_per_gpu={'9' * 4000}": f"command line: 'batch.micro_per_gpu' = {'9' * 40}… must be {IN_64_BITS}.",
+    "data.sources=[{path: a, weight: 1e300}]": f"command line: 'data.sources[0].weight' = 1e+300 must be {IN_64_BITS}.",
+    "optim.lr=-1e300": f"command line: 'optim.lr' = -1e+300 must be {IN_64_BITS}.",
     "zero.reduce_bucket_size=5e8": (
         "command line: 'zero.reduce_bucket_size' = 500000000.0 must be a whole number (write 500000000)."
     ),
@@ -103,6 +109,7 @@ IN_A_FILE = {
         "Did you mean 'train.activation_checkpointing.enabled'?"
     ),
     "train:\n  steps: 5\n": ":2: unknown key 'train.steps'. Did you mean 'train.max_steps'?",
+    "train:\n  max_steps: 1:30\n": ":2: 'train.max_steps' = 1:30 must be a whole number.",
     "zero:\n  stage: three\n": ":2: 'zero.stage' = three must be a whole number.",
     "zero:\n  reduce_bucket_size: 2.0e8\n": ":2: 'zero.reduce_bucket_size' = 200000000.0 must be a whole "
     "number (write 200000000).",
@@ -446,11 +453,23 @@ def test_the_learning_rate_follows_the_method(method: TuningMethod, tmp_path: Pa
 
 
 SCALARS = {"2e-5": 2e-5, "1E5": 1e5, "1.5e3": 1500.0, "1_0e1": 100.0, "1.5": 1.5, "-.inf": -math.inf, "1e": "1e"}
-SCALARS |= {"2026-01-01": "2026-01-01", "2026-01-01 10:00:00": "2026-01-01 10:00:00", "off": False, "012": 10}
+SCALARS |= {"2026-01-01": "2026-01-01", "2026-01-01 10:00:00": "2026-01-01 10:00:00", "off": False}
+# Numbers to YAML 1.1 alone, which nobody means: 90, 10, 5430.5.
+SCALARS |= {
+    "1:30": "1:30",
+    "012": "012",
+    "1:30:30.5": "1:30:30.5",
+    "0": 0,
+    "-7": -7,
+    "0x1F": 31,
+    "0.5": 0.5,
+    "00": "00",
+}
+SCALARS["0x" + "f" * 5000] = "0x" + "f" * 5000
 
 
 def test_scalars_are_those_of_omegaconf() -> None:
-    """Numbers that PyYAML takes for texts, and no dates; also where libyaml reads them."""
+    """Numbers that PyYAML takes for texts, no dates, times and octal numbers; also where libyaml reads them."""
     for loader in (Loader, _fast_loader()):
         assert {text: yaml.load(f"a: {text}", loader)["a"] for text in SCALARS} == SCALARS
 

@@ -20,7 +20,7 @@ from toolkit.engine.parameters import count_parameters
 from toolkit.export import model as export_adapter
 from toolkit.export.load import load_any
 from toolkit.export.model import write_adapter
-from toolkit.messages import CheckpointError, ConfigError, ModelError
+from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ModelError
 from toolkit.models import load as load_module, load_tokenizer, probe
 from toolkit.models.adapters import apply_tuning, base_of, base_of_adapter, load_adapter, stored_names, trained_names
 from toolkit.plan.outline import shapes_of_config, tuned as plan
@@ -295,6 +295,13 @@ def test_patterns_choose_layers() -> None:
     assert {name.split(".lora")[0] for name in trained_names(model)} == {"model.layers.0.self_attn.o_proj", "lm_head"}
 
 
+def named(adapter: Path, base: str) -> Path:
+    """Write another base into adapter_config.json."""
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    return adapter
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     """ChatGLM2 and ChatGLM3 have the same shapes: only the numbers tell. Rounding and layout do not matter."""
     adapter = written(tuned("v2"), tmp_path / "adapter")
@@ -310,6 +317,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     words = ["merge=true", f"output={tmp_path}/y", "forward=no"]
     assert main(["export-model", f"model.path={tmp_path}/hf", f"adapter={adapter}", *words]) == 0
     (tmp_path / "adapter" / "base.json").write_text(json.dumps({"path": "/gone", "numbers": {}}))
+    named(adapter, "/gone")
     assert main(["export-model", str(adapter), "merge=true", f"output={tmp_path}/z"]) == 2
 
 
@@ -318,7 +326,8 @@ def test_a_copy_of_an_adapter_is_one_and_knows_where_its_base_is_now(
     method: TuningMethod, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tuned("v2", method=method, num_tokens=3)
-    model.tuned = replace(model.tuned, base=replace(model.tuned.base, path="/gone"))
+    settings = model.tuned.settings | {"base_model_name_or_path": "/gone"}
+    model.tuned = replace(model.tuned, settings=settings, base=replace(model.tuned.base, path="/gone"))
     adapter = written(model, tmp_path / "adapter")
     assert main(["verify", str(adapter)]) == 0
     assert "no forward" in capsys.readouterr().out
@@ -352,6 +361,11 @@ def test_one_adapter_is_asked_and_its_base_is_found(tmp_path: Path) -> None:
         load_any("", adapter=str(tmp_path))
     with pytest.raises(ModelError, match="there is no directory nowhere"):
         load_any("nowhere")
+    named(adapter, str(GOLDEN / "v3"))  # by hand, where the base has moved; its numbers are compared as ever
+    assert base_of_adapter(adapter) == GOLDEN / "v3"
+    with pytest.raises(BaseMissing, match="was not found: /gone"):
+        base_of_adapter(named(adapter, "/gone"))
+    named(adapter, str(GOLDEN / "v2"))
     (adapter / "base.json").unlink()  # as peft writes it
     assert base_of_adapter(adapter) == GOLDEN / "v2"
 

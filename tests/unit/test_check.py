@@ -176,3 +176,10 @@ def test_total_steps_that_contradict_the_recipe(capsys: pytest.CaptureFixture[st
     assert main(["export-config", *TINY, "train.max_steps=10", "total_steps=20"]) == 2
     assert "train.max_steps = 10 and total_steps=20 contradict each other" in capsys.readouterr().err
     assert main(["export-config", *TINY, "total_steps=20"]) == 0
+
+
+@pytest.mark.parametrize("deadline", ["'1970-01-01 08:00'", "0s"])
+def test_a_deadline_that_is_past(deadline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = check(capsys, f"run.deadline={deadline}")
+    assert code == 2
+    assert f"run.deadline = {deadline.strip(chr(39))} is past. Name a later time, or run.deadline= for none." in said

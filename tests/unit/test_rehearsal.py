@@ -135,6 +135,8 @@ def test_room_for_what_is_kept(tmp_path: Path) -> None:
     assert _saves(CheckpointConfig(every=5), range(1, 11)) == 2
     assert _saves(CheckpointConfig(at_end=False), range(1, 11)) == 0
     assert _saves(CheckpointConfig(every=3), range(7, 11)) == 2
+    assert _saves(CheckpointConfig(every=3, at_end=False), range(6, 11)) == 2
+    assert _saves(CheckpointConfig(every=2, at_end=False), range(1, 2**62)) == 2**61 - 1  # at once
     free = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=1000))
     with free:
         check_room(tmp_path / "checkpoints", CheckpointConfig(keep=2), 100, 300, 100)

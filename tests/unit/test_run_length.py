@@ -41,6 +41,18 @@ def test_each_override_does_what_is_promised(said: list[str]) -> None:
         assert changed.train.epochs * -(-285 // changed.batch.global_size) == promised >= FEWEST_STEPS
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [1_000_000_000, 999_999_937, 48, 8])
+@pytest.mark.parametrize("epochs", [1, 7, 49, 60])
+def test_the_largest_batch_of_enough_steps_is_found_at_once(size: int, epochs: int, said: list[str]) -> None:
+    cfg = config(f"batch.global_size={size}", f"train.epochs={epochs}")
+    tell_length(cfg, Epoch(samples=100, sequences=100, per_step=size), 1, 2)
+    named = steps_of(said.pop())
+    enough = [n for n in range(2, min(size, 200), 2) if -(-100 // n) * epochs >= FEWEST_STEPS]
+    largest = (size - 1) // 2 * 2 if epochs >= FEWEST_STEPS else max(enough)
+    assert [word for word in named if word.startswith("batch")] == [f"batch.global_size={largest}"]
+
+
 @pytest.mark.parametrize("overrides", [[], ["data.packing=packed"], ["data.packing=grouped"]])
 def test_a_run_of_enough_steps_is_not_reported(overrides: list[str], said: list[str]) -> None:
     tell_length(config(*overrides), Epoch(samples=9000, sequences=800, per_step=16), 50, 2)

@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,27 @@ _CONVERTED = [f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "
 """What YAML makes of texts without quotes."""
 
 
+_NO_NUMBER = r"(?![-+]?[0-9_.]+:|[-+]?0[0-9_]+$|[-+]?0x\w{17})"
+"""What YAML 1.1 takes for a number and nobody means as one: 1:30 (90), 012 (10); and what has more than 64 bits."""
+
+
+def _resolvers(listed: list[tuple[str, re.Pattern[str]]]) -> Iterator[tuple[str, re.Pattern[str]]]:
+    """Yield PyYAML's patterns of what texts without quotes mean, for `Loader`."""
+    for tag, pattern in listed:
+        kind = tag.rpartition(":")[2]
+        if kind in ("int", "float"):
+            yield tag, re.compile(_NO_NUMBER + pattern.pattern, pattern.flags)
+        elif kind != "timestamp":
+            yield tag, pattern
+
+
 class Loader(yaml.SafeLoader):
-    """Reads scalars as OmegaConf 2.3 does: 2e-5 is a number, 2026-01-01 a text. A key that stands twice is an error."""
+    """Reads scalars as OmegaConf 2.3 does, and as the command line: 2e-5 is a number; 2026-01-01, 1:30 and 012 are
+    texts. A key that stands twice is an error.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML declares it
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: list(_resolvers(listed)) for first, listed in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -196,7 +211,7 @@ def _fast_loader() -> Any:
 
 
 def _walk(node: yaml.Node | None, path: str, lines: dict[str, int], kind: Any) -> None:
-    """Note where each key and item is; keep texts as they are typed: YAML makes false of `off`, 10 of `012`."""
+    """Note where each key and item is; keep texts as they are typed: YAML makes false of `off`, 1.1 of `1.10`."""
     inner = typing.get_args(kind)
     if isinstance(node, yaml.MappingNode):
         fields = types_of(typing.cast("type", kind)) if dataclasses.is_dataclass(kind) else {}

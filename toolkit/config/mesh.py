@@ -219,12 +219,15 @@ def micro_rows(cfg: RunConfig) -> int:
 def micro_sizes(cfg: RunConfig, world_size: int) -> list[int]:
     """Return the micro-batches into which the global batch can be divided, ascending; [] if there are none."""
     per_rank, rest = divmod(cfg.batch.global_size, mesh_of(cfg, world_size).data_ranks)
-    return [] if rest else [rows for rows in range(1, per_rank + 1) if per_rank % rows == 0]
+    if rest:
+        return []
+    smaller = [rows for rows in range(1, math.isqrt(per_rank) + 1) if per_rank % rows == 0]
+    return sorted({*smaller, *(per_rank // rows for rows in smaller)})
 
 
 def largest_divisor(number: int, most: int) -> int:
     """Return the largest divisor that is at most `most`."""
-    return max(size for size in range(1, most + 1) if number % size == 0)
+    return max(size for size in range(1, min(number, most) + 1) if number % size == 0)
 
 
 def with_micro_batch(cfg: RunConfig, rows: int = 1) -> RunConfig:

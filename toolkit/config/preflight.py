@@ -56,26 +56,12 @@ def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
     model = loaded.cfg.model
-    if model.init is schema.Init.random:
-        shape = model.shape
-        if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
-            yield loaded.error(
-                "model.shape.num_heads",
-                "model.shape: hidden_size {model.shape.hidden_size} must be a multiple of num_heads {value}, and that "
-                "of num_kv_heads {model.shape.num_kv_heads}.",
-            )
-        elif shape.hidden_size // shape.num_heads % 4:
-            yield loaded.error(
-                "model.shape.num_heads",
-                "model.shape: hidden_size {model.shape.hidden_size} / num_heads {value} = {size} must be a multiple "
-                "of 4, because half of a head is rotated in pairs.",
-                size=shape.hidden_size // shape.num_heads,
-            )
-    elif not model.path:
+    is_read = model.init is not schema.Init.random
+    if is_read and not model.path:
         yield loaded.error(
             "model.path", "model.path is empty: set model.path=DIR to a directory with a model in transformers' layout."
         )
-    elif not Path(model.path).is_dir() and not files.is_hub_name(model.path):
+    elif is_read and not Path(model.path).is_dir() and not files.is_hub_name(model.path):
         yield loaded.error(
             "model.path",
             "model.path = {value} is not a directory here. It must be the directory that holds "

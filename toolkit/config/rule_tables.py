@@ -201,6 +201,7 @@ RANGES: tuple[Rule, ...] = (
         "run.name",
         lambda c: (
             not (Path(c.run.name).name == c.run.name and re.match("[^.-]|$", c.run.name) and c.run.name.isprintable())
+            or c.run.name != c.run.name.strip()
         ),
         "run.name = {value} must be a plain directory name; the directory around it is run.dir.",
     ),

@@ -112,7 +112,7 @@ def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
             value < math.inf and all(tests[name](value, end) for name, end in named)
         ):
             sentence = rule_tables.BOUNDS[" ".join(name for name, _ in named)]
-            yield loaded.about(key, loaded.fill(key, sentence, least=named[0][1]))
+            yield loaded.about(key, loaded.fill(key, sentence, least=named[0][1], most=named[-1][1]))
 
 
 def _check_both_given(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -211,11 +211,26 @@ def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfi
 
 
 def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
-    """The sizes of a random model must divide over `parallel.tensor`."""
+    """The sizes of a random model must fit each other, and divide over `parallel.tensor`."""
     shape, size = loaded.cfg.model.shape, loaded.cfg.parallel.tensor
+    if loaded.cfg.model.init is not schema.Init.random:
+        return
+    if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
+        yield loaded.error(
+            "model.shape.num_heads",
+            "model.shape: hidden_size {model.shape.hidden_size} must be a multiple of num_heads {value}, and that "
+            "of num_kv_heads {model.shape.num_kv_heads}.",
+        )
+    elif shape.hidden_size // shape.num_heads % 4:
+        yield loaded.error(
+            "model.shape.num_heads",
+            "model.shape: hidden_size {model.shape.hidden_size} / num_heads {value} = {size} must be a multiple "
+            "of 4, because half of a head is rotated in pairs.",
+            size=shape.hidden_size // shape.num_heads,
+        )
     sizes = {"heads": shape.num_heads, "key_heads": shape.num_kv_heads, "inner": shape.intermediate_size}
     try:
-        mesh.check_split(sizes, size if loaded.cfg.model.init is schema.Init.random else 1)
+        mesh.check_split(sizes, size)
     except ConfigError as error:
         yield loaded.about("parallel.tensor", str(error))
 
@@ -346,6 +361,14 @@ def _check_deadline(loaded: LoadedConfig) -> Iterator[ConfigError]:
             '{key} = {value} is no time: give a time of day ("18:00"), a date and time ("2026-11-26 08:00") or a '
             'duration ("2h30m").',
         )
+
+
+def check_time_left(loaded: LoadedConfig) -> None:
+    """Reject a `run.deadline` that is past. Not one of `check_rules`, which are applied to configs of old runs too."""
+    now = datetime.now()
+    at = parse_deadline(loaded.cfg.run.deadline, now)
+    if at is not None and at.timestamp() <= now.timestamp():
+        raise loaded.error("run.deadline", "{key} = {value} is past. Name a later time, or run.deadline= for none.")
 
 
 def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:

@@ -24,6 +24,9 @@ NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
+LARGEST_NUMBER = 2**63 - 1
+"""What any number may be at most, with or without a minus: what DeepSpeed, PyTorch and readers of JSON take for whole
+numbers; sums of others stay finite."""
 
 
 class Influence(Enum):
@@ -386,7 +389,7 @@ class ShapeConfig:
     """Width of the residual stream."""
     intermediate_size: PositiveInt = 384
     """Width inside the feed-forward layer."""
-    num_layers: PositiveInt = 2
+    num_layers: Annotated[int, Ge(1), Le(4096)] = 2
     """Number of decoder layers."""
     num_heads: PositiveInt = 4
     """Number of attention heads."""
@@ -722,7 +725,7 @@ class EmbedConfig:
 class BatchConfig:
     """`batch`: sequences per step. Gradient accumulation steps follow: global_size / (micro_per_gpu x ranks)."""
 
-    global_size: PositiveInt = 32
+    global_size: Annotated[int, Ge(1), Le(10**9)] = 32
     """Global batch size: sequences per optimizer step over all ranks; a sequence is a sample, or with `data.packing` packed or grouped up to `data.max_length` tokens of several samples."""
     micro_per_gpu: PositiveInt | str = field(default=1, metadata=FREE)
     """Micro-batch size: sequences per rank and forward pass; auto: the largest that fits into the memory of every rank, measured before the first step and written into config.yaml of the run (docs/rehearsal.md)."""
@@ -1036,9 +1039,9 @@ class TrainConfig:
     """Steps between two log lines; each step is in metrics.jsonl that is a multiple of it, and the first and last."""
     on_bad_step: OnBadStep = field(default=OnBadStep.skip, metadata=FREE)
     """What happens at a step whose loss or gradient is NaN or Inf, or a spike; its samples are named and saved, its update is skipped on all ranks. skip: continue; stop: end the run (exit code 70); rewind: go back to the last checkpoint, and on from there with the data after this step."""
-    max_loss_ratio: float = field(default=0.0, metadata=FREE)
+    max_loss_ratio: NonNegativeFloat = field(default=0.0, metadata=FREE)
     """A loss above this multiple of the median of the last 100 good steps is a spike; 0: off."""
-    max_grad_norm_ratio: float = field(default=0.0, metadata=FREE)
+    max_grad_norm_ratio: NonNegativeFloat = field(default=0.0, metadata=FREE)
     """A gradient norm above this multiple of the median of the last 100 good steps is a spike; 0: off."""
     max_skipped_steps: PositiveInt = field(default=20, metadata=FREE)
     """Stop (exit code 70) after this many consecutive skipped steps."""
@@ -1333,7 +1336,7 @@ class DistributedConfig:
     """Network interface of the collectives, for example eth0 (sets NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME); "" lets the library choose."""
     timeout_s: PositiveInt = 1800
     """Seconds after which a collective that does not finish ends the run; also the limit for evaluations, checkpoints and the first steps, and half of it for waiting for data."""
-    hang_after_s: float = 0.0
+    hang_after_s: Annotated[float, Ge(-1)] = 0.0
     """Seconds after which a step (or evaluation, or save) counts as hanging, waiting for data not included: all ranks write their stacks to logs/ and the run ends with code 124. 0 takes five times the slowest of the last 100 steps, at least 60, and distributed.timeout_s for the first three steps, the first after an evaluation or save, and all steps with compile.enabled; -1 never."""
     cpu_shared_memory: bool = False
     """CPU ranks: compile and use DeepSpeed's shared-memory all-reduce (1-3 minutes once, 66 MiB of /dev/shm per rank)."""

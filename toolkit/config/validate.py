@@ -1,6 +1,7 @@
 """A tree of values held against the schema: unknown keys, wrong types."""
 
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Callable
@@ -10,10 +11,11 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
-from toolkit.config.schema import AUTO, RunConfig, all_keys, types_of
+from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig, all_keys, types_of
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, tr
 from toolkit.translate.read import keys_of
 
+_LONGEST_VALUE = 40
 Place = Callable[[str], str]
 """From a dotted path to where it stands: "recipes/x.yaml:3" or "command line"."""
 
@@ -183,13 +185,23 @@ def _scalar(value: Any, kind: Any, path: str, place: Place) -> Any:
     try:
         if value is None or isinstance(value, (dict, list)) or (kind in _EITHER and isinstance(value, str)):
             raise ValidationError
-        return _NODES[kind](value=value)._value()
+        made = _NODES[kind](value=value)._value()
     except ValidationError as error:
         words = (tr("a whole number"), tr("a number"), tr("true or false"), tr("a text"))
         wanted = dict(zip(_NODES, (*words, tr("a whole number or auto"), tr("true, false or auto")), strict=True))[kind]
         if kind is int and isinstance(value, float) and value.is_integer():
             wanted += " " + tr("(write {number})", number=int(value))
         raise _wrong(path, value, wanted, place) from error
+    if isinstance(made, (int, float)) and LARGEST_NUMBER < abs(made) < math.inf:  # the rules reject infinity and NaN
+        limits = tr("a number from {least} to {most}", least=-LARGEST_NUMBER, most=LARGEST_NUMBER)
+        raise _wrong(path, _shortened(value), limits, place)
+    return made
+
+
+def _shortened(value: Any) -> str:
+    """Return a value as messages show it: it may have thousands of digits."""
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _wrong(path: str, value: Any, wanted: str, place: Place) -> ConfigError:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.arguments import check_parsed, parse, positive_int
-from toolkit.config import files, load, mesh, preflight, schema
+from toolkit.config import files, load, mesh, preflight, rules, schema
 from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import read_config, trust_code
@@ -28,6 +28,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     world_size = arguments.world_size or (machine.world_size if machine and "gpus" in given else None)
     is_other = "gpus" in given and not (machine and machine.on_cpu)
     check_parsed(arguments.loaded, world_size, problems, devices=not is_other)
+    problems.attempt(rules.check_time_left, arguments.loaded)
     problems.attempt(preflight.check_track_here, arguments.loaded)
     problems.attempt(preflight.check_compiler, arguments.loaded)
     known = {key for error in problems.errors for key in error.keys}

@@ -555,10 +555,10 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def base_of_adapter(folder: Path, given: str = "") -> Path:
     """Return the directory of the model that an adapter was trained on; see `find_base`."""
-    settings = read_settings(folder)
-    if not given and read_base(folder) is None:  # peft's own file names the base too
-        given = str(settings.get("base_model_name_or_path") or "")
-    return find_base(folder, given)
+    named, known = str(read_settings(folder).get("base_model_name_or_path") or ""), read_base(folder)
+    # peft's own file names the base too: alone, or by hand, as it is written with the same path as base.json.
+    is_edited = known is None or named != known.path
+    return find_base(folder, given or (named if is_edited else ""))
 
 
 def method_of(settings: dict[str, Any]) -> TuningMethod:

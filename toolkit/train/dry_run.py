@@ -189,8 +189,9 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
 
 
 def _saves(config: CheckpointConfig, steps: range) -> int:
-    due = {step for step in steps if config.every and step % config.every == 0}
-    return len(due | {steps.stop - 1} if config.at_end else due)
+    last = steps.stop - 1
+    due = last // config.every - (steps.start - 1) // config.every if config.every else 0
+    return due + (config.at_end and not (due and last % config.every == 0))
 
 
 def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:

@@ -9,6 +9,7 @@ optimization.py) with that first rate in the place of its 0.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol
 
 from toolkit.config import mesh, schema
@@ -261,11 +262,12 @@ def _longer(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterator[tu
         more = f" train.epochs={enough}" if enough > epochs else ""
         yield f"data.packing=none{more}", unpacked * enough
     unit = mesh.micro_rows(mesh.with_micro_batch(cfg)) * mesh.mesh_of(cfg, world_size).data_ranks
-    scale = epoch.per_step / size  # sequences of a grouped plan are micro-batches
-    for smaller in range((size - 1) // unit * unit, 0, -unit):
-        steps = math.ceil(epoch.sequences / max(1.0, smaller * scale)) * epochs
-        if steps >= FEWEST_STEPS:
-            yield f"batch.global_size={smaller}", steps
-            break
+    scale = Fraction(epoch.per_step, size)  # sequences of a grouped plan are micro-batches
+    # An epoch has `least` steps or more where a step takes less than this many sequences.
+    least = math.ceil(FEWEST_STEPS / epochs)
+    below = Fraction(epoch.sequences, least - 1) if least > 1 else Fraction(size)
+    smaller = min(size - 1, math.ceil(below / scale) - 1) // unit * unit
+    if smaller > 0 and below > 1:
+        yield f"batch.global_size={smaller}", math.ceil(epoch.sequences / max(Fraction(1), smaller * scale)) * epochs
     enough = math.ceil(FEWEST_STEPS / epoch.steps)
     yield f"train.epochs={enough}", epoch.steps * enough
