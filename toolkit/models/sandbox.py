@@ -121,6 +121,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             for name in _OF_LOOPS:
                 options.pop(name, None)
             return function(*args, **options) if is_method else function(context.eval_ctx, *args, **options)
+        # Jinja's sandbox hands out format and format_map in a wrapper, whose text is that of the method within.
+        owner = getattr(getattr(function, "__wrapped__", None), "__self__", owner)
         given = (owner, *args) if isinstance(owner, str) else args
         _check_call(getattr(function, "__name__", ""), given, options)
         return super().call(context, function, *args, **options)
