@@ -14,6 +14,7 @@ import logging
 import os
 import pwd
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -365,7 +366,7 @@ def _mentions(text: str, key: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(key)}{end}", text) is not None
 
 
-_LARGEST_JSON_BYTES = 256 << 20
+LARGEST_JSON_BYTES = 256 << 20
 """Of a file that is one JSON object; the largest in use are tokenizers and the indices of weights, below 64 MiB."""
 _REASON_CHARS = 300
 
@@ -443,16 +444,51 @@ def user_name(number: int) -> str:
         return str(number)
 
 
-def json_object(file: Path, error: type[ToolkitError]) -> dict[str, Any]:
-    """Return the JSON object in a file."""
-    with reading(file, error):
-        size = file.stat().st_size
-        if size > _LARGEST_JSON_BYTES:
-            raise ValueError(tr("{size} MiB are too many for one JSON object", size=size >> 20))
-        content = file.read_text(encoding="utf-8-sig")
+def file_bytes(file: Path, most: int = LARGEST_JSON_BYTES) -> bytes:
+    """Return what is in a file; ValueError if it has more bytes than `most`, or is no file, which could be endless."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(tr("it is no file"))
+    with file.open("rb") as opened:  # not by its size: it may be of a kind that has none, or grow
+        content = opened.read(most + 1)
+    if len(content) > most:
+        raise ValueError(tr("it has more than {most} bytes", most=f"{most:,}"))
+    return content
+
+
+def parsed_json(text: str | bytes, once: bool = False, nan: bool = False) -> Any:
+    """Return what JSON of any origin says; ValueError if it is none, nests too deeply, or has a number that is none or
+    endless. `once`: a key may not stand twice in an object; `nan`: NaN may be in it, as where no loss is known yet.
+    Infinity is a number: configs of models have it.
+    """
+
+    def constant(name: str) -> float:
+        if name == "NaN" and not nan:
+            raise ValueError(tr("{value} is no number", value=name))
+        return float(name)
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(found)
+        if once and len(made) < len(found):
+            names = [name for name, _ in found]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(tr("the key '{key}' stands twice", key=twice))
+        return made
+
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as problem:
+        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs if once else None)
+    except RecursionError as error:
+        raise ValueError(reason_of(error)) from None
+
+
+def json_object(
+    file: Path, error: type[ToolkitError], most: int = LARGEST_JSON_BYTES, once: bool = False
+) -> dict[str, Any]:
+    """Return the JSON object in a file that may come from anywhere: the one reader of such files. See `parsed_json`."""
+    with reading(file, error):
+        content = file_bytes(file, most).decode("utf-8-sig")
+    try:
+        value = parsed_json(content, once)
+    except ValueError as problem:
         raise error(tr("{file} is not JSON: {reason}", file=file, reason=reason_of(problem))) from problem
     if not isinstance(value, dict):
         raise error(tr("{file} is not a JSON object.", file=file))

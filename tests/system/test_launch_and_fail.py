@@ -219,4 +219,4 @@ def test_a_hostfile_is_read_strictly(hosts: str, rows_file: Path, tmp_path: Path
         assert json.loads((tmp_path / "runs" / "hosts" / "environment.json").read_text())["world_size"] == 2
     else:
         assert finished.code == 2
-        assert last_line_of_ours(finished.output).endswith("hosts:1: slots=2O is no positive whole number of GPUs.")
+        assert last_line_of_ours(finished.output).endswith("hosts:1: slots=2O is no number of GPUs from 1 to 9999.")

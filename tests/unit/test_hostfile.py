@@ -14,12 +14,18 @@ WRONG = {
     "node1:8\n": "h:1: 'node1:8': write `HOST slots=N`, for example `node1 slots=8`.",
     "node1 slots: 8\n": "h:1: 'node1 slots: 8': write `HOST slots=N`, for example `node1 slots=8`.",
     "node1 slots=8 max=9\n": "h:1: 'node1 slots=8 max=9': write `HOST slots=N`, for example `node1 slots=8`.",
-    "\nnode1 slots=8O\n": "h:2: slots=8O is no positive whole number of GPUs.",
-    "node1 slots=0\n": "h:1: slots=0 is no positive whole number of GPUs.",
-    "-oProxyCommand=x slots=8\n": (
-        "h:1: '-oProxyCommand=x' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front."
+    "\nnode1 slots=8O\n": "h:2: slots=8O is no number of GPUs from 1 to 9999.",
+    "node1 slots=0\n": "h:1: slots=0 is no number of GPUs from 1 to 9999.",
+    "node1 slots=99999999\n": "h:1: slots=99999999 is no number of GPUs from 1 to 9999.",
+    f"node1 slots={'9' * 5000}\n": f"h:1: slots={'9' * 80}… is no number of GPUs from 1 to 9999.",
+    f"{'n' * 100_000} slots=8\n": (
+        f"h:1: '{'n' * 80}…' is no host name: up to 253 letters, digits, '.', '_' and '-', and no '-' in front."
     ),
-    "h;id slots=8\n": "h:1: 'h;id' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
+    "x" * 100_000: f"h:1: '{'x' * 80}…': write `HOST slots=N`, for example `node1 slots=8`.",
+    "-oProxyCommand=x slots=8\n": (
+        "h:1: '-oProxyCommand=x' is no host name: up to 253 letters, digits, '.', '_' and '-', and no '-' in front."
+    ),
+    "h;id slots=8\n": "h:1: 'h;id' is no host name: up to 253 letters, digits, '.', '_' and '-', and no '-' in front.",
     "node1 slots=8\r\n": "h:1: Windows line end: convert the file with `dos2unix h`.",
     "\ufeffnode1 slots=8\n": "h:1: begins with a byte-order mark: save it as plain UTF-8.",
     "# only a comment\n\n": "h lists no host: write lines like `node1 slots=8`.",

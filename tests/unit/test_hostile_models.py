@@ -1,6 +1,7 @@
 """Model directories from strangers: every damage is one message that names the file, and nothing runs for long."""
 
 import json
+import math
 import struct
 import time
 from pathlib import Path
@@ -118,6 +119,13 @@ def test_absurd_sizes(key: str, value: object, tmp_path: Path) -> None:
         read_config(str(folder))
     with pytest.raises(ModelError, match="is not a whole number"):
         read_config(str(folder_of(tmp_path, {**CONFIG, "text_config": {key: value}})))
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "layernorm_epsilon", "rope_theta"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300, "small", True])
+def test_numbers_that_make_every_output_nan(key: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json( is not JSON: NaN|: {key} = .*) is (no|not a) number"):
+        read_config(str(folder_of(tmp_path, {**CONFIG, key: value})))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ def test_slurms_nodes(nodes: str, hosts: list[str]) -> None:
     assert hostfile.expand_nodes(nodes) == hosts
 
 
-@pytest.mark.parametrize("nodes", ["", "gpu[1-", "gpu[]", "gpu[3-1]", "gpu[a-b]", "a b", "a,,b", "a,"])
+@pytest.mark.parametrize(
+    "nodes", ["", "gpu[1-", "gpu[]", "gpu[3-1]", "gpu[a-b]", "a b", "a,,b", "a,", "a[1-99999999]", "a[1-999][1-999]"]
+)
 def test_what_is_no_list_of_nodes(nodes: str) -> None:
     with pytest.raises(LaunchError, match="is no list of nodes"):
         hostfile.expand_nodes(nodes)

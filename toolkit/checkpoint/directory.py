@@ -20,7 +20,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from toolkit.disk import flush, proves_nothing, sha256, unused_path
-from toolkit.messages import CheckpointError, OtherFormat, clauses, reason_of, say, tr, warn
+from toolkit.messages import (
+    LARGEST_JSON_BYTES,
+    CheckpointError,
+    OtherFormat,
+    clauses,
+    file_bytes,
+    parsed_json,
+    reason_of,
+    say,
+    tr,
+    warn,
+)
 
 LATEST, GOOD = "latest", "good"
 """Files that name a checkpoint: the newest, and the newest that a good step has followed."""
@@ -234,9 +245,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file, and where its data begin; ValueError or OSError if it has none."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
-        if not 0 < length < path.stat().st_size:
+        if not 0 < length < min(path.stat().st_size, LARGEST_JSON_BYTES):
             raise ValueError(tr("it has no header"))
-        header = json.loads(file.read(length))
+        header = parsed_json(file.read(length))
         if not isinstance(header, dict):
             raise ValueError(tr("it has no header"))
         return header, 8 + length
@@ -306,7 +317,7 @@ def read_manifest(folder: Path, known: int = FORMAT) -> dict[str, Any]:
     `known`; an OSError says nothing about it.
     """
     try:
-        found: dict[str, Any] = json.loads(_read(folder / MANIFEST, Path.read_bytes))
+        found: dict[str, Any] = parsed_json(_read(folder / MANIFEST, file_bytes), nan=True)
         if not isinstance(found, dict) or [type(found.get(key)) for key in ("files", "format")] != [dict, int]:
             raise ValueError(tr("its manifest lists no files, or has no format"))
     except (OSError, ValueError) as error:
@@ -429,7 +440,7 @@ def foreign_text(checkpoint: Path) -> str:
 def read_run_state(folder: Path) -> RunState:
     """Return the state in a checkpoint, or raise CheckpointError."""
     try:
-        found = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        found = parsed_json(file_bytes(folder / STATE), nan=True)
         return RunState(**{name: value for name, value in found.items() if value is not None})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from toolkit.config.schema import DataConfig, RowFormat, types_of
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import ConfigError, file_bytes, tr
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_FILE_BYTES = 1_000_000
@@ -124,8 +124,8 @@ def language_of(recipe: str) -> str:
             continue
         seen.add(path)
         try:
-            text = path.read_bytes()[:LARGEST_FILE_BYTES].decode(errors="replace")
-        except OSError:
+            text = file_bytes(path, LARGEST_FILE_BYTES).decode(errors="replace")
+        except (OSError, ValueError):
             continue
         if found := re.search(r"""^language *: *["']?(en|zh)\b""", text, re.MULTILINE):
             return found[1]
@@ -150,13 +150,11 @@ def read(path: Path, kind: Any = None) -> YamlDocument:
     """
     shown = show(path)
     try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise ConfigError(
-                "{file} is larger than {limit} bytes: not a recipe.", file=shown, limit=LARGEST_FILE_BYTES
-            )
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = file_bytes(path, LARGEST_FILE_BYTES).decode("utf-8-sig")
+    except OSError as error:
         raise ConfigError("cannot read {file}: {reason}", file=shown, reason=error) from error
+    except ValueError as error:
+        raise ConfigError("{file}: {reason}", file=shown, reason=error) from error
     return parse(text, shown, kind)
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import glob
 import hashlib
 import importlib.util
-import json
 import math
 import os
 import platform
@@ -32,7 +31,7 @@ from urllib.parse import urlsplit
 from toolkit.config import files, schema, validate
 from toolkit.config.load import LoadedConfig, as_typed, replace
 from toolkit.disk import try_lock
-from toolkit.messages import ConfigError, LaunchError, did_you_mean, joined, raise_all, say, tr
+from toolkit.messages import ConfigError, LaunchError, did_you_mean, file_bytes, joined, parsed_json, raise_all, say, tr
 
 
 def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
@@ -232,7 +231,7 @@ def check_positions(loaded: LoadedConfig) -> None:
     else:
         file = Path(cfg.model.path) / "config.json"
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = parsed_json(file_bytes(file))
         except (OSError, ValueError):  # reported by what loads the model
             return
         limit = position_limit(config) if isinstance(config, dict) else None

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.data.tokenize_workers import Part
-from toolkit.messages import DataError, reading, tr
+from toolkit.messages import DataError, file_bytes, parsed_json, reading, tr
 
 if TYPE_CHECKING:
     import datasets
@@ -313,7 +313,7 @@ class CacheIndex:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a cache."""
-    manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest: dict[str, Any] = parsed_json(file_bytes(folder / MANIFEST))
     return manifest
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from toolkit import messages
 from toolkit.config import load, mesh, rule_tables, schema
+from toolkit.config.files import LARGEST_FILE_BYTES
 from toolkit.engine import ds_config
-from toolkit.messages import ConfigError, Problems, reason_of, tr
+from toolkit.messages import ConfigError, Problems, file_bytes, parsed_json, reason_of, tr
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTOTP = "tensor_parallel.autotp_size"
@@ -553,8 +554,8 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
     sentence about what DeepSpeed ignores or has renamed.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        values = json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})
+        text = file_bytes(Path(path), LARGEST_FILE_BYTES).decode("utf-8-sig")
+        values = _without_nulls(parsed_json(text))
     except OSError as error:
         raise ConfigError(
             "deepspeed_json = {path} cannot be read: {reason}", path=path, reason=error.strerror or error
@@ -580,6 +581,15 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
         problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {ds_config.wrong_name(key)}"), key)
     problems.raise_all()
     return values, where, notes
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return what a DeepSpeed JSON gives; ValueError for an infinite number, which no key takes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(tr("{value} is no number", value="Infinity"))
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _lines_of_keys(text: str, path: str) -> dict[str, str]:

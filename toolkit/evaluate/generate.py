@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from toolkit.config import mesh, preflight, schema
+from toolkit.config import files, mesh, preflight, schema
 from toolkit.data import formats, readers, sources
 from toolkit.disk import lock_or_warn, sha256, write_atomically
 from toolkit.distributed.process_group import on_rank0, rank
@@ -413,11 +412,10 @@ class RowQuestion:
 
 def question_source(path: str, row_format: schema.RowFormat, columns: str) -> schema.SourceConfig:
     """Return questions as a data source; `columns` is YAML such as `{prompt: question}`."""
-    try:
-        names = yaml.safe_load(columns)
-    except yaml.YAMLError:
-        names = None
-    if not isinstance(names, dict) or not all(isinstance(value, str) for value in names.values()):
+    names = None
+    with contextlib.suppress(ConfigError):
+        names = files.parse(columns, "columns").values
+    if names is None or not all(isinstance(value, str) for value in names.values()):
         raise ConfigError("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=columns)
     source = schema.SourceConfig(path=path, format=row_format, columns=names)
     if sentence := preflight.check_columns(source, "input"):

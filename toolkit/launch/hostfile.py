@@ -5,6 +5,7 @@ Also Slurm's list of nodes, which GPUs take part as DeepSpeed's launcher chooses
 
 import ipaddress
 import itertools
+import math
 import os
 import re
 import socket
@@ -17,15 +18,23 @@ import psutil
 from toolkit.config import preflight
 from toolkit.messages import LaunchError, did_you_mean, joined, tr
 
-HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")  # as long as names in DNS may be
+_SLOTS = re.compile(r"[1-9][0-9]{0,3}")
+_MOST_HOSTS = 100_000
+_LONGEST_SHOWN, _MOST_DIGITS = 80, 9
+_LARGEST_FILE_BYTES = 16 << 20
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\S+)")
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
     """Return host -> slots of a hostfile, in its order."""
     try:
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:  # which may be a pipe: hostfile=<(command)
+            content = file.read(_LARGEST_FILE_BYTES + 1)
+        if len(content) > _LARGEST_FILE_BYTES:
+            raise ValueError(tr("it has more than {most} bytes", most=f"{_LARGEST_FILE_BYTES:,}"))
+        text = content.decode("utf-8")
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise LaunchError(
             "the hostfile {path} cannot be read: {reason}. DeepSpeed alone would train on this machine only. "
@@ -52,17 +61,21 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
         found = LINE.fullmatch(content)
         if not found:
             raise LaunchError(
-                "{place}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.", place=place, content=content
+                "{place}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.",
+                place=place,
+                content=_shortened(content),
             )
         host, slots = found["host"], found["slots"]
         if not HOST.fullmatch(host):
             raise LaunchError(
-                "{place}: '{host}' is no host name: letters, digits, '.', '_' and '-' only, and no '-' in front.",
+                "{place}: '{host}' is no host name: up to 253 letters, digits, '.', '_' and '-', and no '-' in front.",
                 place=place,
-                host=host,
+                host=_shortened(host),
             )
-        if not re.fullmatch(r"[1-9][0-9]*", slots):
-            raise LaunchError("{place}: slots={slots} is no positive whole number of GPUs.", place=place, slots=slots)
+        if not _SLOTS.fullmatch(slots):
+            raise LaunchError(
+                "{place}: slots={slots} is no number of GPUs from 1 to 9999.", place=place, slots=_shortened(slots)
+            )
         if host in hosts:
             raise LaunchError(
                 "{place}: {host} is listed twice: give all its slots in one line.", place=place, host=host
@@ -71,6 +84,10 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
     if not hosts:
         raise LaunchError("{path} lists no host: write lines like `node1 slots=8`.", path=path)
     return hosts
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 Resources = dict[str, list[int]]
@@ -132,8 +149,8 @@ def whole_number(options: Mapping[str, str], name: str) -> int | None:
     value = options.get(name, "-1")
     if value == "-1":
         return None
-    if not value.isdecimal() or not int(value):
-        raise LaunchError("{name} {value}: write a positive whole number.", name=name, value=value)
+    if not value.isdecimal() or len(value) > _MOST_DIGITS or not int(value):
+        raise LaunchError("{name} {value}: write a positive whole number.", name=name, value=_shortened(value))
     return int(value)
 
 
@@ -150,7 +167,8 @@ def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
                 )
             )
         numbers = gpus.split(",") if colon else []
-        wrong = [number for number in numbers if not number.strip().isdecimal() or int(number) not in there[host]]
+        known = {str(gpu) for gpu in there[host]}
+        wrong = [number for number in numbers if (number.strip().lstrip("0") or number.strip()[-1:]) not in known]
         if wrong:
             raise LaunchError(
                 "{option} {part}: {host} has no GPU {wrong}; its slots are 0 to {last}. Write HOST or HOST:0,1.",
@@ -228,12 +246,12 @@ def is_here(host: str) -> bool:
 
 # A name with ranges: letters between brackets, and in them numbers or ranges of numbers, separated by commas.
 _ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 
 
 def expand_nodes(nodes: str) -> list[str]:
     """Return the hosts of a list such as gpu[01-03,07],login1, in its order, as `scontrol show hostnames` does."""
-    wrong = LaunchError("'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=nodes)
+    wrong = LaunchError("'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=_shortened(nodes))
     items = _ITEM.findall(nodes)
     if not items or ",".join(items) != nodes.strip():
         raise wrong
@@ -244,8 +262,10 @@ def expand_nodes(nodes: str) -> list[str]:
             choices.append([] if place % 2 else [part])
             for numbers in part.split(",") if place % 2 else ():
                 match = _RANGE.fullmatch(numbers)
-                if not match or (match[2] and int(match[2]) < int(match[1])):
+                if not match or not 0 <= int(match[2] or match[1]) - int(match[1]) < _MOST_HOSTS:
                     raise wrong
                 choices[-1] += [f"{n:0{len(match[1])}}" for n in range(int(match[1]), int(match[2] or match[1]) + 1)]
+        if len(hosts) + math.prod(map(len, choices)) > _MOST_HOSTS:
+            raise wrong
         hosts += map("".join, itertools.product(*choices))
     return hosts

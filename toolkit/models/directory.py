@@ -6,7 +6,6 @@ answer on stdin, and `GlmForCausalLM.from_pretrained` silently build a random mo
 
 import fcntl
 import hashlib
-import json
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 
 from toolkit.config.schema import Family, Init, ModelConfig, TuningMethod
-from toolkit.messages import ConfigError, ModelError, json_object, reading, tr
+from toolkit.messages import LARGEST_JSON_BYTES, ConfigError, ModelError, json_object, parsed_json, reading, tr
 
 
 class Architecture(str, Enum):
@@ -324,10 +323,10 @@ def _check_safetensors(file: Path, size: int) -> None:
     """Read a safetensors file's header: half a download is reported at once, and so is a damaged one."""
     with file.open("rb") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")
-        if size < 8 or header_bytes > size - 8:
+        if size < 8 or header_bytes > min(size - 8, LARGEST_JSON_BYTES):
             raise ModelError("{file} is cut short ({size} bytes): download it again.", file=file, size=size)
         with reading(file, ModelError, tr("Download it again.")):
-            header = json.loads(handle.read(header_bytes))
+            header = parsed_json(handle.read(header_bytes))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             expected = 8 + header_bytes + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
     if size != expected:
@@ -457,6 +456,11 @@ _SIZES = {
     **dict.fromkeys(("pre_seq_len", "num_virtual_tokens"), (0, 1 << 20)),
     "r": (1, 1 << 16),
 }
+_FRACTIONS = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps"), (0, 1)),
+    **dict.fromkeys(("rope_theta", "rope_ratio", "initializer_range"), (0, 1e12)),
+}
+"""The same for numbers that need not be whole: with others, every output is NaN."""
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size")
 _MOST_GROWTH = 100
 """Times its length that a tokenizer's normalizer, or its decoder, may make a text; NFKD makes some characters 18."""
@@ -481,6 +485,19 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
                         least=least,
                         most=f"{most:,}",
                     )
+        for key, (low, high) in _FRACTIONS.items():
+            value = section.get(key)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and low <= value <= high):
+                raise ModelError(
+                    "{file}: {key} = {value} is not a number from {least} to {most}. Correct it, or download the file "
+                    "again.",
+                    file=file,
+                    key=key,
+                    value=repr(value)[:40],
+                    least=low,
+                    most=f"{high:,.0f}",
+                )
 
 
 def check_growth(file: Path) -> None:

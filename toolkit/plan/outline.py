@@ -23,7 +23,7 @@ from typing import Any
 
 from toolkit import children, disk
 from toolkit.config import files, mesh, schema
-from toolkit.messages import ConfigError, ModelError, did_you_mean, joined, say, tr
+from toolkit.messages import ConfigError, ModelError, did_you_mean, file_bytes, joined, parsed_json, say, tr
 
 Shapes = dict[str, tuple[int, ...]]
 Sizes = dict[str, int]
@@ -659,7 +659,7 @@ def config_of(cfg: schema.RunConfig) -> dict[str, Any]:
             known=", ".join(published_models()),
         )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parsed_json(file_bytes(file))
         if not isinstance(config, dict):
             raise ValueError("[]")
     except (ValueError, OSError) as error:

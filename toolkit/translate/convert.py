@@ -13,7 +13,7 @@ import yaml
 from toolkit.config import files, mesh, rule_tables, rules, schema
 from toolkit.config.load import JSON, LoadedConfig, escaped, load, replace, to_plain
 from toolkit.engine import ds_config, ds_import
-from toolkit.messages import ConfigError, did_you_mean, joined, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, parsed_json, tr
 from toolkit.secrets import hide_all
 from toolkit.translate import programs, read
 
@@ -121,8 +121,8 @@ def _named_json(given: read.ForeignConfig, folder: Path, notes: list[str]) -> st
     named = given.get("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
         try:
-            named = json.loads(named)
-        except json.JSONDecodeError as error:
+            named = parsed_json(named)
+        except ValueError as error:
             place = given.place("deepspeed")
             raise ConfigError("{place}: deepspeed is no JSON: {reason}", place=place, reason=error) from error
     if isinstance(named, dict):

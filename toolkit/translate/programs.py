@@ -1,13 +1,12 @@
 """What the arguments of transformers' Trainer, of LLaMA-Factory and of the ChatGLM repositories become in a recipe."""
 
-import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import files, rule_tables, schema, validate
-from toolkit.messages import ConfigError, did_you_mean, joined, tr
+from toolkit.messages import ConfigError, did_you_mean, joined, json_object, parsed_json, tr
 from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, HF_NAME, ForeignConfig, names_of, sentence, typed
 
 _LR_END = 1e-7
@@ -114,9 +113,9 @@ def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> 
     values: Any = given.get("lr_scheduler_kwargs") or {}
     if isinstance(values, str):
         try:
-            values = json.loads(values)
-        except json.JSONDecodeError as error:
-            raise ConfigError("{place} is no JSON object: {reason}", place=place, reason=error.msg) from error
+            values = parsed_json(values)
+        except ValueError as error:
+            raise ConfigError("{place} is no JSON object: {reason}", place=place, reason=error) from error
     values = values if isinstance(values, dict) else {}
 
     def put(ours: str, theirs: str, kind: type, default: Any = None, divide_by: float = 1.0) -> None:
@@ -451,11 +450,8 @@ def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) 
             )
         )
         return []
-    try:
-        info = json.loads((base / INFO).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError("cannot read {file}: {reason}", file=base / INFO, reason=error) from error
-    if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
+    info = json_object(base / INFO, ConfigError)
+    if not all(isinstance(entry, dict) for entry in info.values()):
         raise ConfigError("{file} must be an object of objects, {{name: {{…}}}}.", file=base / INFO)
     found = []
     for item in sets:

@@ -3,7 +3,6 @@
 Shell scripts are read, not executed, without the environment: what only a shell could say is an error where needed.
 """
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.config import files
-from toolkit.messages import ConfigError, did_you_mean, joined, read_table, tr, translated
+from toolkit.messages import ConfigError, did_you_mean, file_bytes, joined, parsed_json, read_table, tr, translated
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +326,8 @@ def _read(path: Path) -> ForeignConfig | None:
             known=", ".join(_SUFFIXES),
         )
     try:
-        if path.stat().st_size > files.LARGEST_FILE_BYTES:
-            raise ConfigError("{file} is larger than {limit} bytes.", file=path, limit=files.LARGEST_FILE_BYTES)
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = file_bytes(path, files.LARGEST_FILE_BYTES).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
         raise ConfigError("cannot read {file}: {reason}", file=path, reason=error) from error
     lines: dict[str, int] = {}
     world_size, script, accelerate = None, "", dict[str, str]()
@@ -373,15 +370,9 @@ def _read(path: Path) -> ForeignConfig | None:
 
 
 def _json(text: str, path: Path) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for name, _ in pairs:
-            if [other for other, _ in pairs].count(name) > 1:
-                raise ConfigError("{file}: the key '{key}' stands twice.", file=path, key=name)
-        return dict(pairs)
-
     try:
-        values = json.loads(text, object_pairs_hook=once)
-    except (json.JSONDecodeError, RecursionError) as error:
+        values = parsed_json(text, once=True)
+    except ValueError as error:
         raise ConfigError("{file} is no JSON: {reason}", file=path, reason=error) from error
     if not isinstance(values, dict):
         raise ConfigError("{file} must hold an object, {{...}}.", file=path)

@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
-from toolkit.messages import ModelError
+from toolkit.messages import ModelError, file_bytes, parsed_json
 from toolkit.models.chatglm import formats
-from toolkit.models.directory import TOKENIZER_CODE, architecture_of, named_family, read_text
+from toolkit.models.directory import TOKENIZER_CODE, architecture_of, named_family
 
 _COMMANDS = ["[MASK]", "[gMASK]", "[sMASK]", formats.SOP, formats.EOP]
 _ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
@@ -187,8 +187,8 @@ def image_tokens(vocabulary: Path) -> int:
 def read_json(file: Path) -> dict[str, Any]:
     """Return a JSON object, {} if there is none; a damaged one is reported by whoever needs it."""
     try:
-        value = json.loads(read_text(file))
-    except (ValueError, RecursionError):
+        value = parsed_json(file_bytes(file))
+    except (ValueError, OSError):
         return {}
     return value if isinstance(value, dict) else {}
 
