@@ -19,6 +19,12 @@ _learned: set[str] = set()
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _CONFIG_NAME = re.compile(r"(?:^|_)(?:api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 """Of the config's own keys none is one of these; such as ds_extra.comet.api_key."""
+_WORD = re.compile(
+    r"((?<![\w.])\w+(?:\.\w+)*\.(?:\w+_)?(?:api_?key|token|secret|password|passwd|credentials?)=)"
+    r"(?:'[^']*'|\"[^\"]*\"|[^\s'\",}\]]+)",
+    re.IGNORECASE,
+)
+"""Of a command line, such as ds_extra.comet.api_key=…: by its key alone, as no config may have been read yet."""
 _LEAST_LENGTH = 8
 _COMMON = {"disabled", "required", "optional", "password", "changeme", "undefined", "localhost"}
 """Values that hide nothing, and would be missed everywhere."""
@@ -50,6 +56,22 @@ def hide_all(value: Any) -> Any:
     return _hidden(value, _secrets())
 
 
+def hide_word(word: str) -> str:
+    """Return a word of a command line, KEY=VALUE or any other, without secrets: none at all of a key that is one."""
+    key, equals, value = word.partition("=")
+    section, _, name = key.lstrip("+").rpartition(".")
+    is_variable = section == "launch.env" and is_under_secret_name(name, value)
+    if equals and (is_variable or _is_named(name, value)):
+        _learn({name: value})
+        return f"{key}={MASK}"
+    return hide(word)
+
+
+def learn_from(config: Any) -> None:
+    """From now on hide the secrets among a config's keys, wherever they come up."""
+    _learn(config)
+
+
 def learn(value: str) -> None:
     """From now on hide a value, whatever its variable's name; not one that is short, or says where something lies."""
     if _is_secret(value):
@@ -70,9 +92,13 @@ def _hidden(value: Any, secrets: list[str]) -> Any:
             if begin >= end:  # where two overlap all of both is hidden, or a rest would be seen
                 shown += value[end:begin] + MASK
             end = max(end, last)
-        return _PARAMETER.sub(rf"\1{MASK}", _URL.sub(rf"\1\2{MASK}@", shown + value[end:]))
+        shown = _PARAMETER.sub(rf"\1{MASK}", _URL.sub(rf"\1\2{MASK}@", shown + value[end:]))
+        return _WORD.sub(rf"\1{MASK}", shown)
     if isinstance(value, dict):
-        return {_hidden(name, secrets): _hidden(item, secrets) for name, item in value.items()}
+        return {
+            _hidden(name, secrets): MASK if _is_named(name, item) else _hidden(item, secrets)
+            for name, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return type(value)(_hidden(item, secrets) for item in value)
     return value
@@ -88,6 +114,12 @@ def _learn(value: Any) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _learn(item)
+
+
+def _is_named(name: Any, value: Any) -> bool:
+    """Whether a config's key says that a text is a secret, however short; a switch or a path that exists is none."""
+    is_text = isinstance(value, str) and value.lower() not in _SWITCHES
+    return is_text and _CONFIG_NAME.search(str(name)) is not None and not os.path.exists(value)
 
 
 def are_same(left: Any, right: Any) -> bool:

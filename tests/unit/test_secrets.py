@@ -2,14 +2,17 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from toolkit.config.load import load
 from toolkit.export.model import TunedPart
+from toolkit.jobs import launch
 from toolkit.messages import ConfigError, tr
 from toolkit.models.adapters import base_of
-from toolkit.secrets import HidingFilter, are_same, hide, hide_all, learn
+from toolkit.secrets import HidingFilter, are_same, hide, hide_all, hide_word, learn
 from toolkit.train.checkpointer import check_changes, differences
 
 PASSWORD = "pa\"ss\\wörd'1"
@@ -112,3 +115,46 @@ def test_of_secrets_that_overlap_nothing_is_seen() -> None:
     learn("sk-abcdefghijklmnop1234.and+more")
     assert hide("use hf_abcdefghijklmnopqrst now") == "use *** now"
     assert hide("sk-abcdefghijklmnop1234.and+more!") == "***!"
+
+
+WORDS = {
+    "ds_extra.comet.api_key=shrt": "ds_extra.comet.api_key=***",
+    "+ds_extra.comet.api_key='a b'": "+ds_extra.comet.api_key=***",
+    "launch.env.MY_TOKEN=abc": "launch.env.MY_TOKEN=***",
+    "run.name=token": "run.name=token",
+    "optim.lr=1e-3": "optim.lr=1e-3",
+    "recipe=chatglm": "recipe=chatglm",
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_of_a_command_line(word: str) -> None:
+    assert hide_word(word) == WORDS[word]
+
+
+def test_a_command_within_a_text() -> None:
+    """However short: nothing has been learned of it, as no config was read."""
+    text = "Starts: deepspeed run.py 'ds_extra.comet.api_key=sh rt' a.api_key=shrt, b.password=\"x y\" model.eos_token"
+    shown = hide(text)
+    assert "shrt" not in shown and "x y" not in shown and "=sh" not in shown
+    assert shown.startswith("Starts: deepspeed run.py ") and shown.endswith(" model.eos_token")
+
+
+def test_keys_of_a_config_hide_short_values_too() -> None:
+    hidden = {"comet": {"api_key": "***", "workspace": "me", "token": "", "password": "***"}}
+    assert hide_all({"comet": {"api_key": "abc", "workspace": "me", "token": "", "password": "***"}}) == hidden
+
+
+def test_a_config_that_was_read_has_told_its_secrets() -> None:
+    """Wherever they are typed, such as within braces."""
+    load(["recipe=quickstart", "ds_extra={comet: {api_key: longenoughtohide1}}"])
+    assert hide("deepspeed run.py ds_extra={comet:{api_key:longenoughtohide1}}").endswith("{api_key:***}}")
+
+
+def test_the_launchers_command_is_shown_without_secrets(said: list[str]) -> None:
+    cfg = load(["recipe=quickstart"]).cfg
+    words = ["recipe=quickstart", "ds_extra.comet.api_key=shrt"]
+    nodes = SimpleNamespace(hosts={"localhost": [0]}, options={}, cfg=cfg, typed=[], words=words)
+    command, _ = launch._command(nodes)
+    assert any("shrt" in word for word in command)
+    assert not any("shrt" in line for line in said) and any("api_key=***" in line for line in said)

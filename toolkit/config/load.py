@@ -33,7 +33,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from toolkit.config import files, schema
 from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
 from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, tr
-from toolkit.secrets import hide_all
+from toolkit.secrets import hide_all, learn_from
 
 JSON, TYPED = 500, 1000
 """Layers of a user's DeepSpeed JSON and of the command line; recipes count from 1."""
@@ -161,6 +161,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
         if isinstance(error, InterpolationResolutionError):
             reason = joined(reason, tr("Where ${{ is meant as it stands, write \\${{."))
         raise ConfigError(reason) from error
+    learn_from(tree)
     if problems is None:
         found.raise_all()
     _follow(loaded)

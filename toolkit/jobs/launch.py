@@ -135,7 +135,7 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
     # variable says the same.
     program = [str(SCRIPT)] if SCRIPT.is_file() else ["--module", "--no_local_rank", "toolkit", "train"]
     command += [*program, *deepspeed.quoted_words(hosts, options, nodes.words)]
-    say("Starts:  {command}", command=shlex.join(["deepspeed", *command[3:]]))
+    say("Starts:  {command}", command=shlex.join(["deepspeed", *map(secrets.hide_word, command[3:])]))
     return command, environ
 
 

@@ -61,7 +61,7 @@ class RoundsPlan:
     def settings(self) -> dict[str, Any]:
         """Return what must be the same when the command is typed again; the number of rounds may grow."""
         return {
-            "words": [secrets.hide(word) for word in self._settings()],
+            "words": [secrets.hide_word(word) for word in self._settings()],
             "prompts": disk.sha256(self.prompts),
             "reward": asdict(self.reward),
             "generate": self.generate,
@@ -187,7 +187,7 @@ def _call_all(
             "a step of the rounds failed with exit code {code}; its message is above. The same command resumes. "
             "Step: {command}",
             code=code,
-            command=secrets.hide(shlex.join(command[1:6])),
+            command=shlex.join(map(secrets.hide_word, command[1:6])),
         )
 
 

@@ -136,7 +136,7 @@ class SweepPlan:
             found = messages.Problems()
             configs.append(found.attempt(self._compose, job, found) or schema.RunConfig())
             for error in found.errors:
-                wrong.setdefault(str(error), []).append(secrets.hide(" ".join(job)))
+                wrong.setdefault(str(error), []).append(" ".join(map(secrets.hide_word, job)))
         for sentence, names in wrong.items():
             of_all = len(names) == len(jobs) > 1 or not names[0]
             problems.add(messages.ConfigError(sentence if of_all else f"{names[0]}: {sentence}"))
@@ -234,7 +234,8 @@ def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -
                 messages.ConfigError
             ) as error:  # a combination that the checks reject has failed, and nothing is started
                 say(f"[{number + 1}/{most}] " + tr("skipped: {reason}", reason=error))
-                job = SweepJob(name=f"trial-{number:03}", words=[secrets.hide(word) for word in special], trial=number)
+                shown = [secrets.hide_word(word) for word in special]
+                job = SweepJob(name=f"trial-{number:03}", words=shown, trial=number)
                 job.state, job.exit_code = FAILED, messages.ConfigError.exit_code
                 sweep.jobs = [*(other for other in sweep.jobs if other.name != job.name), job]
                 sweep.save()
@@ -277,7 +278,7 @@ def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.Run
         direction="minimize" if metric.endswith(_LOWER_IS_BETTER) else "maximize",
         load_if_exists=True,
     )
-    words = [secrets.hide(word) for word in sorted(map(str, plan.axes))]
+    words = [secrets.hide_word(word) for word in sorted(map(str, plan.axes))]
     now = {"metric": metric, "axes": words, "config": new_job([], first).config}
     then = study.user_attrs.get("began with")
     if then is None:
@@ -361,7 +362,7 @@ def sweep_dir(plan: SweepPlan, cfg: schema.RunConfig) -> Path:
 
 def typed_command(words: Sequence[str], command: str = "sweep") -> str:
     """Return the command as it was typed, without secrets."""
-    return secrets.hide(shlex.join(["toolkit", command, *words]))
+    return shlex.join(["toolkit", command, *map(secrets.hide_word, words)])
 
 
 def new_job(words: Sequence[str], cfg: schema.RunConfig, trial: int | None = None) -> SweepJob:
@@ -369,7 +370,7 @@ def new_job(words: Sequence[str], cfg: schema.RunConfig, trial: int | None = Non
     nowhere = replace(cfg, language="", run=replace(cfg.run, name="", dir=""))
     config = hashlib.sha256(load.to_yaml(nowhere).encode()).hexdigest()[:16]
     name = job_name(words) if trial is None else f"trial-{trial:03}"
-    return SweepJob(name=name, words=[secrets.hide(word) for word in words], config=config, trial=trial)
+    return SweepJob(name=name, words=[secrets.hide_word(word) for word in words], config=config, trial=trial)
 
 
 def job_name(words: Sequence[str]) -> str:

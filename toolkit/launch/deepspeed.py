@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -212,7 +211,7 @@ def typed_command(argv: Sequence[str] | None = None) -> list[str]:
         words = _launcher_words(line) or words
     if not words:
         words = ["python", *environment.strip_launcher_arguments(sys.argv if argv is None else argv)]
-    return [_masked(word) for word in words]
+    return [secrets.hide_word(word) for word in words]
 
 
 def _launcher_words(words: list[str]) -> list[str]:
@@ -225,17 +224,6 @@ def _launcher_words(words: list[str]) -> list[str]:
         if name == "toolkit" and words[place + 1 : place + 2] in (["launch"], ["train"]):
             return [name, *words[place + 1 :]]
     return []
-
-
-def _masked(word: str) -> str:
-    name, equals, value = word.partition("=")
-    if not equals:
-        return str(secrets.hide_all(word))
-    section, _, last = name.lstrip("+").rpartition(".")
-    if section == "launch.env" and secrets.is_under_secret_name(last, value):
-        return f"{name}={secrets.MASK}"
-    found: dict[str, Any] = secrets.hide_all({last: value, "": word})
-    return str(found[""])  # what is a secret by its key's name has been learned meanwhile
 
 
 _BACKENDS = {
