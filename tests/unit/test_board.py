@@ -1,9 +1,15 @@
 """The board's routes: who may ask, what is answered, and that nothing is overwritten."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +22,7 @@ from tests.unit.fake_runs import HOSTILE, fake_run
 from toolkit import children
 from toolkit.config.load import load, to_plain
 from toolkit.config.schema import RunConfig, leaves
+from toolkit.jobs import board
 from toolkit.jobs.board import Board, Launches, application
 from toolkit.messages import current_language, set_language
 from toolkit.report.page import commands
@@ -281,3 +288,95 @@ def test_no_model_is_loaded_unasked(client: TestClient) -> None:
     assert "error" in ask(client, "open", path="nowhere")
     assert client.post("/do/nothing", json={}).status_code == 404
     assert client.post("/do/runs", content=b"[]").status_code == 400
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "FAILED", "config.yaml", "logs/starts.jsonl"])
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_run_blocks_nothing(name: str, folder: Path, client: TestClient) -> None:
+    """Reading one waits for ever for who writes into it; so the board stood still, and could not be ended either."""
+    (folder / "runs" / "a" / "logs").mkdir(parents=True)
+    (folder / "runs" / "a" / "data.json").touch()
+    for other in {"config.yaml", "metrics.jsonl"} - {name}:
+        (folder / "runs" / "a" / other).touch()
+    os.mkfifo(folder / "runs" / "a" / name)
+    [row] = ask(client, "runs")["rows"]
+    assert row["run"] == "a"
+    assert (name == "metrics.jsonl") == ("metrics.jsonl cannot be read: it is no file" in str(row["cells"]))
+
+
+@pytest.mark.timeout(60)
+def test_a_run_whose_file_server_stands_still_holds_up_no_other(
+    folder: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, real, asked = threading.Event(), board.read_run, list[Path]()
+
+    def read(path: Path) -> Any:
+        asked.append(path)
+        if path.name == "far":
+            answers.wait()
+        return real(path)
+
+    for name in ("far", "near"):
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    monkeypatch.setattr(board, "read_run", read)
+    monkeypatch.setattr(board, "_ROW_S", 0.2)
+    monkeypatch.setattr(board, "_READING_S", 2.0)
+    for _ in range(3):
+        rows = {row["run"]: row for row in ask(client, "runs")["rows"]}
+        assert "far does not answer for 0.2 s: its disk or file server may be gone." in str(rows["far"]["cells"])
+        assert "near" in rows["near"]["cells"]
+    assert [path.name for path in asked].count("far") == 1, "one thread waits"
+    report = client.get("/report?run=far")
+    assert report.status_code == 400 and "runs does not answer for 2 s" in report.text
+    answers.set()
+    until = time.monotonic() + 20
+    while "does not answer" in str(rows["far"]["cells"]) and time.monotonic() < until:
+        rows = {row["run"]: row for row in ask(client, "runs")["rows"]}
+    assert "far" in rows["far"]["cells"]
+
+
+@pytest.mark.parametrize("host", ["[::1", "[", "]:80", "127.0.0.1:x"])
+def test_a_host_that_is_none_is_rejected(host: str, client: TestClient) -> None:
+    assert client.get("/", headers={"host": host}).status_code == 403 or host == "127.0.0.1:x"
+    assert client.get("/", headers={"origin": f"http://{host}"}).status_code == 403
+
+
+def test_what_is_asked_may_be_no_json(client: TestClient) -> None:
+    for body in ("[" * 100_000, "NaN", "[]", ""):
+        assert client.post("/do/runs", content=body).status_code == 400
+
+
+STALLED = """
+import sys, time
+from pathlib import Path
+from toolkit.jobs import board
+board.read_run = lambda path: (print("reads", flush=True), time.sleep(600))
+board.serve(Path("runs"), 0)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_signal_ends_the_board_while_a_file_server_stands_still(folder: Path) -> None:
+    (folder / "runs" / "far").mkdir(parents=True)
+    (folder / "runs" / "far" / "metrics.jsonl").touch()
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen([sys.executable, "-c", STALLED], env=environ, stdout=subprocess.PIPE, text=True)
+    with contextlib.closing(cast("Any", process.stdout)) as output:
+        try:
+            address = next(line.strip() for line in output if "http://" in line)
+            server, _, token = address.partition("/?token=")
+            cookie = f"board-{server.rpartition(':')[2]}={token}"
+            request = urllib.request.Request(f"{server}/report?run=far", headers={"Cookie": cookie})
+
+            def ask_for_report() -> None:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(request, timeout=60).close()
+
+            threading.Thread(target=ask_for_report, daemon=True).start()
+            assert output.readline() == "reads\n"
+            process.terminate()
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+            process.wait()

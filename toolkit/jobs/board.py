@@ -15,15 +15,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import jinja2
 import psutil
@@ -44,7 +45,7 @@ from toolkit.plan import layouts, speed
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of
 from toolkit.report import figures, page
-from toolkit.report.run import distinct_names, is_run, is_worked_on, read_run
+from toolkit.report.run import answered, distinct_names, is_run, is_worked_on, no_answer, read_run
 from toolkit.secrets import hide
 from toolkit.translate.convert import inline
 
@@ -70,6 +71,9 @@ _STAMPED = ("metrics.jsonl", "DONE", "FAILED", "config.yaml", "data.json")
 """Files of a run by which a change is seen."""
 _LOG_BYTES = 64 << 10
 """Of the end of a log that is shown."""
+_ROW_S, _READING_S, _WORKING_S = 5.0, 30.0, 600.0
+"""How long a run, all of them or a report, and anything else may take: a file server may not answer any more."""
+_READING = ("runs", "log", "report")
 Given = Mapping[str, Any]
 """What the page sends; of a recipe `base`, its name, `groups` and `values` by name and key, `gpus` to plan for."""
 
@@ -84,6 +88,8 @@ class Board:
         self.owed = 0
         """Answers that the model has not ended yet."""
         self._rows: dict[Path, tuple[object, list[str], str]] = {}
+        self._waiting: set[Path] = set()
+        """Runs that are still being read, as their file server does not answer: no second thread waits for them."""
         self.actions: dict[str, Callable[[Given], Mapping[str, Any]]] = {
             "runs": self.list_runs,
             "log": self.log,
@@ -114,7 +120,7 @@ class Board:
         blank = [page.NONE] * (len(heads) - 2)
         for name, path in found.items():
             try:
-                stamp, cells, state = self._row(path)
+                stamp, cells, state = self._row_in_time(path)
             except (OSError, messages.RunFolderError) as error:  # another user's, perhaps: the others are shown
                 stamp, cells, state = [0.0], [name, hide(str(error)), *blank], "failed"
             is_alive = state == "running" or self.launches.is_alive(name)
@@ -127,6 +133,18 @@ class Board:
             rows.append((self.launches.started(name), row | {"has_log": True, "is_alive": is_alive}))
         rows.sort(key=lambda pair: -pair[0])
         return {"heads": heads, "rows": [row for _, row in rows]}
+
+    def _row_in_time(self, path: Path) -> tuple[list[float], list[str], str]:
+        def read() -> tuple[list[float], list[str], str]:
+            try:
+                return self._row(path)
+            finally:
+                self._waiting.discard(path)
+
+        if path in self._waiting:
+            raise no_answer(path, _ROW_S)
+        self._waiting.add(path)
+        return answered(read, path, _ROW_S)
 
     def _row(self, path: Path) -> tuple[list[float], list[str], str]:
         """Return when a run's files changed, its figures and its state; what has not changed is not read again."""
@@ -250,8 +268,8 @@ class Guard:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         known = request.query_params.get("token") if scope["path"] == "/" else None
         known = known or request.cookies.get(self.cookie, "")
-        may = urlsplit(f"//{host}").hostname in HOSTS and hmac.compare_digest(known.encode(), self.token.encode())
-        if origin and urlsplit(origin).netloc != host:  # another page, which the browser gave the cookie along
+        may = _parts(f"//{host}").hostname in HOSTS and hmac.compare_digest(known.encode(), self.token.encode())
+        if origin and _parts(origin).netloc != host:  # another page, which the browser gave the cookie along
             may = False
 
         async def with_headers(message: MutableMapping[str, Any]) -> None:
@@ -265,13 +283,48 @@ class Guard:
         await (self.app if may else rejected)(scope, receive, with_headers)
 
 
+def _parts(address: str) -> SplitResult:
+    """Return the parts of an address as a browser sends it, none of one that is none: `[::1`."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return urlsplit("")
+
+
+class _Worker:
+    """Does what a page asks for, in threads for which the end of the board does not wait. One at a time, as checking a
+    recipe chooses the language of messages for a moment.
+    """
+
+    def __init__(self, runs: Path) -> None:
+        self.runs, self.turn = runs, asyncio.Lock()
+
+    async def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns; a RunFolderError if its time is over, as a file server does not answer."""
+        seconds, loop = _READING_S if name in _READING else _WORKING_S, asyncio.get_running_loop()
+        outcome: asyncio.Future[Callable[[], Any]] = loop.create_future()
+
+        def run() -> None:
+            result: Future[Any] = Future()
+            try:
+                result.set_result(function(*arguments))
+            except BaseException as error:  # handed on to who waits
+                result.set_exception(error)
+            with suppress(RuntimeError):  # the board has ended
+                loop.call_soon_threadsafe(outcome.set_result, result.result)
+
+        async with self.turn:
+            threading.Thread(target=run, name=name, daemon=True).start()
+            with suppress(asyncio.CancelledError):  # the board ends
+                await asyncio.wait([outcome], timeout=seconds)
+        if not outcome.done():
+            raise no_answer(self.runs, seconds)
+        return outcome.result()()
+
+
 def application(board: Board, token: str, cookie: str) -> Guard:
     """Return the ASGI application."""
-    # One thread, as checking a recipe chooses the language of messages for a moment.
-    worker = ThreadPoolExecutor(1)
-
-    async def work(function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(worker, function, *arguments)
+    work = _Worker(board.runs)
 
     def page(request: Request) -> Response:
         response = HTMLResponse(_page())
@@ -284,7 +337,7 @@ def application(board: Board, token: str, cookie: str) -> Guard:
 
     async def report(request: Request) -> Response:
         try:
-            text = await work(board.report, request.query_params.getlist("run"))
+            text = await work.do("report", board.report, request.query_params.getlist("run"))
         except messages.ToolkitError as error:
             return Response(str(error), status_code=400)
         return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
@@ -292,13 +345,13 @@ def application(board: Board, token: str, cookie: str) -> Guard:
     async def act(request: Request) -> Response:
         name = request.path_params["name"]
         try:
-            given = await request.json()
+            given = messages.parsed_json(await request.body())
             if not isinstance(given, dict):
                 raise ValueError
             if name in board.streams:
                 return StreamingResponse(board.streams[name](given), media_type="text/plain; charset=utf-8")
             if name in board.actions:
-                return JSONResponse(await work(board.actions[name], given))
+                return JSONResponse(await work.do(name, board.actions[name], given))
         except messages.ToolkitError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         except ValueError:

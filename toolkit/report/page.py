@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +28,21 @@ from toolkit.config import files, schema
 from toolkit.config.load import load, to_dict, to_plain
 from toolkit.messages import tr
 from toolkit.report.figures import GIB, NAMES, Drawing, config, draw, events_of, is_own
-from toolkit.report.run import DONE, FAILED, PAGE, RUNNING, Run, Sample, distinct_names, expand_sweeps, read_run
+from toolkit.report.run import (
+    DONE,
+    FAILED,
+    PAGE,
+    RUNNING,
+    Run,
+    Sample,
+    answered,
+    distinct_names,
+    expand_sweeps,
+    read_run,
+)
 
+_READING_S = 600.0
+"""How long a run may take to be read, of `toolkit report`."""
 _MOST_ROWS = 60
 _GOOD, _BAD = "good", "bad"
 NONE = "—"
@@ -651,7 +665,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     real = [path.resolve() for path in folders]
     if twice := [str(path) for path, one in zip(folders, real, strict=True) if real.count(one) > 1]:
         raise messages.ConfigError("{runs}: these are the same run. Name each once.", runs=", ".join(twice))
-    runs = [read_run(path) for path in real]
+    runs = [answered(partial(read_run, path), path, _READING_S) for path in real]
     distinct_names(runs)
     if output is None:
         output = paths[0].resolve() / PAGE if len(paths) == 1 else Path(COMPARISON)

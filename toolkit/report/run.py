@@ -3,28 +3,33 @@
 metrics.jsonl is read once: few groups of rows keep mean, extremes and last value, so that a single spike is seen.
 """
 
+import errno
 import json
 import math
 import os
 import re
 import socket
+import stat
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
-import yaml
 from numpy.typing import NDArray
 
-from toolkit.messages import RunFolderError, printable
+from toolkit.config import files
+from toolkit.messages import ConfigError, RunFolderError, parsed_json, printable, tr
 from toolkit.secrets import hide, hide_all
+
+T = TypeVar("T")
 
 LIMIT = 400
 """Groups that a curve has at least, once there are as many rows; at most twice as many."""
@@ -259,9 +264,48 @@ def read_history(path: Path, from_step: float = 0.0) -> History:
     return history
 
 
+def _opened(path: Path) -> BinaryIO:
+    """Open a file to read; an OSError if it is none, such as a FIFO, which would block."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, tr("it is no file"), str(path))
+    return path.open("rb")
+
+
+def answered(work: Callable[[], T], folder: Path, seconds: float) -> T:
+    """Return what reading a directory gives; a RunFolderError if that takes too long. The thread that reads cannot be
+    ended where a file server does not answer, so nobody waits for it, at the end of the process neither.
+    """
+    results: list[T] = []
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # handed on to the thread that waits
+            problems.append(error)
+
+    thread = threading.Thread(target=run, name=f"reading {folder}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if problems:
+        raise problems[0]
+    if not results:
+        raise no_answer(folder, seconds)
+    return results[0]
+
+
+def no_answer(folder: Path, seconds: float) -> RunFolderError:
+    """Return the error about a directory that cannot be read in time."""
+    return RunFolderError(
+        "{folder} does not answer for {seconds} s: its disk or file server may be gone.",
+        folder=folder,
+        seconds=f"{seconds:g}",
+    )
+
+
 def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the objects of a file of JSON lines, one in memory at a time; None for a line that is none."""
-    with path.open("rb") as file:
+    with _opened(path) as file:
         while line := file.readline(LONGEST_LINE):
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
                 while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
@@ -459,10 +503,8 @@ def distinct_names(runs: list[Run]) -> None:
 
 def _text(path: Path) -> str:
     """Return a small text file as it may be shown; "" if there is none."""
-    with suppress(OSError):
-        if path.is_file():
-            with path.open("rb") as file:
-                return file.read(_LARGEST_BYTES).decode("utf-8", errors="replace")
+    with suppress(OSError), _opened(path) as file:
+        return file.read(_LARGEST_BYTES).decode("utf-8", errors="replace")
     return ""
 
 
@@ -478,9 +520,9 @@ def _latest(folder: Path, name: str) -> dict[str, Any]:
 def _mapping(path: Path) -> dict[str, Any]:
     """Return what a file of JSON or YAML holds, its secrets hidden; {} if that is no mapping."""
     found: object = {}
-    with suppress(ValueError, RecursionError, yaml.YAMLError):
+    with suppress(ValueError, ConfigError):
         text = _text(path)
-        found = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text or "{}")
+        found = files.parse(text, path.name).values if path.suffix == ".yaml" else parsed_json(text or "{}", nan=True)
     return dict(hide_all(found)) if isinstance(found, dict) else {}
 
 
