@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import astuple
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -131,6 +133,7 @@ def test_a_marker_that_was_put_aside_ends_nobody_where_it_still_seems_to_be_ther
 RANK = """
 import json, os, sys, time
 from dataclasses import astuple
+from datetime import timedelta
 from pathlib import Path
 from toolkit.distributed.failure import run_guarded
 from toolkit.distributed import failure
@@ -438,3 +441,29 @@ def test_text_files_are_read_as_utf8_in_any_locale() -> None:
         timeout=120,
     )
     assert (ran.returncode, ran.stdout.splitlines()[-1:]) == (0, ["True 1"]), ran.stderr
+
+
+def test_a_first_node_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    """torch repeated `gai error` for two minutes; a name that the cluster's DNS learns later is waited for."""
+    asked: list[str] = []
+
+    def resolve(address: str, port: Any) -> list[Any]:
+        asked.append(address)
+        if address == "late" and len(asked) > 3:
+            return []
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(process_group.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(process_group, "_ADDRESS_S", 0.2)
+    monkeypatch.setattr(process_group, "_met", None)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("MASTER_ADDR", "nod1")
+    with pytest.raises(
+        LaunchError, match=r"does not know the first node, MASTER_ADDR = nod1 \(port 29500\): Name or s"
+    ):
+        process_group.meet(timedelta(seconds=60))
+    assert len(said) == 1 and "MASTER_ADDR = nod1 is not known here (Name or service not known): waiting." in said[0]
+    asked.clear()
+    monkeypatch.setenv("MASTER_ADDR", "late")
+    process_group._check_address(3)
+    assert len(asked) == 4

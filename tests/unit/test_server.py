@@ -33,7 +33,7 @@ def asked(path: str, parts: list[bytes]) -> tuple[int, bytes | None]:
 
     asyncio.run(Bounded(app)({"type": "http", "path": path}, receive, send))
     if sent[0]["status"] != 200:
-        assert json.loads(sent[1]["body"])["detail"]
+        assert set(json.loads(sent[1]["body"])["error"]) == {"message", "type", "param", "code"}
     return sent[0]["status"], got[0] if got else None
 
 
@@ -113,3 +113,34 @@ def test_a_temperature_samples(default: bool | None, monkeypatch: pytest.MonkeyP
         found = BaseHandler._build_generation_config(handler, body, GenerationConfig(do_sample=default))
         assert found.do_sample == wanted
         assert found.top_p == 0.9
+
+
+@pytest.mark.parametrize(
+    ("status", "parts", "message", "kind"),
+    [
+        (400, [b'{"detail": "too', b' long"}'], "too long", "invalid_request_error"),
+        (422, [b'{"detail": [{"msg": "no"}]}'], '[{"msg": "no"}]', "invalid_request_error"),
+        (404, [b'{"detail": "Not Found"}'], "Not Found", "invalid_request_error"),
+        (500, [b"Internal Server Error"], "Internal Server Error", "server_error"),
+    ],
+)
+def test_every_error_has_the_form_of_openais(status: int, parts: list[bytes], message: str, kind: str) -> None:
+    """What the server behind answers, FastAPI's {"detail": …}, is not shown by clients."""
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"7")]})
+        for place, part in enumerate(parts):
+            await send({"type": "http.response.body", "body": part, "more_body": place + 1 < len(parts)})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(Bounded(app)({"type": "http", "path": "/v1/chat/completions"}, receive, send))
+    start, body = sent
+    assert start["status"] == status and (b"content-length", b"7") not in start["headers"]
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    assert json.loads(body["body"]) == {"error": error}

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, number, positive_int
 from toolkit.cli import help_of
+from toolkit.config import files
 from toolkit.messages import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ def check_model(given: dict[str, str], usage: str) -> None:
     if not given.get("model.path") and not given.get("adapter"):
         raise ConfigError("{name} is missing: {usage}", name="model.path", usage=usage)
     for name in ("model.path", "adapter"):
-        if given.get(name) and not Path(given[name]).is_dir():
-            raise ModelError("there is no directory {path} ({name}).", path=given[name], name=name)
+        if given.get(name):
+            files.check_directory(Path(given[name]), ModelError, name)
 
 
 def sampling_arguments(given: dict[str, str], max_new_tokens: int) -> "Sampling":

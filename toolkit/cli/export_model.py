@@ -22,12 +22,12 @@ memory at a time, also during the comparison; to compare an adapter, its base mo
 """
 
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, one_of
-from toolkit.messages import ConfigError, ToolkitError, tr
+from toolkit.config import files
+from toolkit.messages import ConfigError, tr
 
 if TYPE_CHECKING:
     from toolkit.models.save import Format
@@ -37,7 +37,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _USAGE = "toolkit export-model PATH output=DIR"
 _OPTIONAL = ("adapter", "merge", "format", "dtype", "max_shard_size", "base", "output", "forward", "model.family")
 _CHOSEN = {"adapter": "adapter", "base": "base", "family": "model.family"}
-"""Parameter of `export_any` -> argument."""
+"""Parameter of `export_verified` -> argument."""
 
 
 def run(words: list[str]) -> None:
@@ -49,6 +49,7 @@ def run(words: list[str]) -> None:
     if size and not re.fullmatch("[1-9][0-9]*[KMGT]B", size):
         raise ConfigError("max_shard_size = {size} is no size such as 500MB or 5GB.", size=size)
     path = Path(given["model.path"])
+    files.check_directory(path)
     if not given.get("output") and not (path / "config.yaml").is_file():  # no run directory
         raise ConfigError("{name} is missing: {usage}", name="output", usage=_USAGE)
     name = "official" if format == "official" else "merged" if merge == "true" else "export"
@@ -57,18 +58,15 @@ def run(words: list[str]) -> None:
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
     import transformers
 
-    from toolkit.export.model import ExportOptions, export_any, verify_logits
+    from toolkit.export.model import ExportOptions
+    from toolkit.export.verified import export_verified
 
     transformers.utils.logging.disable_progress_bar()
     shards = {"max_shard_size": size} if size else {}
     layout: Format = "official" if format == "official" else "hf"
     options = ExportOptions(format=layout, merge=merge == "true", dtype=dtype, **shards)
     chosen = {name: given[word] for name, word in _CHOSEN.items() if word in given}
-    export_any(path, output, options, **chosen)
+    verdict = export_verified(path, output, options, forward=forward == "yes", **chosen)
     print(tr("wrote {folder}.", folder=output))
-    if forward == "yes":
-        try:
-            print("  " + verify_logits(output))
-        except ToolkitError:  # what is wrong does not stay
-            shutil.rmtree(output)
-            raise
+    if verdict:
+        print("  " + verdict)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from toolkit.arguments import named_arguments, one_of
 from toolkit.checkpoint import directory
+from toolkit.config import files
 from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ToolkitError, tr
 from toolkit.models.directory import read_config
 
@@ -34,8 +35,7 @@ def run(words: list[str]) -> None:
 
 def _found(path: Path) -> list[Path]:
     """Return what there is to verify, oldest first."""
-    if not path.is_dir():
-        return []
+    files.check_directory(path)
     is_one = directory.step_of(path.absolute()) >= 0  # by its name, though it has lost its manifest
     if is_one or (path / directory.MANIFEST).exists() or (path / "config.json").exists():
         return [path]

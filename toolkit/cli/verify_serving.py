@@ -18,6 +18,7 @@ from pathlib import Path
 
 from toolkit.arguments import named_arguments, one_of, parse
 from toolkit.cli.show import COLORS
+from toolkit.config import files
 from toolkit.config.preflight import resolve_model_path
 from toolkit.messages import CheckpointError, ConfigError, say
 
@@ -27,8 +28,7 @@ USAGE = "toolkit verify-serving PATH"
 def run(words: list[str]) -> None:
     given = named_arguments(words, required=("path",), optional=("programs", "color"), usage=USAGE, bare="path")
     path, color = Path(given["path"]), one_of(given, "color", COLORS)
-    if not path.is_dir():
-        raise ConfigError("there is no directory {folder}", folder=path)
+    files.check_directory(path)
     recipe = next(
         (one for one in (path / "config.yaml", path.absolute().parent / "config.yaml") if one.is_file()), None
     )

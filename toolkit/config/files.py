@@ -7,6 +7,7 @@ import os
 import re
 import typing
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from toolkit.config.schema import DataConfig, RowFormat, types_of
-from toolkit.messages import ConfigError, file_bytes, tr
+from toolkit.messages import ConfigError, ToolkitError, file_bytes, joined, nearest, tr
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LARGEST_FILE_BYTES = 1_000_000
@@ -242,6 +243,20 @@ def located(path: str) -> str:
     if path in _SHIPPED and not Path(path).exists():
         return str(shipped_folder("examples/data", "_examples") / Path(path).name)
     return path
+
+
+def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argument: str = "") -> None:
+    """Raise `error` if a run, checkpoint or model is not there, with the nearest name beside it."""
+    if path.is_dir():
+        return
+    names: list[str] = []
+    with suppress(OSError):
+        names = sorted(one.name for one in path.absolute().parent.iterdir() if one.is_dir() and one.name[0] != ".")
+    longer = [name for name in names if name.startswith(path.name)]
+    name = longer[0] if longer and path.name else nearest(path.name, names)
+    sentence = tr("there is no directory {path} ({name}).", path=path, name=argument) if argument else ""
+    sentence = sentence or tr("there is no directory {folder}", folder=path) + "."
+    raise error(joined(sentence, tr("Did you mean '{name}'?", name=path.parent / name) if name else ""))
 
 
 def quoted(path: Path) -> str:

@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from toolkit import messages, secrets
 from toolkit.config import mesh, schema
 from toolkit.launch import processes
-from toolkit.messages import LaunchError, system_text, tr
+from toolkit.messages import LaunchError, system_text, tr, warn
 
 T = TypeVar("T")
 _comparisons = count()
@@ -224,6 +224,37 @@ def patiently_on_rank0(function: Callable[[], T]) -> T:
         return on_rank0(lambda: cast("Future[T]", work).result())
 
 
+_ADDRESS_S = 60.0
+"""How long the first node's name may be unknown: a cluster's DNS may learn it as its nodes start."""
+
+
+def _check_address(seconds: float) -> None:
+    """Raise a LaunchError if nobody knows MASTER_ADDR: torch would repeat the system's error until its own timeout."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    until, is_told = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            if time.monotonic() >= until:
+                raise LaunchError(
+                    "rank {rank} on {host} does not know the first node, MASTER_ADDR = {address} (port {port}): "
+                    "{reason}. Write a name or an IP address that resolves on every node (getent hosts {address}), in "
+                    "--master_addr or the hostfile.",
+                    rank=os.environ.get("RANK", "0"),
+                    host=socket.gethostname(),
+                    address=address,
+                    port=port,
+                    reason=reason,
+                ) from error
+            if not is_told:
+                warn("MASTER_ADDR = {address} is not known here ({reason}): waiting.", address=address, reason=reason)
+            is_told = True
+            time.sleep(min(1.0, seconds / 10))
+
+
 _SCHEME = "met"
 _POLL_S = 0.05
 _met: tuple[Store, int, int] | None = None
@@ -238,6 +269,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 
         def wait() -> None:
             try:
+                _check_address(min(_ADDRESS_S, timeout.total_seconds()))
                 store, rank, size = next(rendezvous("env://", timeout=timeout))
                 is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
                 if is_kept and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":

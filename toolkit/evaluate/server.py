@@ -30,6 +30,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _OF_EXPERTS = {"gate_up_proj", "down_proj"}
 MOST_BYTES = 16 << 20
 """Of a request: several times what a context of a million tokens takes."""
+_FIRST_ERROR, _FIRST_OF_SERVER = 400, 500
+"""Status codes."""
 _CLOSED = ("/load_model", "/reset", "/v1/audio/transcriptions")
 """Paths that load another model, or unload the served one."""
 _RANGES: dict[str, tuple[type, float, float]] = {
@@ -106,7 +108,9 @@ def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list
 
 
 class Bounded:
-    """Wraps an ASGI application: only JSON objects of at most `MOST_BYTES`, and no `_CLOSED` paths."""
+    """Wraps an ASGI application: only JSON objects of at most `MOST_BYTES`, no `_CLOSED` paths, and every error in the
+    form of OpenAI's, which clients show: FastAPI's is `{"detail": …}`.
+    """
 
     def __init__(self, app: Callable[[Any, Receive, Send], Awaitable[None]]) -> None:
         self.app = app
@@ -134,13 +138,38 @@ class Bounded:
         async def read() -> dict[str, Any]:
             return whole.pop() if whole else await receive()
 
-        return await self.app(scope, read, send)
+        status, error = 0, bytearray()
+
+        async def translated(message: dict[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            if status < _FIRST_ERROR:
+                return await send(message)
+            error.extend(message.get("body", b""))
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                await _answer(send, status, _sentence(bytes(error)))
+            return None
+
+        return await self.app(scope, read, translated)
+
+
+def _sentence(body: bytes) -> str:
+    """Return what an error of FastAPI says."""
+    text = body.decode(errors="replace")
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        detail = found.get("detail", found) if isinstance(found, dict) else found
+        return detail if isinstance(detail, str) else json.dumps(detail, ensure_ascii=False)
+    return text
 
 
 async def _answer(send: Send, status: int, sentence: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    kind = "invalid_request_error" if status < _FIRST_OF_SERVER else "server_error"
+    error = {"message": sentence, "type": kind, "param": None, "code": status}
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps({"detail": sentence}).encode()})
+    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
 
 
 def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:

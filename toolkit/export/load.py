@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from toolkit.checkpoint import directory
+from toolkit.config import files
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, ModelError, tr
@@ -55,8 +56,7 @@ def load_any(
     if dtype == "auto":  # stdout is for answers
         print(tr("Computing in {precision} on {device}.", precision=precision.value, device=target), file=sys.stderr)  # noqa: T201
     folder = _of_run(Path(path)) if path else Path(adapter)
-    if not folder.is_dir():
-        raise ModelError("there is no directory {folder}", folder=folder)
+    files.check_directory(folder, ModelError)
     if path and adapters.is_adapter(folder):
         if adapter:
             raise ConfigError(

@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from toolkit.config import files
 from toolkit.config.schema import Family, Init, ModelConfig, TuningMethod
 from toolkit.messages import LARGEST_JSON_BYTES, ConfigError, ModelError, json_object, parsed_json, reading, tr
 
@@ -375,6 +376,7 @@ def division_unsupported(model: ModelConfig, max_length: int) -> str:
 
 def resolve_servable(path: Path) -> Path:
     """Return the directory that servers load for a path: a run's export, or a model in transformers' layout."""
+    files.check_directory(path)
     folder = (path if (path / "config.json").is_file() or not (path / "export").is_dir() else path / "export").resolve()
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(

@@ -455,6 +455,7 @@ def is_run(folder: Path) -> bool:
 def read_run(path: Path) -> Run:
     """Read a run directory; a RunFolderError if it is none, or cannot be read."""
     folder = path.absolute()
+    files.check_directory(path, RunFolderError)
     if not is_run(folder):
         raise RunFolderError(
             "{folder} is no directory of a run: it has none of {files}. Give the directory that "

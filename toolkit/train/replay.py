@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import directory
+from toolkit.config import files
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, tr
 from toolkit.terminal import text_table
@@ -19,6 +20,7 @@ def replay_words(run: Path, step: int, ranks: Ranks) -> list[str]:
     """Return the overrides of a run that does the steps of another one up to `step` again: the same config, from its
     newest checkpoint before that step, in a directory of its own. ConfigError where that cannot be the same.
     """
+    files.check_directory(run)
     if not (run / "config.yaml").is_file():
         raise ConfigError("{folder} is no run directory: it has no config.yaml.", folder=run)
     found = directory.published_checkpoints(run / "checkpoints")
