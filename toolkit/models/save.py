@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from toolkit.messages import CheckpointError, ModelError
+from toolkit.messages import CheckpointError, ModelError, json_object
 from toolkit.models import chat, weights
 from toolkit.models.chatglm.modeling import official_layout
+from toolkit.models.chatglm.tokenizers import use_old_names
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
@@ -76,6 +77,7 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
                 model.generation_config.eos_token_id = known + added
         if encoder is not None:
             encoder.tokenizer.save_pretrained(folder)
+            use_old_names(folder)
         _count_predicting_layers(model)
         # As `save_pretrained` does before it writes them.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
@@ -84,6 +86,7 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
         if writes:
             config.use_cache = True  # off in training; a loop of one's own relies on it, `generate` does not
         config.save_pretrained(folder)
+        _add_old_rope(folder / "config.json")
         try:
             if writes:
                 model.generation_config.save_pretrained(folder)
@@ -98,6 +101,20 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(code)
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _add_old_rope(file: Path) -> None:
+    """Write the rotary base beside `rope_parameters`, of which transformers 4 knows nothing: it would take its default,
+    10,000, and compute other logits without a word. Not where each kind of layer has its own.
+    """
+    config = json_object(file, ModelError)
+    for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
+        rope = section.get("rope_parameters")
+        if isinstance(rope, dict) and isinstance(rope.get("rope_theta"), (int, float)):
+            section.setdefault("rope_theta", rope["rope_theta"])
+            if rope.get("rope_type", "default") != "default":
+                section.setdefault("rope_scaling", rope)
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _count_predicting_layers(model: PreTrainedModel) -> None:

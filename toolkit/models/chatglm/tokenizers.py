@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
-from toolkit.messages import ModelError, file_bytes, parsed_json
+from toolkit.messages import ModelError, file_bytes, json_object, parsed_json
 from toolkit.models.chatglm import formats
 from toolkit.models.directory import TOKENIZER_CODE, architecture_of, named_family
 
@@ -322,14 +322,22 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
             **_SETTINGS | {"padding_side": self.padding_side},
         )
         written = plain.save_pretrained(save_directory, **options)
-        config = Path(save_directory) / "tokenizer_config.json"
-        values = json.loads(config.read_text(encoding="utf-8"))
-        # Names that every release since 4.0 knows; what transformers 5 writes, 4.57 cannot read.
-        values["tokenizer_class"] = "PreTrainedTokenizerFast"
-        values["additional_special_tokens"] = values.pop("extra_special_tokens", [])
-        values.pop("backend", None)
-        config.write_text(json.dumps(values, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        use_old_names(Path(save_directory))
         return written
+
+
+def use_old_names(folder: Path) -> None:
+    """Write a saved tokenizer's settings in the names that every release of transformers since 4.0 knows: 4.57 knows no
+    TokenizersBackend and no list of extra_special_tokens, which 5 writes.
+    """
+    file = folder / "tokenizer_config.json"
+    values = json_object(file, ModelError)
+    if values.get("tokenizer_class") == "TokenizersBackend":
+        values["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(values.get("extra_special_tokens"), list):  # a mapping gives names, as in 4.57
+        values["additional_special_tokens"] = values.pop("extra_special_tokens")
+    values.pop("backend", None)
+    file.write_text(json.dumps(values, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _unnamed(backend: Any, named: dict[str, str]) -> list[str]:
