@@ -12,7 +12,7 @@ from toolkit.checkpoint.directory import MANIFEST, STATE, read_header, read_mani
 from toolkit.config import files
 from toolkit.data import store
 from toolkit.engine.ds_import import read_json
-from toolkit.messages import ConfigError, ModelError, ToolkitError, file_bytes, json_object, parsed_json
+from toolkit.messages import ConfigError, DataError, ModelError, ToolkitError, file_bytes, json_object, parsed_json
 from toolkit.models.chatglm import tokenizers
 from toolkit.translate.read import read_all
 
@@ -109,3 +109,11 @@ def test_infinity_is_a_number_of_models(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="it has more than 3 bytes"):
         (tmp_path / "x").write_text("four")
         file_bytes(tmp_path / "x", 3)
+
+
+def test_a_cache_that_was_removed_is_named(tmp_path: Path) -> None:
+    """Workers open it again; that was a traceback."""
+    with pytest.raises(
+        DataError, match=r"Cannot read '.*manifest\.json': No such file or directory\. If the tokenized"
+    ):
+        store.TokenizedCache(tmp_path / "gone", "train")

@@ -48,7 +48,9 @@ class TokenizedCache:
 
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = folder, split
-        manifest = read_manifest(folder)
+        gone = tr("If the tokenized cache was removed while a run uses it, start the run again: it is built anew.")
+        with reading(folder / MANIFEST, DataError, gone):
+            manifest = read_manifest(folder)
         self.fingerprint: str = manifest["fingerprint"]
         """Name of the cache; changes with everything in it."""
         self.dtype = np.dtype(manifest["dtype"])
