@@ -236,11 +236,21 @@ def test_tied_weights_buffers_and_experts(
         assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize("place", by_tier(["", "checkpoints/step-6"], late=[""]))
-def test_answers_alone_reach_stdout(place: str, runs: Path) -> None:
-    """Where DeepSpeed has to find out by itself what it runs on, it says so."""
-    command = [str(BIN / "toolkit"), "generate", str(runs / "lora-zero0" / place), "prompt=red", "max_new_tokens=3"]
+@pytest.mark.parametrize(
+    "place", by_tier(["", "checkpoints/step-6", "without export"], late=["", "checkpoints/step-6"])
+)
+def test_answers_alone_reach_stdout(place: str, runs: Path, tmp_path: Path) -> None:
+    """Where DeepSpeed has to find out by itself what it runs on, it says so; of a run that was not exported, it is said
+    which checkpoint is taken.
+    """
+    run = runs / "lora-zero0"
+    if place == "without export":
+        run = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("export"))
+    else:
+        run /= place
+    command = [str(BIN / "toolkit"), "generate", str(run), "prompt=red", "max_new_tokens=3"]
     env = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
     finished = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert finished.returncode == 0, finished.stderr
     assert len(finished.stdout.splitlines()) == 1, finished.stdout
+    assert ("step-6." in finished.stderr) == (place == "without export")

@@ -20,6 +20,7 @@ A question must not begin with `/`; put a space before it. If stdin is not a ter
 """
 
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ def run(words: list[str]) -> None:
     from toolkit.evaluate.generate import ChatSession
     from toolkit.export.load import load_any
 
-    loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template)
+    with redirect_stdout(sys.stderr):  # which checkpoint of a run it is: answers alone go to a pipe
+        loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template)
     help_text = "\n".join(line for line in help_of("chat").splitlines() if line.startswith("  /"))
     session = ChatSession(loaded.model, loaded.encoder, sampling, sys.stdin.isatty(), help_text)
     session.set_system(given.get("system", ""))

@@ -27,6 +27,8 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
 """
 
 import os
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +66,8 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     for name in _FOR_FILES:
         if name in given:
             raise ConfigError("{name} has an effect with input=FILE only. Remove it.", name=name)
-    model, encoder = _load(given, is_split)
+    with redirect_stdout(sys.stderr):  # which checkpoint of a run it is, and others that are damaged
+        model, encoder = _load(given, is_split)
     from toolkit.distributed import process_group
     from toolkit.evaluate.generate import decode_answer, generate, with_system
 
