@@ -31,13 +31,14 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from toolkit import secrets
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed import process_group
 from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr, warn
 from toolkit.models import adapter_settings, classifier, directory, experts, probe, weights
+from toolkit.models.cache import CACHE, OLDER, cache_of
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
 
 
@@ -64,7 +65,7 @@ def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 def num_cached(kwargs: dict[str, Any]) -> int:
     """Return how many tokens the cache of a forward pass holds already."""
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     return 0 if cache is None else int(cache.get_seq_length())
 
 
@@ -257,7 +258,7 @@ class PrefixEncoder(nn.Module):
         """Put the prefix in front of a forward pass, before it."""
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-        cache: Cache | None = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         # To ChatGLM-6B, what precedes the mask is a prefix; to parts of rows, what keys there are more than queries.
         if not getattr(model, "builds_positions", False) and not kwargs.get("in_parts"):
             kwargs["attention_mask"], kwargs["position_ids"] = mask_and_positions(kwargs, ids, self.num_tokens)
@@ -266,7 +267,8 @@ class PrefixEncoder(nn.Module):
                 cache = DynamicCache() if kwargs.get("use_cache") else FixedCache()
             for layer, (keys, values) in enumerate(self.states(len(ids))):
                 DynamicCache.update(cache, keys, values, layer)
-        kwargs["past_key_values"] = cache
+        kwargs.pop(OLDER, None)  # newer models know both names, and one of them has to be given
+        kwargs[CACHE] = cache
         return (), kwargs
 
 

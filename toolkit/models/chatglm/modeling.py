@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm.modeling_glm import eager_attention_forward
 
 from toolkit.messages import ModelError
+from toolkit.models.cache import CACHE, cache_of
 from toolkit.models.weights import Layout, Shapes
 
 _ROTARY_BASE = 10000.0
@@ -226,7 +227,7 @@ class ChatGLMPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "word_embeddings"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["ChatGLMBlock"]
-    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar = ["past_key_values", "cache"]
     _supports_sdpa = True
 
 
@@ -315,6 +316,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         in_parts: bool = False,
+        cache: Cache | None = None,
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """Run the model; a sequence without <sop> is a ModelError.
@@ -325,12 +327,14 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
                 convention); or `[B, S]`, 0 on padding, from which and from <sop> the model builds it; or None.
             position_ids: `[B, 2, S]`, built by the model when None.
             past_key_values: keys and values of earlier tokens; whatever precedes the mask's columns is a prefix.
+            cache: the same, as transformers calls it from 5.24 on.
             inputs_embeds: `[B, S, H]` in place of ids.
             labels: `[B, S]`, -100 where untrained, at their own token's position; gives `loss`, their mean.
             use_cache: return the keys and values; by default as in the config.
             logits_to_keep: compute logits of so many last positions, or of these; 0: of all.
             in_parts: `[B, S]` is this rank's part of rows; attention_mask is of whole ones, `[B, 1, P x S, P x S]`.
         """
+        past_key_values = cache if past_key_values is None else past_key_values
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not (self.training and self.transformer.gradient_checkpointing):
             past_key_values = DynamicCache(config=self.config)
@@ -342,7 +346,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: past_key_values})
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]
@@ -373,7 +377,6 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.Tensor,
         next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         **kwargs: Any,
@@ -386,7 +389,7 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
             "input_ids": input_ids[:, -size:],
             "attention_mask": attention_mask[:, :, -size:],
             "position_ids": position_ids[..., -size:],
-            "past_key_values": past_key_values,
+            CACHE: cache_of(kwargs),
             "use_cache": kwargs.get("use_cache"),
             "logits_to_keep": kwargs.get("logits_to_keep", 0),
         }
