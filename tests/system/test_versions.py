@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(5400)
 @pytest.mark.parametrize("name", ["oldest", "newest"])
 def test_a_set_of_versions_trains_as_a_plain_loop_does(name: str, tmp_path: Path) -> None:
-    """DeepSpeed's gradients, the quick start, ZeRO 0 to 3, LoRA, packing, resuming and the export, on two ranks."""
+    """Also ChatGLM beside the original code; ZeRO 0 to 3, LoRA and packing, on two ranks, with the export."""
     asked = [sys.executable, "-m", "pip", "index", "versions", "deepspeed"]
     if subprocess.run(asked, capture_output=True, timeout=300).returncode:
         pytest.skip("there is no package index here")
@@ -28,5 +28,5 @@ def test_a_set_of_versions_trains_as_a_plain_loop_does(name: str, tmp_path: Path
     assert ran.returncode == 0, ran.stdout + ran.stderr
     (found,) = json.loads((tmp_path / "found.json").read_text())
     assert found["is_right"] and list(found["checks"]) == list(CHECKS)
-    proofs = [row["findings"] for check, row in found["checks"].items() if check not in ("gradients", "quickstart")]
+    proofs = [row["findings"] for row in found["checks"].values() if "findings" in row]
     assert len(proofs) == 5 and all(set(one) == {"losses", "norms", "logits"} for one in proofs)

@@ -300,7 +300,9 @@ def test_the_page_of_gpus_is_written_from_the_results(tmp_path: Path) -> None:
         "| ChatGLM3-6B, full, ZeRO-1, packed | 12,346 | MFU 0.47 | 0.45 | 3.0 GiB |  | "
         "NVIDIA H200, 143771 MiB; 28 layers; 0123456 |"
     ) in lines
-    assert sum("not measured" in line for line in lines if line.startswith("|")) == len(gpu.PARTS) - 1 + len(gpu_page.STAGES)
+    assert sum("not measured" in line for line in lines if line.startswith("|")) == len(gpu.PARTS) - 1 + len(
+        gpu_page.STAGES
+    )
 
 
 def test_the_marks_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,7 +338,8 @@ def _serve_one(name: str, folder: str) -> None:
             body["model"] = folder
         return by_path(self, body)
 
-    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [listed])
+    for listing in ("get_gen_models", "list_models"):  # as it is called before transformers 5.24, and since
+        setattr(ModelManager, listing, staticmethod(lambda cache_dir=None: [listed]))
     BaseHandler._resolve_model = by_name
 
 
