@@ -17,7 +17,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,6 +121,13 @@ def say(line: str, /, **values: object) -> None:
 def warn(line: str, /, **values: object) -> None:
     """Print a warning to the user, on the main rank only."""
     _logger.warning("%s", _fill(line, values) if values else translated(line))
+
+
+@contextmanager
+def notes_to_stderr() -> Iterator[None]:
+    """Write what is said meanwhile to stderr: stdout is for answers alone."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def set_main_rank(is_main: bool) -> None:

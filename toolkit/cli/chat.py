@@ -20,14 +20,13 @@ A question must not begin with `/`; put a space before it. If stdin is not a ter
 """
 
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, non_negative_int, number, positive_int
 from toolkit.cli import help_of
 from toolkit.config import files
-from toolkit.messages import ConfigError, ModelError
+from toolkit.messages import ConfigError, ModelError, notes_to_stderr
 
 if TYPE_CHECKING:
     from toolkit.evaluate.generate import Sampling
@@ -46,7 +45,7 @@ def run(words: list[str]) -> None:
     from toolkit.evaluate.generate import ChatSession
     from toolkit.export.load import load_any
 
-    with redirect_stdout(sys.stderr):  # which checkpoint of a run it is: answers alone go to a pipe
+    with notes_to_stderr():  # which checkpoint of a run it is: answers alone go to a pipe
         loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template)
     help_text = "\n".join(line for line in help_of("chat").splitlines() if line.startswith("  /"))
     session = ChatSession(loaded.model, loaded.encoder, sampling, sys.stdin.isatty(), help_text)

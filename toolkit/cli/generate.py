@@ -27,15 +27,13 @@ toolkit generate PATH input=FILE output=FILE [adapter=DIR] [batch_size=8] [key=v
 """
 
 import os
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import named_arguments, one_of, positive_int
 from toolkit.cli.chat import MODEL, SAMPLING, check_model, sampling_arguments
 from toolkit.config.schema import DistributedConfig, RowFormat
-from toolkit.messages import ConfigError, printable, tr
+from toolkit.messages import ConfigError, notes_to_stderr, printable, tr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,7 +64,7 @@ def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     for name in _FOR_FILES:
         if name in given:
             raise ConfigError("{name} has an effect with input=FILE only. Remove it.", name=name)
-    with redirect_stdout(sys.stderr):  # which checkpoint of a run it is, and others that are damaged
+    with notes_to_stderr():  # which checkpoint of a run it is, and others that are damaged
         model, encoder = _load(given, is_split)
     from toolkit.distributed import process_group
     from toolkit.evaluate.generate import decode_answer, generate, with_system
@@ -94,9 +92,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
         samples=positive_int(given, "samples") or 1,
         system=given.get("system", ""),
         models=[Path(given[name]) for name in ("model.path", "adapter") if given.get(name)],
-        settings={
-            name: value for name, value in given.items() if name not in ("input", "output", "batch_size", "shard")
-        },
+        settings={name: given[name] for name in given if name not in ("input", "output", "batch_size", "shard")},
         shard=parse_shard(given.get("shard", "1/1")),
     )
 

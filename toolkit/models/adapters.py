@@ -38,7 +38,7 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed import process_group
 from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr, warn
 from toolkit.models import adapter_settings, classifier, directory, experts, probe, weights
-from toolkit.models.cache import CACHE, OLDER, cache_of
+from toolkit.models.cache import CACHE, OLDER, cache_of, num_cached
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
 
 
@@ -61,12 +61,6 @@ def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         names = [*inspect.signature(type(model).forward).parameters][1:]
         kwargs = dict(zip(names, args, strict=False)) | kwargs
     return dict(kwargs)
-
-
-def num_cached(kwargs: dict[str, Any]) -> int:
-    """Return how many tokens the cache of a forward pass holds already."""
-    cache = cache_of(kwargs)
-    return 0 if cache is None else int(cache.get_seq_length())
 
 
 def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,3 +16,9 @@ def cache_of(arguments: Mapping[str, Any]) -> Cache | None:
     """Return the cache among the arguments of a forward pass, by either name; None if there is none."""
     found: Cache | None = arguments.get(CACHE)
     return arguments.get(OLDER) if found is None else found
+
+
+def num_cached(arguments: Mapping[str, Any]) -> int:
+    """Return how many tokens the cache of a forward pass holds already."""
+    cache = cache_of(arguments)
+    return 0 if cache is None else int(cache.get_seq_length())
