@@ -3,6 +3,7 @@
 It needs no package: where it begins, there may be none yet (scripts/gpu_first).
 """
 
+import os
 import site
 import sys
 import sysconfig
@@ -37,3 +38,12 @@ def make(folder: Path, install: Sequence[str]) -> Path:
         children.run([*pip, *install], check=True)
     done.touch()
     return python
+
+
+def go_on_with_wheels(script: Path, words: list[str], started: float) -> None:
+    """Become a script with its arguments again, in an environment that has the wheels of `wheels=DIRECTORY`."""
+    (folder,) = (Path(word.partition("=")[2]).absolute() for word in words if word.startswith("wheels="))
+    python = make(folder / "environment", ["--no-index", "--no-deps", *map(str, sorted(folder.glob("*.whl")))])
+    rest = [word for word in words if not word.startswith("wheels=")]
+    own = [f"since={started}", f"packed={folder}/packed.json"]
+    os.execv(python, [str(python), str(script.absolute()), *rest, *own])  # noqa: S606  # of words that a user typed

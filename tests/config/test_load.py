@@ -167,7 +167,7 @@ def test_no_recipe() -> None:
 def test_not_utf8(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
     file.write_bytes("run:\n  name: 你好\n".encode("gbk"))
-    assert re.match(r"cannot read .*r\.yaml: 'utf-8' codec can't decode", message(f"recipe={file}"))
+    assert re.match(r".*r\.yaml: 'utf-8' codec can't decode byte", message(f"recipe={file}"))
 
 
 def write(folder: Path, name: str, content: str) -> str:

@@ -132,7 +132,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert "`toolkit chat`" in said and "Traceback" not in said
     official = write(tmp_path / "v3", "v3", tokenizer=True)
     assert f"toolkit export-model model.path={official} format=hf" in refused(official)
-    assert "it is not a model directory" in refused(tmp_path / "nothing")
+    assert "there is no directory" in refused(tmp_path / "nothing")
     adapter = tmp_path / "lora-run" / "export"
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")

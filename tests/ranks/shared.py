@@ -309,7 +309,7 @@ def global_batches(cfg: Any, data: Any, steps: int) -> Iterator[list[Any]]:
     from toolkit.train.language_data import rows_per_step
 
     plan, size = data.train_plan, rows_per_step(mesh.with_micro_batch(cfg), data.packing)[0]
-    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.fingerprint}")
+    sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.content}")
     return ([plan[row] for row in rows] for rows in islice(sampler, steps))
 
 

@@ -15,8 +15,9 @@ from toolkit.config.load import load
 from toolkit.train import language_data, reference
 
 STEPS, SAVED = 8, 4
-# Measured over 8 steps: at most 0.0016 from the plain loop, 0.014 from bf16; the first loss is the plain loop's.
-TOLERANCE, APART, NEAR = 0.004, 0.008, 0.03
+# The first loss is the plain loop's; from then on what is rounded flips FP8's steps. Measured: the second loss 0.0024
+# from the plain loop and 0.0085 from bf16; over 8 steps and three orders of the data at most 0.005 and 0.014.
+TOLERANCE, NEAR = 0.01, 0.03
 
 # One scale for each token: so many samples as a rank computes at once have the numbers of each alone.
 FP8 = ["precision=fp8", "precision.fp8=rowwise_with_gw_hp", "model.attention=eager"]
@@ -83,9 +84,10 @@ def furthest(left: list[float], right: list[float]) -> float:
 def test_losses_are_those_of_the_plain_loop_and_near_bf16(name: str, runs: Path, plain: list[float]) -> None:
     found, bf16 = losses(runs / name), losses(runs / "bf16")
     assert found[0] - found[-1] > 1
+    assert abs(found[0] - plain[0]) < 1e-5 < 1e-4 < abs(found[0] - bf16[0])
+    assert abs(found[1] - plain[1]) < abs(found[1] - bf16[1]) / 2, "after gradients that were multiplied in FP8"
     assert furthest(found, plain) < TOLERANCE
-    assert abs(found[0] - plain[0]) < 1e-4 < abs(found[0] - bf16[0])
-    assert APART < furthest(found, bf16) < NEAR
+    assert furthest(found, bf16) < NEAR
     # Evaluations multiply in bf16: before the first step there is no difference.
     assert abs(eval_losses(runs / name)[0] - eval_losses(runs / "bf16")[0]) < 1e-6
     assert furthest(eval_losses(runs / name), eval_losses(runs / "bf16")) < NEAR

@@ -435,7 +435,7 @@ def test_nothing_else_is_touched(quick: None, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "loss.png").write_text("mine")
     cases = {
-        str(tmp_path / "nothing"): "is no directory of a run",
+        str(tmp_path / "nothing"): "there is no directory",
         f"{folder} {folder}/../run": "these are the same run. Name each once.",
         f"{folder} output={tmp_path}/notes.html": "already exists and is not a report; it is not touched",
         f"{folder} output={tmp_path}/mine.html": "already exists and is not of a report; it is not touched",

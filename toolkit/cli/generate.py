@@ -112,8 +112,7 @@ def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyC
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             process_group.start(DistributedConfig())
         # In host memory until it is split: a part may fit onto a GPU where the whole does not.
-        precision = usual_precision(torch.device(get_accelerator().device_name()))
-        where = {"dtype": precision.value, "device": "cpu"}
+        where = {"dtype": usual_precision(torch.device(get_accelerator().device_name())).value, "device": "cpu"}
     loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template, **where)
     if is_split:
         split_inference(loaded.model)

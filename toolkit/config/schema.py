@@ -569,7 +569,7 @@ class DataConfig:
     """With chat templates: whether the reasoning of answers is trained, with its markers (an empty `<think></think>` too); false: only what follows it."""
     max_length: Annotated[int, Ge(8)] = 1024
     """Longest sample in tokens, prompt and answer together, at most the model's positions; also the length of a packed sequence."""
-    too_long: TooLong = TooLong.truncate
+    too_long: TooLong = field(default=TooLong.truncate, metadata=BY_CONTENT)
     """What becomes of samples longer than `max_length`; counted in all cases. truncate (pairs and scores: drop): remove the oldest turns, but not the system message and tools; if the newest turn alone is too long, cut the end of its last answer, whose end token is not trained then; of plain texts keep the beginning. drop: leave out; split: make several samples, of whole turns where they fit, else of windows of tokens that end with an answer where one ends; error: stop."""
     on_bad_row: OnBadRow = OnBadRow.error
     """error: stop at the first row that cannot be used, with file and line; skip: drop, count and list them in a file."""

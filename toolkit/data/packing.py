@@ -113,7 +113,7 @@ def plan_sequences(
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
         found = size * evaluated_samples(cache, most, size) if len(relative) > 1 or is_capped else None
         return PackingPlan(len(cache)) if found is None else _unpacked(found, relative)
-    key: list[Any] = [CODE_VERSION, cache.fingerprint, cache.split, packing.name, max_length, window, seed, weights]
+    key: list[Any] = [CODE_VERSION, cache.content, cache.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * (size > 1)
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
     key += [{"shared": LEAST_SHARED}] * share
@@ -232,7 +232,7 @@ def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Pat
     members, offsets = plan.members, plan.offsets
     assert members is not None and offsets is not None
     pairs = hashlib.sha256(members.tobytes()).hexdigest()
-    key = [CODE_VERSION, cache.fingerprint, cache.split, "prompts", pairs, list(plan.bounds)]
+    key = [CODE_VERSION, cache.content, cache.split, "prompts", pairs, list(plan.bounds)]
 
     def build(folder: Path) -> tuple[int, list[int]]:
         firsts, places = np.unique(members[::2], return_inverse=True)  # weights may take a pair several times

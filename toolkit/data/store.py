@@ -7,6 +7,7 @@ and validation.npy the split's samples; bad_rows.jsonl what could not be used; m
 checksum of every file.
 """
 
+import hashlib
 import json
 import os
 import weakref
@@ -48,11 +49,15 @@ class TokenizedCache:
 
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = folder, split
-        gone = tr("If the tokenized cache was removed while a run uses it, start the run again: it is built anew.")
+        gone = tr("If the tokenized cache was removed while a run uses it, start the run again, which makes it again.")
         with reading(folder / MANIFEST, DataError, gone):
             manifest = read_manifest(folder)
         self.fingerprint: str = manifest["fingerprint"]
-        """Name of the cache; changes with everything in it."""
+        """Name of the cache; changes with everything that it is made of, versions of the code included."""
+        self.content: str = manifest["content"]
+        """Changes with the samples alone: their ids, masks, values, files and splits. The order of training follows
+        from it, so that data that are tokenized again to the same samples are trained in the same order.
+        """
         self.dtype = np.dtype(manifest["dtype"])
         self._ids, self._trained = _opened(self, folder / IDS), _opened(self, folder / TRAINED)
         self.offsets: NDArray[np.int64] = _loaded(folder / OFFSETS)
@@ -269,8 +274,13 @@ class CacheWriter:
         paths = sorted(self.folder.iterdir())
         for path in paths:
             self._checksums[path.name] = self._checksums.get(path.name) or checksum(path)
+        digest = hashlib.sha256()
+        samples: list[NDArray[Any]] = [index.hashes, index.lengths, index.values, index.files, rows]  # not their lines
+        for part in samples + [arrays[f"{split}.npy"] for split in sorted(splits)]:
+            digest.update(part.tobytes())
         whole = {
             **manifest,
+            "content": digest.hexdigest()[:32],
             "dtype": self.dtype.name,
             "splits": counts,
             "sizes_bytes": {path.name: path.stat().st_size for path in paths},

@@ -405,7 +405,7 @@ class TemplateChatEncoder:
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         parts = [message["content"].rpartition("</think>")[2].strip()]
         parts += [str(name) for one in functions for name in (one["name"], *one["arguments"])]
-        if lost := next((part for part in parts if part not in text), ""):
+        if lost := next((part for part in parts if part not in text and _as_json(part) not in text), ""):
             raise RowError(
                 "message {number}: the chat template of '{name}' writes {text} where the answer has {lost}. Give one "
                 "that writes what messages have under `content` and `tool_calls`: model.chat_template=FILE",
@@ -613,6 +613,11 @@ class _Part(list[Message]):
     def __init__(self, messages: Sequence[Message], given: Sequence[Message], text: str) -> None:
         super().__init__(messages)
         self.given, self.text = given, text
+
+
+def _as_json(text: str) -> str:
+    """Return how a template's `tojson` writes a text, without the quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _excerpt(text: str) -> str:

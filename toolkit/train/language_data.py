@@ -60,7 +60,7 @@ class LanguageData:
     def identity(self) -> dict[str, str]:
         """Return what is the same if a run learns from the same samples in the same rows."""
         plan = self.train_plan.folder
-        return {"store": self.train.fingerprint, "rows": plan.name if plan else self.packing.value}
+        return {"store": self.train.content, "rows": plan.name if plan else self.packing.value}
 
     def split(self, name: str) -> tuple[TokenizedCache, PackingPlan]:
         """Return the samples of "train" or "validation", which must be there, and the plan of their rows."""
@@ -286,7 +286,7 @@ def changing_order(cfg: schema.RunConfig, prepared: LanguageData) -> sampler.Ord
 
 
 def _key(cfg: schema.RunConfig, prepared: LanguageData) -> str:
-    return f"{cfg.run.seed} {prepared.train.fingerprint}"
+    return f"{cfg.run.seed} {prepared.train.content}"
 
 
 def training_batches(
