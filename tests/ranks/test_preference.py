@@ -30,7 +30,8 @@ TOLERANCE = 1e-5
 STEPS = 8
 FULL = ["optim.lr=0.001"]
 SAVED = ["checkpoint.every=4", "checkpoint.keep=0"]
-KTO = ["preference=kto", "preference.beta=0.5", "preference.undesirable_weight=0.8"]
+# With this seed other questions' answers become likelier; with most the KL is 0 in all steps, which says little.
+KTO = ["preference=kto", "preference.beta=0.5", "preference.undesirable_weight=0.8", "run.seed=2"]
 
 # name -> overrides; two ranks
 CELLS: dict[str, list[str]] = {
