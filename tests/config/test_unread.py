@@ -114,7 +114,7 @@ UNREAD = {
     "track.mlflow.uri=/x": "track.mlflow.enabled is false",
     "track.swanlab.workspace=x": "track.swanlab.enabled is false",
     "track.trackio.space=a/b": "track.trackio.enabled is false",
-    "model=hf model.path=/work/wt/walk/tests/config model.revision=main": "model.path is a directory",
+    "model=hf model.path=. model.revision=main": "model.path is a directory",
     "task=distill distill.teacher=. distill.teacher_revision=main": "distill.teacher is no name on Hugging Face",
 }
 """Words after `recipe=zero1 model=glm_tiny`, the last of which has no effect -> why."""
