@@ -45,19 +45,18 @@ class Stage(NamedTuple):
 
 
 def _facts_of(output: Path, log: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((output / "facts.json").read_text(encoding="utf-8"))
-    return found
+    facts: dict[str, Any] = json.loads((output / "facts.json").read_text(encoding="utf-8"))
+    return facts
 
 
 def _outcomes_of(output: Path, log: str) -> dict[str, Any]:
     """Return how many tests passed and were skipped, and which failed, of pytest's lines: no file is there before its
     end.
     """
-    found = {
-        kind: [test for test, outcome in _OUTCOME.findall(log) if outcome == kind] for kind in ("PASSED", "SKIPPED")
-    }
-    failed = [test for test, outcome in _OUTCOME.findall(log) if outcome in ("FAILED", "ERROR")]
-    return {"passed": len(found["PASSED"]), "skipped": len(found["SKIPPED"]), "failed": failed}
+    outcomes = _OUTCOME.findall(log)
+    passed, skipped = (sum(outcome == kind for _, outcome in outcomes) for kind in ("PASSED", "SKIPPED"))
+    failed = [test for test, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+    return {"passed": passed, "skipped": skipped, "failed": failed}
 
 
 def _bench_of(output: Path, log: str) -> dict[str, Any]:
@@ -69,23 +68,23 @@ def _bench_of(output: Path, log: str) -> dict[str, Any]:
 def _run_of(name: str) -> Callable[[Path, str], dict[str, Any]]:
     def read(output: Path, log: str) -> dict[str, Any]:
         rows = [row for row in json_lines(output / "runs" / name / "metrics.jsonl") if row and "loss" in row]
-        kept = ("tokens_per_s", "device_memory_peak_bytes", "skipped_steps")
-        last = {key: rows[-1][key] for key in kept if key in rows[-1]}
+        keys = ("tokens_per_s", "device_memory_peak_bytes", "skipped_steps")
+        last = {key: rows[-1][key] for key in keys if key in rows[-1]}
         return {"steps": len(rows), "first_loss": rows[0]["loss"], "last_loss": rows[-1]["loss"], **last}
 
     return read
 
 
 def _proof_of(output: Path, log: str) -> dict[str, Any]:
-    found = json.loads((output / "prove.json").read_text(encoding="utf-8"))
-    return {key: found[key] for key in ("is_right", "findings", "resumed", "suspects")}
+    proof = json.loads((output / "prove.json").read_text(encoding="utf-8"))
+    return {key: proof[key] for key in ("is_right", "findings", "resumed", "suspects")}
 
 
 def _quickstart(name: str, *words: str) -> Stage:
     brief = ("train.max_steps=40", "schedule.warmup_steps=5", "train.log_every=1", "evaluate.every=0")
     command = ("{python}", "-m", "toolkit", "launch", "--num_gpus", "1", "recipe=quickstart", *brief)
-    place = ("run.dir={output}/runs", f"run.name={name}")
-    return Stage(100, (*command, *place, *words), _run_of(name), is_for_cpus="precision=fp16" not in words)
+    directory = ("run.dir={output}/runs", f"run.name={name}")
+    return Stage(100, (*command, *directory, *words), _run_of(name), is_for_cpus="precision=fp16" not in words)
 
 
 _PYTEST = ("{python}", "-m", "pytest", "-v", "--tier=all", "--device={device}")
@@ -117,15 +116,15 @@ def facts() -> dict[str, Any]:
     from toolkit.config import preflight
     from toolkit.doctor.facts import of_machine
 
-    known = of_machine({})
-    found = {key: known[key] for key in ("gpus", "nccl", "cores", "memory", "limits")}
-    found["cuda"] = torch.version.cuda
-    found["lacking_tools"] = preflight.lacking_tools(["fused_adam", "cpu_adam", "async_io"])
+    machine = of_machine({})
+    described = {key: machine[key] for key in ("gpus", "nccl", "cores", "memory", "limits")}
+    described["cuda"] = torch.version.cuda
+    described["lacking_tools"] = preflight.lacking_tools(["fused_adam", "cpu_adam", "async_io"])
     cards = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    found["cards"] = [
-        {"name": one.name, "capability": [one.major, one.minor], "bytes": one.total_memory} for one in cards
+    described["cards"] = [
+        {"name": card.name, "capability": [card.major, card.minor], "bytes": card.total_memory} for card in cards
     ]
-    return found
+    return described
 
 
 def run(words: list[str], started: float) -> int:
@@ -152,16 +151,16 @@ def run(words: list[str], started: float) -> int:
     typed = [word for word in words if not word.startswith(("since=", "packed="))]
     # A copy of the checkout may be no repository: then this alone tells the commit.
     packed = {"packed": json.loads(Path(given["packed"]).read_text(encoding="utf-8"))} if "packed" in given else {}
-    found: dict[str, dict[str, Any]] = {}
+    outcomes: dict[str, dict[str, Any]] = {}
     for name in names:
-        found[name] = run_stage(
+        outcomes[name] = run_stage(
             STAGES[name], name, output, is_cpu, min(STAGES[name].limit_s * slower, ends - time.monotonic())
         )
-        print(f"{name}: {json.dumps(found[name])}", flush=True)
-        reached = {"measured": "gpu_first", "device": "cpu" if is_cpu else "gpu", **packed, "stages": found}
+        print(f"{name}: {json.dumps(outcomes[name])}", flush=True)
+        reached = {"measured": "gpu_first", "device": "cpu" if is_cpu else "gpu", **packed, "stages": outcomes}
         results.append_result(str(file), [], ["scripts/gpu_first", *typed], reached, 1)
     print(f"All of it is in {file}, the logs are beside it.")
-    return sum(one.get("is_right") is False for one in found.values())
+    return sum(outcome.get("is_right") is False for outcome in outcomes.values())
 
 
 def run_stage(stage: Stage, name: str, output: Path, is_cpu: bool, limit_s: float) -> dict[str, Any]:
@@ -193,21 +192,21 @@ def run_stage(stage: Stage, name: str, output: Path, is_cpu: bool, limit_s: floa
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.terminate()  # and with it all that was started below: nothing may go on beside the next stage
+            process.terminate()  # and with it all that was started below: nothing may run alongside the next stage
             process.wait(_GRACE_S)
             code = None
     text = log.read_text(encoding="utf-8", errors="replace")
-    found: dict[str, Any] = {"is_right": code == 0, "seconds": round(time.monotonic() - began), "figures": {}}
+    outcome: dict[str, Any] = {"is_right": code == 0, "seconds": round(time.monotonic() - began), "figures": {}}
     if code != 0:
-        said = [line for line in text.splitlines() if line.strip()] or [""]
-        found["failed"] = f"exit code {code}: {said[-1][:300]}" if code else f"it took more than {limit_s:.0f} s"
+        printed = [line for line in text.splitlines() if line.strip()] or [""]
+        outcome["failed"] = f"exit code {code}: {printed[-1][:300]}" if code else f"it took more than {limit_s:.0f} s"
     try:
-        found["figures"] = stage.read(output, text)
+        outcome["figures"] = stage.read(output, text)
     except (OSError, ValueError, LookupError) as error:  # it ended before it had any
-        found = {"failed": f"there are no figures: {error!r}", **found, "is_right": False}
-    if found["figures"].get("failed"):
-        found = {"failed": f"failed: {', '.join(found['figures']['failed'])}", **found, "is_right": False}
-    return found
+        outcome = {"failed": f"there are no figures: {error!r}", **outcome, "is_right": False}
+    if outcome["figures"].get("failed"):
+        outcome = {"failed": f"failed: {', '.join(outcome['figures']['failed'])}", **outcome, "is_right": False}
+    return outcome
 
 
 def _environment(is_cpu: bool) -> Mapping[str, str]:

@@ -378,6 +378,12 @@ LARGEST_JSON_BYTES = 256 << 20
 _REASON_CHARS = 300
 
 
+def shortened(value: object, most: int) -> str:
+    """Return a value as a message shows it: it may have thousands of characters."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
 @contextmanager
 def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iterator[None]:
     """Turn whatever the body raises while it reads a file into one message.

@@ -174,7 +174,7 @@ def test_how_many_rows_are_longer_is_told(tmp_path: Path, said: list[str], rule:
     report.tell_longer(cfg.data)
     became = {
         TooLong.truncate: "3 samples were shortened, which took 4 oldest turns and the end of 1 last answers or texts",
-        TooLong.drop: "they are left out",
+        TooLong.drop: "they are skipped",
         TooLong.split: "3 became several samples",
     }
     line = (

@@ -68,7 +68,7 @@ def _fit_buckets(ds: DsConfig, cfg: RunConfig) -> None:
     if outline is None or cfg.tuning.adapter or cfg.parallel.pipeline > 1 or not cfg.task.is_language:
         ds.omit("{key} is limited to the parameters that are trained, once they are known: see the run's.", key=key)
         return
-    trained = rank_part(outline, cfg).num_trained
-    if trained < cfg.zero.reduce_bucket_size:
-        ds.values = fit_reduce_bucket(ds.values, trained)
+    fitted = fit_reduce_bucket(ds.values, rank_part(outline, cfg).num_trained)
+    if fitted is not ds.values:
+        ds.values = fitted
         ds.why[key] = tr("= parameters that are trained, fewer than zero.reduce_bucket_size")

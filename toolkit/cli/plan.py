@@ -79,15 +79,15 @@ def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machi
 
 
 def _with_fitting_batch(loaded: load.LoadedConfig, world_size: int) -> load.LoadedConfig:
-    """Return the config with a batch that these ranks can share, and say so: a recipe is mostly made for others."""
+    """Return the config with a batch that these ranks can share, and report it: a recipe is mostly made for others."""
     batch = loaded.cfg.batch
     if batch.micro_per_gpu == AUTO or world_size % mesh.model_ranks(loaded.cfg):
         return loaded
     size, micro = mesh.fitting_batch(loaded.cfg, world_size)
     if (size, micro) == (batch.global_size, batch.micro_per_gpu) or batch.world_sizes:
         return loaded
-    own = {"batch.global_size": size, "batch.micro_per_gpu": micro}
-    changed = {key: value for key, value in own.items() if value != get_value(loaded.cfg, key)}
+    fitting = {"batch.global_size": size, "batch.micro_per_gpu": micro}
+    changed = {key: value for key, value in fitting.items() if value != get_value(loaded.cfg, key)}
     words = " ".join(f"{key}={value}" for key, value in changed.items())
     say("The recipe's batch cannot be shared by {ranks} ranks: planned with {words}.", ranks=world_size, words=words)
     return load.replace(loaded, {key: (value, "toolkit plan") for key, value in changed.items()})

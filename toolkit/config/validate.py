@@ -12,7 +12,7 @@ from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
 from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig, all_keys, types_of
-from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, shortened, tr
 from toolkit.translate.read import keys_of
 
 _LONGEST_VALUE = 40
@@ -194,14 +194,8 @@ def _scalar(value: Any, kind: Any, path: str, place: Place) -> Any:
         raise _wrong(path, value, wanted, place) from error
     if isinstance(made, (int, float)) and LARGEST_NUMBER < abs(made) < math.inf:  # the rules reject infinity and NaN
         limits = tr("a number from {least} to {most}", least=-LARGEST_NUMBER, most=LARGEST_NUMBER)
-        raise _wrong(path, _shortened(value), limits, place)
+        raise _wrong(path, shortened(value, _LONGEST_VALUE), limits, place)
     return made
-
-
-def _shortened(value: Any) -> str:
-    """Return a value as messages show it: it may have thousands of digits."""
-    text = str(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
 def _wrong(path: str, value: Any, wanted: str, place: Place) -> ConfigError:

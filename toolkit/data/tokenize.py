@@ -112,7 +112,7 @@ class PrepareReport(workers.RowCounts):
             del listed[workers.EXAMPLES :]
 
     def tell_dropped(self) -> None:
-        """Tell the user which rows are left out."""
+        """Report which rows are skipped."""
         for reason, count in self.dropped.items():
             say(
                 "Skipped {count} rows: {reason}. First: {examples}",
@@ -134,7 +134,7 @@ class PrepareReport(workers.RowCounts):
                 cut=f"{self.cut:,}",
             ),
             TooLong.split: tr("{count} became several samples", count=f"{self.split:,}"),
-            TooLong.drop: tr("they are left out"),
+            TooLong.drop: tr("they are skipped"),
         }
         return tr(
             "{count} of {rows} rows ({percent} %) are longer than data.max_length = {limit} tokens, the longest "
@@ -154,7 +154,7 @@ class PrepareReport(workers.RowCounts):
         return self.longer / max(self.rows_read, 1)
 
     def tell_longer(self, data: DataConfig) -> None:
-        """Tell the user the same; a warning where they are many."""
+        """Report the same; a warning where they are many."""
         if line := self.longer_rows(data):
             (warn if self.longer_share > MOST_LONGER else say)(line)
 
@@ -194,7 +194,7 @@ def percent(share: float) -> str:
 FOLDERS = ("stores", "parts", "plans", "tokenizers", "hashes", "docstrings", store.BAD_ROWS)
 """What `prepare.dir` holds; it may hold other things beside them."""
 MOST_LONGER = 0.01
-"""More rows than this fraction that are longer than `data.max_length` are told as a warning."""
+"""More rows than this fraction that are longer than `data.max_length` are a warning."""
 _TOLERATED_BAD_ROWS = 10
 LEAST_BYTES_FOR_PROCESSES = 8 << 20
 """Starting a process takes seconds; less data than this is tokenized at once."""

@@ -396,10 +396,10 @@ class PartBuilder:
                 return []
         if conversation.is_read and samples:
             return samples
-        found = [sample for sample in map(_usable, samples) if sample]
-        if not found:
+        usable = [sample for sample in map(_usable, samples) if sample]
+        if not usable:
             counts.drop(tr("no token the loss covers"), row)
-        return found
+        return usable
 
     def _truncated(self, conversation: Conversation, encoded: Encoded, counts: PartCounts) -> list[Encoded]:
         """Return a sample without its oldest turns, as many as have to go; where the newest alone is too long, without

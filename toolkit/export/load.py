@@ -47,7 +47,7 @@ def load_any(
             "" with an adapter: the base that the adapter names.
         adapter: directory of an adapter that was trained on the model in `path`; "" none.
         family: see `load_chat_encoder`, as for `chat_template`: a file; "" the model's own.
-        dtype: fp32, bf16 or fp16; auto: as `usual_precision`, which is said on stderr.
+        dtype: fp32, bf16 or fp16; auto: as `usual_precision`, which is printed to stderr.
         device: such as cuda:1; "" takes the GPU if there is one, unless DS_ACCELERATOR=cpu.
     """
     transformers.utils.logging.disable_progress_bar()

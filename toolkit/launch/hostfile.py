@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from toolkit.config import preflight
-from toolkit.messages import LaunchError, did_you_mean, joined, tr
+from toolkit.messages import LaunchError, did_you_mean, joined, shortened, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")  # as long as names in DNS may be
 _SLOTS = re.compile(r"[1-9][0-9]{0,3}")
@@ -63,18 +63,20 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
             raise LaunchError(
                 "{place}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.",
                 place=place,
-                content=_shortened(content),
+                content=shortened(content, _LONGEST_SHOWN),
             )
         host, slots = found["host"], found["slots"]
         if not HOST.fullmatch(host):
             raise LaunchError(
                 "{place}: '{host}' is no host name: up to 253 letters, digits, '.', '_' and '-', and no '-' in front.",
                 place=place,
-                host=_shortened(host),
+                host=shortened(host, _LONGEST_SHOWN),
             )
         if not _SLOTS.fullmatch(slots):
             raise LaunchError(
-                "{place}: slots={slots} is no number of GPUs from 1 to 9999.", place=place, slots=_shortened(slots)
+                "{place}: slots={slots} is no number of GPUs from 1 to 9999.",
+                place=place,
+                slots=shortened(slots, _LONGEST_SHOWN),
             )
         if host in hosts:
             raise LaunchError(
@@ -84,10 +86,6 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
     if not hosts:
         raise LaunchError("{path} lists no host: write lines like `node1 slots=8`.", path=path)
     return hosts
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 Resources = dict[str, list[int]]
@@ -150,7 +148,9 @@ def whole_number(options: Mapping[str, str], name: str) -> int | None:
     if value == "-1":
         return None
     if not value.isdecimal() or len(value) > _MOST_DIGITS or not int(value):
-        raise LaunchError("{name} {value}: write a positive whole number.", name=name, value=_shortened(value))
+        raise LaunchError(
+            "{name} {value}: write a positive whole number.", name=name, value=shortened(value, _LONGEST_SHOWN)
+        )
     return int(value)
 
 
@@ -251,7 +251,9 @@ _RANGE = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 
 def expand_nodes(nodes: str) -> list[str]:
     """Return the hosts of a list such as gpu[01-03,07],login1, in its order, as `scontrol show hostnames` does."""
-    wrong = LaunchError("'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=_shortened(nodes))
+    wrong = LaunchError(
+        "'{nodes}' is no list of nodes such as gpu[01-03,07],login1.", nodes=shortened(nodes, _LONGEST_SHOWN)
+    )
     items = _ITEM.findall(nodes)
     if not items or ",".join(items) != nodes.strip():
         raise wrong

@@ -472,34 +472,23 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
     """Refuse a config.json whose model could not be built, or not within a day."""
     sections = [config, *(value for value in config.values() if isinstance(value, dict))]
     for section in sections:
-        for key, (least, most) in _SIZES.items():
-            value = section.get(key)
+        for key, (least, most) in {**_SIZES, **_FRACTIONS}.items():
+            value, is_size = section.get(key), key in _SIZES
             if value is None and (key not in section or key not in _NEEDED):
                 continue
-            for one in value if isinstance(value, list) else [value]:
-                if isinstance(one, bool) or not isinstance(one, int) or not least <= one <= most:
+            kinds = int if is_size else (int, float)
+            for number in value if is_size and isinstance(value, list) else [value]:
+                if isinstance(number, bool) or not isinstance(number, kinds) or not least <= number <= most:
                     raise ModelError(
-                        "{file}: {key} = {value} is not a whole number from {least} to {most}. Correct it, or "
-                        "download the file again.",
+                        "{file}: {key} = {value} is not {kind} from {least} to {most}. Correct it, or download the "
+                        "file again.",
                         file=file,
                         key=key,
-                        value=repr(one)[:40],
+                        value=repr(number)[:40],
+                        kind=tr("a whole number") if is_size else tr("a number"),
                         least=least,
-                        most=f"{most:,}",
+                        most=f"{most:,.0f}",
                     )
-        for key, (low, high) in _FRACTIONS.items():
-            value = section.get(key)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (is_number and low <= value <= high):
-                raise ModelError(
-                    "{file}: {key} = {value} is not a number from {least} to {most}. Correct it, or download the file "
-                    "again.",
-                    file=file,
-                    key=key,
-                    value=repr(value)[:40],
-                    least=low,
-                    most=f"{high:,.0f}",
-                )
 
 
 def check_growth(file: Path) -> None:
