@@ -224,11 +224,9 @@ class SpanTokenizer:
         """Whether the tokens of a prompt's end would be others if the answer followed in the same text."""
         if not self.tokenizer.is_fast or not prompt or (prompt.endswith("\n") and not answer[:1].isspace()):
             return False
-        backend = self._backend()
-        before, whole = (
-            backend.encode(text, add_special_tokens=False).ids for text in (prompt, prompt + answer[:MERGED_CHARS])
-        )
-        return bool(whole[: len(before)] != before)
+        backend, beginning = self._backend(), self.shield.cover(answer[:MERGED_CHARS])
+        before, both = (backend.encode(text, add_special_tokens=False).ids for text in (prompt, prompt + beginning))
+        return not _begins_with(both, before)
 
     def _apart(self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]) -> tuple[Any, str, Sequence[Span]]:
         """Return an encoding with its text and spans in which each span's ids follow those of the text before it alone:
@@ -249,8 +247,7 @@ class SpanTokenizer:
         """Whether a token reaches across a border, or what follows the border changes the tokens before it."""
         token = encoding.char_to_token(border - 1)
         if token is None or text[border - 1].isspace():  # how white space is split depends on what follows it
-            before = backend.encode(text[:border], add_special_tokens=False).ids
-            return bool(encoding.ids[: len(before)] != before)
+            return not _begins_with(encoding.ids, backend.encode(text[:border], add_special_tokens=False).ids)
         while token < len(encoding) and (chars := encoding.token_to_chars(token)) and chars[0] < border:
             if chars[1] > border:
                 return True
@@ -281,8 +278,7 @@ class SpanTokenizer:
 
         ids = tokens(text)
         for begin, _ in spans:
-            before = tokens(text[:begin])
-            if ids[: len(before)] != before:
+            if not _begins_with(ids, tokens(text[:begin])):
                 borders.append(begin)
                 ids = tokens(text)
 
@@ -309,6 +305,10 @@ class SpanTokenizer:
             if ids[-1] != end:
                 ids, mask = [*ids, end], [*mask, True]
         return ids, mask + [False] * (len(ids) - len(mask))
+
+
+def _begins_with(ids: list[int], prompt: list[int]) -> bool:
+    return ids[: len(prompt)] == prompt
 
 
 def _token_at(encoding: Any, position: int) -> int:

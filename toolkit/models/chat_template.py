@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from toolkit.messages import ModelError, RowError, is_failure, reason_of, tr
+from toolkit.messages import ModelError, RowError, is_failure, reason_of, shortened, tr
 from toolkit.models.answer_spans import MERGED_CHARS, Encoded, Openings, Span, SpanTokenizer
 from toolkit.models.sandbox import TooSlow, bound_templates, compiled, time_limit
 from toolkit.models.shield import Shield, any_of
@@ -214,12 +214,11 @@ class TemplateChatEncoder:
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         if wanted in ([], [len(messages) - 1]):
             return [messages]
-        given = self._given(messages)
-        merged = {index for index in wanted if self._merges(given[index])}
+        merged = {index for index in wanted if self._merges(messages[index])}
         is_rewritten = self.rewrites or (self.rewrites_reasoning and any(map(_reasons, messages)))
         if not is_rewritten and merged <= {wanted[-1]}:
             return [messages]
-        tools = self.shield.cover(tools)
+        given, tools = self._given(messages), self.shield.cover(tools)
         texts = {index: self.render(given[: index + 1], tools, add_generation_prompt=False) for index in wanted}
         found: list[Sequence[Message]] = []
         while wanted:
@@ -411,8 +410,8 @@ class TemplateChatEncoder:
                 "that writes what messages have under `content` and `tool_calls`: model.chat_template=FILE",
                 number=index + 1,
                 name=self.tokenizer.name_or_path,
-                text=_excerpt(text),
-                lost=_excerpt(lost),
+                text=repr(shortened(text, _EXCERPT_CHARS)),
+                lost=repr(shortened(lost, _EXCERPT_CHARS)),
             )
 
     def _check_places(self, messages: Sequence[Message]) -> None:
@@ -450,7 +449,7 @@ class TemplateChatEncoder:
                     "reasoning, and the answer has none. Write it into its `reasoning_content`, or give a template "
                     "that does not ask: model.chat_template=FILE",
                     number=index + 1,
-                    asks=_excerpt(asks),
+                    asks=repr(shortened(asks, _EXCERPT_CHARS)),
                 )
         if wanted != [len(messages) - 1]:
             return RowError(
@@ -618,11 +617,6 @@ class _Part(list[Message]):
 def _as_json(text: str) -> str:
     """Return how a template's `tojson` writes a text, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _excerpt(text: str) -> str:
-    """Return the beginning of a text for a message, as one line."""
-    return repr(text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}…")
 
 
 def _reasons(message: Message) -> bool:
