@@ -100,7 +100,8 @@ def die(words: list[str], step: int) -> list[str]:
     given = dict(word.split("=", 1) for word in words)
     folder, name = Path(given["run.dir"]), given["run.name"]
     if process_group.rank() == 0:
-        shutil.copytree(folder / name, folder / f"{name}-again")
+        being_written = shutil.ignore_patterns(".heartbeat-*")  # until the next run begins
+        shutil.copytree(folder / name, folder / f"{name}-again", ignore=being_written)
         (folder / f"{name}-again" / "DONE").unlink()
         for checkpoint in (folder / f"{name}-again" / "checkpoints").glob("step-*"):
             if int(checkpoint.name.removeprefix("step-")) > step:
