@@ -130,6 +130,17 @@ def notes_to_stderr() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Print nothing to the user meanwhile: what is tried beforehand is told when it is done."""
+    level = _logger.level
+    _logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        _logger.setLevel(level)
+
+
 def set_main_rank(is_main: bool) -> None:
     """Choose whether this process prints to the user: one rank of a run does (`launch.environment.apply`)."""
     _logger.setLevel(logging.INFO if is_main else logging.CRITICAL)

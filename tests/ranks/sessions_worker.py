@@ -184,14 +184,16 @@ def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Rank
 
     from toolkit.messages import Diverged, ToolkitError
     from toolkit.train import run_dir
-    from toolkit.train.language_data import load_data
+    from toolkit.train.language_data import build_encoder, load_data
     from toolkit.train.tasks import task_of
     from toolkit.train.trainer import Trainer
 
     if "facts" in case:
         torch._dynamo.utils.counters.clear()
     task = task_of(loaded.cfg)
-    task.data = load_data(loaded.cfg)
+    encoder = build_encoder(loaded.cfg)
+    task.check(loaded.cfg, encoder.tokenizer)
+    task.data = load_data(loaded.cfg, encoder)
     spoil = case.get("spoil", {"steps": {}, "note": os.devnull})
     note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
     updates.clear()

@@ -65,7 +65,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
     modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(layers, "find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(layers, "trains_on_gpu", lambda: True)
 
 
@@ -92,7 +92,7 @@ def test_not_here() -> None:
 
 @pytest.mark.usefixtures("package")
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     reason = r"the package liger-kernel is not installed \(pip install liger-kernel\)"
     with pytest.raises(ConfigError, match=rf"kernels\.loss = liger: {reason}"):
         apply_liger(Model(), KernelsConfig(loss=LossKernel.liger))

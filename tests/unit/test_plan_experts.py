@@ -13,6 +13,7 @@ from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod
 from toolkit.jobs.check import check_recipe
 from toolkit.messages import ConfigError
 from toolkit.models.adapter_settings import taken_for_experts
+from toolkit.models.chat import fit_tokenizer
 from toolkit.models.outline import outline as measured
 from toolkit.plan.layouts import (
     evaluate_layout,
@@ -185,6 +186,7 @@ def test_lora_is_added_to_linear_layers(name: str, tmp_path: Path) -> None:
 
 def test_plan_and_check_name_active_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     architectures.write(tmp_path / "model", "qwen3_moe")
+    fit_tokenizer(lambda: ["and so on"], 300, tmp_path).save_pretrained(tmp_path / "model")
     cfg = config("model=hf", f"model.path={tmp_path / 'model'}", f"prepare.dir={tmp_path}", "tuning=full")
     outline = outline_of(cfg)
     mine = evaluate_layout(outline, cfg, MACHINE, RATES)

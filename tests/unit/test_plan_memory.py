@@ -327,7 +327,7 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
         check=False,
     )
     assert finished.returncode == 2
-    assert "the model cannot be built to be measured" in finished.stderr
+    assert "holds a t5, which is no causal language model" in finished.stderr
     assert not ran.exists()
 
 

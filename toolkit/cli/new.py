@@ -55,8 +55,8 @@ def run(words: list[str]) -> None:
         )
     else:
         say(
-            "{data}: format {formats}, about {median} tokens (median) and {longest} (longest) at 4 bytes per token, as "
-            "the model's tokenizer is not on this disk; data.max_length = {max_length}.",
+            "{data}: format {formats}, about {median} tokens (median) and {longest} (longest) at 4 bytes per token, "
+            "without the model's tokenizer; data.max_length = {max_length}.",
             data=given["data"],
             **seen,
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config import files, load, mesh
-from toolkit.config.preflight import needs_lookup, resolve_model_path, resolve_teacher
+from toolkit.config.preflight import check_positions, needs_lookup, resolve_model_path, resolve_teacher
 from toolkit.config.schema import AUTO, get_value
 from toolkit.jobs import check, trace as tracing
 from toolkit.messages import Problems, say
@@ -38,6 +38,7 @@ def run(words: list[str]) -> None:
     loaded, given, machine = _checked(words)
     if needs_lookup(loaded.cfg.model):
         loaded = resolve_model_path(loaded, config_only=True)
+    check_positions(loaded)
     if loaded.cfg.distill.teacher not in published_models("hub_id"):
         loaded = resolve_teacher(loaded, config_only=True)
     cfg = mesh.with_micro_batch(loaded.cfg)

@@ -21,9 +21,12 @@ def run(words: list[str]) -> None:
     from toolkit.data.store import damaged_files
     from toolkit.data.tokenize import prepare_shard
     from toolkit.train.language_data import build_encoder, load_data
+    from toolkit.train.tasks import task_of
 
+    encoder = build_encoder(cfg)
+    task_of(cfg).check(cfg, encoder.tokenizer)
     if cfg.prepare.shard:
-        total, new = prepare_shard(cfg, build_encoder(cfg))
+        total, new = prepare_shard(cfg, encoder)
         say(
             "Part {shard} is done: {total} pieces, {new} of them made now. When all parts are, run the same command "
             "without prepare.shard to join them.",
@@ -32,11 +35,7 @@ def run(words: list[str]) -> None:
             new=f"{new:,}",
         )
         return
-    prepared = load_data(cfg)
-    if cfg.task.kind is schema.TaskKind.distill and cfg.distill.teacher:
-        from toolkit.train.distill_task import check_teacher
-
-        check_teacher(cfg, prepared.tokenizer)
+    prepared = load_data(cfg, encoder)
     folder = prepared.train.folder
     if not prepared.report.built and (damaged := damaged_files(folder)):
         raise DataError(

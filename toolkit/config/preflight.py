@@ -350,11 +350,24 @@ def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
     for key in _GPU_ONLY:
         if schema.get_value(loaded.cfg, key) and (is_cpu() or shutil.which("nvidia-smi") is None):
             yield loaded.error(key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.")
+    kernels, reason = loaded.cfg.kernels, without_liger(not is_cpu() and shutil.which("nvidia-smi") is not None)
+    if reason and kernels.loss is schema.LossKernel.liger:
+        yield loaded.error("kernels.loss", "kernels.loss = liger: {reason}", reason=reason)
+    if reason and kernels.liger is schema.When.always:
+        yield loaded.error("kernels.liger", "kernels.liger = always: {reason}", reason=reason)
     if loaded.cfg.optim.name is schema.OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
         yield loaded.error(
             "optim.name",
             "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install bitsandbytes",
         )
+
+
+def without_liger(on_gpu: bool) -> str:
+    """Return why liger's kernels cannot be used; "" if they can, with models that they know."""
+    if not on_gpu:
+        return tr("there is no GPU")
+    has_package = importlib.util.find_spec("liger_kernel") is not None
+    return "" if has_package else tr("the package liger-kernel is not installed (pip install liger-kernel)")
 
 
 _FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "*.safetensors")

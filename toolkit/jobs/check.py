@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse, positive_int
 from toolkit.config import files, load, mesh, preflight, rules, schema
@@ -12,6 +12,9 @@ from toolkit.models.directory import read_config, trust_code
 from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
 from toolkit.plan.outline import Outline, active_line, cached_outline, rank_part
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
+
+if TYPE_CHECKING:  # tokenizers take seconds to import
+    from toolkit.models.chat import AnyChatEncoder
 
 _USUAL = "8x80GB"
 
@@ -37,7 +40,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
     problems.settle()
     may_read = not known & {"model", "model.path"} and (fetch or not files.is_hub_name(cfg.model.path))
-    outlines = problems.attempt(_outlines, arguments.loaded, problems) if may_read else None
+    encoder = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
+    outlines = problems.attempt(_outlines, arguments.loaded) if may_read and not problems.errors else None
     problems.raise_all()
     for note in [*arguments.notes, *arguments.loaded.notices, *([unread] if unread else [])]:
         say(note)
@@ -46,8 +50,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if world_size and cfg.parallel.tensor > 1:
         groups, size = world_size // cfg.parallel.tensor, cfg.parallel.tensor
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
-    if may_read:
-        _tell_rows(arguments.loaded)
+    if encoder:
+        _tell_rows(cfg, encoder)
     if outlines:
         whole, mine = outlines
         trained, total = f"{whole.num_trained:,}", f"{whole.num_parameters:,}"
@@ -67,35 +71,45 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         say(line)
 
 
-def _outlines(loaded: load.LoadedConfig, problems: Problems) -> tuple[Outline, Outline] | None:
-    """Read the model directory; return the outlines of the model and a rank's part, None where training finds them."""
-    has_weights = not files.is_hub_name(loaded.cfg.model.path)
+def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "AnyChatEncoder | None":
+    """Raise what training would raise of model and tokenizer before it tokenizes the data; return what encodes them,
+    None where no tokenizer is on this disk.
+    """
+    is_here = not files.is_hub_name(loaded.cfg.model.path)
     loaded = preflight.resolve_model_path(loaded, config_only=True)
     problems.attempt(preflight.check_positions, loaded)
-    cfg = loaded.cfg
+    cfg, model = loaded.cfg, loaded.cfg.model
+    if model.init is schema.Init.pretrained:
+        if model.trust_remote_code:
+            trust_code(model.path)
+        read_config(model.path, with_weights=is_here)
+    elif not model.tokenizer:
+        return None  # it is fitted to the data; and nothing slow need be imported
+    from toolkit.models.chat import load_tokenizer, local_encoder
+    from toolkit.train.tasks import task_of
+
+    encoder = local_encoder(model, cfg.data.train_thinking)
+    if encoder is None and is_here:
+        load_tokenizer(model.tokenizer or model.path)  # says what is missing
+    task_of(cfg).check(cfg, encoder and encoder.tokenizer)
+    return encoder
+
+
+def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
+    """Return the outlines of the model and a rank's part, None where training finds them."""
+    cfg = preflight.resolve_model_path(loaded, config_only=True).cfg
     if cfg.model.init is not schema.Init.pretrained:
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
-    if cfg.model.trust_remote_code:
-        trust_code(cfg.model.path)
-    problems.attempt(_check_teacher, loaded)
-    read_config(cfg.model.path, with_weights=has_weights)
     whole = cached_outline(replace(cfg, task=schema.TaskConfig()))  # no other model, and no head
     if not whole or cfg.tuning.adapter:
         return None
     return whole, rank_part(whole, cfg)
 
 
-def _tell_rows(loaded: load.LoadedConfig) -> None:
-    """Say what the first rows become where the tokenizer is on this disk; a DataError if training would reject one."""
-    cfg = loaded.cfg
-    if not Path(cfg.model.tokenizer or cfg.model.path or "-").is_dir():  # before slow imports
-        return
+def _tell_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder") -> None:
+    """Say what the first rows become; a DataError if training would reject one."""
     from toolkit.data.tokenize import first_rows
-    from toolkit.models.chat import local_encoder
 
-    encoder = local_encoder(cfg.model, cfg.data.train_thinking)
-    if encoder is None:
-        return
     report, lengths = first_rows(cfg, encoder)
     if not lengths:
         return
@@ -109,17 +123,6 @@ def _tell_rows(loaded: load.LoadedConfig) -> None:
     )
     report.tell_dropped()
     report.tell_longer(cfg.data)
-
-
-def _check_teacher(loaded: load.LoadedConfig) -> None:
-    """Read the teacher's config and tokenizer, where these and the student's are on this disk."""
-    cfg = loaded.cfg
-    tokenizer, is_distilled = cfg.model.tokenizer or cfg.model.path, cfg.task.kind is schema.TaskKind.distill
-    if is_distilled and Path(cfg.distill.teacher).is_dir() and cfg.distill.teacher and Path(tokenizer).is_dir():
-        from toolkit.models.chat import load_tokenizer
-        from toolkit.train.distill_task import check_teacher
-
-        check_teacher(cfg, load_tokenizer(tokenizer, family=cfg.model.family))
 
 
 def _rows(cfg: schema.RunConfig, world_size: int) -> str:

@@ -5,7 +5,6 @@ import math
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -19,7 +18,7 @@ from toolkit.config import files, load, mesh, preflight
 from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod, set_leaf
 from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
 from toolkit.data.tokenize import first_rows, percent
-from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr
+from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr, warn
 from toolkit.plan import speed
 from toolkit.plan.layouts import Layout, fastest, gib, layouts, overrides
 from toolkit.plan.machine import Machine, parse_machine
@@ -110,14 +109,26 @@ def data_facts(given: Given) -> dict[str, Any]:
 
 
 def _token_counts(cfg: RunConfig) -> list[int]:
-    """Return the tokens of the data's first samples, ascending; [] where the model's tokenizer is not on this disk."""
+    """Return the tokens of the data's first samples, ascending; [] where no tokenizer on this disk encodes them. What
+    keys of the recipe may mend is a warning, a model that cannot be trained an error, as in `toolkit check`.
+    """
+    if not Path(cfg.model.path or "-").is_dir():  # before slow imports
+        return []
     from toolkit.models.chat import local_encoder
+    from toolkit.train.tasks import task_of
 
-    with suppress(ModelError):  # `check` tells what is wrong with it
-        if encoder := local_encoder(cfg.model):
-            rule = replace(cfg.data, max_length=_UNBOUNDED, too_long=TooLong.drop, on_bad_row=OnBadRow.skip)
-            return first_rows(replace(cfg, data=rule), encoder)[1]
-    return []
+    encoder, counts = None, list[int]()
+    try:
+        encoder = local_encoder(cfg.model)
+    except ModelError as error:
+        warn(str(error))
+    task_of(cfg).check(cfg, encoder and encoder.tokenizer)
+    if encoder:
+        rule = replace(cfg.data, max_length=_UNBOUNDED, too_long=TooLong.drop, on_bad_row=OnBadRow.skip)
+        report, counts = first_rows(replace(cfg, data=rule), encoder)
+        if report.bad_rows:
+            warn(report.examples[tr("cannot be used")][0])
+    return counts
 
 
 def plan_methods(

@@ -618,7 +618,7 @@ def load_adapter(
 ) -> None:
     """Put a trained adapter into the model that it was trained on; see `attach_adapter`."""
     settings, known = read_settings(folder), read_base(folder)
-    if known is not None:
+    if known is not None and any(base.numbers.values()):  # an empty model has none
         check_base(known, base, folder)
     values = read_adapter_weights(folder)
     with reading(folder / CONFIG, ModelError):
@@ -791,5 +791,7 @@ def _prompt_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreT
         chosen = torch.tensor((ids * (number // len(ids) + 1))[:number])
     else:
         chosen = torch.randint(len(tokenizer), (number,))
+    if embedding.weight.is_meta:
+        return torch.empty(number, embedding.embedding_dim, device="meta")
     with weights.full_params([embedding.weight]):
         return embedding.weight.detach()[chosen.to(embedding.weight.device)].cpu()

@@ -385,6 +385,14 @@ def split_sequences(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None
     neighbours but for the `tensor` ranks that share each part.
     """
     global _group  # attention is called by transformers, with nothing of ours
+    check_splits(model, ranks, tensor)
+    model.set_attn_implementation(SEQUENCE)
+    members = torch.arange(dist.get_world_size()).view(-1, ranks, tensor).transpose(1, 2).reshape(-1, ranks)
+    _group, _ = dist.new_subgroups_by_enumeration(members.tolist())
+
+
+def check_splits(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None:
+    """Reject a model whose attention cannot be divided so; a ModelError."""
     config = model.config.get_text_config()
     reason = ""
     if config._attn_implementation != Attention.sdpa.value or getattr(config, "attn_logit_softcapping", None):
@@ -399,9 +407,6 @@ def split_sequences(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None
             model=type(model).__name__,
             reason=reason,
         )
-    model.set_attn_implementation(SEQUENCE)
-    members = torch.arange(dist.get_world_size()).view(-1, ranks, tensor).transpose(1, 2).reshape(-1, ranks)
-    _group, _ = dist.new_subgroups_by_enumeration(members.tolist())
 
 
 def local_part(batch: Batch, part: int, parts: int) -> Batch:

@@ -15,7 +15,6 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.neftune import neftune_post_forward_hook
 
+from toolkit.config import preflight
 from toolkit.config.schema import KernelsConfig, LossKernel, RandomLtdConfig, When
 from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models import adapters, experts
@@ -31,11 +31,7 @@ from toolkit.models.attention import segment_arguments, trains_on_gpu
 
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     """Replace a new model's norms, MLPs and rotary positions by liger's, as `kernels.liger` says; "" or why not."""
-    reason = ""
-    if not trains_on_gpu():
-        reason = tr("there is no GPU")
-    elif find_spec("liger_kernel") is None:
-        reason = tr("the package liger-kernel is not installed (pip install liger-kernel)")
+    reason = preflight.without_liger(trains_on_gpu())
     if reason and kernels.loss is LossKernel.liger:
         raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
     if kernels.liger is When.never:

@@ -70,9 +70,12 @@ def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch
     return model, weights.stored_values(files, layout, shapes, shapes.keys())
 
 
-def empty(path: str | Path) -> PreTrainedModel:
-    """Build the model that a directory describes, with its parameters empty on the meta device; reads no weights."""
-    return _build_empty(Path(path), directory.read_config(str(path), with_weights=False))
+def empty(path: str | Path, *, compared: bool = False) -> PreTrainedModel:
+    """Build the model that a directory describes, with its parameters empty on the meta device; reads no weights.
+    `compared`: with names and shapes of the weights, which have to be those of the model; reads their headers.
+    """
+    config = directory.read_config(str(path), with_weights=compared)
+    return _open(Path(path), config)[0] if compared else _build_empty(Path(path), config)
 
 
 def _build_empty(
@@ -84,7 +87,7 @@ def _build_empty(
     """Build the model of a checked config.json, with empty parameters; with `ds_config` partitioned over the ranks."""
     architecture, generation_file = directory.architecture_of(config), folder / "generation_config.json"
     if architecture is None:
-        known, trusted = _known_config(folder), directory.is_trusted(folder)
+        known, trusted = known_config(folder), directory.is_trusted(folder)
         model = weights.empty_model(
             lambda: _auto_class(known).from_config(known, dtype=dtype, trust_remote_code=trusted),
             ds_config,
@@ -161,7 +164,7 @@ def create_model(
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     else:
         model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own, ready=ready)
-    _check_vocabulary(model, tokenizer)
+    check_vocabulary(model, tokenizer)
     if head is None:
         check_writes(model, config.path)
     else:
@@ -203,7 +206,7 @@ def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None 
     )
 
 
-def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Reject a tokenizer whose ids mean something else to the model."""
     if len(tokenizer) > model.config.vocab_size:
         raise ModelError(
@@ -249,7 +252,7 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _known_config(folder: Path) -> Any:
+def known_config(folder: Path) -> Any:
     """Return the config of an architecture of transformers, imported before zero.Init begins: DeepSpeed 0.19.8 undoes
     decorated constructors of classes defined meanwhile (transformers' experts would lose their config).
     """
@@ -286,7 +289,7 @@ def _not_loadable(folder: Path, error: Exception) -> ModelError:
 
 
 def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    known = _known_config(folder)
+    known = known_config(folder)
     try:
         model, report = _auto_class(known).from_pretrained(
             folder,

@@ -12,7 +12,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
-from toolkit.plan.outline import flop_sizes
+from toolkit.messages import ModelError
+from toolkit.models.load import known_config
+from toolkit.plan.outline import NO_MODEL, flop_sizes
 
 _LENGTH = 64
 _LAYERS = 2
@@ -40,13 +42,15 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
 
 
 def outline(folder: Path) -> dict[str, Any]:
-    """Return shapes of the parameters, sizes, and what a layer keeps per token in both precisions."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    """Return shapes of the parameters, sizes, and what a layer keeps per token in both precisions; or a ModelError."""
+    config = known_config(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text = config.get_text_config()
-    sizes = flop_sizes(lambda name: getattr(text, name, None))
-    heads, size = text.num_attention_heads, sizes["head_size"]
+    # Without attention (Mamba) nothing is known of its FLOPs.
+    sizes = {"layers": text.num_hidden_layers, "heads": 0, "head_size": 0}
+    sizes |= flop_sizes(lambda name: getattr(text, name, None))
+    heads, size = sizes["heads"], sizes["head_size"]
     dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
     keys = (getattr(text, "num_key_value_heads", None) or heads) * size
     return {
@@ -73,7 +77,8 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
     text = config.get_text_config()
     text.num_hidden_layers = layers
     for kinds in ("layer_types", "mlp_layer_types"):
-        if getattr(text, kinds, None):
+        is_computed = isinstance(getattr(type(text), kinds, None), property)  # from the number of layers (Mamba)
+        if getattr(text, kinds, None) and not is_computed:
             setattr(text, kinds, [getattr(text, kinds)[-1]] * layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).train()
@@ -96,7 +101,8 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             # A mask of four dimensions is passed on as it is; any other is looked at.
-            mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta")
+            has_attention = getattr(text, "num_attention_heads", None) is not None
+            mask = torch.ones(1, 1, _LENGTH, _LENGTH, dtype=torch.bool, device="meta") if has_attention else None
             ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="meta")
             model(input_ids=ids, attention_mask=mask, use_cache=False)
     finally:
@@ -105,4 +111,8 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(outline(Path(sys.argv[1]))) + "\n")
+    try:
+        sys.stdout.write(json.dumps(outline(Path(sys.argv[1]))) + "\n")
+    except ModelError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(NO_MODEL)

@@ -285,6 +285,9 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
         if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
     }
     experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    head = _HEAD.removesuffix(".weight")
+    if not any(name in shapes for name in _OUTPUT):  # tied to the embedding, and a layer all the same
+        modules[head] = max(shape for name, shape in shapes.items() if len(shape) == 2 and layer_of(name) < 0)
     if experts:  # peft takes their names for the routed experts', but Qwen2 MoE's (adapter_settings.taken_for_experts)
         modules = {name: shape for name, shape in modules.items() if not name.endswith(_OF_SINGLE_EXPERTS)}
     linear = [name for name in modules if layer_of(name) >= 0]
@@ -293,7 +296,7 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
     if ALL_LINEAR not in patterns:
         fitting = modules.keys() | experts.keys()
         targets = [name for one in patterns for name in check_matches("tuning.target_modules", one, fitting)]
-    owners = {name.rpartition(".")[0] for name in shapes}
+    owners = {name.rpartition(".")[0] for name in shapes} | {*modules} & {head}
     saved = {name for one in tuning.save_modules for name in check_matches("tuning.save_modules", one, owners)}
     added: Shapes = {}
     for name in dict.fromkeys(targets):
@@ -307,7 +310,7 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
         added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
         if tuning.dora:
             added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
-    for name, shape in shapes.items():
+    for name, shape in (shapes | ({_HEAD: modules[head]} if head in modules else {})).items():
         owner, _, end = name.rpartition(".")
         if owner in saved:  # peft keeps the original beside the copy that it trains
             added[f"{owner}.modules_to_save.default.{end}"] = shape
@@ -568,6 +571,8 @@ def exchanged_bytes(outline: Outline, size: int, states_bytes: int, recomputes: 
 
 
 _MEASURE_S = 300
+NO_MODEL = 3
+"""Exit code of what measures, where the last line says why this is no model that could be trained."""
 _FORM = 3
 """Of what is remembered; another one is measured anew."""
 
@@ -685,6 +690,8 @@ def _measured(cfg: schema.RunConfig, config: Mapping[str, Any]) -> tuple[Shapes,
             # Without a standard input: nobody is to be asked whether code of the folder may run.
             ran = children.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MEASURE_S)
         reason = (ran.stderr.strip().splitlines() or ["?"])[-1] if ran.returncode else ""
+        if ran.returncode == NO_MODEL:
+            raise ModelError(reason)
     except subprocess.TimeoutExpired:
         reason = tr("no answer within {seconds} s", seconds=_MEASURE_S)
     if reason:

@@ -59,12 +59,16 @@ class DistillTask(language_task.LanguageTask):
 
     # Data
 
+    def check(self, cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Likewise; and a teacher of another tokenizer is an error."""
+        super().check(cfg, tokenizer)
+        if tokenizer is not None and cfg.distill.teacher and Path(cfg.distill.teacher).is_dir():
+            check_teacher(cfg, tokenizer)
+
     def load_data(self, cfg: schema.RunConfig, ranks: Ranks) -> None:
-        """Open the tokenized caches; a teacher of another tokenizer is an error before any weights are loaded."""
+        """Open the tokenized caches, and report what is learnt without the trained model as its teacher."""
         super().load_data(cfg, ranks)
-        if cfg.distill.teacher:
-            check_teacher(cfg, self.data.tokenizer)
-        else:
+        if not cfg.distill.teacher:
             self._tell_general(cfg)
 
     def _tell_general(self, cfg: schema.RunConfig) -> None:

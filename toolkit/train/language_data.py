@@ -98,11 +98,11 @@ def head_of(cfg: schema.RunConfig, data: LanguageData) -> classifier.Head | None
     return classifier.Head(tuple(schema.score_labels(cfg) or data.report.labels), data.pad_id)
 
 
-def load_data(cfg: schema.RunConfig) -> LanguageData:
+def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None) -> LanguageData:
     """Open the tokenized caches, building them first if they are not there; print what became of the rows. ModelError
-    or DataError if the tokenizer, or the data, cannot be used.
+    or DataError if the tokenizer, or the data, cannot be used. `encoder`: what `build_encoder` returns.
     """
-    data = load_data_with(cfg, build_encoder(cfg))
+    data = load_data_with(cfg, encoder or build_encoder(cfg))
     _tell(data.report, cfg.data)
     if data.packing is not cfg.data.packing:
         say(
@@ -129,7 +129,7 @@ def load_data(cfg: schema.RunConfig) -> LanguageData:
 
 
 def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
-    """Do the same with an encoder that is there already, and tell nothing."""
+    """Do the same, and tell nothing."""
     train, validation, report = tokenize.build_caches(cfg, encoder)
     if cfg.preference.loss is schema.PreferenceLoss.kto:
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)

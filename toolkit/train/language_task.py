@@ -31,9 +31,9 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
 from toolkit.models import (
     adapters,
+    assemble,
     attention,
     classifier,
-    directory,
     experts,
     fp8,
     layers,
@@ -44,7 +44,6 @@ from toolkit.models import (
     save,
 )
 from toolkit.models.loss import token_loss_sum
-from toolkit.plan.outline import tuning_of
 from toolkit.train import checkpointer, language_data, run_dir, schedule, task, tracking
 from toolkit.train.step import Samples
 
@@ -294,8 +293,18 @@ class LanguageTask(task.Task):
 
     def load_data(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Open the tokenized caches, building them first if they are not there."""
-        self.data = language_data.load_data(cfg)
+        encoder = language_data.build_encoder(cfg)
+        self.check(cfg, encoder.tokenizer)
+        self.data = language_data.load_data(cfg, encoder)
         language_data.check_same_data(cfg, self.data)
+
+    def check(self, cfg: RunConfig, tokenizer: transformers.PreTrainedTokenizerBase | None) -> None:
+        """Raise what the model's and tokenizer's files show, before rows are tokenized, which may take hours. `toolkit
+        check`, `new` and `prepare` ask the same; `tokenizer`: None where it is not on this disk.
+        """
+        with messages.silent(), warnings.catch_warnings():  # about the model they are said when it is loaded
+            warnings.simplefilter("ignore")
+            assemble.check_model(cfg, tokenizer)
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""
@@ -616,8 +625,7 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
     packed, parts, stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
-    if parts > 1 and (reason := directory.division_unsupported(cfg.model, cfg.data.max_length)):
-        raise messages.ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
+    assemble.check_division(cfg)
     build.use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
     head, own = language_data.head_of(cfg, data), None
@@ -633,19 +641,11 @@ def build_engine(
         cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head, ready
     )
     without_liger = layers.apply_liger(model, cfg.kernels)
-    model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), loss.routers_of(model, cfg)
-    if cfg.tuning.method is not TuningMethod.full:
-        base = _base_folder(cfg, data, model, source.folder)
-        adapters.apply_tuning(model, tuning_of(cfg), base, data.tokenizer, cfg.run.seed, ds.values)
-        if source.checkpoint and (known := adapters.read_base(source.checkpoint / save.MODEL_DIR)):
-            adapters.check_base(known, model.tuned.base, source.checkpoint)
-    if cfg.kernels.mlp_pieces > 1:
-        layers.tile_mlp(model, cfg.kernels.mlp_pieces)
-    fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
-    if cfg.train.neftune_alpha:
-        layers.add_neftune(model, cfg.train.neftune_alpha)
-    if cfg.train.random_ltd.steps:
-        model.token_dropping = layers.TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, mesh.data_rank)
+    base = _base_folder(cfg, data, model, source.folder)
+    assemble.adapt(model, cfg, data.tokenizer, base, ds.values, mesh.data_rank)
+    is_tuned, checkpoint = cfg.tuning.method is not TuningMethod.full, source.checkpoint
+    if is_tuned and checkpoint and (known := adapters.read_base(checkpoint / save.MODEL_DIR)):
+        adapters.check_base(known, model.tuned.base, checkpoint)
     module = (
         pipeline.PipelineStage(model, stages, load.TORCH_DTYPES[dtype], cfg.parallel.tensor) if stages > 1 else model
     )
@@ -716,7 +716,7 @@ def _base_folder(
     cfg: RunConfig, data: language_data.LanguageData, model: transformers.PreTrainedModel, folder: Path
 ) -> Path:
     """Return the folder of the model as it is before training; a random one is written into the run's."""
-    if cfg.model.init is Init.pretrained:
+    if cfg.model.init is Init.pretrained or cfg.tuning.method is TuningMethod.full:
         return Path(cfg.model.path)
     base = folder / adapters.RUN_BASE
 
