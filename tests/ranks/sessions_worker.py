@@ -192,13 +192,13 @@ def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Rank
         torch._dynamo.utils.counters.clear()
     task = task_of(loaded.cfg)
     encoder = build_encoder(loaded.cfg)
-    task.check(loaded.cfg, encoder.tokenizer)
     task.data = load_data(loaded.cfg, encoder)
     spoil = case.get("spoil", {"steps": {}, "note": os.devnull})
     note, is_last = Path(spoil["note"]), ranks.rank == ranks.world_size - 1
     updates.clear()
     trainer = Trainer(task, loaded.cfg, ranks, time.monotonic())
     try:
+        task.check(loaded.cfg, encoder.tokenizer)  # as a run does before it tokenizes
         with (
             spoilt(spoil["steps"], is_last, note),
             disk_with(case.get("free_bytes")),

@@ -56,6 +56,10 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
     if tokenizer is not None:
         load.check_vocabulary(model, tokenizer)
     labels = tuple(score_labels(cfg)) or (() if probe.is_classifier(model) else ("0", "1"))  # or those of the data
+    if cfg.parallel.pipeline > 1:
+        pipeline.stage_parameters(model, cfg.parallel.pipeline, 0, cfg.tuning, len(labels) if cfg.task.has_head else 0)
+    elif cfg.parallel.expert > 1:
+        experts.check_divides(model, cfg.parallel.expert)
     if not cfg.task.has_head:
         load.check_writes(model, folder)
     elif labels:
@@ -65,10 +69,6 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
     else:
         packed = cfg.data.packing is Packing.packed
         attention.choose_attention(model, cfg.model.attention, packed, load.TORCH_DTYPES[cfg.precision.dtype])
-    if cfg.parallel.pipeline > 1:
-        pipeline.stage_parameters(model, cfg.parallel.pipeline, 0, cfg.tuning, len(labels) if cfg.task.has_head else 0)
-    elif cfg.parallel.expert > 1:
-        experts.check_divides(model, cfg.parallel.expert)
     if cfg.tuning.method is TuningMethod.qlora:  # layers in 4 bits are made of numbers; LoRA finds the same ones
         cfg = replace(cfg, tuning=replace(cfg.tuning, method=TuningMethod.lora))
     adapt(model, cfg, tokenizer, folder)
