@@ -258,6 +258,10 @@ class NotExportable(CheckpointError):
     """A checkpoint is whole, but its model cannot be taken out of it."""
 
 
+class NotMergeable(ModelError):
+    """An adapter is whole, but no weights of its base can stand for it."""
+
+
 class Diverged(ToolkitError):
     """The loss is no number any more, or no step could be taken for many steps in a row."""
 

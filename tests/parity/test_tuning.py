@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.architectures import write
 from tests.unit.test_templates import KNOWN, tokenizer_of
+from tests.unit.tiny_model import SIZES
 from toolkit.cli import main
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.parameters import count_parameters
@@ -133,12 +134,10 @@ def test_a_stranger_s_peft_adapter_goes_on(variant: str, tmp_path: Path) -> None
 
 
 def test_what_cannot_be_merged_is_named(tmp_path: Path, capsys) -> None:
-    """Adapters with an enlarged vocabulary, with trained tokens, and with which peft changed the base's weights."""
+    """Adapters with an enlarged vocabulary, and with which peft changed the base's weights."""
     enlarged = written(tuned("glm4"), tmp_path / "enlarged")
     file, name = enlarged / "adapter_model.safetensors", "base_model.model.model.embed_tokens.weight"
     save_file(load_file(file) | {name: torch.zeros(70, 64)}, file)
-    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2], task_type="CAUSAL_LM")
-    peft.get_peft_model(load("glm4"), config).save_pretrained(tmp_path / "tokens")
     for start in ("pissa", "olora"):
         config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start, task_type="CAUSAL_LM")
         peft.get_peft_model(load("glm4"), config).save_pretrained(tmp_path / start)
@@ -146,12 +145,103 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path, capsys) -> None:
         ("pissa", "with init_lora_weights = pissa peft also changed the weights"),
         ("olora", "path_initial_model_for_weight_conversion"),
         ("enlarged", f"does not fit the model: {name}"),
-        ("tokens", "cannot be merged: model.embed_to"),
     ):
         words = [f"model.path={GOLDEN / 'glm4'}", f"adapter={tmp_path / adapter}", "merge=true"]
         assert main(["export-model", *words, f"output={tmp_path}/merged"]) != 0
         assert wrong in capsys.readouterr().err
         assert not (tmp_path / "merged").exists()
+
+
+def small(folder: Path, kind: type, **settings: object) -> Path:
+    """Write a tiny model of transformers."""
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(kind(**SIZES, **settings)).save_pretrained(folder)
+    return folder
+
+
+def strange(base: Path, folder: Path, **options: object) -> torch.Tensor:
+    """Write an adapter of peft's as if it had been trained; return its model's logits."""
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return logits_of(model)
+
+
+def logits_of(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(40)[None], use_cache=False).logits
+
+
+TIED = (transformers.Qwen2Config, {"tie_word_embeddings": True})
+UNTIED = (transformers.Qwen2Config, {"tie_word_embeddings": False})
+PLACES = {
+    "saved head": (*TIED, {"modules_to_save": ["lm_head"]}, {"tie_word_embeddings": False}),
+    "saved embedding": (*TIED, {"modules_to_save": ["embed_tokens"]}, {"tie_word_embeddings": False}),
+    "saved both": (*TIED, {"modules_to_save": ["embed_tokens", "lm_head"]}, {"tie_word_embeddings": False}),
+    "saved as one": (*TIED, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, {}),
+    "lora on embedding": (*TIED, {"more": ["embed_tokens"]}, {"tie_word_embeddings": False}),
+    "lora on both": (*TIED, {"more": ["embed_tokens", "lm_head"]}, {"tie_word_embeddings": False}),
+    "lora as one": (*TIED, {"more": ["embed_tokens"], "ensure_weight_tying": True}, {}),
+    "tokens": (*TIED, {"trainable_token_indices": [1, 2]}, {}),
+    "tokens of each": (
+        *TIED,
+        {"trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [3]}},
+        {"tie_word_embeddings": False},
+    ),
+    "tokens of the head": (*UNTIED, {"trainable_token_indices": {"lm_head": [1, 2]}}, {}),
+    "biases on biases": (*UNTIED, {"lora_bias": True}, {}),
+    "biases of all": (
+        transformers.LlamaConfig,
+        {},
+        {"more": ["down_proj"], "lora_bias": True},
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore::peft.utils.warning.PeftWarning", "ignore:.*tie_word_embeddings", "ignore:Setting `save_embedding_layers`"
+)
+@pytest.mark.parametrize("name", PLACES)
+def test_what_is_trained_of_tied_weights_tokens_and_biases_is_merged(name: str, tmp_path: Path) -> None:
+    """Where the base has no weight of its own for it, the merged model has, and its config says so."""
+    kind, settings, options, changed = PLACES[name]
+    base, adapter, output = small(tmp_path / "base", kind, **settings), tmp_path / "adapter", tmp_path / "merged"
+    targets = ["q_proj", *options.get("more", [])]
+    options = {key: value for key, value in options.items() if key != "more"}
+    wanted = strange(base, adapter, target_modules=targets, **options)
+    words = [f"model.path={base}", f"adapter={adapter}", "merge=true", "dtype=fp32"]
+    assert main(["export-model", *words, f"output={output}"]) == 0
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (base, output))
+    assert {key: after[key] for key in after if after[key] != before.get(key) and key in before} == changed
+    merged = transformers.AutoModelForCausalLM.from_pretrained(output)
+    assert torch.allclose(logits_of(merged), wanted, atol=1e-6)
+    assert torch.allclose(logits_of(load_module.load_model(output)), wanted, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning")
+def test_biases_without_a_place_are_named_before_training_as_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `check`, and by the export."""
+    base, adapter = small(tmp_path / "base", *UNTIED[:1], **UNTIED[1]), tmp_path / "adapter"
+    strange(base, adapter, target_modules=["q_proj", "o_proj"], lora_bias=True)
+    words = [f"model.path={base}", f"adapter={adapter}", "merge=true", f"output={tmp_path}/merged"]
+    assert main(["export-model", *words]) == 2
+    message = capsys.readouterr().err.removeprefix("NotMergeable: ").strip()
+    assert message.startswith(
+        f"{adapter} cannot be merged into its base: it trains model.layers.0.self_attn.o_proj.bias"
+    )
+    assert "for which Qwen2ForCausalLM has no place" in message
+    load_tokenizer(GOLDEN / "tok_v3").save_pretrained(base)
+    recipe = ["recipe=quickstart", "model=hf", f"model.path={base}", "tuning=lora", f"tuning.adapter={adapter}"]
+    main(["check", *recipe, "train.max_steps=40", "batch.global_size=4"])
+    printed = capsys.readouterr()
+    assert f"WARNING: {message}" in printed.out + printed.err
 
 
 def test_an_adapter_that_holds_a_weight_of_its_base_besides(tmp_path: Path) -> None:
@@ -390,7 +480,7 @@ def test_what_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str
     adapter = written(tuned("v2", method=TuningMethod.prompt, num_tokens=3), tmp_path / "adapter")
     words = ["merge=true", f"output={tmp_path}/out"]
     assert main(["export-model", str(adapter), *words]) == 2
-    assert "it cannot be merged" in capsys.readouterr().err
+    assert "cannot be merged into its base: it stands before the tokens" in capsys.readouterr().err
     assert main(["export-model", str(GOLDEN / "v2"), *words]) == 2
     assert "a whole model already" in capsys.readouterr().err
     assert main(["export-model", str(adapter), "format=official", f"output={tmp_path}/out"]) == 2

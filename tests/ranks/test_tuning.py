@@ -5,10 +5,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 from official import write
-from ranks import BIN, environment, forked, run, run_unlike
+from ranks import BIN, REPOSITORY, environment, forked, run, run_unlike
 from safetensors.torch import load_file
 from shared import ALL, RECOMPUTE, WORKER, by_tier, eval_losses, experts, losses, of_tier, tiny
 
@@ -220,20 +222,46 @@ def test_the_command_evaluates_an_adapter_and_says_which(runs: Path, rows_file: 
 def test_tied_weights_buffers_and_experts(
     name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is saved beside the trained parameters is no damage; one of two tied weights cannot be merged alone."""
+    """What is saved beside the trained parameters is no damage; one of two tied weights is merged alone."""
     assert main(["verify", str(runs / name)]) == 0
     assert main(["export-model", str(runs / name), f"output={tmp_path / 'same'}"]) == 0
     file = WEIGHTS if "lora" in name else "model.safetensors"
     assert (tmp_path / "same" / file).read_bytes() == (runs / name / "export" / file).read_bytes()
     capsys.readouterr()
     code = main(["export-model", str(runs / name), "merge=true", f"output={tmp_path / 'merged'}"])
-    if name in ("lora-tied-all", "lora-tied-zero3"):
+    if "lora" in name:
         assert code == 0
         assert "forward: the logits are those of the save" in capsys.readouterr().out
+        is_tied = json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"]
+        assert is_tied == (name in ("lora-tied-all", "lora-tied-zero3"))
     else:
         assert code == 2
-        assert ("merged, both would change" in capsys.readouterr().err) == ("lora" in name)
         assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning", "ignore:.*tie_word_embeddings")
+def test_weights_that_an_adapter_has_once_in_two_places(rows_file: Path, tmp_path: Path) -> None:
+    """They are saved as peft saves them; that the adapter cannot be merged is said before the first step."""
+    base, adapter = experts(tmp_path / "experts"), tmp_path / "adapter"
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj", "o_proj"],
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=True,
+        lora_bias=True,
+        task_type="CAUSAL_LM",
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, config).save_pretrained(adapter)
+    own = ["model=hf", f"model.path={base}", "tuning=lora", f"tuning.adapter={adapter}", "checkpoint.export=true"]
+    words = tiny(rows_file, tmp_path, "run", *own, "train.max_steps=2", "schedule.warmup_steps=0")
+    finished = run(forked(1, str(REPOSITORY / "run.py"), *words), cwd=tmp_path)
+    assert finished.code == 0, finished.output[-4000:]
+    warning = f"WARNING: {adapter} cannot be merged into its base: it trains model.layers.0.self_attn.o_proj.bias"
+    assert 0 <= finished.output.find(warning) < finished.output.find("step 1/2")
+    assert main(["verify", str(tmp_path / "runs" / "run")]) == 0
+    before, after = (load_file(folder / WEIGHTS) for folder in (adapter, tmp_path / "runs" / "run" / "export"))
+    assert before.keys() == after.keys()
 
 
 @pytest.mark.parametrize(

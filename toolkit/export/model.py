@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
-from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
@@ -30,15 +28,16 @@ from toolkit.checkpoint import directory, fragments
 from toolkit.config.schema import TuningMethod
 from toolkit.distributed.process_group import gather, on_rank0
 from toolkit.engine.parameters import gathered_parameters
+from toolkit.export.merge import TunedPart, merge_adapter
 from toolkit.launch.processes import run_module
 from toolkit.messages import (
     CheckpointError,
     ConfigError,
-    ModelError,
     NotExportable,
     ProofDiffers,
     ToolkitError,
     clauses,
+    say,
     tr,
 )
 from toolkit.models import adapters, chat, classifier, embedding, probe, weights
@@ -47,7 +46,6 @@ from toolkit.models.directory import read_object
 from toolkit.models.load import empty, load_model, stream, streamed_model
 from toolkit.models.pipeline import capture_probe, stage_model, unwrap_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model
-from toolkit.plan.outline import SCORE
 
 CARD_FILE = "README.md"
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
@@ -220,8 +218,10 @@ def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_id
 
 
 def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    names = adapters.stored_names(unwrap_model(engine.module))
-    return {names[name]: adapters.as_stored(name, value) for name, value in gathered_parameters(engine.module, names)}
+    model = unwrap_model(engine.module)
+    names, shared = adapters.stored_names(model), adapters.shared_names(model)
+    state = {names[name]: adapters.as_stored(name, value) for name, value in gathered_parameters(engine.module, names)}
+    return state | {names[second]: state[names[first]].clone() for second, first in shared.items() if second in names}
 
 
 def write_adapter(
@@ -281,39 +281,6 @@ def write_original_prefix(
         (temporary / "config.json").write_text(config + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class TunedPart:
-    """Trained parameters, and the model that the others are of."""
-
-    source: Path
-    """Checkpoint or adapter, for messages."""
-    settings: dict[str, Any]
-    """Content of adapter_config.json; {} where parameters of the model itself were trained."""
-    known: adapters.BaseModel | None
-    """Identifies the model; None where an adapter of other programs says nothing."""
-    base: Path
-    values: dict[str, torch.Tensor]
-    """By name: in the model, or of an adapter in its file."""
-    head: classifier.Head | None = None
-    """What was trained on top of the base in place of its output layer; None where the base keeps that."""
-
-    @property
-    def can_merge(self) -> bool:
-        """Whether it can become a part of the model's own weights."""
-        return not self.settings or adapters.method_of(self.settings) is TuningMethod.lora
-
-    def describe(self) -> dict[str, bytes]:
-        """Return the files that describe an adapter, and where its base is now."""
-        path = secrets.hide(str(self.base.absolute()))
-        base = adapters.BaseModel(path, {} if self.known is None else self.known.numbers)
-        settings = self.settings | {"base_model_name_or_path": path}
-        return adapters.AdapterState(adapters.method_of(self.settings), settings, base, self.head).describe()
-
-    def shaped(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return the base with the head that was trained, whose weights are to come."""
-        return model if self.head is None else classifier.with_head(model, self.head, seed=0)
-
-
 def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
     """Return what a verified checkpoint holds, None if that is the whole model; NotExportable if it does not say what
     its model is. `given` "" finds the base.
@@ -337,6 +304,8 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
         # Beside it stand buffers, and what is tied under its second name: DeepSpeed takes neither for frozen.
         frozen = {*shell.state_dict()} - {*stored}
         values = {name: value for name, value in values.items() if name not in frozen}
+        shared = adapters.shared_names(shell).items()
+        values |= {second: values[first].clone() for second, first in shared if second in stored and first in values}
         if wrong := sorted({*values} ^ {*stored}):
             raise CheckpointError("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
         values = {stored[name]: adapters.as_stored(name, value) for name, value in values.items()}
@@ -371,124 +340,19 @@ def load_part(part: TunedPart) -> PreTrainedModel:
     return model.eval()
 
 
-# `init_lora_weights` with which peft (0.21) leaves the base's weights as they are.
-_STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
-
-
-def merge_adapter(part: TunedPart) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
-    """Return the model with empty parameters, and their values, in the precision of the base's files, or float32 where
-    changed. ConfigError for an addition to one of two tied weights, ModelError for one to weights that peft changed;
-    while the values are read, CheckpointError for those that are not finite or not of this model.
-    """
-    if not part.can_merge:
-        raise ConfigError(
-            "what {folder} holds stands before the tokens, not in the weights: it cannot be merged. Export it without "
-            "merge=true, and use it as an adapter of its base.",
-            folder=part.source,
-        )
-    start = str(part.settings.get("init_lora_weights", True))
-    if start.lower() not in _STARTS:
-        raise ModelError(
-            "the adapter in {folder} cannot be merged: with init_lora_weights = {value} peft also changed the weights "
-            "that it was trained on. Convert it: save_pretrained(DIR, path_initial_model_for_weight_conversion=START) "
-            "of peft, with START the adapter as it was before training.",
-            folder=part.source,
-            value=start,
-        )
-    model, values = stream(part.base)
-    if part.head is not None:
-        model = part.shaped(model)
-        values = _with_score(model, values)
-    tied = weights.tied_names(model)
-    layers, whole = _by_weight(part) if part.settings else ({}, part.values)
-    if part.settings and (apart := sorted({*layers, *whole} & {*tied, *tied.values()})):
-        raise ConfigError(
-            "{folder} changes {names} alone, which in the model is one with another weight (tie_word_embeddings): "
-            "merged, both would change. Use it as an adapter of its base.",
-            folder=part.source,
-            names=", ".join(apart),
-        )
-
-    def merged() -> Iterator[tuple[str, torch.Tensor]]:
-        unused = {*layers, *whole} - {*tied}
-        for name, value in values:
-            unused.discard(name)
-            if part.known is not None and name in part.known.numbers:
-                adapters.check_numbers(part.known, name, adapters.fingerprint_of(value), part.base, part.source)
-            if name in layers:
-                layer, added = layers[name]
-                try:
-                    yield name, adapters.merge_lora(layer, value, added)
-                except ValueError as error:  # peft looks for NaN
-                    raise CheckpointError("{name} is NaN or Inf: the run had diverged.", name=name) from error
-            else:
-                yield name, whole.get(name, value)
-        if unused:
-            raise CheckpointError(
-                "{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5]
-            )
-
-    return model, merged()
-
-
-def _with_score(
-    model: PreTrainedModel, values: Iterator[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those of a base's values that a classifier has, and room for its head."""
-    wanted = weights.shapes_of(model)
-    for name, value in values:
-        if name in wanted and name != SCORE:
-            yield name, value
-    yield SCORE, torch.zeros(wanted[SCORE])
-
-
-def _by_weight(
-    part: TunedPart,
-) -> tuple[dict[str, tuple[Any, dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """Return LoRA's layers with their additions, and what replaces weights, by the name of the weight. ModelError if
-    the adapter has other tensors than the model takes.
-    """
-    shell = part.shaped(empty(part.base))
-    plain = weights.shapes_of(shell)
-    adapters.attach_adapter(shell, part.settings, part.known or adapters.BaseModel(str(part.base), {}))
-    stored = adapters.stored_names(shell)
-    adapters.check_fit({*stored.values()}, part.values, part.source)
-    values = {name: part.values[stored_name] for name, stored_name in stored.items()}
-    layers: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
-    whole: dict[str, torch.Tensor] = {}
-    used: set[str] = set()
-    for name, module in shell.named_modules():
-        if not isinstance(module, LoraLayer | ModulesToSaveWrapper):
-            continue
-        own = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
-        if isinstance(module, LoraLayer):
-            # Of experts in one tensor each parameter has a layer around the layer of the one before.
-            added = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
-            layers[f"{name.replace('.base_layer', '')}.{adapters.parameter_of(module)}"] = (module, added)
-        else:
-            added, prefix = own, f"modules_to_save.{adapters.ADAPTER}."
-            whole |= {f"{name}.{key.removeprefix(prefix)}": value for key, value in own.items()}
-        used |= {f"{name}.{key}" for key in added}
-    biases = {name: name.replace(".base_layer", "") for name in {*values} - used}  # those that peft's `bias` trains
-    if wrong := sorted({*biases.values()} - {*plain}):
-        raise ModelError(
-            "the adapter in {folder} cannot be merged: {names}.", folder=part.source, names=clauses(wrong[:5])
-        )
-    return layers, whole | {plain_name: values[name] for name, plain_name in biases.items()}
-
-
 def rebuild(
     source: Path, scratch: Path | None = None, part: TunedPart | None = None, dtype: torch.dtype | None = None
-) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """Return an empty model and its weights by name, tied ones once: of a verified checkpoint, or of a base with what
-    was trained, `part`.
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor], dict[str, Any]]:
+    """Return an empty model, its weights by name, tied ones once, and the keys of its config that merging changed: of a
+    verified checkpoint, or of a base with what was trained, `part`.
 
     CheckpointError if a weight is missing, unknown or of another shape. `scratch`: an empty directory, so that memory
     holds one weight at a time; None holds all of them. `dtype` None: that of training.
     """
-    described = source / MODEL_DIR
+    described, changed = source / MODEL_DIR, dict[str, Any]()
     if part is not None:
-        model, values = merge_adapter(part)
+        plan, values = merge_adapter(part)
+        model, changed = plan.model, plan.config
         dtype = dtype or getattr(torch, read_object(described / "config.json")["dtype"])
     else:
         model, values = empty(described), fragments.iter_weights(source)
@@ -505,7 +369,7 @@ def rebuild(
         weights.return_memory()
     if wrong := weights.differences(model, state):
         raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason=clauses(wrong[:5]))
-    return model, state
+    return model, state, changed
 
 
 def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
@@ -513,7 +377,7 @@ def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
     part = part_of_checkpoint(checkpoint)
     if part is not None:
         return load_part(part)
-    model, state = rebuild(checkpoint)
+    model, state, _ = rebuild(checkpoint)
     weights.assign(model, state)
     return model
 
@@ -626,11 +490,30 @@ def _export_part(
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
-        model, state = rebuild(source, Path(scratch), part, dtype)
+        model, state, changed = rebuild(source, Path(scratch), part, dtype)
+        if changed and wanted.format == "official":
+            raise ConfigError(
+                "format=official has no place for what merging adds to the model ({keys}): use format=hf.",
+                keys=_as_words(changed),
+            )
+        if changed:
+            say("The merged model has weights that its base lacks: config.json says {keys}.", keys=_as_words(changed))
         own = {name: content for name, content in files.items() if name not in (adapters.BASE_FILE, adapters.CONFIG)}
-        if wanted.dtype:
-            own["config.json"] = json.dumps(json.loads(own["config.json"]) | {"dtype": wanted.dtype}, indent=2).encode()
+        own["config.json"] = _with_keys(own["config.json"], changed, wanted.dtype)
         write_folder(model, own, folder, wanted.format, probed, state, wanted.max_shard_size)
+
+
+def _as_words(keys: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in keys.items())
+
+
+def _with_keys(config_file: bytes, changed: Mapping[str, Any], dtype: str) -> bytes:
+    """Return config.json with the keys that merging changed, in its text model's section too, and with a precision."""
+    config = json.loads(config_file) | changed | ({"dtype": dtype} if dtype else {})
+    for section in config.values():
+        if isinstance(section, dict):
+            section.update({key: value for key, value in changed.items() if key in section})
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _nothing_to_merge() -> ConfigError:

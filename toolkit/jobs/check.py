@@ -52,6 +52,10 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         say(tr("{groups} groups of {size} neighbouring ranks, which split the layers.", groups=groups, size=size))
     if encoder:
         _tell_rows(cfg, encoder)
+    if may_read and _may_be_unmergeable(cfg):
+        from toolkit.export import merge
+
+        merge.tell_unmergeable(merge.part_of_recipe(preflight.resolve_model_path(arguments.loaded).cfg))
     if outlines:
         whole, mine = outlines
         trained, total = f"{whole.num_trained:,}", f"{whole.num_parameters:,}"
@@ -104,6 +108,14 @@ def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
     if not whole or cfg.tuning.adapter:
         return None
     return whole, rank_part(whole, cfg)
+
+
+def _may_be_unmergeable(cfg: schema.RunConfig) -> bool:
+    """Whether a LoRA is of a kind that merging may have no place for, which takes slow imports to find out."""
+    is_lora = cfg.tuning.method in (schema.TuningMethod.lora, schema.TuningMethod.qlora)
+    is_plain = not (cfg.tuning.adapter or cfg.tuning.save_modules)
+    is_read = cfg.model.init is schema.Init.pretrained
+    return is_lora and is_read and not (is_plain or cfg.task.has_head or cfg.model.trust_remote_code)
 
 
 def _tell_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder") -> None:

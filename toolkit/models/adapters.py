@@ -17,9 +17,9 @@ base.json, which identifies the base.
 
 import inspect
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
 
 
 ADAPTER = "default"
+_OF_MERGING = r"`lora_bias=True` was passed|Model has `tie_word_embeddings=True`"
+"""How peft's warnings (0.21) begin about what it cannot merge; see `toolkit.export.merge`."""
 
 
 def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str, Any] | None) -> None:
@@ -112,6 +114,8 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
             _config = HfDeepSpeedConfig(ds_config)
             stack.callback(unset_hf_deepspeed_config)
         stack.enter_context(experts.shown_whole(model))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", _OF_MERGING)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     experts.attach_lora(model, ADAPTER)
     for name, part in model.named_modules():
@@ -141,25 +145,6 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, was in zip(layers, before, strict=True):
             layer._disable_adapters = was
-
-
-def parameter_of(layer: Any) -> str:
-    """Return what the parameter is called that one of peft's layers adds to."""
-    name: str = getattr(layer, "parameter_name", "weight")
-    return name
-
-
-def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a layer's weight with the `trained` additions, by their names in the layer, computed in float32."""
-    layer = deepcopy(layer)  # the layer itself stays on the meta device
-    base, own = layer.get_base_layer(), parameter_of(layer)
-    weights.set_value(base, own, weight.float())
-    for name, value in trained.items():
-        weights.set_value(layer, name, value.float())
-    with torch.no_grad():
-        layer.merge(safe_merge=True)
-    merged: torch.Tensor = base.get_parameter(own).detach()
-    return merged
 
 
 def quantize(model: PreTrainedModel) -> None:
@@ -479,6 +464,15 @@ def trained_names(model: PreTrainedModel) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+def shared_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return the second name of each trained parameter that is in two places (peft's `ensure_weight_tying`), with the
+    first, under which alone it is trained and saved.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(one)] for name, one in every if one.requires_grad and first[id(one)] != name}
+
+
 def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
     """Return the numbers of the base in memory, without quantised or divided ones. A collective under ZeRO-3."""
     known, found = model.tuned.base.numbers, {}
@@ -636,7 +630,7 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     raise ModelError("{folder} holds no adapter: there is no {file}.", folder=folder, file=WEIGHTS)
 
 
-def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path) -> None:
+def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: object) -> None:
     """Give an adapter's parameters their values; all of them, and nothing else."""
     stored, own = stored_names(model), model.state_dict(keep_vars=True)
     wrong = []
@@ -651,7 +645,7 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
     check_fit({*stored.values()}, values, folder, wrong)
 
 
-def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: Path, wrong: Sequence[str] = ()) -> None:
+def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: object, wrong: Sequence[str] = ()) -> None:
     """Raise ModelError if an adapter has other tensors, or `wrong` ones; a head beside LoRA is peft's (0.21)."""
     misnamed = sorted(name for name in names ^ {*values} if not name.endswith(".base_layer.weight"))
     if found := clauses([*misnamed, *wrong][:5]):
@@ -692,11 +686,18 @@ def apply_tuning(
                     wanted=method.value,
                 )
             load_adapter(model, folder, known, dropout=config.dropout, ds_config=ds_config)
+            if not all(one.is_contiguous() for one in model.parameters() if one.requires_grad):
+                raise ConfigError(
+                    "tuning.adapter = {folder}: with ensure_weight_tying peft computes LoRA of the output layer from "
+                    "the numbers of that of the embedding, which DeepSpeed cannot train as one. Merge it (toolkit "
+                    "export-model {folder} merge=true output=DIR), and train on DIR.",
+                    folder=folder,
+                )
         elif method is TuningMethod.freeze:
             freeze(model, config)
             model.tuned = AdapterState(method, {}, known)
         else:
-            settings = _new_settings(model, config, known.path)
+            settings = new_settings(model, config, known.path)
             attach_adapter(model, settings, known, dropout=config.dropout, ds_config=ds_config)
             if method is TuningMethod.prompt:
                 model.soft_prompt.embedding.weight.data.copy_(_prompt_values(model, config, tokenizer))
@@ -743,7 +744,7 @@ def _targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[str], l
     return (chosen if by_name else patterns), of_experts
 
 
-def _new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
+def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
     """Return adapter_config.json of an adapter that training begins with."""
     settings: PeftConfig
     if config.method is TuningMethod.ptuning_v2:

@@ -1,7 +1,7 @@
 """Models from a directory, or with random weights as a config says; streamed, so that ranks need little memory."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,19 +63,35 @@ def load_model(
     return model
 
 
-def stream(path: str | Path) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
-    """Return a directory's model with empty parameters, and their values one after another."""
-    model, files, layout = _open(Path(path), directory.read_config(str(path)))
+def stream(
+    path: str | Path, wanted: Set[str] | None = None
+) -> tuple[PreTrainedModel, Iterator[tuple[str, torch.Tensor]]]:
+    """Return a directory's model with empty parameters, and their values one after another, None: all; read whole where
+    the files hold them in a form that cannot be read piece by piece.
+    """
+    config = directory.read_config(str(path))
+    try:
+        model, files, layout = _open(Path(path), config)
+    except ModelError:
+        if directory.architecture_of(config) is not None:
+            raise
+        state = _load_by_transformers(Path(path), None).state_dict()
+        model = empty(path)
+        names = [name for name in weights.shapes_of(model) if wanted is None or name in wanted]
+        return model, ((name, state.pop(name)) for name in names)
     shapes = weights.shapes_of(model)
-    return model, weights.stored_values(files, layout, shapes, shapes.keys())
+    return model, weights.stored_values(files, layout, shapes, shapes.keys() if wanted is None else wanted)
 
 
-def empty(path: str | Path, *, compared: bool = False) -> PreTrainedModel:
+def empty(
+    path: str | Path, changed: Mapping[str, Any] | None = None, *, compared: bool = False
+) -> PreTrainedModel:
     """Build the model that a directory describes, with its parameters empty on the meta device; reads no weights.
-    `compared`: with names and shapes of the weights, which have to be those of the model; reads their headers.
+    `changed`: values of keys of its config in place of the file's. `compared`: with names and shapes of the weights,
+    which have to be those of the model; reads their headers.
     """
     config = directory.read_config(str(path), with_weights=compared)
-    return _open(Path(path), config)[0] if compared else _build_empty(Path(path), config)
+    return _open(Path(path), config)[0] if compared else _build_empty(Path(path), config, changed=changed)
 
 
 def _build_empty(
@@ -83,11 +99,14 @@ def _build_empty(
     config: dict[str, Any],
     dtype: torch.dtype | None = None,
     ds_config: dict[str, Any] | None = None,
+    changed: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Build the model of a checked config.json, with empty parameters; with `ds_config` partitioned over the ranks."""
+    """Build the model of a checked config.json, with empty parameters; with `ds_config` partitioned over the ranks;
+    `changed`: see `empty`.
+    """
     architecture, generation_file = directory.architecture_of(config), folder / "generation_config.json"
     if architecture is None:
-        known, trusted = known_config(folder), directory.is_trusted(folder)
+        known, trusted = change_config(known_config(folder), changed or {}), directory.is_trusted(folder)
         model = weights.empty_model(
             lambda: _auto_class(known).from_config(known, dtype=dtype, trust_remote_code=trusted),
             ds_config,
@@ -97,6 +116,7 @@ def _build_empty(
         return _finish(model, folder)
     generation = directory.read_object(generation_file) if generation_file.is_file() else {}
     kind, known = official_class(folder, config, generation)
+    change_config(known, changed or {})
     model = weights.empty_model(lambda: kind(known), ds_config)
     model.generation_config = GenerationConfig(
         eos_token_id=known.eos_token_id,
@@ -104,6 +124,14 @@ def _build_empty(
     )
     save.load_origin(model, folder)
     return model.eval()
+
+
+def change_config(config: Any, changed: Mapping[str, Any]) -> Any:
+    """Set keys of a config, and of the text model's in it; return it."""
+    for section in (config, config.get_text_config()):
+        for key, value in changed.items():
+            setattr(section, key, value)
+    return config
 
 
 def official_class(folder: Path, config: dict[str, Any], generation: dict[str, Any]) -> tuple[Any, Any]:
@@ -314,9 +342,16 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
 
 def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a directory's model that reads a layer's weights when the layer is called, and drops them afterwards. Each
-    forward pass reads all files; weights that a model uses outside their layer are NaN.
+    forward pass reads all files; weights that a model uses outside their layer are NaN. Where the files cannot be read
+    piece by piece, the model is read whole.
     """
-    model, files, layout = _open(Path(path), directory.read_config(str(path)))
+    config = directory.read_config(str(path))
+    try:
+        model, files, layout = _open(Path(path), config)
+    except ModelError:
+        if directory.architecture_of(config) is not None:
+            raise
+        return _load_by_transformers(Path(path), dtype)
     shapes = weights.shapes_of(model)
     dtypes = {
         target: dtype if dtype and info.dtype.is_floating_point else info.dtype

@@ -279,15 +279,16 @@ def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
 
 
 def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
+    # A head that is the embedding's weight is a module that can be named, though it has no parameter of its own.
+    embedded = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
+    is_tied = bool(embedded) and not any(name in shapes for name in _OUTPUT)
+    named = shapes | {_HEAD: embedded[0]} if is_tied else shapes
     modules = {
         name.removesuffix(".weight"): shape
-        for name, shape in shapes.items()
+        for name, shape in named.items()
         if len(shape) == 2 and name.endswith(".weight") and not name.endswith(_ROUTERS)
     }
     experts = {name: shape for name, shape in shapes.items() if len(shape) == 3}
-    head = _HEAD.removesuffix(".weight")
-    if not any(name in shapes for name in _OUTPUT):  # tied to the embedding, and a layer all the same
-        modules[head] = max(shape for name, shape in shapes.items() if len(shape) == 2 and layer_of(name) < 0)
     if experts:  # peft takes their names for the routed experts', but Qwen2 MoE's (adapter_settings.taken_for_experts)
         modules = {name: shape for name, shape in modules.items() if not name.endswith(_OF_SINGLE_EXPERTS)}
     linear = [name for name in modules if layer_of(name) >= 0]
@@ -296,7 +297,7 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
     if ALL_LINEAR not in patterns:
         fitting = modules.keys() | experts.keys()
         targets = [name for one in patterns for name in check_matches("tuning.target_modules", one, fitting)]
-    owners = {name.rpartition(".")[0] for name in shapes} | {*modules} & {head}
+    owners = {name.rpartition(".")[0] for name in named}
     saved = {name for one in tuning.save_modules for name in check_matches("tuning.save_modules", one, owners)}
     added: Shapes = {}
     for name in dict.fromkeys(targets):
@@ -310,7 +311,7 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
         added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
         if tuning.dora:
             added[f"{name}.lora_magnitude_vector.default.weight"] = (out,)
-    for name, shape in (shapes | ({_HEAD: modules[head]} if head in modules else {})).items():
+    for name, shape in named.items():
         owner, _, end = name.rpartition(".")
         if owner in saved:  # peft keeps the original beside the copy that it trains
             added[f"{owner}.modules_to_save.default.{end}"] = shape

@@ -26,7 +26,7 @@ from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, memory, parameters
 from toolkit.evaluate import generate, metrics
-from toolkit.export import model as export, serving
+from toolkit.export import merge, model as export, serving
 from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
 from toolkit.models import (
@@ -643,9 +643,8 @@ def build_engine(
     without_liger = layers.apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
     assemble.adapt(model, cfg, data.tokenizer, base, ds.values, mesh.data_rank)
-    is_tuned, checkpoint = cfg.tuning.method is not TuningMethod.full, source.checkpoint
-    if is_tuned and checkpoint and (known := adapters.read_base(checkpoint / save.MODEL_DIR)):
-        adapters.check_base(known, model.tuned.base, checkpoint)
+    if cfg.tuning.method is not TuningMethod.full:
+        _check_tuned(model, cfg, base, source)
     module = (
         pipeline.PipelineStage(model, stages, load.TORCH_DTYPES[dtype], cfg.parallel.tensor) if stages > 1 else model
     )
@@ -664,6 +663,17 @@ def build_engine(
     say(_in_use(engine, cfg, without_liger))
     _tell_routers(model.routers)
     return engine
+
+
+def _check_tuned(model: transformers.PreTrainedModel, cfg: RunConfig, base: Path, source: run_dir.RunSource) -> None:
+    """Reject another base than a checkpoint's; warn of an adapter that cannot be merged later. A collective."""
+    tuned = model.tuned
+    if source.checkpoint and (known := adapters.read_base(source.checkpoint / save.MODEL_DIR)):
+        adapters.check_base(known, tuned.base, source.checkpoint)
+    if cfg.tuning.method in (TuningMethod.lora, TuningMethod.qlora):
+        name = cfg.tuning.adapter or tr("the adapter of this run")
+        part = merge.TunedPart(name, tuned.settings, None, base, {}, tuned.head)
+        process_group.on_rank0(lambda: merge.tell_unmergeable(part))
 
 
 def _tell_routers(routers: loss.Routers | None) -> None:

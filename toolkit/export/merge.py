@@ -1,0 +1,357 @@
+"""An adapter merged into the weights of its base: whether that is possible, the model that comes out, and its values.
+
+`plan_merge` decides from settings and config.json alone, on the meta device: `check`, training and `export-model` ask
+it alike. Where embedding and output layer are one weight and the adapter changes one of them, or both differently, the
+merged model has two (tie_word_embeddings=false); biases get a place where a key of the config gives them one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
+from transformers import PreTrainedModel
+
+from toolkit import secrets
+from toolkit.config.schema import RunConfig, TuningMethod
+from toolkit.messages import CheckpointError, ModelError, NotMergeable, clauses, reading, tr, warn
+from toolkit.models import adapters, classifier, directory, weights
+from toolkit.models.load import empty, stream
+from toolkit.plan.outline import SCORE, tuning_of
+
+TIED = "tie_word_embeddings"
+_STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
+"""`init_lora_weights` with which peft (0.21) leaves the base's weights as they are."""
+
+Change = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+"""Returns a weight of the base as the adapter makes it, in float32 where it computes; gets the adapter's tensors by
+their names in the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TunedPart:
+    """Trained parameters, and the model that the others are of."""
+
+    source: Path | str
+    """Checkpoint or adapter, for messages."""
+    settings: dict[str, Any]
+    """Content of adapter_config.json; {} where parameters of the model itself were trained."""
+    known: adapters.BaseModel | None
+    """Identifies the model; None where an adapter of other programs says nothing."""
+    base: Path
+    values: dict[str, torch.Tensor]
+    """By name: in the model, or of an adapter in its file."""
+    head: classifier.Head | None = None
+    """What was trained on top of the base in place of its output layer; None where the base keeps that."""
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether it can become a part of the model's own weights, as far as its method says."""
+        return not self.settings or adapters.method_of(self.settings) is TuningMethod.lora
+
+    def describe(self) -> dict[str, bytes]:
+        """Return the files that describe an adapter, and where its base is now."""
+        path = secrets.hide(str(self.base.absolute()))
+        base = adapters.BaseModel(path, {} if self.known is None else self.known.numbers)
+        settings = self.settings | {"base_model_name_or_path": path}
+        return adapters.AdapterState(adapters.method_of(self.settings), settings, base, self.head).describe()
+
+    def shaped(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return the base with the head that was trained, whose weights are to come."""
+        return model if self.head is None else classifier.with_head(model, self.head, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """How an adapter becomes a part of its base's weights."""
+
+    model: PreTrainedModel
+    """The merged model, with empty parameters."""
+    stored: dict[str, str]
+    """By what name the adapter's file holds each of its parameters."""
+    changes: dict[str, list[Change]]
+    """By parameter of the merged model, in the order in which they are made."""
+    copied: dict[str, str] = field(default_factory=dict)
+    """Parameters that were tied to another one of the base, and are their own in the merged model."""
+    added: frozenset[str] = frozenset()
+    """Biases that the base lacks; they begin with zeros."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Keys of the config that differ from the base's."""
+
+
+def plan_merge(part: TunedPart) -> MergePlan:
+    """Return how an adapter can be merged, by its settings and its base's config; its values are read only to see
+    whether two tied weights stay equal. NotMergeable says why it cannot.
+    """
+    _check_method(part)
+    shell = part.shaped(empty(part.base))
+    plain, tied = weights.shapes_of(shell), dict(weights.tied_names(shell))
+    with reading(part.source, ModelError):
+        adapters.attach_adapter(shell, part.settings, part.known or adapters.BaseModel(str(part.base), {}))
+    changes, stored = _changes(shell), adapters.stored_names(shell)
+    apart = {second: first for second, first in tied.items() if {second, first} & changes.keys()}
+    if apart and part.values and _stays_tied(part, changes, stored, apart):
+        changes, apart = {name: made for name, made in changes.items() if name not in apart}, {}
+    needed = {name for name in changes if name not in plain and name not in apart}
+    config = {TIED: False} if apart else {}
+    config |= dict.fromkeys(_bias_keys(part, shell, plain, needed), True) if needed else {}
+    model = part.shaped(empty(part.base, config)) if config else part.shaped(empty(part.base))
+    found, still_tied = weights.shapes_of(model), weights.tied_names(model)
+    if still := sorted(name for name in apart if name in still_tied or name not in found):
+        raise _not_mergeable(
+            part,
+            tr(
+                "it changes {names} and the weight that the model ties to it in different ways, and {architecture} "
+                "cannot have two",
+                names=", ".join(still),
+                architecture=type(model).__name__,
+            ),
+        )
+    if lost := sorted({*changes} - {*found}):
+        raise _not_mergeable(
+            part,
+            tr(
+                "it trains {names}, for which {architecture} has no place",
+                names=clauses(lost[:5]),
+                architecture=type(model).__name__,
+            ),
+        )
+    copied = {second: first for second, first in tied.items() if second in found and second not in still_tied}
+    added = frozenset(found.keys() - plain.keys() - copied.keys())
+    return MergePlan(model, stored, changes, copied, added, config)
+
+
+def part_of_recipe(cfg: RunConfig) -> TunedPart:
+    """Return the adapter that a recipe will train, without values, by its model's config.json."""
+    base, tuning = Path(cfg.model.path), tuning_of(cfg)
+    if tuning.adapter:
+        settings = adapters.read_settings(Path(tuning.adapter))
+    else:
+        settings = adapters.new_settings(empty(base), tuning, str(base))
+    return TunedPart(tuning.adapter or tr("the adapter of this run"), settings, None, base, {})
+
+
+def tell_unmergeable(part: TunedPart) -> None:
+    """Warn before training of what merging will end with; code of a directory may build what cannot be built empty."""
+    if directory.is_trusted(part.base):
+        return
+    try:
+        plan_merge(part)
+    except NotMergeable as error:
+        warn(str(error))
+
+
+def _check_method(part: TunedPart) -> None:
+    if not part.can_merge:
+        raise _not_mergeable(part, tr("it stands before the tokens, not in the weights"))
+    start = str(part.settings.get("init_lora_weights", True))
+    if start.lower() not in _STARTS:
+        raise NotMergeable(
+            "{adapter} cannot be merged into its base: with init_lora_weights = {value} peft also changed the weights "
+            "that it was trained on. Convert it: save_pretrained(DIR, path_initial_model_for_weight_conversion=START) "
+            "of peft, with START the adapter as it was before training.",
+            adapter=part.source,
+            value=start,
+        )
+
+
+def _not_mergeable(part: TunedPart, reason: str) -> NotMergeable:
+    return NotMergeable(
+        "{adapter} cannot be merged into its base: {reason}. Use it as an adapter of its base, which toolkit generate, "
+        "chat and eval take (adapter=DIR).",
+        adapter=part.source,
+        reason=reason,
+    )
+
+
+def _changes(shell: PreTrainedModel) -> dict[str, list[Change]]:
+    """Return what an adapter that was put into an empty model does to the model's own parameters, by their names."""
+    name_of = {id(parameter): name for name, parameter in shell.named_parameters()}  # of shared ones the first
+    replaced: dict[str, list[Change]] = {}
+    adapted: dict[str, list[Change]] = {}
+    for name, module in shell.named_modules():
+        plain = name.replace(".base_layer", "")
+        own = {key: name_of[id(value)] for key, value in module.named_parameters(remove_duplicate=False)}
+        if isinstance(module, LoraLayer):
+            # Of experts in one tensor each parameter has a layer around the layer of the one before.
+            own = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
+            adapted.setdefault(f"{plain}.{parameter_of(module)}", []).append(_Lora(module, own))
+            if module.lora_bias.get(adapters.ADAPTER):
+                scaling = module.scaling[adapters.ADAPTER]
+                bias = own[f"lora_B.{adapters.ADAPTER}.bias"]
+                adapted.setdefault(f"{plain}.bias", []).append(_Bias(bias, scaling))
+        elif isinstance(module, ModulesToSaveWrapper):
+            prefix = f"modules_to_save.{adapters.ADAPTER}."
+            kept = [key for key in module.state_dict(keep_vars=True) if key.startswith(prefix)]  # and stored buffers
+            for key in kept:
+                replaced[f"{name}.{key.removeprefix(prefix)}"] = [_Replaced(own.get(key, f"{name}.{key}"))]
+        elif isinstance(module, TrainableTokensWrapper):
+            rows = module.token_adapter.token_indices[adapters.ADAPTER]
+            adapted[f"{name}.weight"] = [
+                _Rows(own[f"token_adapter.trainable_tokens_delta.{adapters.ADAPTER}"], list(rows))
+            ]
+    for name in adapters.trained_names(shell):  # biases that peft's `bias` trains
+        plain = name.replace(".base_layer", "")
+        if ".lora_" not in name and ".modules_to_save." not in name and ".token_adapter." not in name:
+            replaced[plain] = [_Replaced(name)]
+    return replaced | {name: [*replaced.get(name, []), *made] for name, made in adapted.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Lora:
+    """Adds LoRA's product to a weight."""
+
+    layer: Any
+    names: dict[str, str]
+
+    def __call__(self, weight: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return merge_lora(self.layer, weight, {key: values[name] for key, name in self.names.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Bias:
+    """Adds the bias of LoRA's second factor to a bias."""
+
+    name: str
+    scaling: float
+
+    def __call__(self, bias: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return bias.float() + self.scaling * values[self.name].float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """Puts what was trained in full in a parameter's place."""
+
+    name: str
+
+    def __call__(self, _: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return values[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Puts trained rows, of some tokens, in a matrix."""
+
+    name: str
+    rows: list[int]
+
+    def __call__(self, weight: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return weight.float().index_copy(0, torch.tensor(self.rows), values[self.name].float())
+
+
+def parameter_of(layer: Any) -> str:
+    """Return what the parameter is called that one of peft's layers adds to."""
+    name: str = getattr(layer, "parameter_name", "weight")
+    return name
+
+
+def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a layer's weight with the `trained` additions, by their names in the layer, computed in float32."""
+    # The layer itself stays on the meta device; what it was built with may hold another one's tensors.
+    layer = deepcopy(layer, {id(layer.kwargs): {}})
+    layer.lora_bias = dict.fromkeys(layer.lora_bias, False)  # a parameter of its own
+    base, own = layer.get_base_layer(), parameter_of(layer)
+    weights.set_value(base, own, weight.float())
+    for name, value in trained.items():
+        weights.set_value(layer, name, value.float())
+    with torch.no_grad():
+        layer.merge(safe_merge=True)
+    merged: torch.Tensor = base.get_parameter(own).detach()
+    return merged
+
+
+def _stays_tied(
+    part: TunedPart, changes: dict[str, list[Change]], stored: dict[str, str], apart: dict[str, str]
+) -> bool:
+    """Whether both of each two tied weights become the same one."""
+    if any(second not in changes or first not in changes for second, first in apart.items()):
+        return False
+    values = _values(part, stored)
+    base = dict(stream(part.base, {*apart.values()})[1])
+    return all(
+        torch.equal(*(_changed(name, base[first], changes, values) for name in (second, first)))
+        for second, first in apart.items()
+    )
+
+
+def _values(part: TunedPart, stored: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors by their names in the model; ModelError if it has others than the model takes."""
+    adapters.check_fit({*stored.values()}, part.values, part.source)
+    return {name: part.values[stored_name] for name, stored_name in stored.items()}
+
+
+def _changed(
+    name: str, value: torch.Tensor, changes: dict[str, list[Change]], values: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    try:
+        for change in changes.get(name, []):
+            value = change(value, values)
+    except ValueError as error:  # peft looks for NaN
+        raise CheckpointError("{name} is NaN or Inf: the run had diverged.", name=name) from error
+    return value
+
+
+def _bias_keys(part: TunedPart, shell: PreTrainedModel, plain: weights.Shapes, needed: set[str]) -> list[str]:
+    """Return the keys of a config that give its model the biases that are `needed`."""
+    config, keys = shell.config.get_text_config().to_dict(), []
+    for key in [key for key, value in config.items() if "bias" in key and value is False]:
+        if needed & (weights.shapes_of(part.shaped(empty(part.base, {key: True}))).keys() - plain.keys()):
+            keys.append(key)
+    return keys
+
+
+def merge_adapter(part: TunedPart) -> tuple[MergePlan, Iterator[tuple[str, torch.Tensor]]]:
+    """Return the plan of a merge, and the merged model's values in the precision of the base's files, or float32 where
+    changed; while they are read, CheckpointError for those that are not finite or not of this model.
+    """
+    plan, trained = None, part.values
+    if part.settings:
+        plan = plan_merge(part)
+        trained = _values(part, plan.stored)
+    model, values = stream(part.base)
+    if plan is None or not plan.config:  # the model as its directory has it, with its origin
+        model = part.shaped(model)
+    if plan is None:
+        own = {*trained} - {*weights.tied_names(model)}
+        plan = MergePlan(model, {}, {name: [_Replaced(name)] for name in own})
+    elif not plan.config:
+        plan = replace(plan, model=model)
+    return plan, _merged(part, plan, values, trained)
+
+
+def _merged(
+    part: TunedPart,
+    plan: MergePlan,
+    values: Iterator[tuple[str, torch.Tensor]],
+    trained: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    shapes, unused = weights.shapes_of(plan.model), {*plan.changes}
+    for name, value in values if part.head is None else _with_score(values, shapes):
+        if part.known is not None and name in part.known.numbers:
+            adapters.check_numbers(part.known, name, adapters.fingerprint_of(value), part.base, part.source)
+        for each in (name, *(second for second, first in plan.copied.items() if first == name)):
+            unused.discard(each)
+            yield each, _changed(each, value, plan.changes, trained)
+    for name in plan.added:
+        unused.discard(name)
+        yield name, _changed(name, torch.zeros(shapes[name]), plan.changes, trained)
+    if unused:
+        raise CheckpointError(
+            "{folder} does not hold its model: {reason}.", folder=part.source, reason=sorted(unused)[:5]
+        )
+
+
+def _with_score(
+    values: Iterator[tuple[str, torch.Tensor]], wanted: weights.Shapes
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield those of a base's values that a classifier has, and room for its head."""
+    for name, value in values:
+        if name in wanted and name != SCORE:
+            yield name, value
+    yield SCORE, torch.zeros(wanted[SCORE])
