@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.tiny_model import SIZES
 from toolkit.engine.memory import PeakMemory
 from toolkit.export.model import verify_logits, write_folder
-from toolkit.messages import CheckpointError
+from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import load_model, probe
 from toolkit.models.load import streamed_model
 from toolkit.models.save import describe
@@ -26,6 +26,17 @@ MODELS: dict[str, Any] = {
         transformers.Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "joined": (  # of three convolutions in the files one is computed
+        transformers.OlmoHybridConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "divided": (transformers.HrmTextConfig, {"num_layers_per_stack": 1}),  # of one matrix in the files four are
 }
 
 
@@ -48,6 +59,19 @@ def test_logits_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     for _ in range(2):  # what was dropped is read again
         assert torch.equal(probe.capture(streamed, ids).logits, probe.capture(whole, ids).logits)
     assert probe.capture(streamed, ids).dtype == probe.capture(whole, ids).dtype
+
+
+def test_only_what_cannot_be_read_piece_by_piece_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then ZeRO-3 says so, and the export is proven all the same."""
+    for name in ("joined", "divided"):
+        model = model_of(name)
+        taken = probe.capture(model, probe.spread_ids(model.config))
+        write_folder(model, describe(model, None), tmp_path / name, "hf", taken)
+        assert "the logits are those of the save" in verify_logits(tmp_path / name)
+    with pytest.raises(ModelError, match=r"HrmTextForCausalLM stores .* only be read whole, not with zero.stage=3"):
+        load_model(tmp_path / "divided", ready=lambda *_: None)
+    monkeypatch.setattr("toolkit.models.load._load_by_transformers", lambda *_: pytest.fail("it was read whole"))
+    streamed_model(tmp_path / "joined")
 
 
 def test_no_more_than_a_layer_is_in_memory(tmp_path: Path) -> None:

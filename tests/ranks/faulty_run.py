@@ -210,7 +210,15 @@ def install() -> None:
         make_late(FAULT["fit"], FAULT["fit_at"])
     if FAULT.get("free_at") and RANK == 0:
         after_step(loop, FAULT["free_at"], lambda: Path(FAULT["ballast"]).unlink())
-    if at == "each life":  # the step's number, where "step" counts those of this life
+    if at == "export":
+        from toolkit.export import model as export
+
+        before(export, "write_files", lambda _files, folder, _probed: folder.name == "export")
+    elif at == "export.structure":
+        from toolkit.export import model as export
+
+        before(export, "check_structure", lambda *_: True)
+    elif at == "each life":  # the step's number, where "step" counts those of this life
         before(loop, "train_step", in_step(step))
     elif at == "step":
         before(loop, "train_step", nth)

@@ -1,6 +1,7 @@
 """A checkpoint becomes the model that the run itself exports, without its ranks; and both prove themselves."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from official import write
 from ranks import forked, run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from shared import WORKER, by_tier, can_do_async_io, experts, of_tier, tiny
+from shared import FAULTY, WORKER, by_tier, can_do_async_io, experts, of_tier, tiny
 
 from toolkit.checkpoint import directory, fragments
 from toolkit.cli import main
@@ -214,3 +215,25 @@ def test_a_run_folder_gives_its_newest_whole_checkpoint(
     shutil.rmtree(folder / "checkpoints" / "step-6")
     assert main(["export-model", f"model.path={folder}", "format=hf", f"output={tmp_path}/again"]) == 74
     assert not (tmp_path / "again").exists()
+
+
+def test_an_export_that_fails_says_what_is_trained_and_how_to_export_it(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here as the disk fills up; the command that is named exports."""
+    fault = {"at": "export", "rank": 0, "do": "fail", "note": str(tmp_path / "note")}
+    wanted = ["train.max_steps=2", "schedule.warmup_steps=0", "checkpoint.export=true", "train.rehearse=true"]
+    words = tiny(rows_file, tmp_path, "run", *wanted)
+    finished = run(forked(1, FAULTY, *words), cwd=tmp_path, FAULT=json.dumps(fault))
+    assert finished.code == 74, finished.output[-4000:]
+    command = ["toolkit", "export-model", "runs/run/checkpoints/step-2", "output=runs/run/export"]
+    said = (
+        f"{os.strerror(28)}. Nothing else was touched.\n"
+        "All 2 steps are trained, and the checkpoint runs/run/checkpoints/step-2 is untouched. Export it later:  "
+        f"{' '.join(command)}"
+    )
+    assert said in finished.output
+    assert "Nothing was trained" not in finished.output
+    assert "Traceback" not in finished.output
+    monkeypatch.chdir(tmp_path)
+    assert main(command[1:]) == 0

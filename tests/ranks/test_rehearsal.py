@@ -149,3 +149,14 @@ def test_memory_that_runs_out_on_one_rank_ends_all(rows_file: Path, tmp_path: Pa
     assert "Traceback" not in finished.output
     assert "exit code 2\n" in (tmp_path / "runs" / "run" / "FAILED").read_text()
     gone(str(tmp_path), 20)
+
+
+def test_a_model_that_cannot_be_exported_ends_before_the_first_step(rows_file: Path, tmp_path: Path) -> None:
+    fault = {"at": "export.structure", "rank": 0, "do": "tell", "tell": "no such form", "note": str(tmp_path / "note")}
+    wanted = ["checkpoint.export=true", "train.rehearse=true"]
+    command = forked(2, FAULTY, *words(rows_file, tmp_path, "run", "zero=stage3", *wanted))
+    finished = run(command, cwd=tmp_path, FAULT=json.dumps(fault))
+    assert finished.code == 2, finished.output[-4000:]
+    said = "ModelError: the model of this run could not be exported after training: no such form. Nothing was trained."
+    assert finished.output.count(said) == 1
+    assert "step 1/" not in finished.output

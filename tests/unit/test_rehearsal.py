@@ -1,21 +1,27 @@
 """The longest rows, the room that checkpoints take, and what helps where memory is too little."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
+from tests.unit.tiny_model import SIZES
 from toolkit.checkpoint import directory
 from toolkit.config.load import load, to_dict
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import CheckpointConfig, Packing
+from toolkit.config.schema import CheckpointConfig, Packing, TuningConfig, TuningMethod
 from toolkit.data.loader import Layout
 from toolkit.data.packing import PackingPlan
+from toolkit.export.model import check_custom_exportable, check_exportable
 from toolkit.launch.environment import Ranks
-from toolkit.messages import CheckpointError, OutOfMemory
+from toolkit.messages import CheckpointError, ModelError, OutOfMemory
+from toolkit.models import adapters
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
+from toolkit.models.save import describe
 from toolkit.train.dry_run import (
     _next,
     _saves,
@@ -71,6 +77,36 @@ def test_the_longest_rows() -> None:
     members = PackingPlan(4, np.array([4, 2, 3, 0], np.uint32))  # a weighted plan takes some of the samples
     batch = longest_batch(cfg("batch.micro_per_gpu=1"), prepared(Packing.none, members), 1)["input_ids"]
     assert batch[0, 0] == 3
+
+
+def test_a_model_that_is_not_read_back_as_it_is_written_is_named_before_training(tmp_path: Path) -> None:
+    """By name and shape, of whole models and of adapters; nothing is left."""
+    torch.manual_seed(1)
+    base, folder = tmp_path / "base", tmp_path / "run" / "export"
+    folder.parent.mkdir()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model.save_pretrained(base)
+    check_exportable(model, describe(model, None), folder)
+    model._keys_to_ignore_on_save = {"model.norm.weight"}
+    wrong = r"could not be exported after training: .*missing \[model.norm.weight\].*checkpoint.export=false"
+    with pytest.raises(ModelError, match=wrong):
+        check_exportable(model, describe(model, None), folder)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    adapters.apply_tuning(model, TuningConfig(method=TuningMethod.lora), base, None, seed=1)
+    files = describe(model, None) | model.tuned.describe()
+    check_exportable(model, files, folder)
+    model.tuned = replace(model.tuned, settings=model.tuned.settings | {"r": 4})
+    with pytest.raises(ModelError, match=r"could not be exported after training: .*lora_A"):
+        check_exportable(model, describe(model, None) | model.tuned.describe(), folder)
+    assert not list(folder.parent.iterdir())
+
+
+def test_weights_of_a_type_that_cannot_be_written_are_named_before_training(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    check_custom_exportable(module, tmp_path / "export")
+    module.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(ModelError, match=r"could not be exported after training: .*complex128"):
+        check_custom_exportable(module, tmp_path / "export")
 
 
 def test_a_row_repeated_and_cut() -> None:

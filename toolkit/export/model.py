@@ -11,7 +11,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,26 +26,28 @@ from transformers import PreTrainedModel
 from toolkit import disk, secrets
 from toolkit.checkpoint import directory, fragments
 from toolkit.config.schema import TuningMethod
-from toolkit.distributed.process_group import gather, on_rank0
+from toolkit.distributed.process_group import full_shape, gather, on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.export.merge import TunedPart, merge_adapter
 from toolkit.launch.processes import run_module
 from toolkit.messages import (
     CheckpointError,
     ConfigError,
+    ModelError,
     NotExportable,
     ProofDiffers,
     ToolkitError,
     clauses,
+    reason_of,
     say,
     tr,
 )
 from toolkit.models import adapters, chat, classifier, embedding, probe, weights
 from toolkit.models.chatglm.tokenizers import official_vocabulary
-from toolkit.models.directory import read_object
-from toolkit.models.load import empty, load_model, stream, streamed_model
+from toolkit.models.directory import is_trusted, read_object
+from toolkit.models.load import check_structure, empty, load_model, stream, streamed_model
 from toolkit.models.pipeline import capture_probe, stage_model, unwrap_model
-from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model
+from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model, stored_form
 
 CARD_FILE = "README.md"
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
@@ -121,6 +123,58 @@ def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids:
     probed, model = capture_probe(engine, probe_ids), unwrap_model(engine.module)
     state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
     on_rank0(lambda: write_folder(model, files, folder, "hf", probed, state))
+
+
+def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder: Path) -> None:
+    """Raise ModelError unless what `export_model` or `export_adapter` will write to `folder` can be read back, by name
+    and shape, without values. For rank 0 only.
+    """
+    held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    shapes = {name: full_shape(name, value) for name, value in held.items()}
+    with _trial_directory(folder) as described:
+        write_files(files, described, None)
+        if is_trusted(described):  # code of a directory may build what cannot be built empty
+            return
+        if not adapters.has_adapter(model):
+            own = {name: shapes[name] for name in weights.shapes_of(model)}
+            check_structure(described, stored_form(model, own))
+            return
+        shell = empty(described)
+        adapters.attach_adapter(shell, model.tuned.settings, model.tuned.base)
+        found = {name: tuple(value.shape) for name, value in shell.state_dict(keep_vars=True).items()}
+        written = {(name, shapes[name]) for name in adapters.stored_names(model)}
+        read = {(name, found[name]) for name in adapters.stored_names(shell)}
+        if wrong := sorted(written ^ read):
+            raise _not_as_trained(folder, [name for name, _ in wrong])
+
+
+def check_custom_exportable(module: torch.nn.Module, folder: Path) -> None:
+    """Raise ModelError unless `export_custom` can write a model's parameters and stored buffers to `folder`, by name
+    and type, without values. For rank 0 only.
+    """
+    named = {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    with _trial_directory(folder) as trial:
+        save_checked(
+            {name: torch.empty(0, dtype=value.dtype) for name, value in named.items()}, trial / WEIGHTS, folder
+        )
+
+
+@contextmanager
+def _trial_directory(folder: Path) -> Iterator[Path]:
+    """Yield a directory next to that of an export; whatever a library raises at the model becomes one message."""
+    try:
+        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
+            yield Path(temporary)
+    except Exception as error:
+        raise _not_exportable(reason_of(error)) from error
+
+
+def _not_exportable(reason: str) -> ModelError:
+    return ModelError(
+        "the model of this run could not be exported after training: {reason} Nothing was trained. To train it all the "
+        "same, with checkpoints alone: checkpoint.export=false.",
+        reason=reason.rstrip(".") + ".",
+    )
 
 
 def write_folder(
@@ -246,6 +300,7 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
     state, tuned = _adapter_state(engine), engine.module.tuned
     parts = gather(adapters.base_numbers(stage_model(engine.module)))
 
+    @aside_if_wrong(folder)
     def compare() -> None:
         values, base = adapters.read_adapter_weights(folder), adapters.read_base(folder)
         wrong = sorted({*values} ^ {*state})
@@ -259,6 +314,20 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
                 adapters.check_numbers(base, name, found, base.path, folder)
 
     on_rank0(compare)
+
+
+@contextmanager
+def aside_if_wrong(folder: Path) -> Iterator[None]:
+    """Rename an export, from export to export.wrong, that turns out not to hold what was trained."""
+    try:
+        yield
+    except ProofDiffers:  # by rounding alone
+        raise
+    except (CheckpointError, ModelError) as error:
+        aside = folder.rename(disk.unused_path(folder.with_name(f"{folder.name}.wrong")))
+        raise CheckpointError(
+            "{reason}. The export is kept as {folder} for inspection.", reason=str(error).rstrip("."), folder=aside
+        ) from error
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -603,10 +672,11 @@ def verify_logits(folder: Path) -> str:
 
 def run_folder(folder: Path, ids: torch.Tensor, model: PreTrainedModel | None = None) -> probe.Probe:
     """Run a directory's model on ids [R, L], on the CPU, a layer in memory at a time; `model`: streamed already."""
-    found = probe.capture(model or streamed_model(folder), ids)
-    if not found.logits.isfinite().all():  # a layer that is used elsewhere too
-        found = probe.capture(load_model(folder), ids)
-    return found
+    with suppress(RuntimeError):  # a model that changes its weights in a forward pass
+        found = probe.capture(model or streamed_model(folder), ids)
+        if found.logits.isfinite().all():
+            return found
+    return probe.capture(load_model(folder), ids)  # a layer that is used elsewhere too
 
 
 def judge_logits(model: PreTrainedModel, folder: Path | None, found: probe.Probe, saved: probe.Probe) -> str:

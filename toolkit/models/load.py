@@ -72,10 +72,8 @@ def stream(
     config = directory.read_config(str(path))
     try:
         model, files, layout = _open(Path(path), config)
-    except ModelError:
-        if directory.architecture_of(config) is not None:
-            raise
-        state = _load_by_transformers(Path(path), None).state_dict()
+    except ModelError as error:
+        state = _read_whole(Path(path), config, error).state_dict()
         model = empty(path)
         names = [name for name in weights.shapes_of(model) if wanted is None or name in wanted]
         return model, ((name, state.pop(name)) for name in names)
@@ -316,6 +314,23 @@ def _not_loadable(folder: Path, error: Exception) -> ModelError:
     return ModelError("cannot load the model in {path}: {reason}", path=folder, reason=reason_of(error))
 
 
+def check_structure(folder: Path, stored: Mapping[str, torch.Tensor]) -> None:
+    """Raise ModelError unless tensors, by the names and in the shapes in which files hold them, make the model that a
+    directory without weights describes. They may be on the meta device.
+    """
+    shell = empty(folder)
+    with torch.device("meta"):
+        _, report = type(shell).from_pretrained(
+            None,
+            config=shell.config,
+            state_dict=dict(stored),
+            dtype=shell.dtype,
+            device_map={"": "meta"},
+            output_loading_info=True,
+        )
+    _check_report(folder, shell, report)
+
+
 def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     known = known_config(folder)
     try:
@@ -331,13 +346,32 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
         if directory.is_trusted(folder) and not isinstance(error, (OSError, ValueError, RuntimeError)):
             raise
         raise _not_loadable(folder, error) from error
+    _check_report(folder, model, report)
+    return _finish(model, folder)
+
+
+def _read_whole(
+    folder: Path, config: dict[str, Any], error: ModelError, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Return a directory's model where reading it piece by piece ended with `error`, which is raised if that was not
+    the reason.
+    """
+    if directory.architecture_of(config) is not None:
+        raise error
+    try:
+        return _load_by_transformers(folder, dtype)
+    except ModelError:
+        raise error from None
+
+
+def _check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Reject what transformers reports of a model that it has loaded, but for what is in no file, or of no use."""
     # A head that is tied to the embedding is in no file, and rightly so.
     missing = {*map(str, report["missing_keys"])} - weights.tied_names(model).keys()
     predicting = re.compile(weights.predicting(model.config))
     unexpected = [name for name in map(str, report["unexpected_keys"]) if not predicting.search(name)]
     mismatched = map(str, report["mismatched_keys"])
     weights.reject_differences(folder, model, missing=missing, unexpected=unexpected, mismatched=mismatched)
-    return _finish(model, folder)
 
 
 def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -348,10 +382,8 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     config = directory.read_config(str(path))
     try:
         model, files, layout = _open(Path(path), config)
-    except ModelError:
-        if directory.architecture_of(config) is not None:
-            raise
-        return _load_by_transformers(Path(path), dtype)
+    except ModelError as error:
+        return _read_whole(Path(path), config, error, dtype)
     shapes = weights.shapes_of(model)
     dtypes = {
         target: dtype if dtype and info.dtype.is_floating_point else info.dtype
@@ -368,7 +400,7 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
 
     def drop(names: dict[str, str]) -> None:
         for name, source in names.items():
-            nothing = torch.full((), torch.nan, dtype=dtypes[source])
+            nothing = torch.full((), torch.nan if dtypes[source].is_floating_point else 0, dtype=dtypes[source])
             weights.set_value(model, name, nothing.expand(shapes[source]))
         weights.return_memory()
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading as loading
 
 from toolkit.messages import CheckpointError, ModelError, json_object
 from toolkit.models import chat, weights
@@ -62,6 +62,18 @@ def save_model(
         write_origin(model, folder)
     else:
         raise ModelError("unknown format '{format}'. Known: {known}.", format=format, known="hf, official")
+
+
+def stored_form(model: PreTrainedModel, shapes: weights.Shapes) -> dict[str, torch.Tensor]:
+    """Return what transformers would store of a model whose full parameters have these shapes, on the meta device."""
+    skipped = {*weights.tied_names(model), *(model._keys_to_ignore_on_save or ())}
+    state = {
+        name: torch.empty(shape, dtype=model.dtype, device="meta")
+        for name, shape in shapes.items()
+        if name not in skipped
+    }
+    stored: dict[str, torch.Tensor] = loading.revert_weight_conversion(model, state)
+    return stored
 
 
 def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dict[str, bytes]:

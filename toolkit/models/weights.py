@@ -84,34 +84,39 @@ class TransformersLayout(Layout):
         return [parameter] if parameter in self._shapes or not self._unread.search(name) else []
 
     def index(self, name: str) -> Any:
-        """Return an expert's own part of the joint parameter; see `Layout`."""
+        """Return the part of a joint parameter, an expert's own or one of several; see `Layout`."""
         return self._target(name)[1]
 
     def _find_target(self, name: str) -> tuple[str, Any]:
         """Return the parameter that a stored tensor fills, and its index in it."""
         prefix = self._model.base_model_prefix
         parameter, pattern = loading.rename_source_key(name, self._renamings, self._converters, prefix, self._shapes)
+        if parameter not in self._shapes and name in self._shapes:  # a pattern of another one's name
+            parameter, pattern = loading.rename_source_key(name, [], [], prefix, self._shapes)
         if pattern is None or parameter not in self._shapes:
             return parameter, ...
         converter = next(one for one in self._converters if pattern in one.source_patterns)
         renamed = name
         for renaming in self._renamings:
             renamed, _ = renaming.rename_source_key(renamed)
-        number = re.search(pattern.replace("*", r"(\d+)"), renamed)
-        # One after another along the first dimension, perhaps gate and up beside each other along the second.
+        number = re.search(pattern.replace("*", r"(\d+)"), renamed) if "*" in pattern else None
+        # One expert after another along the first dimension, and equal parts (gate and up) beside each other along one.
         steps = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
-        parts = len(converter.source_patterns)
-        if number is None or steps != [("MergeModulelist", 0), ("Concatenate", 1)][: 1 if parts == 1 else 2]:
+        parts, is_joint = len(converter.source_patterns), ("MergeModulelist", 0) in steps
+        joined = [int(dim or 0) for step, dim in steps if step == "Concatenate"]
+        if len(steps) != is_joint + len(joined) or len(joined) != (parts > 1) or is_joint != (number is not None):
             raise ModelError(
-                "{architecture} stores {name} in another form than it computes with, which cannot be read piece by "
-                "piece: zero.stage=3, verify and export need that. Use zero=stage2 with checkpoint.export=false.",
+                "{architecture} stores {name} in another form than it computes with, so that it can only be read "
+                "whole, not with zero.stage=3, parallel.pipeline, parallel.expert or tuning=qlora. Use zero=stage2.",
                 architecture=type(self._model).__name__,
                 name=name,
             )
-        if parts == 1:
-            return parameter, int(number[1])
-        size, part = self._shapes[parameter][1] // parts, converter.source_patterns.index(pattern)
-        return parameter, (int(number[1]), slice(part * size, (part + 1) * size))
+        index: list[Any] = [int(number[1])] if number is not None else []
+        if parts > 1:
+            dim, part = joined[0], converter.source_patterns.index(pattern)
+            size = self._shapes[parameter][dim] // parts
+            index += [slice(None)] * (dim - len(index)) + [slice(part * size, (part + 1) * size)]
+        return parameter, index[0] if parts == 1 else tuple(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +284,8 @@ def _is_within(index: Any, rows: slice) -> bool:
     """Whether what is at an index of a parameter, perhaps one expert, is in some of its rows."""
     if index is ... or rows == slice(None):
         return True
-    number: int = index[0] if isinstance(index, tuple) else index
-    return number in range(rows.start, rows.stop)
+    number = index[0] if isinstance(index, tuple) else index
+    return isinstance(number, slice) or number in range(rows.start, rows.stop)
 
 
 def _put(
@@ -297,6 +302,9 @@ def _put(
         set_value(model, name, torch.empty(target.shape, dtype=dtype or part.dtype))
         target = model.get_parameter(name)
     number, *inside = index if isinstance(index, tuple) else (index,)
+    if isinstance(number, slice):
+        target.data[index].copy_(part)
+        return
     target.data[number - (rows.start or 0)][tuple(inside)].copy_(part)
 
 
@@ -434,7 +442,7 @@ def reject_differences(folder: Path, model: PreTrainedModel, **names: Iterable[s
         counts = {kind: f" … ({len(found)})" if len(found) > 5 else "" for kind, found in wrong.items()}
         raise ModelError(
             "the weights in {path} are not those of {architecture}: missing {missing}, unexpected {unexpected}, of "
-            "another shape {mismatched}. Nothing was trained.",
+            "another shape {mismatched}.",
             path=folder,
             architecture=type(model).__name__,
             **{kind: f"[{', '.join(found[:5])}{counts[kind]}]" for kind, found in wrong.items()},

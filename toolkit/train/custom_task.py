@@ -28,7 +28,14 @@ from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, se
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.evaluate import metrics
-from toolkit.export.model import CUSTOM_CARD, WEIGHTS, export_custom, export_in_background
+from toolkit.export.model import (
+    CUSTOM_CARD,
+    WEIGHTS,
+    aside_if_wrong,
+    check_custom_exportable,
+    export_custom,
+    export_in_background,
+)
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn
 from toolkit.models import load, probe, save
@@ -501,6 +508,10 @@ class CustomTask(task.Task):
 
     # End
 
+    def check_export(self, run: task.RunContext) -> None:
+        """See that the weights are of types that can be written."""
+        process_group.on_rank0(lambda: check_custom_exportable(run.engine.module, run.folder / "export"))
+
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
         """Write the weights, and load them into a new model where the program can make one."""
         folder = run.folder / "export"
@@ -667,12 +678,13 @@ def _verify_export(spec: CustomSpec, seed: int, folder: Path) -> None:
             folder=folder,
             reason=_first_line(error),
         ) from error
-    try:
-        load_model(model, folder / WEIGHTS)
-    except Exception as error:
-        raise CheckpointError(
-            "{folder} does not hold its model: {reason}.", folder=folder, reason=_first_line(error)
-        ) from error
+    with aside_if_wrong(folder):
+        try:
+            load_model(model, folder / WEIGHTS)
+        except Exception as error:
+            raise CheckpointError(
+                "{folder} does not hold its model: {reason}.", folder=folder, reason=_first_line(error)
+            ) from error
 
 
 def _first_line(error: Exception) -> str:

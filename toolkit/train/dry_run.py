@@ -157,6 +157,8 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
     run.watchdog.enter("rehearsal", start.step)
     saves = _saves(cfg.checkpoint, range(start.step + 1, run.total_steps + 1))
     check_disk(run, saves)
+    if cfg.checkpoint.export:
+        task.check_export(run)
     limit = limit_bytes(engine.device, cfg.plan.max_gpu_gib)
     with ExitStack() as stack:
         stack.enter_context(restore_after(engine))

@@ -16,7 +16,7 @@ import torch
 import transformers
 from deepspeed import DeepSpeedEngine
 
-from toolkit import disk, messages, secrets, terminal
+from toolkit import messages, secrets, terminal
 from toolkit.checkpoint import state_files
 from toolkit.config.load import to_dict
 from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
@@ -532,6 +532,11 @@ class LanguageTask(task.Task):
             (run.folder / "samples.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         return samples
 
+    def check_export(self, run: task.RunContext) -> None:
+        """See that what will be exported can be read back."""
+        model, files = pipeline.unwrap_model(run.engine.module), run.checkpointer.described.files
+        process_group.on_rank0(lambda: export.check_exportable(model, files, run.folder / "export"))
+
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
         """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
         is_adapter = adapters.has_adapter(run.engine.module)
@@ -743,7 +748,8 @@ def _verify_export(folder: Path) -> None:
     reason to lose a model.
     """
     try:
-        export.verify_logits(folder)
+        with export.aside_if_wrong(folder):
+            export.verify_logits(folder)
     except messages.ProofDiffers as error:
         warn(
             "the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "
@@ -751,12 +757,3 @@ def _verify_export(folder: Path) -> None:
             reason=error,
             folder=folder,
         )
-    except messages.CheckpointError as error:
-        aside = folder.rename(disk.unused_path(folder.with_name("export.wrong")))
-        raise messages.CheckpointError(
-            "{reason}. The export is kept as {folder} for inspection, and the checkpoints are untouched: make "
-            "another with toolkit export-model {run}.",
-            reason=error,
-            folder=aside,
-            run=folder.parent,
-        ) from error

@@ -223,6 +223,10 @@ class Task(ABC):
         return []
 
     @abstractmethod
+    def check_export(self, run: RunContext) -> None:
+        """Raise ModelError, before the first step, if `export` could not write or read back the model. A collective."""
+
+    @abstractmethod
     def export(self, run: RunContext, result: FitResult) -> None:
         """Write export/ and prove it. A collective."""
 

@@ -2,9 +2,10 @@
 
 import json
 import os
+import shlex
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,7 +22,7 @@ from toolkit.config import files as recipe_files, load, mesh, preflight, rule_ta
 from toolkit.distributed import failure, process_group
 from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
-from toolkit.messages import ConfigError, Diverged, LaunchError, RunFolderError, say, tr, warn
+from toolkit.messages import ConfigError, Diverged, LaunchError, RunFolderError, ToolkitError, say, tr, warn
 from toolkit.track.metrics import Progress
 from toolkit.train import deadline, dry_run, loop, replay, run_dir, schedule, startup, tracking
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
@@ -227,7 +228,8 @@ class Trainer:
         task, run = self.task, self.run
         samples = task.samples(run)
         if run.cfg.checkpoint.export:
-            task.export(run, result)
+            with _told_of_training(run, result):
+                task.export(run, result)
         summary = task.summary(run, result) | {
             "steps": result.state.step,
             "skipped_steps": result.skipped_steps,
@@ -361,6 +363,35 @@ class Trainer:
         answers = [tr("  Q: {prompt}\n  A: {answer}", **sample) for sample in samples]
         next_steps = self.task.next_steps(self.run, samples)
         return [*lines, *self.task.end_lines(summary), *answers, everything, *next_steps]
+
+
+@contextmanager
+def _told_of_training(run: RunContext, result: FitResult) -> Iterator[None]:
+    """Let an error of the export say what was trained, where it is, and how to export it."""
+    try:
+        yield
+    except ToolkitError as error:
+        raise type(error)(f"{error}\n{_what_is_there(run, result)}") from error
+    except Exception:
+        warn(_what_is_there(run, result))
+        raise
+
+
+def _what_is_there(run: RunContext, result: FitResult) -> str:
+    saved = directory.published_checkpoints(run.folder / "checkpoints")
+    checkpoint = f"{run.display_folder}/checkpoints/{saved[0].name}" if saved else ""
+    steps, export = f"{result.state.step:,}", f"{run.display_folder}/export"
+    if (run.folder / "export").exists():
+        return tr("All {steps} steps are trained, and the export is in {folder}.", steps=steps, folder=export)
+    if not checkpoint:
+        return tr("All {steps} steps are trained, but no checkpoint was saved (checkpoint.at_end).", steps=steps)
+    command = shlex.join(["toolkit", "export-model", checkpoint, f"output={export}"])
+    return tr(
+        "All {steps} steps are trained, and the checkpoint {checkpoint} is untouched. Export it later:  {command}",
+        steps=steps,
+        checkpoint=checkpoint,
+        command=command,
+    )
 
 
 _LOOK_EVERY_S = 1.0
