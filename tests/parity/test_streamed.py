@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.tiny_model import SIZES
 from toolkit.engine.memory import PeakMemory
-from toolkit.export.model import verify_logits, write_folder
+from toolkit.export.model import check_exportable, verify_logits, write_folder
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import load_model, probe
 from toolkit.models.load import streamed_model
@@ -72,6 +72,18 @@ def test_only_what_cannot_be_read_piece_by_piece_is_read_whole(tmp_path: Path, m
         load_model(tmp_path / "divided", ready=lambda *_: None)
     monkeypatch.setattr("toolkit.models.load._load_by_transformers", lambda *_: pytest.fail("it was read whole"))
     streamed_model(tmp_path / "joined")
+
+
+def test_a_head_that_its_model_holds_before_the_embedding_that_it_is_tied_to(tmp_path: Path) -> None:
+    """Training knows the weight by the head's name, files by the embedding's."""
+    sizes = {**SIZES, "pad_token_id": 1, "max_position_embeddings": 64, "is_decoder": True}
+    model = transformers.CamembertForCausalLM(transformers.CamembertConfig(**sizes)).eval()
+    state = {name: value.detach() for name, value in model.named_parameters()}
+    assert "lm_head.decoder.weight" in state
+    taken, files = probe.capture(model, probe.spread_ids(model.config)), describe(model, None)
+    check_exportable(model, files, tmp_path / "export")
+    write_folder(model, files, tmp_path / "export", "hf", taken, state=state)
+    assert "the logits are those of the save" in verify_logits(tmp_path / "export")
 
 
 def test_no_more_than_a_layer_is_in_memory(tmp_path: Path) -> None:

@@ -198,8 +198,7 @@ def write_folder(
         if format == "official":
             wrong = sorted(set(written) ^ set(model.origin.tensors))
         else:
-            tied, held = weights.tied_names(model), state if state is not None else model.state_dict()
-            held = {name: value for name, value in held.items() if name not in tied}
+            held = weights.under_first_names(model, state if state is not None else model.state_dict())
             wrong = [name for name, shape in written.items() if name in held and tuple(held[name].shape) != shape]
             # transformers may store parameters under other names (experts one by one), but never fewer numbers.
             expected = sum(value.numel() for value in held.values())
@@ -428,8 +427,9 @@ def rebuild(
     wanted, tied = weights.shapes_of(model), weights.tied_names(model)
     own_dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}  # routers' biases stay in float32
     state: dict[str, torch.Tensor] = {}
-    for name, value in values:  # perhaps tied ones twice
-        if name in wanted or name not in tied:
+    for stored_name, value in values:  # perhaps tied ones twice
+        name = stored_name if stored_name in wanted else tied.get(stored_name, stored_name)
+        if name not in state:
             is_cast = dtype is not None and value.is_floating_point()
             kept = value.to(own_dtypes.get(name, dtype)) if is_cast else value
             state[name] = kept if scratch is None else _map(kept, scratch / f"{len(state)}.pt")

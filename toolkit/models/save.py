@@ -55,9 +55,8 @@ def save_model(
     if format == "official":
         _write_official(model, folder, state)
     elif format == "hf":
-        tied = weights.tied_names(model)
         _count_predicting_layers(model)
-        known = None if state is None else {name: value for name, value in state.items() if name not in tied}
+        known = None if state is None else weights.under_first_names(model, state)
         model.save_pretrained(folder, state_dict=known, max_shard_size=max_shard_size)
         write_origin(model, folder)
     else:

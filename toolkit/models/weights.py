@@ -360,6 +360,12 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
+def under_first_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a state that has tied parameters once, under their first names."""
+    tied = tied_names(model)
+    return {tied.get(name, name): value for name, value in state.items() if tied.get(name) not in state}
+
+
 def differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> list[str]:
     """Return what a state lacks, has too much or has in another shape than a model's config says; [] if it fits."""
     shapes = shapes_of(model)
@@ -380,8 +386,11 @@ def shapes_of(model: PreTrainedModel) -> Shapes:
 
 def _stored_as(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return what a checkpoint must hold, by name: parameters, each once, and persistent buffers."""
-    known = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if name in known}
+    held, tied = model.state_dict(keep_vars=True), tied_names(model)
+    known = {name for name, _ in model.named_buffers()}
+    # A model may hold its head before the embedding that it is tied to, by whose name files have it.
+    known |= {tied[name] if tied.get(name) in held else name for name, _ in model.named_parameters()}
+    return {name: value for name, value in held.items() if name in known}
 
 
 def full_params(parameters: Sequence[torch.Tensor], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
