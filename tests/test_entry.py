@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.cli import COMMANDS
+from toolkit.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,6 +34,15 @@ def test_overview_names_every_command() -> None:
     finished = run("-m", "toolkit", "--help")
     assert finished.returncode == 0
     assert all(f"\n  {name} " in finished.stdout for name in COMMANDS)
+
+
+def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "launch"]) == 0
+    helped = capsys.readouterr().out
+    assert main(["launch", "--help"]) == 0
+    assert helped == capsys.readouterr().out
+    assert main(["help"]) == 0 and "usage: toolkit COMMAND" in capsys.readouterr().out
+    assert main(["help", "lanch"]) == 2 and "Did you mean 'launch'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

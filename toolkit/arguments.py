@@ -1,15 +1,18 @@
 """From a command's arguments to a checked config; the same for every command."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 from toolkit.config import mesh, rules
 from toolkit.config.files import known_recipes, language_of
 from toolkit.config.load import LoadedConfig, load
+from toolkit.config.validate import keys_meant
 from toolkit.engine.ds_config import OWNED, build_ds_config, check_extra
-from toolkit.messages import ConfigError, Problems, set_language, tr
+from toolkit.messages import ConfigError, Problems, raise_all, set_language, tr
 
 _MAX_DIGITS = 18
 """Python refuses to read thousands."""
@@ -49,23 +52,26 @@ def parse(
     if typed:
         set_language(typed[-1])  # errors of the config itself are in the chosen language too
     values, given_flags = dict[str, str](), set[str]()
-    config_dir, overrides = "", list[str]()
-    rest = iter(words)
-    for word in rest:
+    config_dir, overrides, wrong = "", list[str](), list[ConfigError]()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
         name, equals, value = word.partition("=")
         if word in flags:
             given_flags.add(word)
         elif name in ("--config-dir", "-cd"):
-            config_dir = value if equals else next(rest, "")
+            config_dir = value if equals else "".join(rest[:1])
+            rest = rest if equals else rest[1:]
         elif equals and name in names:
             values[name] = value
         elif not equals and (name.endswith((".yaml", ".yml")) or name in known_recipes()):
             overrides.append(f"recipe={name}")
         elif word.startswith("-"):
-            known = ", ".join([*flags, "--config-dir DIR"])
-            raise ConfigError("unknown option {word}. Known here: {known}.", word=word, known=known)
+            following = rest.pop(0) if rest and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0]) else ""
+            wrong.append(unknown_option(word, following, names, [*flags, "--config-dir DIR"], keys_meant))
         else:
             overrides.append(word)
+    raise_all(wrong)
     recipes = [word.partition("=")[2].strip("'\"") for word in overrides if word.startswith("recipe=")]
     if recipes and not typed and (language := language_of(recipes[-1])):
         set_language(language)
@@ -82,6 +88,25 @@ def parse(
     if problems is None:
         errors.raise_all()
     return arguments
+
+
+def unknown_option(
+    word: str,
+    following: str,
+    names: Sequence[str],
+    known: Sequence[str],
+    meant: Callable[[str], Sequence[str]] = lambda _: (),
+) -> ConfigError:
+    """Return the error about `--name value`, or `--name=value`, with the `key=value` to write where one is meant.
+
+    `names` are the command's own `name=value` arguments, `known` its options; `meant` gives the keys that a name means.
+    """
+    name, _, value = word.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    written = [f"{key}={value or following or 'VALUE'}" for key in ([name] if name in names else meant(name))]
+    if not written:
+        return ConfigError("unknown option {word}. Known here: {known}.", word=word, known=", ".join(known))
+    return ConfigError("unknown option {word}. Write {words}", word=word, words=tr(" or ").join(written))
 
 
 def parse_checked(
@@ -133,9 +158,12 @@ def named_arguments(
     """
     given: dict[str, str] = {}
     known = [*required, *optional]
-    for word in choose_language(words):
+    rest = choose_language(words)
+    for word, following in zip_longest(rest, rest[1:], fillvalue=""):
         name, equals, value = word.partition("=")
-        if bare and bare not in given and (not equals or "/" in name) and not word.startswith("-"):
+        if word.startswith("-"):
+            raise unknown_option(word, following, known, [f"{name}=" for name in known])
+        if bare and bare not in given and (not equals or "/" in name):
             given[bare] = word
             continue
         if not equals or name not in known:

@@ -20,7 +20,9 @@ def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], st
     words = re.sub(r"^\s*(\w+=\S*\s+)*", "", line).split()
     typed = "" if line[-1:].isspace() else words.pop()
     if len(words) == 1:
-        found: Iterable[str] = (*commands, "--help", "--version")
+        found: Iterable[str] = (*commands, "help", "--help", "--version")
+    elif words[1:] == ["help"]:
+        found = commands
     elif words[1] in commands:
         file = files.PACKAGE.parent / Path(*module_of(words[1]).split(".")).with_suffix(".py")
         found = _arguments(typed, ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")

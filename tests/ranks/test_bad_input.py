@@ -119,7 +119,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "hub name": (
         words("model=hf", "model.path=zai-org/chatglm3-6b"),
-        r"zai-org/chatglm3-6b is not a directory here, and it is not in the cache of Hugging Face",
+        r"zai-org/chatglm3-6b is neither a directory here nor in the cache",
     ),
     "unknown ChatGLM": (model_folder(official), r"has model_type chatglm, but the keys of no known ChatGLM"),
     "family without official tokenizer": (

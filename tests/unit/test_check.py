@@ -33,6 +33,24 @@ WRONG = {
 }
 
 
+# Options as other programs have them -> what is said.
+OPTIONS = {
+    "--recipe chatglm": "ConfigError: unknown option --recipe. Write recipe=chatglm\n",
+    "zero1 --lr 1e-4": "ConfigError: unknown option --lr. Write optim.lr=1e-4\n",
+    "zero1 --lr -1": "ConfigError: unknown option --lr. Write optim.lr=-1\n",
+    "zero1 --zero=3": "ConfigError: unknown option --zero=3. Write zero=3\n",
+    "zero1 --gpus 8xT4": "ConfigError: unknown option --gpus. Write gpus=8xT4\n",
+    "zero1 --bf16 --model-path my/model": (
+        "ConfigError: 2 errors:\n1. unknown option --bf16. Write precision.dtype=VALUE\n"
+        "2. unknown option --model-path. Write model.path=my/model\n"
+    ),
+    "zero1 --batch-size 4": (
+        "ConfigError: unknown option --batch-size. Write batch.micro_per_gpu=4 or batch.global_size=4\n"
+    ),
+    "zero1 --frobnicate": "ConfigError: unknown option --frobnicate. Known here: --config-dir DIR.\n",
+}
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Work where there is one good file."""
@@ -74,6 +92,20 @@ def test_refused(word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     code, said = check(capsys, word)
     assert code == 2
     assert said.startswith(f"ConfigError: {WRONG[word]}")
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_options_of_other_programs(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *words.split()]) == 2
+    assert capsys.readouterr().err == OPTIONS[words]
+
+
+def test_a_typo_is_reported_before_the_hub_is_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.config.preflight._config_folder", lambda *_: pytest.fail("the Hub was asked"))
+    assert main(["check", "recipe=chatglm", "data=chat.jsonl", "optim.lrr=1"]) == 2
+    assert capsys.readouterr().err == ("ConfigError: command line: unknown key 'optim.lrr'. Did you mean 'optim.lr'?\n")
 
 
 def test_fp16_of_another_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

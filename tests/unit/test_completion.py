@@ -110,6 +110,8 @@ def test_tab_completes(shell: str, tmp_path: Path) -> None:
         ("toolkit train run.name=", []),
         ("toolkit new model=qwen3_8b_", ["model=qwen3_8b_base"]),
         ("toolkit new tun", ["tuning="]),
+        ("toolkit hel", ["help"]),
+        ("toolkit help lau", ["launch"]),
     ],
 )
 def test_what_a_line_may_become(

@@ -276,6 +276,7 @@ def test_a_disk_without_locks(
         (["input=x", "output=y", "columns=[a]"], "columns = [a] is not of the form"),
         (["input=x", "output=y", "columns={promt: a}"], "no format reads 'promt'. Did you mean 'prompt'?"),
         (["propmt=x"], "unknown argument 'propmt=x'"),
+        (["--prompt", "x"], "unknown option --prompt. Write prompt=x"),
     ],
 )
 def test_mistakes(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,11 @@ def test_launcher_options_may_stand_anywhere(words: list[str]) -> None:
     assert rest == ["recipe=x", "optim.lr=1", "--config-dir", "c"]
 
 
+def test_options_that_are_no_launchers_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--lr", "1e-4", "--no_ssh", "recipe=zero1"]) == 2
+    assert capsys.readouterr().err == "ConfigError: unknown option --lr. Write optim.lr=1e-4\n"
+
+
 @pytest.mark.parametrize("options", [["--num_gpus", "3"], ["hostfile=hosts"], ["--hostfile", "hosts", "-e", "b:1"]])
 def test_a_batch_that_does_not_fit_the_ranks_starts_nothing(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _use_utf8()
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command
         del words[0]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
         lines = [tr("usage: toolkit COMMAND recipe=NAME [key=value …]"), ""]
         width = 1 + max(map(len, COMMANDS))

@@ -15,7 +15,7 @@ network. An existing report is replaced; other files are never overwritten.
 
 from pathlib import Path
 
-from toolkit.arguments import choose_language
+from toolkit.arguments import choose_language, unknown_option
 from toolkit.messages import ConfigError, say, tr
 
 
@@ -23,7 +23,7 @@ def run(words: list[str]) -> None:
     output, paths = "", []
     for word in choose_language(words):
         if word.startswith("-"):
-            raise ConfigError("unknown option {word}. Known here: {known}.", word=word, known="output=, language=")
+            raise unknown_option(word, "", ("output", "language"), ("output=", "language="))
         if word.startswith("output="):
             output = word.partition("=")[2]
         else:  # a run's name may hold a =, as in lr=1e-4

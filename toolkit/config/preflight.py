@@ -491,14 +491,13 @@ def _reason(name: str, revision: str, error: Exception) -> str:
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         return tr(
-            "model.path = {name} is not a directory here, and it is not in the cache of Hugging Face "
-            "({cache}), which cannot be reached or may not be (HF_HUB_OFFLINE): {reason} Where there "
-            "is a network: `hf download {repository}`, then take the cache along (HF_HOME), or give "
-            "the directory as model.path.",
+            "model.path = {name} is neither a directory here nor in the cache ({cache}), and Hugging Face cannot be "
+            "reached{offline}. Where there is a network: `hf download {repository}`, then copy the cache (HF_HOME) or "
+            "set model.path=DIR.",
             name=of_revision,
             cache=constants.HF_HUB_CACHE,
             repository=name,
-            reason=first,
+            offline=" (HF_HUB_OFFLINE=1)" if constants.HF_HUB_OFFLINE else "",
         )
     return tr(
         "model.path = {name} cannot be had from Hugging Face: {reason}",

@@ -102,7 +102,22 @@ def about(sentence: str, *keys: str) -> ConfigError:
 
 def unknown_key(path: str, place: Place) -> ConfigError:
     """Return the error for a key that the schema does not have, with ours for it, or the nearest one."""
+    meant, siblings = keys_meant(path), _members(re.sub(r"\[\d+\]", "", path).rpartition(".")[0])
+    sentence = tr("{place}: unknown key '{key}'.", place=place(path), key=path)
+    if meant:
+        sentence = joined(sentence, tr("Did you mean '{name}'?", name="' / '".join(meant[:3])))
+    elif siblings:
+        sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
+    # Errors of a section that was maybe meant are errors all the same: they name other keys.
+    keys = (path, *(key for key in meant if not _members(key)))
+    return about(sentence, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
+
+
+def keys_meant(path: str) -> tuple[str, ...]:
+    """Return the keys that a dotted name may mean: itself, those of another program's name, or the nearest; or none."""
     shown = re.sub(r"\[\d+\]", "", path)
+    if field_type(shown) is not None:
+        return (path,)
     prefix, _, name = path.rpartition(".")
     siblings = _members(shown.rpartition(".")[0])
     # Another program's name, of the whole path, within its section or of its last part, says what is meant; else the
@@ -117,14 +132,7 @@ def unknown_key(path: str, place: Place) -> ConfigError:
         leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
         found = nearest(shown, (key for key in all_keys() if not shown.startswith(f"{key}."))) or leaf.get(name)
         meant = (found,) if found else ()
-    sentence = tr("{place}: unknown key '{key}'.", place=place(path), key=path)
-    if meant:
-        sentence = joined(sentence, tr("Did you mean '{name}'?", name="' / '".join(meant[:3])))
-    elif siblings:
-        sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
-    # Errors of a section that was maybe meant are errors all the same: they name other keys.
-    keys = (path, *(key for key in meant if not _members(key)))
-    return about(sentence, *(re.sub(r"\[\d+\].*", "", key) for key in keys))
+    return meant
 
 
 def _members(section: str) -> list[str]:

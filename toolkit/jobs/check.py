@@ -39,7 +39,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if not any(key.startswith("data.") for key in known):
         problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
     problems.settle()
-    may_read = not known & {"model", "model.path"} and (fetch or not files.is_hub_name(cfg.model.path))
+    is_here = not files.is_hub_name(cfg.model.path)  # the Hub is asked only once the config is right
+    may_read = not known & {"model", "model.path"} and (is_here or (fetch and not problems.errors))
     encoder = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
     outlines = problems.attempt(_outlines, arguments.loaded) if may_read and not problems.errors else None
     problems.raise_all()

@@ -31,10 +31,13 @@ WITH_VALUE = re.compile(
     r"|launcher_args|ssh_port|save_pid|enable_each_rank_log|autotuning|bind_core_list|elastic_training"
     r"|min_elastic_nodes|max_elastic_nodes|venv_script|log_level)"
 )
+_FLAGS = re.compile(
+    r"--?(?:q|quiet|u|m|module|no_python|no_local_rank|no_ssh|no_ssh_check|force_multi|bind_cores_to_rank)"
+)
+"""Its other options."""
 
 OURS = {"--config-dir": True, "-cd": True, "--cfg": True, "--explain": False, "--help": False, "-h": False}
-"""Options of our commands, and whether they take a value: all others in front of a recipe or behind it are the
-launcher's."""
+"""Options of our commands, and whether they take a value."""
 
 
 def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
@@ -159,10 +162,10 @@ def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list
         name, equals, value = found[0].partition("=")
         if name == "hostfile" and equals:
             mine += ["--hostfile", value]
-        elif name in OURS or not name.startswith("-"):
-            others += found
-        else:
+        elif WITH_VALUE.fullmatch(name) or _FLAGS.fullmatch(name):
             mine += found
+        else:
+            others += found
     return mine, split_words(mine)[0], others
 
 
