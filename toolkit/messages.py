@@ -85,6 +85,12 @@ def clauses(texts: Iterable[str]) -> str:
     return ("；" if current_language() == "zh" else "; ").join(texts)
 
 
+def type_name(kind: Any) -> str:
+    """Return what a value of a type is called within a sentence."""
+    words = {int: tr("a whole number"), float: tr("a number"), bool: tr("true or false"), str: tr("a text")}
+    return words.get(kind) or (tr("a list, for example [a, b]") if kind is list else str(kind))
+
+
 def translated(english: str) -> str:
     """Return a text in the user's language as it is: one of a data file, or a template that is not filled in."""
     return chinese()["messages"].get(english, english) if current_language() == "zh" else english

@@ -1,6 +1,7 @@
 """Importing a DeepSpeed JSON: the usual tutorial file, "auto", contradictions, and every way to get it wrong."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,37 @@ def test_auto_everywhere(tmp_path: Path) -> None:
     assert any("bf16.enabled: auto -> True (precision.dtype, schema default)" in note for note in notes)
 
 
+def test_all_wrong_types_are_one_message(tmp_path: Path) -> None:
+    values = {
+        "train_batch_size": 64.5,
+        "gradient_clipping": "1.0",
+        "zero_optimization": {"stage": "2", "overlap_comm": "Yes", "offload_optimizer": {"device": "gpu"}},
+        "fp16": {"enabled": "true"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "1e-4", "betas": ["0.9", 0.95], "adam_w_mode": 1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "many", "warmup_max_lr": "auto"}},
+        "tensor_parallel": {"autotp_size": 0},
+        "wandb": {"enabled": "on", "project": 7},
+        "gradient_cliping": 1,
+    }
+    wrong = {
+        "train_batch_size": "64.5 must be a whole number of at least 1.",
+        "gradient_clipping": '"1.0" must be a number (write 1.0).',
+        "zero_optimization.stage": '"2" must be a whole number (write 2).',
+        "zero_optimization.overlap_comm": '"Yes" must be true or false.',
+        "zero_optimization.offload_optimizer.device": "gpu must be one of none, cpu, nvme.",
+        "fp16.enabled": '"true" must be true or false (write true).',
+        "optimizer.params.lr": '"1e-4" must be a number (write 1e-4).',
+        "optimizer.params.betas": '["0.9", 0.95] must be a list of numbers.',
+        "optimizer.params.adam_w_mode": "1 must be true or false.",
+        "scheduler.params.warmup_num_steps": '"many" must be a number.',
+        "wandb.enabled": '"on" must be true or false.',
+        "wandb.project": "7 must be a text.",
+    }
+    found = refused(tmp_path, values)
+    assert found.startswith("13 errors:\n1. ds.json:") and "'gradient_cliping'" in found
+    assert re.findall(r": ([\w.]+) = (.+)", found) == list(wrong.items())
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -294,11 +326,14 @@ def test_auto_everywhere(tmp_path: Path) -> None:
         ),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "There are WarmupLR, WarmupDecayLR, WarmupCosineLR."),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled."),
-        ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 0.5}}, "must be of type int"),
+        (
+            {"zero_optimization": {"stage": 3, "reduce_bucket_size": 0.5}},
+            "reduce_bucket_size = 0.5 must be a whole number.",
+        ),
         ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "must be one of none, cpu, nvme"),
-        ({"zero_optimization": {"overlap_comm": "true"}}, "= 'true' must be of type bool"),
+        ({"zero_optimization": {"overlap_comm": "true"}}, '= "true" must be true or false (write true).'),
         ({"zero_optimization": True}, "'zero_optimization' is a section"),
-        ({"train_batch_size": "64"}, "train_batch_size = '64' must be a whole number of at least 1."),
+        ({"train_batch_size": "64"}, 'train_batch_size = "64" must be a whole number of at least 1.'),
         ({"gradient_accumulation_steps": 0}, "must be a whole number of at least 1."),
         ({"zero": {"stage": 3}}, "DeepSpeed has no key 'zero'"),
         ({"fp_16": {"enabled": True}}, "Did you mean 'fp16'?"),

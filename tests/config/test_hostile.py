@@ -9,7 +9,7 @@ from toolkit.arguments import positive_int
 from toolkit.config.load import load
 from toolkit.engine.ds_import import read_json
 from toolkit.launch.environment import detect
-from toolkit.messages import ConfigError, LaunchError
+from toolkit.messages import ConfigError, LaunchError, Problems
 
 CODE = "{_target_: os.system, command: 'touch CANARY'}"
 RECIPES = {
@@ -89,7 +89,7 @@ def test_numbers_of_thousands_of_digits(tmp_path: Path, monkeypatch: pytest.Monk
         load(["recipe=r.yaml"])
     Path("ds.json").write_text(f'{{"train_batch_size": {DIGITS}}}')
     with pytest.raises(ConfigError, match=r"^ds\.json is not JSON: Exceeds the limit"):
-        read_json("ds.json")
+        read_json("ds.json", Problems())
     with pytest.raises(ConfigError, match=r"world_size = 9{40} is not a positive whole number"):
         positive_int({"world_size": DIGITS}, "world_size")
     with pytest.raises(LaunchError, match=r"RANK=9{40} is not a number"):

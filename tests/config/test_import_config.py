@@ -873,7 +873,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "no number": (
         "a.sh",
         ptuning("--max_steps 3000", "--max_steps many"),
-        "max_steps = many must be of type int",
+        "max_steps = many must be a whole number",
     ),
     "no ranks": ("a.yaml", FACTORY_YAML, "Add world_size=N"),
     "other stage": (

@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,7 +20,7 @@ from toolkit import messages
 from toolkit.config import load, mesh, rule_tables, schema
 from toolkit.config.files import LARGEST_FILE_BYTES
 from toolkit.engine import ds_config
-from toolkit.messages import ConfigError, Problems, file_bytes, parsed_json, reason_of, tr
+from toolkit.messages import ConfigError, Problems, file_bytes, joined, parsed_json, reason_of, tr, type_name
 
 BATCH, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTOTP = "tensor_parallel.autotp_size"
@@ -47,6 +48,18 @@ _KNOWN = ("zero_optimization.cpu_offload_use_pin_memory", "scheduler.params.last
 """Names that could be taken for misspellings, and that change nothing."""
 _LIKELY = 0.8
 """How alike a name must be to a known one to be a misspelling of it."""
+_OTHER_TYPES: dict[str, type] = {
+    **dict.fromkeys(("fp16.enabled", "bf16.enabled"), bool),
+    **dict.fromkeys(("optimizer.type", "scheduler.type", "zero_optimization.zenflow.select_strategy"), str),
+    **dict.fromkeys(("optimizer.params.adam_w_mode", "optimizer.params.fused"), bool),
+    **dict.fromkeys(("optimizer.params.muon_lr", "scheduler.params.warmup_max_lr"), float),
+    **{f"scheduler.params.{name}": float for name in WARMUP_DEFAULTS if name != "warmup_type"},
+    "scheduler.params.total_num_steps": int,
+    **{key: bool if key.endswith(".enabled") else str for key in ds_config.MONITORS},
+}
+"""Of the keys that have no equal in the schema."""
+_LONGEST_VALUE = 60
+"""Characters of a value that a message shows."""
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[{}\[\]:,]')
 
 
@@ -144,20 +157,32 @@ class SectionImport:
     def _typed(self, schema_key: str, value: Any, key: str) -> Any:
         """Return the value as the schema's type; 1e9 is a whole number, "true" is no boolean."""
         mine = schema.get_value(self.loaded.cfg, schema_key)
-        kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(mine))
-        if kind is int and isinstance(value, float) and value.is_integer():
-            return int(value)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
         if isinstance(mine, Enum):
             members = [member.value for member in type(mine)]
             if value not in members:
                 names = ", ".join(members)
                 raise self.error(key, "{key} = {value} must be one of {names}.", key=key, value=value, names=names)
-        elif type(value) is not kind:
-            raise self.error(
-                key, "{key} = {value} must be of type {kind}.", key=key, value=repr(value), kind=kind.__name__
-            )
+            return value
+        kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(mine))
+        return self.as_type(kind, value, key)
+
+    def as_type(self, kind: type, value: Any, key: str) -> Any:
+        """Return a value as a type; an error that points at its key if it is of another."""
+        if kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if type(value) is not kind:
+            wanted = type_name(kind)
+            with suppress(ValueError):  # a number in quotes
+                meant = json.loads(value.lower()) if isinstance(value, str) else None
+                if type(meant) in (kind, int if kind is float else kind):
+                    wanted = joined(wanted, tr("(write {number})", number=value.lower()))
+            raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=wanted)
+        item = str if key == "comms_logger.prof_ops" else (int, float)
+        if kind is list and not all(isinstance(one, item) and not isinstance(one, bool) for one in value):
+            wanted = tr("a list of texts") if item is str else tr("a list of numbers")
+            raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=wanted)
         return value
 
 
@@ -169,12 +194,15 @@ def import_json(
     With `strict`, a file that contradicts the recipe is an error; else it beats the recipe, and loses to the command
     line. Returns the settings, and notes: what "auto" became, what has no effect, what is renamed.
     """
-    values, where, ignored = read_json(path)
+    problems = Problems()
+    values, where, ignored = read_json(path, problems)
     task = SectionImport(
         path=path, loaded=loaded, world_size=world_size, given=dict(schema.leaves(values)), where=where, strict=strict
     )
     for key, sentence in ignored.items():
         task.note(key, sentence)
+    _check_types(task, problems)
+    problems.raise_all()
     _defaults(task)
     for key in task.given:
         if task.has(key) and key in ds_config.SAME and key not in (BATCH, MICRO):  # these need more than a new name
@@ -203,6 +231,26 @@ def import_json(
     result = load.replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}), load.JSON)
     _compare(task, result)
     return result, task.notes
+
+
+def _check_types(task: SectionImport, problems: Problems) -> None:
+    """Report every value of a wrong type: what it means together with others is looked at once all are right."""
+    for key in filter(task.has, task.given):
+        value, ours = task.given[key], ds_config.SAME.get(key, "")
+        if key in (BATCH, MICRO, STEPS):
+            if type(value) not in (int, float) or value != int(value) or value < 1:
+                shown = _shown(value)
+                wrong = task.error(key, "{key} = {value} must be a whole number of at least 1.", key=key, value=shown)
+                problems.add(wrong)
+        elif ours and not (key == AUTOTP and value == 0):
+            problems.attempt(task._typed, ours, value, key)
+        elif key in _OTHER_TYPES:
+            problems.attempt(task.as_type, _OTHER_TYPES[key], value, key)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as its file has it."""
+    return messages.shortened(json.dumps(value), _LONGEST_VALUE)
 
 
 def _defaults(task: SectionImport) -> None:
@@ -291,10 +339,6 @@ def equal(left: Any, right: Any) -> bool:
 
 def _batch(task: SectionImport) -> None:
     """Two of the three sizes determine the third, once the number of ranks is known."""
-    for key in (BATCH, MICRO, STEPS):
-        size = task.given.get(key, 1)
-        if size != "auto" and (type(size) not in (int, float) or size != int(size) or size < 1):
-            raise task.error(key, "{key} = {value} must be a whole number of at least 1.", key=key, value=repr(size))
     if task.has(MICRO):
         task.take("batch.micro_per_gpu", task.given[MICRO], MICRO)
     if task.has(BATCH):
@@ -364,9 +408,6 @@ def _precision(task: SectionImport) -> None:
     enabled = [key for key, value in given.items() if value is True]
     if len(enabled) > 1:
         raise task.error("bf16.enabled", "fp16 and bf16 are both enabled. Keep one of them.")
-    for key, value in given.items():
-        if value not in (True, False, "auto"):
-            raise task.error(key, "{key} = {value} must be true or false.", key=key, value=repr(value))
     if enabled:
         task.take("precision.dtype", enabled[0].partition(".")[0], enabled[0])
     elif "auto" not in given.values():
@@ -461,8 +502,6 @@ def _parameter(task: SectionImport, name: str) -> tuple[Any, str]:
     value = task.given.get(key, WARMUP_DEFAULTS[name])
     if value == "auto":
         return None, key
-    if name != "warmup_type" and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise task.error(key, "{key} = {value} must be a number.", key=key, value=repr(value))
     return value, key
 
 
@@ -547,8 +586,8 @@ def _monitors(task: SectionImport) -> None:
             task.note(key, "{key} has no effect: metrics.csv is written into the run directory.", key=key)
 
 
-def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
-    """Read a DeepSpeed JSON; what DeepSpeed ignores in it is left out.
+def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Read a DeepSpeed JSON; what DeepSpeed ignores in it is left out. `problems` receives names that it does not know.
 
     Returns the nested dictionary without nulls (which mean "not given"); dotted key -> "file:line"; and dotted key -> a
     sentence about what DeepSpeed ignores or has renamed.
@@ -576,10 +615,8 @@ def read_json(path: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]
         raise ConfigError("{path}: a DeepSpeed JSON must be an object, {{...}}.", path=path)
     where, notes = _lines_of_keys(text, path), dict[str, str]()
     values = _without_ignored(values, ds_config.KEYS, "", where, notes)
-    problems = Problems()
     for key in ds_config.wrong_names(values):
         problems.add_made(lambda key: ConfigError(f"{where.get(key, path)}: {ds_config.wrong_name(key)}"), key)
-    problems.raise_all()
     return values, where, notes
 
 

@@ -13,7 +13,7 @@ import yaml
 from toolkit.config import files, mesh, rule_tables, rules, schema
 from toolkit.config.load import JSON, LoadedConfig, escaped, load, replace, to_plain
 from toolkit.engine import ds_config, ds_import
-from toolkit.messages import ConfigError, did_you_mean, joined, parsed_json, tr
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, parsed_json, tr
 from toolkit.secrets import hide_all
 from toolkit.translate import programs, read
 
@@ -69,7 +69,7 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     path = deepspeed_json or _named_json(given, folder, notes)
     if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
         draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
-    if path and "optimizer" in ds_import.read_json(path)[0]:
+    if path and "optimizer" in ds_import.read_json(path, Problems())[0]:
         draft.values.pop("optim.decay", None)  # transformers hands DeepSpeed one list of all parameters
     base = _compose(folder, draft.groups)
     values = {}

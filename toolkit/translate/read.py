@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.config import files
-from toolkit.messages import ConfigError, did_you_mean, file_bytes, joined, parsed_json, read_table, tr, translated
+from toolkit.messages import (
+    ConfigError,
+    did_you_mean,
+    file_bytes,
+    joined,
+    parsed_json,
+    read_table,
+    tr,
+    translated,
+    type_name,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +127,7 @@ class ForeignConfig:
 
 def typed(value: Any, kind: Any, place: str) -> Any:
     """Return a value of a file or a command line as a type of the schema; an error if it cannot be read as that."""
-    wrong = ConfigError(
-        "{place} = {value} must be of type {kind}.", place=place, value=value, kind=getattr(kind, "__name__", kind)
-    )
+    wrong = ConfigError("{place} = {value} must be {kind}.", place=place, value=value, kind=type_name(kind))
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
