@@ -30,6 +30,10 @@ const seen = (frame) => {
     wider: root.scrollWidth - root.clientWidth,
     ink: [...new Set(texts.map((text) => getComputedStyle(text).fill))],
     paper: getComputedStyle(page.body).backgroundColor,
+    told: charts.flatMap((chart) => [...chart.querySelectorAll(".voronoi path, .role-mark path")].map((mark) => {
+      mark.dispatchEvent(new frame.contentWindow.PointerEvent("pointermove", { bubbles: true }));
+      return [...page.querySelectorAll("#vg-tooltip-element td")].map((cell) => cell.textContent).join(" ");
+    })),
     smallest: Math.min(...texts.map((text) => parseFloat(getComputedStyle(text).fontSize))),
   };
 };
@@ -85,3 +89,5 @@ def test_the_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert seen["paper"] == paper
             assert seen["ink"] == ["rgb(22, 32, 46)" if not flags else "rgb(232, 237, 244)"]
             assert seen["smallest"] >= 11
+            assert any(re.search("loss|损失", told) for told in seen["told"])
+            assert [told for told in seen["told"] if re.search("undefined|NaN", told)] == []

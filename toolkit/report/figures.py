@@ -1,5 +1,6 @@
 """Which charts a report has, and what draws them as Altair definitions, for the page and PNG files alike."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -159,14 +160,24 @@ def _pointed_at(
 ) -> Any:
     """Return points that show, the nearest one, what they are when they are pointed at."""
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False, encodings=["x", "y"])
-    told = [alt.Tooltip("x:Q", title=axes.x, format=",d"), alt.Tooltip("y:Q", title=axes.y, format=".5~g")]
+    # The pointer is over the cell around a point, whose datum is the point. Of an encoded tooltip Vega-Lite 6.4 looks for
+    # texts in the cell.
+    point = "(datum.datum || datum)"
+    told = {axes.x: f"format({point}.x, ',d')", axes.y: f"format({point}.y, '.5~g')"}
     if len(names) > 1 and axes.series:
-        told.insert(0, alt.Tooltip("s:N", title=axes.series))
+        told = {axes.series: f"{point}.s", **told}
+    tooltip = ", ".join(f"{json.dumps(title)}: {value}" for title, value in told.items())
     visible = [name for name in names if name not in looks.faint] or list(names)
     return (
         base.transform_filter(alt.FieldOneOfPredicate(field="s", oneOf=visible))
         .mark_point(size=60, filled=True)
-        .encode(x=x, y=y, color=color, tooltip=told, opacity=alt.condition(nearest, alt.value(1), alt.value(0)))
+        .encode(
+            x=x,
+            y=y,
+            color=color,
+            tooltip=alt.value({"expr": f"{{{tooltip}}}"}),
+            opacity=alt.condition(nearest, alt.value(1), alt.value(0)),
+        )
         .add_params(nearest)
     )
 
