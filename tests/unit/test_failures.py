@@ -79,6 +79,31 @@ def test_a_signal_while_a_failure_is_told_changes_nothing(kind: str, code: int) 
     assert "stopped by" not in child.stderr
 
 
+FINISHED = """
+import os, signal, sys
+from pathlib import Path
+from toolkit.distributed import failure
+
+def report():
+    failure.watch_failures(Path(sys.argv[1]))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+failure.install_signals()
+sys.exit(failure.run_guarded(report))
+"""
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_signal_after_the_end_leaves_a_finished_run(is_done: bool, tmp_path: Path) -> None:
+    (tmp_path / "DONE" if is_done else tmp_path / "other").touch()
+    command = [sys.executable, "-c", FINISHED, str(tmp_path)]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert child.returncode == (0 if is_done else 75)
+    assert ("unfinished" in child.stderr) != is_done
+    assert (f"is complete. Only its report may be missing:  toolkit report {tmp_path}\n" in child.stderr) == is_done
+    assert not (tmp_path / "FAILED").exists()
+
+
 CHILD = """
 import sys, time
 from pathlib import Path

@@ -371,6 +371,15 @@ def _handle(number: int, frame: FrameType | None) -> None:
         if again:
             # The first one is already unwinding; the launcher's SIGTERM after a Ctrl-C must not disturb that.
             return
+        if _marker and _marker.with_name("DONE").exists():
+            done = Stopped(
+                "{signal} came after the run had finished: {folder} is complete. Only its report may be missing:  "
+                "toolkit report {folder}",
+                signal=_received,
+                folder=_marker.parent,
+            )
+            done.exit_code = 0
+            raise done
         raise Stopped(
             "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its "
             "directory the run is unfinished.",

@@ -177,10 +177,10 @@ class SectionImport:
             with suppress(ValueError):  # a number in quotes
                 meant = json.loads(value.lower()) if isinstance(value, str) else None
                 if type(meant) in (kind, int if kind is float else kind):
-                    wanted = joined(wanted, tr("(write {number})", number=value.lower()))
+                    wanted = joined(wanted, tr("(write {number})", number=str(value).lower()))
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=wanted)
         item = str if key == "comms_logger.prof_ops" else (int, float)
-        if kind is list and not all(isinstance(one, item) and not isinstance(one, bool) for one in value):
+        if isinstance(value, list) and not all(isinstance(one, item) and not isinstance(one, bool) for one in value):
             wanted = tr("a list of texts") if item is str else tr("a list of numbers")
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=wanted)
         return value

@@ -160,24 +160,18 @@ def _pointed_at(
 ) -> Any:
     """Return points that show, the nearest one, what they are when they are pointed at."""
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False, encodings=["x", "y"])
-    # The pointer is over the cell around a point, whose datum is the point. Of an encoded tooltip Vega-Lite 6.4 looks for
-    # texts in the cell.
+    # The pointer is over the cell around a point, whose datum is the point; Vega-Lite 6.4 looks for texts in the cell.
     point = "(datum.datum || datum)"
     told = {axes.x: f"format({point}.x, ',d')", axes.y: f"format({point}.y, '.5~g')"}
     if len(names) > 1 and axes.series:
         told = {axes.series: f"{point}.s", **told}
     tooltip = ", ".join(f"{json.dumps(title)}: {value}" for title, value in told.items())
+    opacity = alt.condition(nearest, alt.value(1), alt.value(0))
     visible = [name for name in names if name not in looks.faint] or list(names)
     return (
         base.transform_filter(alt.FieldOneOfPredicate(field="s", oneOf=visible))
         .mark_point(size=60, filled=True)
-        .encode(
-            x=x,
-            y=y,
-            color=color,
-            tooltip=alt.value({"expr": f"{{{tooltip}}}"}),
-            opacity=alt.condition(nearest, alt.value(1), alt.value(0)),
-        )
+        .encode(x=x, y=y, color=color, tooltip=alt.value({"expr": f"{{{tooltip}}}"}), opacity=opacity)
         .add_params(nearest)
     )
 

@@ -461,7 +461,9 @@ def tracking(run: task.RunContext, data: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        trackers.end(backends.STOPPED if isinstance(error, Stopped) else backends.FAILED)
+        is_done = isinstance(error, Stopped) and not error.exit_code
+        ended = backends.STOPPED if isinstance(error, Stopped) else backends.FAILED
+        trackers.end(backends.FINISHED if is_done else ended)
         raise
     trackers.end(backends.FINISHED)
 
