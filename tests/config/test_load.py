@@ -299,6 +299,53 @@ def test_a_file_alone_is_a_source(word: str) -> None:
     assert loaded.where["data.sources"] == "command line"
 
 
+ONLY = {
+    "data=x.jsonl columns={prompt:q,response:a}": ("x.jsonl", {"prompt": "q", "response": "a"}),
+    "data=x.jsonl data.columns={prompt:q}": ("x.jsonl", {"prompt": "q"}),
+    "data.path=x.jsonl columns.prompt=q columns.response=a": ("x.jsonl", {"prompt": "q", "response": "a"}),
+    "data={path:x.jsonl,columns:{prompt:q}}": ("x.jsonl", {"prompt": "q"}),
+    "data=adgen data.columns={prompt:q}": ("data/AdvertiseGen/train.json", {"prompt": "q"}),
+}
+
+
+@pytest.mark.parametrize("words", ONLY)
+def test_keys_of_the_only_source(words: str) -> None:
+    loaded = load(["recipe=zero1", *words.split()])
+    [source] = loaded.cfg.data.sources
+    assert (source.path, source.columns) == ONLY[words]
+    assert loaded.where["data.sources"] == "command line" and "data.sources" in loaded.explicit
+
+
+def test_keys_of_the_only_source_in_a_recipe(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "only", "data:\n  columns: {prompt: q}\n  path: x.jsonl\n  max_length: 99\n")
+    loaded = load([recipe])
+    assert (loaded.cfg.data.sources[0].path, loaded.cfg.data.sources[0].columns) == ("x.jsonl", {"prompt": "q"})
+    assert (loaded.cfg.data.max_length, loaded.where["data.sources"][-2:]) == (99, ":3")
+    assert load([recipe, "columns={text:t}"]).cfg.data.sources[0].columns == {"text": "t"}
+    assert load([recipe, "data.path=y.jsonl"]).cfg.data.sources[0].columns == {}
+
+
+def test_keys_of_one_source_of_several() -> None:
+    assert message("recipe=quickstart", "data=examples", "columns={prompt:q}") == (
+        "command line: data.columns is for a single source, but data.sources has 2. Add data.path=FILE, or write it "
+        "into each: data.sources=[{path: FILE, columns: …}, …]"
+    )
+    assert message("recipe=quickstart", "data=x.jsonl", "data.hub=me/data") == (
+        "command line: data.hub and data.sources both name data. Keep one of them."
+    )
+    assert message("recipe=quickstart", "data.path=x", "data.columns=3") == (
+        "command line: 'data.columns' = 3 must be a section of keys."
+    )
+
+
+def test_a_text_is_a_list_of_one(tmp_path: Path) -> None:
+    assert load(["recipe=zero1", "tuning=lora", "tuning.target_modules=all-linear"]).cfg.tuning.target_modules == [
+        "all-linear"
+    ]
+    recipe = write(tmp_path, "lora", "tuning:\n  method: lora\n  target_modules: all-linear\n")
+    assert load([recipe]).cfg.tuning.target_modules == ["all-linear"]
+
+
 def test_short_forms_in_a_recipe(tmp_path: Path) -> None:
     content = "defaults:\n  - override /zero: 1\n  - _self_\ndata:\n  sources: a.jsonl\n  validation: [b.jsonl]\n"
     cfg = load([write(tmp_path, "short", content)]).cfg

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,15 @@ import pyarrow.parquet
 import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
+from toolkit.config.load import load
 from toolkit.config.preflight import _wrong_source
 from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
 from toolkit.data import readers as files_module, sources
+from toolkit.data.row_values import columns_for
 from toolkit.data.tokenize import CachePair, build_caches
 from toolkit.messages import DataError
 
+GOOD_ROW = {"prompt": "a", "response": "b"}
 GOOD = b'{"prompt": "a", "response": "b"}\n'
 ONE_OF = "A file holds one {…} per line, or one list [{…}, …]"
 HISTORY = "Write it as a list of [question, answer] pairs of texts that are not empty"
@@ -241,8 +245,34 @@ def test_unknown_keys_name_the_known_formats(tmp_path: Path, skip: bool) -> None
     assert str(error.value) == (
         f"{path}:1: the keys 'question', 'answer' belong to no known format. Known are prompt, response (history); "
         "query, response; instruction, output (input, history); conversations; messages; conversation; text. Say which "
-        "is which with `columns`, for example columns: {prompt: question, response: …}."
+        "is which: add 'columns={prompt: question, response: answer}' to the command line."
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"id": "7", "回答": "b", "问题": "a"}, {"prompt": "问题", "response": "回答"}),
+        ({"src": "a", "dst": "b"}, {"prompt": "src", "response": "dst"}),
+        ({"my question": "a", "it's so": "b"}, {"prompt": "my question", "response": "it's so"}),
+        ({"true": "a", "7": "b"}, {"prompt": "true", "response": "7"}),
+        ({"story": "a", "n": 3}, {"text": "story"}),
+        ({"dialog": [{"role": "user", "content": "a"}]}, {"messages": "dialog"}),
+    ],
+)
+def test_columns_to_paste(row: dict[str, Any], columns: dict[str, str]) -> None:
+    [word] = shlex.split(columns_for(row))
+    assert load(["recipe=zero1", "data=d.jsonl", word]).cfg.data.sources[0].columns == columns
+
+
+def test_tables_in_one_object_are_named(tmp_path: Path) -> None:
+    for table in ({"prompt": ["a", "b"], "response": ["c", "d"]}, {"0": GOOD_ROW, "1": GOOD_ROW}):
+        with pytest.raises(DataError, match=r"d\.jsonl:1: a whole table in one object"):
+            write_rows(tmp_path / "d.jsonl", [table])
+            read(tmp_path / "d.jsonl")
+    conversation = {"messages": [user("a"), assistant("b")]}
+    write_rows(tmp_path / "one.jsonl", [conversation])  # one object with one list of objects, and a row all the same
+    assert read(tmp_path / "one.jsonl")[0][0] == conversation["messages"]
 
 
 def test_given_format_is_not_guessed(tmp_path: Path) -> None:
@@ -323,6 +353,9 @@ def compressed(content: bytes) -> bytes:
     return pyarrow.compress(content, codec="zstd", asbytes=True)
 
 
+OBJECT = {"a": "]", "v": 1, "rows": ROWS, "n": 5}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "numbers"),
     [
@@ -335,6 +368,11 @@ def compressed(content: bytes) -> bytes:
         ("d.csv", csv_bytes(ROWS), [2, 4, 6, 8, 10]),
         ("d.csv.gz", gzip.compress(csv_bytes(ROWS)), [2, 4, 6, 8, 10]),
         ("d.tsv", csv_bytes(ROWS, "\t"), [2, 4, 6, 8, 10]),
+        ("semicolon.csv", csv_bytes(ROWS, ";"), [2, 4, 6, 8, 10]),
+        ("tab.csv", csv_bytes(ROWS, "\t"), [2, 4, 6, 8, 10]),
+        ("comma.tsv", csv_bytes(ROWS), [2, 4, 6, 8, 10]),
+        ("object.json", json.dumps({"data": ROWS}).encode() + b"\n", [1] * 5),
+        ("facts.json.gz", gzip.compress(json.dumps(OBJECT, indent=1).encode()), [5, 9, 13, 17, 21]),
         ("d.parquet", parquet_bytes(), [1, 2, 3, 4, 5]),
         ("d.arrow", arrow_bytes(pyarrow.ipc.new_stream), [1, 2, 3, 4, 5]),
         ("d.arrow", arrow_bytes(pyarrow.ipc.new_file), [1, 2, 3, 4, 5]),
@@ -428,6 +466,11 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("d.jsonl.gz", gzip.compress(lines_bytes() * 500)[:-20], r"Cannot read '.*d\.jsonl\.gz': .+"),
         ("d.parquet", parquet_bytes()[:-30], r"Cannot read '.*d\.parquet': .+"),
         ("d.arrow", b"nonsense" * 10, r"Cannot read '.*d\.arrow': .+"),
+        (
+            "d.json",
+            b'{"train": [{"prompt": "a"}],\n"test": [{"prompt": "b"}]}',
+            r"d\.json:1: there is more than one list",
+        ),
         ("d.csv", b'prompt,response\na,"b\n', r"d\.csv:2: broken CSV: unexpected end of data\. Correct the file\."),
     ],
 )

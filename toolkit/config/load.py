@@ -31,7 +31,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from toolkit.config import files, schema
-from toolkit.config.validate import TreeReader, about, field_type, is_foreign, unknown_key
+from toolkit.config.validate import Place, TreeReader, about, field_type, is_foreign, unknown_key
 from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, tr
 from toolkit.secrets import hide_all, learn_from
 
@@ -54,6 +54,8 @@ the recipe that it builds on."""
 _SEVERAL = ("track",)
 """Groups of which several files may be chosen: track=[tensorboard,wandb]."""
 _SOURCES = ("sources", "validation")
+_OF_SOURCE = schema.types_of(schema.SourceConfig)
+"""Keys of a source, which may stand in `data` itself where it has one: data.path, data.columns."""
 _LONGEST_WORD = 200
 """Characters of an argument that a message shows."""
 
@@ -142,12 +144,14 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
             # What no layer above conf/ sets was not chosen by anybody.
             loaded.explicit = loaded.explicit.union(keys) if layer else loaded.explicit.difference(keys)
             _merge(tree, document.values, *filter(None, package.split(".")))
+            found.attempt(_set_source, tree, document.source, document.place("data"))
         loaded.where |= dict.fromkeys(typed.keys, tr("command line"))
         loaded.layers |= dict.fromkeys(typed.keys, TYPED)
         loaded.explicit |= typed.keys
         for key, value in typed.values:
             *parents, last = key.split(".")
             _merge(tree, {last: value}, *parents)
+        found.attempt(_set_source, tree, typed.source, tr("command line"))
         if "${" in repr(tree):  # texts take the place of their references to other keys, such as ${run.name}
             whole = to_plain(schema.RunConfig())
             _merge(whole, tree)
@@ -332,10 +336,18 @@ class _CommandLine:
     """Key or section, and its value."""
     keys: set[str] = field(default_factory=set)
     """Keys that are set, those in sections too."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """What is said of the only source, by the name of its key."""
 
     def take(self, override: Override, groups: Groups, problems: Problems) -> None:
         """Check one argument and note what it chooses or sets."""
         key, value, place = override.key_or_group, override.value(), tr("command line")
+        if key == "data" and isinstance(value, dict):
+            inner = [name for name in _OF_SOURCE if name in value]
+            for name in inner:
+                self._takes_source(f"data.{name}", value.pop(name), place, problems)
+            if inner and not value:
+                return
         # Short forms: data=chat.jsonl, data.sources=[a,b], zero=3.
         is_list = isinstance(value, list) and all(isinstance(item, str | dict) for item in value)
         if key == "data" and (is_list or (_is_path(value) and value not in groups["data"])):
@@ -343,6 +355,8 @@ class _CommandLine:
         value = _sources(value) if key in [f"data.{name}" for name in _SOURCES] else _stage(key, value)
         if _is_choice(key, value, groups, place):
             self.choices[key] = value
+            return
+        if self._takes_source(key, value, place, problems):
             return
         kind, before = field_type(key), problems.count
         if kind is None or "_target_" in key.split("."):
@@ -357,6 +371,19 @@ class _CommandLine:
         if problems.count == before:
             self.values.append((key, value))
             self.keys.update(reader.leaves)
+
+    def _takes_source(self, key: str, value: Any, place: str, problems: Problems) -> bool:
+        """Note what an argument says of the only source, and return whether it does; `columns` may stand alone."""
+        parts = ["data", *key.split(".")] if key.partition(".")[0] == "columns" else key.split(".")
+        section, name, inner = parts[0], parts[1] if len(parts) > 1 else "", parts[2:]
+        if section != "data" or name not in _OF_SOURCE or len(inner) > (name == "columns"):
+            return False
+        read = _read_source({name: {inner[0]: value} if inner else value}, partial(_always, place), problems)
+        _merge(self.source, read)
+        self.keys.add("data.sources")
+        if {"path", "hub"} & self.source.keys() and any(key == "data.sources" for key, _ in self.values):
+            raise _two_sources(name, place)
+        return True
 
 
 def _always(place: str, path: str) -> str:
@@ -381,6 +408,42 @@ def _sources(value: Any) -> Any:
     if not isinstance(listed, list):
         return value
     return [{"path": item} if isinstance(item, str) and "${" not in item else item for item in listed]
+
+
+def _read_source(values: dict[str, Any], place: Place, problems: Problems) -> dict[str, Any]:
+    """Return what `data` says of its only source, checked, and without what is wrong."""
+    right: dict[str, Any] = {}
+    for name, value in values.items():
+        found = Problems()
+        TreeReader(place, found).read(value, _OF_SOURCE[name], f"data.{name}")
+        right |= {} if found.errors else {name: value}
+        for error in found.errors:
+            error.keys = (*error.keys, "data.sources[0]")  # its rows cannot be judged
+            problems.add(error)
+    return right
+
+
+def _set_source(tree: dict[str, Any], values: dict[str, Any], place: str) -> None:
+    """Set keys of the only source; with a path or a name on the Hub it is a new one."""
+    if not values:
+        return
+    data = tree.setdefault("data", {})
+    sources = [{}] if {"path", "hub"} & values.keys() else data.get("sources", [])
+    if not isinstance(sources, list) or len(sources) != 1 or not isinstance(sources[0], dict):
+        raise ConfigError(
+            "{place}: data.{name} is for a single source, but data.sources has {count}. Add data.path=FILE, or write "
+            "it into each: data.sources=[{{path: FILE, {name}: …}}, …]",
+            place=place,
+            name=next(iter(values)),
+            count=len(sources),
+        )
+    data["sources"] = [{**sources[0], **values}]
+
+
+def _two_sources(name: str, place: str) -> ConfigError:
+    return ConfigError(
+        "{place}: data.{name} and data.sources both name data. Keep one of them.", place=place, name=name
+    )
 
 
 def _stage(group: str, value: Any) -> Any:
@@ -572,6 +635,13 @@ def _check_document(document: files.YamlDocument, package: str, problems: Proble
         problems.add(ConfigError("{place}: a 'hydra:' section is not allowed in a recipe.", place=position))
     if kind is None:  # a group of --config-dir whose name is no section, without `# @package _global_`
         raise unknown_key(package, partial(_always, document.shown))
+    data = document.values if package == "data" else {} if package else document.values.get("data")
+    if isinstance(data, dict) and (of_source := {name: data.pop(name) for name in _OF_SOURCE if name in data}):
+        document.source.update(_read_source(of_source, place, problems))
+        at = place(f"data.{next(iter(of_source))}")
+        document.leaves.append(("data.sources", at))
+        if {"path", "hub"} & of_source.keys() and "sources" in data:
+            problems.add(_two_sources("path" if "path" in of_source else "hub", at))
     document.values.pop("defaults", None)  # of a group's file: Hydra has read it
     reader = TreeReader(place, problems)
     reader.read(document.values, kind, package)

@@ -5,6 +5,7 @@ import math
 import re
 import typing
 from collections.abc import Callable
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -80,6 +81,8 @@ class TreeReader:
             return value
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
         if origin is list:
+            if isinstance(value, str) and (inner[0] is str or issubclass(inner[0], Enum)):  # one alone
+                value = [value]
             if not isinstance(value, list):
                 raise _wrong(path, value, tr("a list, for example [a, b]"), self.place)
             items = TreeReader(self.place, self.problems, is_resolved=self.is_resolved)

@@ -16,6 +16,7 @@ from toolkit.data.row_values import (
     MissingKey,
     as_object,
     call_id,
+    columns_for,
     conversation_in,
     earlier_turns,
     kind_of,
@@ -598,6 +599,12 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
         return columns.get(field, field) in row
 
     _check_trainable(row, columns)
+    if _is_table(row):
+        raise RowError(
+            "a whole table in one object ({keys}), as pandas' to_json() writes it. Write one row per "
+            "line:  to_json(FILE, orient='records', lines=True, force_ascii=False)",
+            keys=quoted_keys(row),
+        )
     for row_format, field in _LIST_FIELDS.items():
         if there(field):
             return row_format
@@ -610,15 +617,30 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
     absent = [theirs for theirs in columns.values() if theirs not in row]
     if absent:
         raise RowError(
-            "`columns` names '{name}', but the row has {keys}. Correct `columns`", name=absent[0], keys=quoted_keys(row)
+            "`columns` names '{name}', but the row has {keys}. Write {columns} or the like",
+            name=absent[0],
+            keys=quoted_keys(row),
+            columns=columns_for(row),
         )
     raise RowError(
         "the keys {keys} belong to no known format. Known are prompt, response (history); query, response; "
-        "instruction, output (input, history); conversations; messages; conversation; text. Say which is which with "
-        "`columns`, for example columns: {{prompt: {first}, response: …}}",
+        "instruction, output (input, history); conversations; messages; conversation; text. Say which is which: add "
+        "{columns} to the command line",
         keys=quoted_keys(row),
-        first=next(iter(row), "…"),
+        columns=columns_for(row),
     )
+
+
+def _is_table(row: Mapping[str, object]) -> bool:
+    """Return whether a row is a whole table: lists of values by column, or objects by column or by number."""
+    values = list(row.values())
+    if len(row) < 2 or len({type(value) for value in values}) > 1:
+        return False
+    if isinstance(values[0], dict):
+        numbered = [row, *(value for value in values if isinstance(value, dict))]
+        return any(keys and all(str(key).isdecimal() for key in keys) for keys in numbered)
+    lists = [value for value in values if isinstance(value, list)]
+    return bool(lists) and not any(isinstance(item, dict | list) for value in lists for item in value) and any(lists)
 
 
 def parse_row(row: object) -> object:

@@ -28,6 +28,11 @@ _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _CHUNK_BYTES = 1 << 20
 LARGEST_ROW_BYTES = 1 << 24
 """Of one row, as JSON: to tokenize it takes about a hundred times as much memory."""
+_TEXT = r'"(?:[^"\\]|\\.)*"'
+_FACT = rf"{_TEXT}\s*:\s*(?:{_TEXT}|[-+.\w]+)"
+_BEFORE_ROWS = re.compile(rf"\s*\{{\s*(?:{_FACT}\s*,\s*)*({_TEXT})\s*:\s*(?=\[\s*\{{)")
+_AFTER_ROWS = re.compile(rf"\s*(?:,\s*{_FACT}\s*)*\}}")
+"""What is around the rows in `{"version": 1, "data": [{…}, …], "count": 2}`."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -78,8 +83,10 @@ def _check_size(size: int) -> None:
 class _ArrayReader:
     """Yields line number and value of each item, holding no more than an item and a megabyte of the file."""
 
-    def __init__(self, file: IO[bytes], path: Path) -> None:
+    def __init__(self, file: IO[bytes], path: Path, start: int = 0) -> None:
         self.file, self.path = file, path
+        self.start = start
+        """Where the array begins, if it is the value of a key in an object."""
         self.decoder = codecs.getincrementaldecoder("utf-8")()
         self.text, self.at, self.at_end = "", 0, False
         self.column = 0  # of text[0]
@@ -88,6 +95,7 @@ class _ArrayReader:
     def items(self) -> Generator[tuple[int, object]]:
         self._more()
         self.text = self.text.removeprefix("\ufeff")
+        self.at = self.start
         self._next()
         self.at += 1  # the opening bracket
         mark = self._next()
@@ -100,8 +108,23 @@ class _ArrayReader:
             elif mark != "]":
                 self._stop(json.JSONDecodeError("Expecting ',' or ']'", self.text, self.at))
         self.at += 1
+        if self.start:
+            self._end_of_object()
         if self._next():
             self._stop(json.JSONDecodeError("Extra data", self.text, self.at))
+
+    def _end_of_object(self) -> None:
+        """Step over what follows the array in its object: facts about the file, but no other rows."""
+        while len(self.text) - self.at < _CHUNK_BYTES and not self.at_end:
+            self._more()
+        found = _AFTER_ROWS.match(self.text, self.at)
+        if found is None:
+            raise DataError(
+                "{path}:{line}: there is more than one list of rows in this object. Write each into a file of its own.",
+                path=self.path,
+                line=self._line_of(self.at),
+            )
+        self.at = found.end()
 
     def _value(self) -> object:
         """Return the next item; as text, which is rejected as a line is, what is JSON but for a NaN or a key twice."""
@@ -455,10 +478,12 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
     with _opened(path) as (file, raw):
         item = 0
         if name.endswith((".csv", ".tsv")):
-            rows = _csv_rows(file, path, "\t" if name.endswith(".tsv") else ",")
+            rows = _csv_rows(file, path, _delimiter(file, "\t" if name.endswith(".tsv") else ","))
         elif file.peek(4096)[:4096].removeprefix(BOM).lstrip(b" \t\r\n")[:1] == b"[":
             # Decided by content, not by name: JSONL in a .json file is common, and so is the opposite.
             rows, item = _ArrayReader(file, path).items(), 1
+        elif start := _start_of_rows(file, path, {*_FIELDS, *columns}):
+            rows, item = _ArrayReader(file, path, start).items(), 1
         else:
             yield from _line_blocks(file, raw, path, least_bytes)
             return
@@ -467,6 +492,29 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
                 first = content[0][0]
                 yield Block(first, [(number - first, value) for number, value in content], raw.tell(), item)
                 item += len(content) if item else 0
+
+
+def _start_of_rows(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int:
+    """Return where the rows begin, in characters, if the file is one object with one list of them, else 0."""
+    text = file.peek(4096)[:4096].decode("utf-8", "ignore").removeprefix("\ufeff")
+    found = _BEFORE_ROWS.match(text)
+    if found is None or json.loads(found[1]) in columns:  # a row with a list of messages
+        return 0
+    if "\n" not in found[0].strip():
+        with _opened(path) as (again, _):
+            line = again.readline(_LARGEST_LINE_BYTES)
+            with suppress(ValueError, RecursionError):
+                json.loads(line)
+                if again.read(_CHUNK_BYTES).strip():  # several rows, one per line
+                    return 0
+    return found.end()
+
+
+def _delimiter(file: io.BufferedReader, usual: str) -> str:
+    """Return what separates a table's columns: what is usual, unless the first line has it nowhere but another."""
+    first = file.peek(4096)[:65536].removeprefix(BOM).decode("utf-8", "replace").partition("\n")[0].strip()
+    counts = {mark: len(next(csv.reader([first], delimiter=mark), ())) for mark in (usual, ",", ";", "\t", "|")}
+    return usual if counts[usual] > 1 else max(counts, key=lambda mark: counts[mark])
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -150,6 +151,36 @@ def kind_of(value: object) -> str:
     if isinstance(value, bool | int | float):
         return json.dumps(value)
     return tr("a list") if isinstance(value, list) else tr("an object")
+
+
+_MEANT = {
+    "prompt": (
+        *("question", "questions", "q", "query", "input", "inputs", "ask", "user", "human", "problem", "text"),
+        *("content", "问题", "提问", "输入", "用户", "题目"),
+    ),
+    "response": (
+        *("answer", "answers", "a", "reply", "output", "outputs", "target", "summary", "assistant", "bot", "solution"),
+        *("completion", "label", "回答", "答案", "输出", "回复", "摘要"),
+    ),
+}
+"""What people call a prompt and a response."""
+_WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", re.IGNORECASE)
+
+
+def columns_for(row: Mapping[str, Any]) -> str:
+    """Return `columns` filled in from a row's keys, to be pasted into a shell: a guess by their names, or by order."""
+    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    texts = [key for key, value in row.items() if isinstance(value, str)]
+    texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
+    named = {field: next((key for key in texts if key.lower() in names), "") for field, names in _MEANT.items()}
+    rest = iter([key for key in texts if key not in named.values()])
+    columns = {field: key or next(rest, "…") for field, key in named.items()}
+    if lists:
+        columns = {"messages": lists[0]}
+    elif len(texts) == 1:
+        columns = {"text": texts[0]}
+    quoted = {key: key if _WORD.fullmatch(key) else json.dumps(key, ensure_ascii=False) for key in columns.values()}
+    return shlex.quote(f"columns={{{', '.join(f'{field}: {quoted[key]}' for field, key in columns.items())}}}")
 
 
 def quoted_keys(row: Mapping[str, Any]) -> str:
