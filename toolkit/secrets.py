@@ -19,8 +19,10 @@ _learned: set[str] = set()
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _CONFIG_NAME = re.compile(r"(?:^|_)(?:api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 """Of the config's own keys none is one of these; such as ds_extra.comet.api_key."""
+_VOCABULARY = r"(?:\w+_)?(?:bos|eos|eot|pad|unk|sep|cls|mask|stop|image|video|audio)_token"
+"""Names of a tokenizer's special tokens, such as eos_token: these are no secrets."""
 _WORD = re.compile(
-    r"((?<![\w.])\w+(?:\.\w+)*\.(?:\w+_)?(?:api_?key|token|secret|password|passwd|credentials?)=)"
+    rf"((?<![\w.])\w+(?:\.\w+)*\.(?!{_VOCABULARY}=)(?:\w+_)?(?:api_?key|token|secret|password|passwd|credentials?)=)"
     r"(?:'[^']*'|\"[^\"]*\"|[^\s'\",}\]]+)",
     re.IGNORECASE,
 )
@@ -108,7 +110,7 @@ def _learn(value: Any) -> None:
     """Take note of the secrets among a config's keys."""
     if isinstance(value, dict):
         for name, item in value.items():
-            if isinstance(item, str) and _CONFIG_NAME.search(str(name)) and _is_secret(item):
+            if isinstance(item, str) and _says_secret_key(name) and _is_secret(item):
                 _learned.add(item)
             _learn(item)
     elif isinstance(value, (list, tuple)):
@@ -119,7 +121,12 @@ def _learn(value: Any) -> None:
 def _is_named(name: Any, value: Any) -> bool:
     """Whether a config's key says that a text is a secret, however short; a switch or a path that exists is none."""
     is_text = isinstance(value, str) and value.lower() not in _SWITCHES
-    return is_text and _CONFIG_NAME.search(str(name)) is not None and not os.path.exists(value)
+    return is_text and _says_secret_key(name) and not os.path.exists(value)
+
+
+def _says_secret_key(name: Any) -> bool:
+    text = str(name)
+    return _CONFIG_NAME.search(text) is not None and re.fullmatch(_VOCABULARY, text, re.IGNORECASE) is None
 
 
 def are_same(left: Any, right: Any) -> bool:

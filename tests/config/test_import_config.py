@@ -19,6 +19,8 @@ from toolkit.config.schema import (
     Decay,
     DecayOf,
     Dtype,
+    Fp8,
+    OptimizerName,
     Packing,
     RowFormat,
     RunConfig,
@@ -336,6 +338,18 @@ def test_factory(capsys: pytest.CaptureFixture[str]) -> None:
             {"stage": "pt", "dataset": "texts", "packing": False},
             {"data.packing": Packing.none, "data.too_long": TooLong.truncate},
         ),
+        (
+            {"use_muon": True, "learning_rate": 0.001, "weight_decay": 0.1},
+            {
+                "optim.name": OptimizerName.muon,
+                "optim.lr": 0.001,
+                "optim.adam_lr": 0.001,
+                "optim.momentum": 0.95,
+                "train.gradient_clipping": 0.0,
+            },
+        ),
+        ({"fp8": True}, {"precision.dtype": Dtype.bf16, "precision.fp8": Fp8.rowwise}),
+        ({"optim": "muon"}, {"optim.name": OptimizerName.muon, "train.gradient_clipping": 0.0}),
         ({"packing": True}, {"data.packing": Packing.packed, "data.too_long": TooLong.truncate}),
         (
             {
@@ -828,6 +842,35 @@ def test_secrets_stay_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert "verysecretvalue" not in said + Path("last.yaml").read_text()
 
 
+def test_a_token_of_the_vocabulary_is_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "python sft.py --model_name_or_path m --eos_token '<|im_end|>' --hub_token verysecretvalue\n"
+    _, said = imported(capsys, put("train.sh", command))
+    assert "eos_token = <|im_end|>" in said and "hub_token = ***" in said
+
+
+def test_deepspeeds_own_options_name_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    put("deepspeed.json", DS_AUTO)
+    command = FULL.replace("--deepspeed deepspeed.json", "--deepspeed --deepspeed_config deepspeed.json")
+    assert imported(capsys, put("ds.sh", command))[0].zero.stage == 3
+
+
+FACTORY_V1 = """model: Qwen/Qwen3-0.6B
+model_class: llm
+kernel_config: {name: auto}
+dist_config: {name: fsdp2}
+train_dataset: data/v1_sft_demo.yaml
+output_dir: outputs/x
+micro_batch_size: 1
+cutoff_len: 2048
+learning_rate: 1.0e-4
+"""
+
+
+def test_llama_factory_v1_is_named() -> None:
+    message = refused(put("v1.yaml", FACTORY_V1), "world_size=2")
+    assert message.startswith("v1.yaml: a config of LLaMA-Factory v1 (model_class, kernel_config, dist_config")
+
+
 def test_what_is_not_here_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     cfg, said = imported(capsys, put("sft.yaml", FACTORY_YAML), "world_size=4")
     assert "deepspeed = ds_z3_config.json is not here" in said
@@ -858,6 +901,12 @@ BAD: dict[str, tuple[str, Any, str]] = {
         "a.sh",
         ptuning("--learning_rate $LR", "--learning_rate `cat lr`"),
         "nothing is executed here",
+    ),
+    "no name": ("a.sh", ptuning("main.py ", "main.py $1 "), "the argument $1 of main.py is not in the file"),
+    "no value": (
+        "ds.sh",
+        FULL.replace("--deepspeed deepspeed.json", "--deepspeed"),
+        "ds.sh:6: --deepspeed has no value",
     ),
     "unset variable": ("a.sh", ptuning("LR=2e-2\n", ""), "($LR)"),
     "open quote": ("a.sh", "python main.py --do_train --train_file 'a\n", "a quote is not closed"),

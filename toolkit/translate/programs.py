@@ -336,8 +336,10 @@ def _batch_and_length(given: ForeignConfig, draft: RecipeDraft) -> None:
 
 
 def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
-    name = str(given.get("optim")).lower()
-    found = next((ours for ours, theirs in names_of("optimizers").items() if name in theirs), "")
+    name, key = str(given.get("optim")).lower(), "optim"
+    if "use_muon" in given.keys and given.flag("use_muon"):
+        name = key = "use_muon"
+    found = next((ours for ours, theirs in names_of("optimizers").items() if name.removeprefix("use_") in theirs), "")
     kind = schema.OptimizerName(found or "adamw")
     if not found:
         draft.lost["optim"] = tr(
@@ -346,7 +348,15 @@ def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
             name=name,
         )
     if kind is not schema.OptimizerName.adamw:
-        draft.put("optim.name", kind.value, "optim")
+        draft.put("optim.name", kind.value, key)
+    if kind is schema.OptimizerName.muon:
+        draft.put("optim.momentum", 0.95, key)
+        draft.put("optim.adam_lr", given.number("learning_rate"), "learning_rate")
+        draft.put("train.gradient_clipping", 0.0)
+        if given.number("max_grad_norm"):
+            draft.lost["max_grad_norm"] = tr("optim.name = muon needs train.gradient_clipping = 0")
+        if key == "optim":
+            draft.notes.append(f"optim = muon: {sentence('muon')}")
     if given.number("weight_decay"):
         draft.put("optim.decay", "matrices", "weight_decay")  # the Trainer leaves biases and norms out
     if kind is schema.OptimizerName.adagrad:
@@ -369,8 +379,13 @@ def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
     fp16, bf16 = given.flag("fp16"), given.flag("bf16")
     if fp16 and bf16:
         raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=given.place("bf16"))
-    dtype = "fp16" if fp16 else "bf16" if bf16 else "fp32"
+    fp8 = "fp8" in given.keys and given.flag("fp8")
+    dtype = "fp16" if fp16 else "bf16" if bf16 or fp8 else "fp32"
     draft.put("precision.dtype", dtype, *(("fp16", "bf16") if dtype == "fp32" else (dtype,)))
+    if fp8 and fp16:
+        draft.lost["fp8"] = tr("precision.fp8 needs bf16")
+    elif fp8:
+        draft.put("precision.fp8", "rowwise" if given.program == FACTORY_NAME else "tensorwise", "fp8")
     if dtype == "fp32" and given.flag("tf32"):
         draft.put("precision.tf32", True, "tf32")
     recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if given.flag(name)]

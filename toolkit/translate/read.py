@@ -248,13 +248,23 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
     for word in rest:
         if _UNKNOWN in word:
             variable = re.search(rf"{_UNKNOWN}(\w+){_UNKNOWN}", word)
+            what = f"${variable[1]}" if variable else "$(…)"
+            if not name:
+                raise ConfigError(
+                    "{file}:{line}: the argument {what} of {program} is not in the file: nothing is executed here, and "
+                    "the environment is not read. Write its value.",
+                    file=shown,
+                    line=line,
+                    what=what,
+                    program=words[place],
+                )
             raise ConfigError(
                 "{file}:{line}: the value of {option} is not in the file ({what}): nothing is executed here, and "
                 "the environment is not read. Write the value itself.",
                 file=shown,
                 line=line,
-                option=name and f"--{name}",
-                what=f"${variable[1]}" if variable else "$(…)",
+                option=f"--{name}",
+                what=what,
             )
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
@@ -343,6 +353,17 @@ def _read(path: Path) -> ForeignConfig | None:
         command = read_command(text, str(path))
         values, world_size, script, accelerate = command.values, command.world_size, command.script, command.accelerate
         lines = dict.fromkeys(values, command.line)
+        if values.get("deepspeed") is True and isinstance(
+            values.get("deepspeed_config"), str
+        ):  # as DeepSpeed's examples
+            values["deepspeed"] = values.pop("deepspeed_config")
+        if bare := [name for name in names_of("valued") if values.get(name) is True]:
+            raise ConfigError(
+                "{file}:{line}: --{name} has no value. Write it behind the option, or leave the option out.",
+                file=path,
+                line=command.line,
+                name=bare[0],
+            )
         if script in names_of("trl") and isinstance(values.get("config"), str):  # the command's arguments beat it
             named = values.pop("config")
             below = path.parent / named if (path.parent / named).is_file() else Path(named)
@@ -389,6 +410,13 @@ def _json(text: str, path: Path) -> dict[str, Any]:
 
 def _program(values: dict[str, Any], path: Path) -> str:
     """Return whose keys these are: whose own ones are most, and the Trainer's where nobody's are."""
+    if len(later := [name for name in values if name in names_of("factory_v1")]) > 1:
+        raise ConfigError(
+            "{file}: a config of LLaMA-Factory v1 ({keys}), whose keys are not translated. Import the one for its stable "
+            "version, or make a recipe of the model and data:  toolkit new",
+            file=path,
+            keys=", ".join(later),
+        )
     known = {name: keys_of(table).keys() for name, table in _TABLES.items()}
     own = {name: len(values.keys() & (keys - known[HF_NAME])) for name, keys in known.items()}
     best = max(own, key=lambda name: own[name])
