@@ -353,17 +353,7 @@ def _read(path: Path) -> ForeignConfig | None:
         command = read_command(text, str(path))
         values, world_size, script, accelerate = command.values, command.world_size, command.script, command.accelerate
         lines = dict.fromkeys(values, command.line)
-        if values.get("deepspeed") is True and isinstance(
-            values.get("deepspeed_config"), str
-        ):  # as DeepSpeed's examples
-            values["deepspeed"] = values.pop("deepspeed_config")
-        if bare := [name for name in names_of("valued") if values.get(name) is True]:
-            raise ConfigError(
-                "{file}:{line}: --{name} has no value. Write it behind the option, or leave the option out.",
-                file=path,
-                line=command.line,
-                name=bare[0],
-            )
+        _check_values(values, path, command.line)
         if script in names_of("trl") and isinstance(values.get("config"), str):  # the command's arguments beat it
             named = values.pop("config")
             below = path.parent / named if (path.parent / named).is_file() else Path(named)
@@ -398,6 +388,20 @@ def _read(path: Path) -> ForeignConfig | None:
     )
 
 
+def _check_values(values: dict[str, Any], path: Path, line: int) -> None:
+    """Reject options of a command that lack their value; take DeepSpeed's own options as the Trainer's."""
+    if values.get("deepspeed") is True and isinstance(values.get("deepspeed_config"), str):
+        values["deepspeed"] = values.pop("deepspeed_config")
+    for name in names_of("valued"):
+        if values.get(name) is True:
+            raise ConfigError(
+                "{file}:{line}: --{name} has no value. Write it behind the option, or leave the option out.",
+                file=path,
+                line=line,
+                name=name,
+            )
+
+
 def _json(text: str, path: Path) -> dict[str, Any]:
     try:
         values = parsed_json(text, once=True)
@@ -412,8 +416,8 @@ def _program(values: dict[str, Any], path: Path) -> str:
     """Return whose keys these are: whose own ones are most, and the Trainer's where nobody's are."""
     if len(later := [name for name in values if name in names_of("factory_v1")]) > 1:
         raise ConfigError(
-            "{file}: a config of LLaMA-Factory v1 ({keys}), whose keys are not translated. Import the one for its stable "
-            "version, or make a recipe of the model and data:  toolkit new",
+            "{file}: a config of LLaMA-Factory v1 ({keys}), whose keys are not translated. Import the one for its "
+            "stable version, or make a recipe of the model and data:  toolkit new",
             file=path,
             keys=", ".join(later),
         )
