@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 
 from toolkit.messages import current_language, set_language
-from toolkit.translate.read import Key, keys_of, sentence
+from toolkit.translate.read import Key, keys_of, own_names, sentence
 
 TABLES: dict[str, Mapping[str, Key]] = {
     "chatglm": {name: key for name, key in keys_of("chatglm").items() if name not in keys_of("trainer")},
     "factory": {name: key for name, key in keys_of("factory").items() if name not in keys_of("trainer")},
+    **{program: {name: keys_of(program)[name] for name in own_names(program)} for program in ("axolotl", "swift")},
     "trainer": keys_of("hf"),
 }
 """Name of a table -> its keys; those of the Trainer are in its own table only."""

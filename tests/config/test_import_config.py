@@ -1023,14 +1023,15 @@ def test_swanlab_of_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tables_name_keys_of_ours() -> None:
-    tables = keys_of("factory") | keys_of("chatglm") | keys_of("hf")
+    programs = ("factory", "chatglm", "hf", "axolotl", "swift")
+    tables = {name: key for program in programs for name, key in keys_of(program).items()}
     for name, key in tables.items():
         assert all(field_type(part) is not None for part in key.to.split(", ") if part), name
         assert key.to or key.says, f"{name}: neither mapped nor explained"
-    said = {key.says for program in ("factory", "chatglm", "hf") for key in keys_of(program).values()}
+    said = {key.says for program in programs for key in keys_of(program).values()}
     assert said == {"", *read_table("translate/keys.yaml")["sentences"]}
     assert sentence("media") == "texts only"
-    assert tables["report_to"].to.split(", ") == [f"track.{name}.enabled" for name in TRACKERS]
+    assert keys_of("hf")["report_to"].to.split(", ") == [f"track.{name}.enabled" for name in TRACKERS]
 
 
 def test_trainer_keys_are_the_installed_ones() -> None:

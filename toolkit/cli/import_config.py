@@ -1,9 +1,9 @@
-"""Convert a config of LLaMA-Factory, the ChatGLM repositories or transformers' Trainer into a recipe.
+"""Convert a config of LLaMA-Factory, axolotl, ms-swift, the ChatGLM repositories or the Trainer into a recipe.
 
 toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]
 
-  FILE             a LLaMA-Factory YAML, a train.sh of the ChatGLM-6B or ChatGLM2-6B repository, TrainingArguments as
-                   JSON, YAML or the command in a .sh
+  FILE             a YAML of LLaMA-Factory, axolotl or ms-swift, a .sh with the command (`swift sft …`, `trl sft …`, the
+                   train.sh of the ChatGLM-6B or ChatGLM2-6B repository), or TrainingArguments as JSON or YAML
   DEEPSPEED.json   its DeepSpeed JSON, unless FILE names one that exists on this machine
   world_size=8     number of GPUs that FILE was used with, if it does not state it: determines batch.global_size
   output=FILE.yaml where to write; without it the recipe is printed, and notes go to standard error

@@ -217,7 +217,7 @@ def _wrong(path: str, value: Any, wanted: str, place: Place) -> ConfigError:
     )
 
 
-_PROGRAMS = ("chatglm", "hf", "factory")
+_PROGRAMS = ("axolotl", "swift", "chatglm", "hf", "factory")
 
 
 @cache

@@ -66,7 +66,7 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     """Compose, import the JSON, write the recipe, read it again, check it."""
     assert given.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
-    path = deepspeed_json or _named_json(given, folder, notes)
+    path, has_zero = deepspeed_json or _named_json(given, folder, notes), "zero" in draft.groups
     if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
         draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
     if path and "optimizer" in ds_import.read_json(path, Problems())[0]:
@@ -82,7 +82,9 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     if path:
         loaded, told = ds_import.import_json(path, loaded, given.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in told]
-    elif not (given.has("deepspeed") or "use_deepspeed" in given.accelerate or "config_file" in given.accelerate):
+    elif not (
+        has_zero or given.has("deepspeed") or "use_deepspeed" in given.accelerate or "config_file" in given.accelerate
+    ):
         zero = draft.groups.get("zero", "stage2")
         notes += [tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero={zero}.", zero=zero)]
     # Its messages say where the other program's config says so.
@@ -150,22 +152,23 @@ def _report(given: read.ForeignConfig, draft: programs.RecipeDraft, result: Conv
     needless: dict[str, list[str]] = {}
     used = {name for _, source in draft.values.values() for name in source.split(", ")} | _USED
     for name, value in given.values.items():
-        key = given.keys.get(name)
+        key, spelled = given.keys.get(name), given.spelling(name)
         if key is None:
             result.unknown.append(joined(f"{given.place(name)}: {name}.", did_you_mean(name, given.keys)))
         elif name in draft.lost or (_is_default(value, key.default) and key.says not in _ALWAYS):
             continue
         elif key.to and key.says and key.says not in _LIMITS:
-            differs.setdefault(read.sentence(key.says), []).append(name)
-        elif key.to and name not in used:
+            differs.setdefault(read.sentence(key.says), []).append(spelled)
+        elif key.to and spelled not in used:
             reason = tr("has no effect there with the other settings")
-            needless.setdefault(reason, []).append(f"{name} = {shown[name]}")
+            needless.setdefault(reason, []).append(f"{spelled} = {shown[name]}")
         elif not key.to and key.is_harmless:
-            needless.setdefault(read.sentence(key.says), []).append(f"{name} = {shown[name]}")
+            needless.setdefault(read.sentence(key.says), []).append(f"{spelled} = {shown[name]}")
         elif not key.to:
-            result.lost.append(f"{name} = {shown[name]}: {read.sentence(key.says)}")
+            result.lost.append(f"{spelled} = {shown[name]}: {read.sentence(key.says)}")
     for name, reason in draft.lost.items():
-        result.lost.append(f"{name} = {shown[name]}: {reason}" if name in shown else f"{name}: {reason}")
+        spelled = given.spelling(name)
+        result.lost.append(f"{spelled} = {shown[name]}: {reason}" if name in shown else f"{spelled}: {reason}")
     result.differs = [f"{', '.join(names)}: {text}" for text, names in differs.items()]
     result.needless = [f"{', '.join(names)}: {text}" for text, names in needless.items()]
 

@@ -1,13 +1,24 @@
 """What the arguments of transformers' Trainer, of LLaMA-Factory and of the ChatGLM repositories become in a recipe."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from toolkit.config import files, rule_tables, schema, validate
 from toolkit.messages import ConfigError, did_you_mean, joined, json_object, parsed_json, tr
-from toolkit.translate.read import CHATGLM_NAME, FACTORY_NAME, HF_NAME, ForeignConfig, names_of, sentence, typed
+from toolkit.translate.read import (
+    AXOLOTL_NAME,
+    CHATGLM_NAME,
+    FACTORY_NAME,
+    HF_NAME,
+    SWIFT_NAME,
+    ForeignConfig,
+    names_of,
+    sentence,
+    typed,
+)
 
 _LR_END = 1e-7
 """Where transformers' polynomial schedule ends (5.23, get_polynomial_decay_schedule_with_warmup)."""
@@ -28,7 +39,7 @@ class RecipeDraft:
 
     def put(self, key: str, value: Any, *sources: str) -> None:
         """Set a key of ours; of the keys that say so those that are given, none for the other program's default."""
-        self.values[key] = (value, ", ".join(filter(self.given.has, sources)))
+        self.values[key] = (value, ", ".join(map(self.given.spelling, filter(self.given.has, sources))))
 
 
 OWNERS = ("thudm", "zai-org", "zhipuai")
@@ -37,6 +48,8 @@ OWNERS = ("thudm", "zai-org", "zhipuai")
 def translate(given: ForeignConfig) -> RecipeDraft:
     """Return the settings of ours that a config's keys become; a ConfigError where it cannot be understood."""
     draft = RecipeDraft(given=given)
+    if given.program in (SWIFT_NAME, AXOLOTL_NAME):
+        _module(given.program).settle(given, draft)
     trl = _trl_loss(given)
     if rate := _TRL_RATES.get(trl or given.script) if given.program == HF_NAME else None:
         own = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
@@ -53,15 +66,26 @@ def translate(given: ForeignConfig) -> RecipeDraft:
     _compute(given, draft)
     _logging(given, draft)
     _model(given, draft)
-    if given.program == FACTORY_NAME:
-        _factory(given, draft)
-    elif given.program == CHATGLM_NAME:
-        _chatglm(given, draft)
+    if translate_own := _own(given.program):
+        translate_own(given, draft)
     else:
         _peft(given, draft)
         _named_data(given, draft, trl)
         _trl(given, draft, trl)
     return draft
+
+
+def _module(program: str) -> Any:
+    from toolkit.translate import axolotl, swift  # they build on this module
+
+    return {SWIFT_NAME: swift, AXOLOTL_NAME: axolotl}[program]
+
+
+def _own(program: str) -> Callable[[ForeignConfig, RecipeDraft], None] | None:
+    """Return what reads the keys that are a program's own; None for the Trainer's and TRL's."""
+    if program in (SWIFT_NAME, AXOLOTL_NAME):
+        return cast("Callable[[ForeignConfig, RecipeDraft], None]", _module(program).translate_own)
+    return {FACTORY_NAME: _factory, CHATGLM_NAME: _chatglm}.get(program)
 
 
 _ZERO = ("", "0", "1", "2", "3")
@@ -205,7 +229,7 @@ def _peft(given: ForeignConfig, draft: RecipeDraft) -> None:
         return
     kind = "qlora" if given.flag("load_in_4bit") else "lora"
     draft.put("tuning.method", kind, "use_peft", *(["load_in_4bit"] if kind == "qlora" else []))
-    _lora_settings(given, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
+    lora_settings(given, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
     if not given.has("lora_target_modules"):  # which layers PEFT would take depends on the model, which is not read
         draft.notes.append(f"lora_target_modules: {sentence('lora_target_modules')}")
 
@@ -214,7 +238,7 @@ def _named_data(given: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
     """Set the data that a command names; TRL evaluates on another split of it. `trl`: its loss, "" for none."""
     is_hub, strategy = given.has("dataset_name"), str(given.get("eval_strategy")).lower()
     has_validation = bool(trl and is_hub and strategy != "no") or (not is_hub and given.has("validation_file"))
-    _evaluation(given, draft, has_validation)
+    set_evaluation(given, draft, has_validation)
     if not has_validation:
         draft.put("data.validation_fraction", 0.0)
     rows = {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")} if trl else _rows(given, draft)
@@ -246,7 +270,7 @@ def _rows(given: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
         draft.put("data.train_on", "all", "assistant_only_loss")
     elif given.script == "sft":
         draft.notes.append(f"assistant_only_loss: {sentence('train_on_prompt')}")
-    return _named("text", {"text": given.get("dataset_text_field")}) if given.has("dataset_text_field") else {}
+    return named_format("text", {"text": given.get("dataset_text_field")}) if given.has("dataset_text_field") else {}
 
 
 def _trl(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
@@ -262,12 +286,12 @@ def _trl(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     terms = {"cpo_alpha": given.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
     if given.get("rpo_alpha") is not None and kind != "kto":
         terms = {"rpo_alpha": given.number("rpo_alpha")}
-    _preference(given, draft, kind, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
+    set_preference(given, draft, kind, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
     for key in _TRL_KTO if kind == "kto" else ():
         draft.put(f"preference.{key}", given.number(key), key)
 
 
-def _preference(
+def set_preference(
     given: ForeignConfig, draft: RecipeDraft, loss: str, keys: dict[str, str], terms: dict[str, float]
 ) -> None:
     """Set what both programs have of such losses. `keys`: theirs; `terms`: weights of the cross entropy by key."""
@@ -282,7 +306,7 @@ def _preference(
         draft.put("preference.sft_weight", float(sum(terms.values()) + (loss == "orpo")), *terms)
 
 
-def _evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
+def set_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
     """How often is evaluated, and whether the best is kept; nothing of it without validation data."""
     name = "evaluation_strategy" if given.has("evaluation_strategy") else "eval_strategy"
     strategy = str(given.get(name)).lower()
@@ -311,8 +335,9 @@ def _evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) 
 def _batch_and_length(given: ForeignConfig, draft: RecipeDraft) -> None:
     if given.world_size is None:
         raise ConfigError(
-            "{place}: per_device_train_batch_size = {rows} are the rows of one rank, and it is not said of how "
-            "many. Add world_size=N: the number of GPUs that this config is started on.",
+            "{place}: {key} = {rows} are the rows of one rank, and it is not said of how many. Add world_size=N: the "
+            "number of GPUs that this config is started on.",
+            key=given.spelling("per_device_train_batch_size"),
             place=given.place("per_device_train_batch_size"),
             rows=given.get("per_device_train_batch_size"),
         )
@@ -509,7 +534,7 @@ def _format(
 ) -> dict[str, Any]:
     """Return format and columns; LLaMA-Factory's prompt, query and response are our instruction, input and output."""
     if stage == "pt":
-        return _named("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
+        return named_format("text", {"text": columns.get("prompt", "instruction" if not columns else None)})
     row_format = {"dpo": "preference", "rm": "reward", "kto": "labeled"}.get(stage, "")
     marks = ("chosen", "rejected") if stage in ("dpo", "rm") else ("kto_tag",) if stage == "kto" else ()
     shared = {name: columns.get(name) for name in ("system", "tools", *marks)}
@@ -527,20 +552,20 @@ def _format(
                     )
                 )
         said = {"from": tags.get("role_tag", "from"), "value": tags.get("content_tag", "value")}
-        return _named(
+        return named_format(
             row_format or "sharegpt", {"conversations": columns.get("messages", "conversations"), **said, **shared}
         )
     shared["history"] = columns.get("history")
     if columns and not columns.get("query"):
-        return _named(
+        return named_format(
             row_format or "prompt_response",
             {"prompt": columns.get("prompt"), "response": columns.get("response"), **shared},
         )
     asked = {"instruction": columns.get("prompt"), "input": columns.get("query"), "output": columns.get("response")}
-    return _named(row_format or "instruction", asked | shared)
+    return named_format(row_format or "instruction", asked | shared)
 
 
-def _named(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
+def named_format(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
     """Return the format, and those columns that are called otherwise in the file."""
     renamed = {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
     return {"format": row_format} | ({"columns": renamed} if renamed else {})
@@ -589,7 +614,7 @@ def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("data.validation", [source], "validation_file", *fields.values())
     else:
         draft.put("data.validation_fraction", 0.0)
-    _evaluation(given, draft, given.has("validation_file"))
+    set_evaluation(given, draft, given.has("validation_file"))
     # ChatGLM2's own end token comes on top of the two lengths; ChatGLM-6B's lies within.
     own_end = 0 if draft.groups.get("model") == "chatglm_6b" else 1
     length = given.number("max_source_length", int) + given.number("max_target_length", int) + own_end
@@ -641,7 +666,7 @@ def _factory_preference(given: ForeignConfig, draft: RecipeDraft, stage: str) ->
     if stage != "kto" and loss not in known:
         raise given.without_counterpart("pref_loss", known)
     keys = {"beta": "pref_beta", "loss": "stage" if loss == "kto" else "pref_loss", "smoothing": "dpo_label_smoothing"}
-    _preference(given, draft, loss, keys, {"pref_ftx": given.number("pref_ftx")})
+    set_preference(given, draft, loss, keys, {"pref_ftx": given.number("pref_ftx")})
     if loss == "simpo":  # it does not read it
         draft.put("preference.label_smoothing", 0.0)
     if loss == "kto":
@@ -674,10 +699,10 @@ def _lora(given: ForeignConfig, draft: RecipeDraft) -> None:
         return
     if adapters:
         draft.lost["adapter_name_or_path"] = tr("several adapters: merge them into the model before")
-    _lora_settings(given, draft, rank="lora_rank", targets="lora_target", saved="additional_target")
+    lora_settings(given, draft, rank="lora_rank", targets="lora_target", saved="additional_target")
 
 
-def _lora_settings(given: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
+def lora_settings(given: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
     """Set the shape of a new adapter, from keys that both programs have and from these of theirs."""
     size = given.number(rank, int)
     draft.put("tuning.rank", size, rank)
@@ -731,7 +756,7 @@ def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
             draft.lost["val_size"] = tr(
                 "a number of rows: set data.validation_fraction to {rows} by the number of all rows", rows=int(size)
             )
-    _evaluation(given, draft, bool(validation) or 0 < size < 1)
+    set_evaluation(given, draft, bool(validation) or 0 < size < 1)
     if given.has("max_samples"):
         if len(given.names("dataset")) == 1:
             draft.put("data.max_samples", given.number("max_samples", int), "max_samples")

@@ -3,10 +3,12 @@
 Shell scripts are read, not executed, without the environment: what only a shell could say is an error where needed.
 """
 
+import math
+import operator
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +39,8 @@ class Key:
     """Name of the sentence about it in keys.yaml: what differs here, or why there is no such key."""
     made: bool = False
     """Its value is computed together with others, not copied."""
+    same_as: str = ""
+    """The Trainer's or TRL's name of it: it is read as that, with this default."""
     is_harmless: bool = False
     """Leaving it out changes nothing that is trained, so it is not counted as lost."""
 
@@ -48,7 +52,17 @@ _table = cache(partial(read_table, "translate/keys.yaml"))
 def keys_of(program: str) -> dict[str, Key]:
     """Return a program's keys by name."""
     own = {name: Key(**row) for name, row in _table()[program].items()}
+    for name, key in [*own.items()]:
+        if key.same_as:
+            known = keys_of("hf")[key.same_as]
+            known = replace(known, default=key.default, says=key.says or known.says, same_as="")
+            own |= {key.same_as: known, name: replace(known, same_as=key.same_as)}
     return own if program == "trainer" else keys_of("trainer") | own
+
+
+def own_names(program: str) -> list[str]:
+    """Return the keys of a program's own table, as it spells them."""
+    return list(_table()[program])
 
 
 def names_of(what: str) -> dict[str, Any]:
@@ -78,6 +92,8 @@ class ForeignConfig:
     """What it gives, without nulls."""
     lines: dict[str, int] = field(default_factory=dict)
     """Line of each key, where known."""
+    spelled: dict[str, str] = field(default_factory=dict)
+    """The Trainer's name of a key -> how this file spells it, where that differs."""
     world_size: int | None = None
     """Number of ranks that it is started on."""
     script: str = ""
@@ -96,27 +112,31 @@ class ForeignConfig:
 
     def place(self, name: str) -> str:
         """Return "file:line" of a key, or the file."""
-        line = self.lines.get(name)
+        line = self.lines.get(self.spelling(name))
         return f"{self.shown}:{line}" if line else self.shown
+
+    def spelling(self, name: str) -> str:
+        """Return a key's name as the file has it."""
+        return self.spelled.get(name, name)
 
     def without_counterpart(self, name: str, known: Iterable[str]) -> ConfigError:
         """Return the error about a value that has no counterpart here, where those of `known` have."""
         return ConfigError(
             "{place}: {key} = {value} has no counterpart: {names} have.",
             place=self.place(name),
-            key=name,
+            key=self.spelling(name),
             value=self.get(name),
             names=", ".join(known),
         )
 
     def number(self, name: str, kind: type = float) -> Any:
         """Return a key's value as a number; an error if it is none."""
-        return typed(self.get(name), kind, f"{self.place(name)}: {name}")
+        return typed(self.get(name), kind, f"{self.place(name)}: {self.spelling(name)}")
 
     def flag(self, name: str) -> bool:
         """Return a key's value as true or false, false for null; an error if it is neither."""
         value = self.get(name)
-        return value is not None and bool(typed(value, bool, f"{self.place(name)}: {name}"))
+        return value is not None and bool(typed(value, bool, f"{self.place(name)}: {self.spelling(name)}"))
 
     def names(self, name: str) -> list[str]:
         """Return a key's value, a list or a text with commas, as a list."""
@@ -144,10 +164,14 @@ def typed(value: Any, kind: Any, place: str) -> Any:
 _QUOTED, _UNKNOWN = "\ue000", "\ue001"
 """Stand for a dollar sign that means itself, and for what only a shell could say."""
 _SUBSTITUTION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\$\(\([^()]*\)\)")
+_ARITHMETIC = re.compile(r"\$\((?:\(|expr )\s*(\d{1,9}) *\\?([-+*/%]) *(\d{1,9})\s*\)?\)")
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod}
+"""What `$(expr 16 / $n)` and `$((16 / n))` compute: no shell is needed for it."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|(\w+))")
 _ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
-_PROGRAM = re.compile(r"(?:.*/)?[\w.-]+\.py|(?:.*/)?(?:llamafactory-cli|lmf|trl)")
+_PROGRAM = re.compile(r"(?:.*/)?[\w.-]+\.py|(?:.*/)?(?:llamafactory-cli|lmf|trl|swift)")
 _CONFIGS = (".yaml", ".yml", ".json")
+_SWIFT = ("swift sft", "swift pt", "swift rlhf")
 _RANKS = ("--num_gpus", "--num_accelerators", "--nproc_per_node", "--num_processes")
 _NODES = ("--num_nodes", "--nnodes", "--num_machines")
 
@@ -189,6 +213,12 @@ def read_command(text: str, shown: str) -> Command:
                 word=words[0],
             )
         place = next((at for at, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
+        if (
+            place is not None
+            and words[place].rpartition("/")[2] == "swift"
+            and f"swift {''.join(words[place + 1 : place + 2])}" not in _SWIFT
+        ):
+            continue  # such as `swift infer`
         if place is not None and any(word.startswith("--") for word in words[place + 1 :]):
             commands.append(_command(words, place, number, variables | before, shown))
         elif place is not None and (named := [word for word in words[place:] if word.endswith(_CONFIGS)]):
@@ -225,12 +255,18 @@ def _logical_lines(text: str) -> list[tuple[int, str]]:
 def _words_of_command(line: str, variables: dict[str, str], place: str) -> list[str]:
     """Split a line into words, variables replaced; texts that a shell would have to make become `_UNKNOWN`."""
     plain = re.sub(r"'[^']*'", lambda found: found[0].replace("$", _QUOTED).replace("`", "\ue002"), line)
-    plain = _SUBSTITUTION.sub(_UNKNOWN, plain.replace("\\$", _QUOTED))
 
     def value(found: "re.Match[str]") -> str:
         name = found[1] or found[3]
         return variables.get(name, found[2] if found[2] is not None else f"{_UNKNOWN}{name}{_UNKNOWN}")
 
+    def computed(found: "re.Match[str]") -> str:
+        sum_of = _ARITHMETIC.fullmatch(_VARIABLE.sub(value, found[0]))
+        if sum_of is None or (sum_of[2] in "/%" and not int(sum_of[3])):
+            return _UNKNOWN
+        return str(_OPERATORS[sum_of[2]](int(sum_of[1]), int(sum_of[3])))
+
+    plain = _SUBSTITUTION.sub(computed, plain.replace("\\$", _QUOTED))
     try:
         words = shlex.split(_VARIABLE.sub(value, plain), comments=True)
     except ValueError as error:
@@ -277,6 +313,8 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
             values[name] = word if known is True else [*(known if isinstance(known, list) else [known]), word]
     script = words[place].rpartition("/")[2].removesuffix(".py")
     script = rest[0] if script == "trl" and rest else script
+    if script == "swift" or words[place].endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py")):
+        script = f"swift {rest[0] if script == 'swift' and rest else script}"
     launcher = words[:place]
     options: dict[str, str] = {}
     for word, after in zip(launcher, words[1 : place + 1], strict=True):
@@ -291,6 +329,9 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
 
 def _world_size(launcher: list[str], options: dict[str, str], variables: dict[str, str]) -> int | None:
     """Return the number of ranks that a launcher is asked for, None where it decides by itself."""
+    if not launcher and "NPROC_PER_NODE" in variables:  # ms-swift starts torchrun by it
+        counts = [variables["NPROC_PER_NODE"], variables.get("NNODES", "1")]
+        return math.prod(map(int, counts)) if all(text.isdecimal() and int(text) for text in counts) else None
     if not launcher:  # `trl` starts accelerate itself
         return None
     if {"--hostfile", "--include", "--exclude"} & options.keys():
@@ -308,7 +349,14 @@ def _world_size(launcher: list[str], options: dict[str, str], variables: dict[st
 
 
 FACTORY_NAME, CHATGLM_NAME, HF_NAME = "LLaMA-Factory", "ChatGLM", "TrainingArguments"
-_TABLES = {CHATGLM_NAME: "chatglm", FACTORY_NAME: "factory", HF_NAME: "hf"}
+SWIFT_NAME, AXOLOTL_NAME = "ms-swift", "axolotl"
+_TABLES = {
+    CHATGLM_NAME: "chatglm",
+    FACTORY_NAME: "factory",
+    SWIFT_NAME: "swift",
+    AXOLOTL_NAME: "axolotl",
+    HF_NAME: "hf",
+}
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size")
 _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 
@@ -338,8 +386,8 @@ def _read(path: Path) -> ForeignConfig | None:
     """Read one file; None for a DeepSpeed JSON."""
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(
-            "{file}: files of this kind are not read. Known are {known}: a LLaMA-Factory or TrainingArguments YAML "
-            "or JSON, a DeepSpeed JSON, a shell script with a training command.",
+            "{file}: files of this kind are not read. Known are {known}: a YAML of LLaMA-Factory, axolotl "
+            "or ms-swift, TrainingArguments as YAML or JSON, a DeepSpeed JSON, a shell script with a training command.",
             file=path,
             known=", ".join(_SUFFIXES),
         )
@@ -354,7 +402,9 @@ def _read(path: Path) -> ForeignConfig | None:
         values, world_size, script, accelerate = command.values, command.world_size, command.script, command.accelerate
         lines = dict.fromkeys(values, command.line)
         _check_values(values, path, command.line)
-        if script in names_of("trl") and isinstance(values.get("config"), str):  # the command's arguments beat it
+        if script in (*names_of("trl"), *_SWIFT) and isinstance(
+            values.get("config"), str
+        ):  # the command's arguments beat it
             named = values.pop("config")
             below = path.parent / named if (path.parent / named).is_file() else Path(named)
             values = files.read(below).values | values
@@ -367,13 +417,16 @@ def _read(path: Path) -> ForeignConfig | None:
         values, lines = document.values, document.lines
     if not values:
         raise ConfigError("{file} is empty: there is nothing to take over.", file=path)
-    program = HF_NAME if script in names_of("trl") else _program(values, path)
+    named = {SWIFT_NAME: script.startswith("swift "), HF_NAME: script in names_of("trl")}
+    program = next((name for name, is_it in named.items() if is_it), "") or _program(values, path)
     keys = keys_of(_TABLES[program])
-    known: dict[str, Any] = {}
+    known, spelled = dict[str, Any](), dict[str, str]()
     for name, value in ((str(name), value) for name, value in values.items() if value is not None):
         bare = name.removeprefix("no_")
         is_off = bare != name and name not in keys and bare in keys  # --no_NAME is NAME = false
-        known[bare if is_off else name] = False if is_off else value
+        read_as = keys[name].same_as if name in keys else ""
+        spelled |= {read_as: name} if read_as else {}
+        known[read_as or (bare if is_off else name)] = False if is_off else value
     return ForeignConfig(
         program=program,
         keys=keys,
@@ -381,6 +434,7 @@ def _read(path: Path) -> ForeignConfig | None:
         folder=path.parent,
         values=known,
         lines=lines,
+        spelled=spelled,
         world_size=world_size,
         accelerate=accelerate,
         # Of the Trainers' configs this key is in RewardConfig alone, null where it is not set.
