@@ -223,7 +223,8 @@ _PROGRAMS = ("axolotl", "swift", "chatglm", "hf", "factory")
 @cache
 def foreign_names() -> dict[str, tuple[str, ...]]:
     """Return another program's name -> our keys for it, from the tables of import-config and one of other names."""
-    found = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to}
+    # axolotl's rl is too likely a misspelling of lr.
+    found = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to and name != "rl"}
     return {name: tuple(keys.split(", ")) for name, keys in (found | read_table("config/other_names.yaml")).items()}
 
 

@@ -233,7 +233,11 @@ def read_command(text: str, shown: str) -> Command:
         raise ConfigError(
             tr("{file}: there are several training commands, in lines {lines}. Keep one.", file=shown, lines=lines)
             if commands
-            else tr("{file}: there is no training command: a script, NAME.py, with --arguments behind it.", file=shown)
+            else tr(
+                "{file}: there is no training command: NAME.py, `swift sft`, `trl sft` or `llamafactory-cli train`, "
+                "with --arguments.",
+                file=shown,
+            )
         )
     return commands[0]
 

@@ -151,6 +151,13 @@ def _has_validation(given: ForeignConfig) -> bool:
 
 def _data(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     is_text = given.script == "swift pt"
+    if is_text:
+        draft.notes.append(
+            tr(
+                "swift pt: rows are read as texts under the key text; columns: {{text: KEY}} in data.sources names "
+                "another."
+            )
+        )
     draft.put("data.sources", _sources(given, draft, "dataset", kind, is_text), "dataset", "columns")
     if given.has("val_dataset"):
         draft.put("data.validation", _sources(given, draft, "val_dataset", kind, is_text), "val_dataset", "columns")
