@@ -715,6 +715,7 @@ def test_ranks_of_launchers(capsys: pytest.CaptureFixture[str], launcher: str, r
     ("options", "script", "expected", "said"),
     [
         ("--mixed_precision bf16", "train.py", ("bf16", 2), "so nothing is split there"),
+        ("--mixed_precision fp8", "train.py", ("bf16", 2), "so nothing is split there"),
         ("--mixed_precision=fp16 --use_deepspeed", "train.py", ("fp16", 2), ""),
         ("--mixed_precision bf16 --use_deepspeed --zero_stage 3", "train.py --fp16", ("fp16", 3), ""),
         ("--use_deepspeed --deepspeed_config_file ds.json", "train.py", ("fp32", 1), ""),

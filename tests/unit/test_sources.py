@@ -270,9 +270,11 @@ def test_tables_in_one_object_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"d\.jsonl:1: a whole table in one object"):
             write_rows(tmp_path / "d.jsonl", [table])
             read(tmp_path / "d.jsonl")
-    conversation = {"messages": [user("a"), assistant("b")]}
-    write_rows(tmp_path / "one.jsonl", [conversation])  # one object with one list of objects, and a row all the same
-    assert read(tmp_path / "one.jsonl")[0][0] == conversation["messages"]
+    conversation = [user("a"), assistant("b")]
+    # One object with one list of objects, and a row all the same.
+    for row in ({"messages": conversation}, {"n": 1, "spans": [{"x": 1}], "prompt": "a", "response": "b"}):
+        write_rows(tmp_path / "one.jsonl", [row])
+        assert read(tmp_path / "one.jsonl")[0][0] == conversation
 
 
 def test_given_format_is_not_guessed(tmp_path: Path) -> None:

@@ -504,8 +504,8 @@ def _start_of_rows(file: io.BufferedReader, path: Path, columns: Collection[str]
         with _opened(path) as (again, _):
             line = again.readline(_LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
-                json.loads(line)
-                if again.read(_CHUNK_BYTES).strip():  # several rows, one per line
+                row = json.loads(line)
+                if again.read(_CHUNK_BYTES).strip() or not row.keys().isdisjoint(columns):  # rows, one per line
                     return 0
     return found.end()
 

@@ -15,6 +15,7 @@ from toolkit.translate.read import (
     HF_NAME,
     SWIFT_NAME,
     ForeignConfig,
+    Key,
     names_of,
     sentence,
     typed,
@@ -98,6 +99,10 @@ def _launcher(given: ForeignConfig, draft: RecipeDraft) -> None:
         dtype = options.pop("mixed_precision")
         if dtype != "no" and not given.flag("bf16") and not given.flag("fp16"):
             given.values[dtype] = True
+    if options.get("mixed_precision") == "fp8" and "fp8" not in given.keys:
+        del options["mixed_precision"]
+        given.keys = {**given.keys, "fp8": Key(default=False, to="precision.fp8", says="fp8", made=True)}
+        given.values["fp8"], given.spelled["fp8"] = True, "--mixed_precision"
     if options.get("deepspeed_config_file"):
         given.values.setdefault("deepspeed", options.pop("deepspeed_config_file"))
     if "use_deepspeed" in given.accelerate and not given.has("deepspeed") and options.get("zero_stage", "") in _ZERO:
