@@ -41,7 +41,8 @@ AXOLOTL: dict[str, Any] = {
             "data_files": ["a.jsonl", "b.jsonl"],
             "type": {"field_instruction": "q", "field_output": "a", "format": "x"},
         },
-        {"path": "odd.jsonl", "type": "stepwise_supervised"},
+        {"path": "data/odd.jsonl", "type": "sharegpt"},
+        {"path": "o/odd", "type": "stepwise_supervised"},
     ],
     "val_set_size": 0.05,
     "sequence_len": 4096,
@@ -131,7 +132,8 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     assert (cfg.data.max_length, cfg.data.packing, cfg.data.validation_fraction) == (4096, Packing.packed, 0.05)
     assert (cfg.data.too_long, cfg.data.train_on, cfg.checkpoint.keep) == (TooLong.drop, TrainOn.all, 4)
     assert cfg.track.wandb.enabled and cfg.track.wandb.project == "mine" and cfg.train.activation_checkpointing.enabled
-    alpaca, chats, first, second = cfg.data.sources
+    alpaca, chats, first, second, sharegpt = cfg.data.sources
+    assert (sharegpt.path, sharegpt.columns["role"]) == ("data/odd.jsonl", "from")
     assert (alpaca.hub, alpaca.format) == ("o/alpaca", RowFormat.instruction)
     assert (chats.hub, chats.split, chats.format) == ("o/chats", "train", RowFormat.messages)
     assert chats.columns == {"messages": "conversations", "role": "from", "content": "value"}
@@ -144,7 +146,7 @@ def test_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the dataset o/chats: train_on_eos has no counterpart." in said
     assert "the dataset json: type.format has no counterpart." in said
     assert "the dataset o/chats: train[:20%] is read as a whole" in said
-    assert "the dataset odd.jsonl is skipped: its type stepwise_supervised has no counterpart" in said
+    assert "the dataset o/odd is skipped: its type stepwise_supervised has no counterpart" in said
     assert "special_tokens = {'pad_token': '<|end_of_text|>'}: the vocabulary stays as it is" in said
     assert ": micro_batch_sise. Did you mean 'micro_batch_size'?" in said
     assert "evals_per_epoch = 4, saves_per_epoch = 1: evaluate.every and checkpoint.every count steps" in said

@@ -1,12 +1,17 @@
 """What the keys of an axolotl YAML become in a recipe."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from toolkit.config import files
 from toolkit.messages import ConfigError, tr
-from toolkit.translate.programs import RecipeDraft, lora_settings, named_format, set_evaluation, set_preference
+from toolkit.translate.programs import (
+    RecipeDraft,
+    is_on_hub,
+    lora_settings,
+    named_format,
+    set_evaluation,
+    set_preference,
+)
 from toolkit.translate.read import ForeignConfig, names_of
 
 _METHODS = ("lora", "qlora")
@@ -220,7 +225,7 @@ def _places(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dict[s
     """Return where the rows of a dataset are: files, or a name on Hugging Face with its split."""
     named = entry.get("data_files") or []
     named = [named] if isinstance(named, str) else named
-    if entry.get("ds_type") or Path(path).exists() or not files.is_hub_name(path):
+    if entry.get("ds_type") or not is_on_hub(path):
         return [{"path": str(name)} for name in named] or [{"path": path}]
     if named:
         draft.notes.append(tr("the dataset {name}: data_files has no counterpart; the whole split is read.", name=path))

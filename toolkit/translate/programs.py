@@ -255,7 +255,7 @@ def _named_data(given: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
             draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
         return
     name, subset = str(given.get("dataset_name")), given.get("dataset_config") or given.get("dataset_config_name")
-    source = {"hub" if files.is_hub_name(name) else "path": name} | ({"subset": str(subset)} if subset else {}) | rows
+    source = {"hub" if is_on_hub(name) else "path": name} | ({"subset": str(subset)} if subset else {}) | rows
     splits = {"data.sources": "dataset_train_split", "data.validation": "dataset_test_split"}
     for ours, theirs in splits.items() if has_validation else [*splits.items()][:1]:
         split = {"split": str(given.get(theirs))} if given.get(theirs) != "train" else {}
@@ -469,6 +469,14 @@ def _logging(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.put("track.trackio.project", str(given.get("project")), "project")
         if given.has("trackio_space_id"):
             draft.put("track.trackio.space", str(given.get("trackio_space_id")), "trackio_space_id")
+
+
+_FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt")
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether the name of a dataset is one on Hugging Face, and no file or directory, here or elsewhere."""
+    return files.is_hub_name(name) and not Path(name).exists() and not name.endswith(_FILES)
 
 
 INFO = "dataset_info.json"

@@ -1,14 +1,13 @@
 """What the arguments of ms-swift's `swift sft`, `swift pt` and `swift rlhf` become in a recipe."""
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.config import files
 from toolkit.messages import ConfigError, parsed_json, tr
-from toolkit.translate.programs import RecipeDraft, lora_settings, set_evaluation, set_preference
+from toolkit.translate.programs import RecipeDraft, is_on_hub, lora_settings, set_evaluation, set_preference
 from toolkit.translate.read import ForeignConfig, names_of, sentence
 
 _METHODS = ("lora", "full")
@@ -201,8 +200,7 @@ def _sources(given: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_
         owner, separator, bare = text.partition("::")
         bare = bare if separator else text
         bare, _, subset = (bare, "", "") if Path(bare).exists() else bare.partition(":")
-        is_hub = files.is_hub_name(bare) and not Path(bare).exists() and not re.search(r"\.(jsonl?|csv|parquet)$", bare)
-        if not is_hub:
+        if not is_on_hub(bare):
             found.append({"path": bare, **rest})
         elif owner.upper() == "HF" or given.flag("use_hf"):
             found.append({"hub": bare, **({"subset": subset} if subset else {}), **rest})
