@@ -193,6 +193,12 @@ def test_single_keys_of_axolotl(
     }
 
 
+def test_odd_datasets_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
+    odd = {"path": "o/x", "type": "chat_template", "roles": {"user": ["asker"]}, "roles_to_train": 3, "nonsense": 1}
+    _, said = imported(capsys, axolotl(datasets=[odd]), "world_size=2")
+    assert "the dataset o/x: nonsense, roles_to_train, roles: asker has no counterpart." in said
+
+
 def test_pairs_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     cfg, _ = imported(capsys, axolotl(**DPO), "world_size=2")
     pairs, intel = cfg.data.sources

@@ -303,6 +303,7 @@ ONLY = {
     "data=x.jsonl columns={prompt:q,response:a}": ("x.jsonl", {"prompt": "q", "response": "a"}),
     "data=x.jsonl data.columns={prompt:q}": ("x.jsonl", {"prompt": "q"}),
     "data.path=x.jsonl columns.prompt=q columns.response=a": ("x.jsonl", {"prompt": "q", "response": "a"}),
+    "data.path=1e3": ("1e3", {}),
     "data={path:x.jsonl,columns:{prompt:q}}": ("x.jsonl", {"prompt": "q"}),
     "data=adgen data.columns={prompt:q}": ("data/AdvertiseGen/train.json", {"prompt": "q"}),
 }

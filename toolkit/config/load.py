@@ -356,12 +356,13 @@ class _CommandLine:
         if _is_choice(key, value, groups, place):
             self.choices[key] = value
             return
-        if self._takes_source(key, value, place, problems):
+        typed = str(override.input_line).partition("=")[2].strip()
+        is_text = _OF_SOURCE.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
+        if self._takes_source(key, typed if is_text else value, place, problems):
             return
         kind, before = field_type(key), problems.count
         if kind is None or "_target_" in key.split("."):
             raise unknown_key(key, partial(_always, place))
-        typed = str(override.input_line).partition("=")[2].strip()
         if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
             value = typed  # 1e3, not 1000.0
         elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):

@@ -243,18 +243,21 @@ def _places(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dict[s
 def _unread(entry: dict[str, Any]) -> list[str]:
     """Return the keys of a dataset that mean something there and nothing here."""
     said = {key: value for key, value in entry.items() if value not in (None, False, "", [], {})}
-    if all(role in _ASSISTANT for role in said.get("roles_to_train") or ()):
+    if all(role in _ASSISTANT for role in _listed(said.get("roles_to_train"))):
         said.pop("roles_to_train", None)
     if said.get("train_on_eos") == "turn":
         del said["train_on_eos"]
-    roles = said.pop("roles", {})
+    roles = said.pop("roles", None)
     names = {name for known in names_of("roles").values() for name in known}
-    strange = (
-        [name for listed in roles.values() for name in listed if name not in names] if isinstance(roles, dict) else []
-    )
+    given = [name for words in (roles.values() if isinstance(roles, dict) else [roles]) for name in _listed(words)]
+    strange = [name for name in map(str, given) if name not in names]
     own = said.get("type")
     formats = [f"type.{key}" for key in own if not key.startswith("field_")] if isinstance(own, dict) else []
     return [*(key for key in said if key not in _READ), *(f"roles: {name}" for name in strange), *formats]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _renamed(columns: dict[str, Any]) -> dict[str, Any]:
