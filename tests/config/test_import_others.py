@@ -206,6 +206,15 @@ def test_pairs_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
     assert (intel.format, intel.columns) == (RowFormat.preference, {"prompt": "question"})
 
 
+def test_rated_answers_of_axolotl(capsys: pytest.CaptureFixture[str]) -> None:
+    types = ("chatml.argilla", "llama3.intel", {"field_prompt": "q", "field_completion": "a", "field_label": "good"})
+    rated = {"rl": "kto", "sample_packing": False, "datasets": [{"path": "o/x", "type": each} for each in types]}
+    cfg, _ = imported(capsys, axolotl(**rated), "world_size=2")
+    assert {source.format for source in cfg.data.sources} == {RowFormat.labeled} and cfg.preference.loss.value == "kto"
+    columns = [source.columns for source in cfg.data.sources]
+    assert columns == [{}, {"prompt": "question"}, {"prompt": "q", "completion": "a", "label": "good"}]
+
+
 def test_ms_swift(capsys: pytest.CaptureFixture[str]) -> None:
     cfg, said = imported(capsys, swift())
     tuning = cfg.tuning

@@ -280,9 +280,8 @@ def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any]
         if known is None and base != "chat_template":
             return None
         columns = dict(known or {}) | {"messages": entry.get("field_messages"), **_roles(entry)}
-        return named_format(
-            row_format, columns | {name: entry.get(f"field_{name}") or columns.get(name) for name in _PAIR}
-        )
+        pair = {name: entry.get(f"field_{name}") or columns.pop(name, None) for name in _PAIR}
+        return named_format(row_format, columns if kind == "kto" else columns | pair)
     if own:
         fields = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
         return named_format("instruction", {ours: own.get(f"field_{theirs}") for ours, theirs in fields.items()})
