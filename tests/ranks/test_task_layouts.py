@@ -54,8 +54,11 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pipelines": (4, ["parallel.pipeline=2", "zero=stage1", RECOMPUTE]),
     "tensor-pipeline": (4, ["parallel.tensor=2", "parallel.pipeline=2", "zero=stage1"]),
 }
-SHORT = ("dpo-lora", "kto", "classify-packed", "embed-mean", "general-stored")
-LATE = {("dpo-lora", "tensor"), ("classify-packed", "tensor"), ("kto", "pipeline")}
+SHORT = ("dpo-lora", "simpo", "kto", "classify-packed", "embed-mean", "general-stored")
+LATE = {
+    *(("dpo-lora", "tensor"), ("dpo-lora", "pipeline"), ("classify-packed", "tensor"), ("kto", "pipeline")),
+    *(("simpo", "tensor"), ("simpo", "sequence")),
+}
 """Tried with the first three layouts in the tier of ranks, but for pairs of which others show the same."""
 CELLS = [
     pytest.param(task, layout, id=f"{task}-{layout}", marks=[] if is_short else pytest.mark.nightly)
@@ -111,7 +114,7 @@ def words(folder: Path, task: str, layout: str) -> list[str]:
     given = {"GENERAL": f"data.sources=[{{{rows}}}, {{{general}, general: true}}]"}
     own = [given.get(word, word.replace("TEACHER", f"{folder}/runs/teacher/export")) for word in own]
     how = [f"train.max_steps={STEPS}", STEADY, "evaluate.at_start=true", *LAYOUTS.get(layout, WHOLE)[1]]
-    how.append(f"checkpoint.export={str(layout in LAYOUTS).lower()}")
+    how += [f"{key}={str(layout in LAYOUTS).lower()}" for key in ("checkpoint.export", "train.rehearse")]
     return tiny(folder / f"{kind}.jsonl", folder, f"{task}-{layout}", *how, *own)
 
 

@@ -88,8 +88,8 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "AnyChatEncoder
         if model.trust_remote_code:
             trust_code(model.path)
         read_config(model.path, with_weights=is_here)
-    elif not model.tokenizer:
-        return None  # it is fitted to the data; and nothing slow need be imported
+    if problems.errors or not (model.tokenizer or model.path):
+        return None  # what follows from other errors is not told; and a fitted tokenizer needs no slow imports
     from toolkit.models.chat import load_tokenizer, local_encoder
     from toolkit.train.tasks import task_of
 

@@ -81,9 +81,7 @@ def stream(
     return model, weights.stored_values(files, layout, shapes, shapes.keys() if wanted is None else wanted)
 
 
-def empty(
-    path: str | Path, changed: Mapping[str, Any] | None = None, *, compared: bool = False
-) -> PreTrainedModel:
+def empty(path: str | Path, changed: Mapping[str, Any] | None = None, *, compared: bool = False) -> PreTrainedModel:
     """Build the model that a directory describes, with its parameters empty on the meta device; reads no weights.
     `changed`: values of keys of its config in place of the file's. `compared`: with names and shapes of the weights,
     which have to be those of the model; reads their headers.

@@ -62,6 +62,7 @@ class PreferenceTask(sample_task.SampleTask):
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
         if not cfg.preference.needs_reference:
             self.names = tuple(name for name in self.names if name != "kl")
+            self._figures = self._zeros()  # of a pipeline, stages that compute no loss add these to the others'
 
     # Model
 
