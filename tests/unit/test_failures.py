@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -102,6 +103,21 @@ def test_a_signal_after_the_end_leaves_a_finished_run(is_done: bool, tmp_path: P
     assert ("unfinished" in child.stderr) != is_done
     assert (f"is complete. Only its report may be missing:  toolkit report {tmp_path}\n" in child.stderr) == is_done
     assert not (tmp_path / "FAILED").exists()
+
+
+EXITS = """
+import atexit, os, signal, sys
+from toolkit.distributed import failure
+
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+failure.install_signals()
+sys.exit(failure.run_guarded(lambda: 0))
+"""
+
+
+def test_a_signal_while_python_ends_prints_no_traceback() -> None:
+    child = subprocess.run([sys.executable, "-c", EXITS], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (child.returncode, child.stderr) == (-signal.SIGTERM, "")
 
 
 CHILD = """

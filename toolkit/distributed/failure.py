@@ -358,6 +358,13 @@ def act_on_signals_at_once() -> None:
     _deferred, _received = False, ""
 
 
+def _release_signals() -> None:
+    """Let a signal end this process without a word again: all is done, and Python is about to end it."""
+    for number in _CAUGHT:
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def received_signal() -> str:
     """Return the name of the signal that has come, or ""."""
     return _received
@@ -414,6 +421,7 @@ def run_guarded(function: Callable[[], int]) -> int:
             raise
         sys.stdout.flush()  # here, where a full disk behind it can still be told
         end_watch()  # the exit status does not tell other ranks: its launcher may have taken it already
+        _release_signals()
         return code
     except ToolkitError as error:
         code = error.exit_code
