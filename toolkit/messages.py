@@ -227,6 +227,10 @@ class ModelError(ToolkitError):
     """A model or tokenizer folder is missing, incomplete or of a kind that cannot be trained."""
 
 
+class NotStreamable(ModelError):
+    """Weights that transformers alone can read, as a whole: they are stored in another form than is computed with."""
+
+
 class BaseMissing(ModelError):
     """An adapter or a checkpoint without frozen weights is whole, but the model that it stands on is not there."""
 

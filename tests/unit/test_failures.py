@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from toolkit.distributed import failure, process_group
+from toolkit.distributed import ended, failure, process_group
 from toolkit.distributed.failure import run_guarded
 from toolkit.distributed.process_group import on_rank0
 from toolkit.launch import environment
@@ -186,6 +186,8 @@ names = "012"[:int(sys.argv[4])]
 while not all((folder / name).exists() for name in names):
     time.sleep(0.05)
 chosen = folder if (folder / "logs").exists() else None
+if (folder / "taken").exists():
+    failure.exit_status = lambda pid: None
 failure.watch_failures(chosen, rank, [failure.Peer(*json.loads((folder / name).read_text())) for name in names])
 (folder / f"watches-{rank}").touch()
 
@@ -235,6 +237,18 @@ def test_a_rank_that_is_killed_before_there_is_a_run_directory_is_named_once(tmp
     assert outputs[0].startswith("rank 0 on ") and f"(pid {killed.pid}) was killed by signal 9 (SIGKILL)." in outputs[0]
     assert outputs[1] == "", "one rank of a node speaks"
     killed.communicate()
+
+
+def test_a_rank_whose_exit_status_is_taken_is_named_where_a_collective_breaks(tmp_path: Path) -> None:
+    """By a launcher that waits for it, before there is a run directory."""
+    (tmp_path / "taken").touch()
+    killed, breaks = ranks_that_watch(tmp_path, "wait", "break")
+    killed.kill()
+    killed.communicate()
+    (tmp_path / "go").touch()
+    output = breaks.communicate(timeout=60)[1]
+    assert breaks.returncode == 1 and "Traceback" not in output and "Connection closed" not in output
+    assert f"(pid {killed.pid}) has ended, and its launcher has its exit status" in output
 
 
 def test_ranks_are_watched_before_the_run_directory_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +344,9 @@ def test_a_rank_of_another_machine_that_is_silent_is_named(tmp_path: Path) -> No
 def test_the_kernels_line_about_a_process(tmp_path: Path) -> None:
     log = tmp_path / "kmsg"
     log.write_text("4,1,1;Out of memory: Killed process 123 (python) total-vm:9kB\n4,1,1;Killed process 12 (x)\n")
-    assert failure.kernel_line(123, str(log)) == "Out of memory: Killed process 123 (python) total-vm:9kB"
-    assert failure.kernel_line(1, str(log)) == ""
-    assert failure.kernel_line(1, str(tmp_path / "none")) == ""
+    assert ended.kernel_line(123, str(log)) == "Out of memory: Killed process 123 (python) total-vm:9kB"
+    assert ended.kernel_line(1, str(log)) == ""
+    assert ended.kernel_line(1, str(tmp_path / "none")) == ""
 
 
 def command(shell: str, **environ: str) -> tuple[int, str]:

@@ -20,7 +20,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import select
 import signal
 import socket
@@ -42,6 +41,7 @@ from typing import Any
 import psutil
 
 from toolkit import secrets, terminal
+from toolkit.distributed.ended import exit_status, kernel_line, out_of_memory_kills
 from toolkit.launch import environment, processes
 from toolkit.messages import LaunchError, Stopped, ToolkitError, is_failure, joined, system_text, tr
 
@@ -185,6 +185,8 @@ class Peers:
 
     def __init__(self, folder: Path | None, rank: int, everybody: Sequence[Peer]) -> None:
         self.folder, self.rank, self.everybody = folder / "logs" if folder else None, rank, list(everybody)
+        self.ended = ""
+        """What to say of a rank that has ended nobody knows how, where a collective breaks afterwards; "" of none."""
         self._noted = 0.0
         self._has_left = False
         self._noting = threading.Lock()
@@ -227,7 +229,14 @@ class Peers:
             self._poll.unregister(handle)
             os.close(handle)
             known = self._read(rank)
-            # Without notes, only what its exit status shows: it may have ended in good order.
+            if status is None and self.folder is None:  # without notes it may have ended in good order
+                self.ended = tr(
+                    "rank {rank} on {host} (pid {pid}) has ended, and its launcher has its exit status: if it has "
+                    "printed no error, it was killed; see dmesg, or ask the scheduler.",
+                    rank=rank,
+                    host=self.everybody[rank].host,
+                    pid=self.everybody[rank].pid,
+                )
             is_killed = self.folder is not None if status is None else os.WIFSIGNALED(status)
             if is_killed and not known.get("left"):
                 return self._killed(rank, status, known)
@@ -292,45 +301,6 @@ class Peers:
         with suppress(OSError, ValueError):
             return dict(json.loads((self.folder / f"rank-{rank}.json").read_text(encoding="utf-8")))
         return {}
-
-
-def exit_status(pid: int) -> int | None:
-    """Return the wait status of a process that has ended and whose parent has not asked yet; None of any other."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return int(fields[-1]) if fields[0] in "ZX" else None
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def out_of_memory_kills() -> int:
-    """Return how many processes the kernel has ended for lack of memory in this process's control group; 0 unknown."""
-    try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-        place = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "/").strip("/")
-        root = Path("/sys/fs/cgroup")
-        for file in (root / place / "memory.events", root / "memory.events", root / "memory" / "memory.oom_control"):
-            if file.is_file():
-                return sum(map(int, re.findall(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)))
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
-    """Return the kernel's own line about a process that it ended for lack of memory; "" if there is none to be read."""
-    found = ""
-    with suppress(OSError):
-        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            with suppress(BlockingIOError):
-                while record := os.read(handle, 1 << 13):
-                    for line in record.decode(errors="replace").splitlines():
-                        if re.search(rf"Killed process {pid}\b", line):
-                            found = line.rpartition(";")[2].strip()
-        finally:
-            os.close(handle)
-    return found
 
 
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -551,6 +521,8 @@ def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> N
         _report_peer(_peers, text)  # a rank that was killed breaks the collectives of the others
     if trace and _reported_peer.is_set():
         return
+    if is_unexplained and _peers and _peers.ended:
+        message, trace = _peers.ended, ""
     if not announce_failure(rank, message + ("\n" + trace if trace else ""), code):
         return
     if _marker is None and _local_rank() != 0:

@@ -49,9 +49,11 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def decoder_layers_name(model: PreTrainedModel) -> str:
-    """Return the name of the list of a model's decoder layers."""
-    number = model.config.num_hidden_layers
+    """Return the name of the list of a model's decoder layers; ModelError if there is none."""
+    number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     found = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == number]
+    if not found:
+        raise ModelError("{architecture} has no list of decoder layers.", architecture=type(model).__name__)
     return min(found, key=len)
 
 
@@ -116,7 +118,15 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
         stack.enter_context(experts.shown_whole(model))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", _OF_MERGING)
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        try:
+            inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        except ValueError as error:  # kinds of layers that peft knows nothing to add to
+            raise ModelError(
+                "peft cannot add this LoRA to {architecture}: {reason} Name other layers (tuning.target_modules), or "
+                "use tuning=full or tuning=freeze.",
+                architecture=type(model).__name__,
+                reason=str(error).partition("\n")[0],
+            ) from error
     experts.attach_lora(model, ADAPTER)
     for name, part in model.named_modules():
         if isinstance(part, AuxiliaryTrainingWrapper) and any(map(process_group.is_expert_part, part.parameters())):

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod, score_labels
-from toolkit.messages import ConfigError
+from toolkit.messages import ConfigError, NotStreamable
 from toolkit.models import adapters, attention, classifier, directory, experts, fp8, layers, load, loss, pipeline, probe
 from toolkit.plan.outline import tuning_of
 
@@ -49,10 +49,15 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
         ConfigError, ModelError: what training would raise before its first step.
     """
     check_division(cfg)
-    folder = Path(cfg.model.path)
+    folder, is_qlora = Path(cfg.model.path), cfg.tuning.method is TuningMethod.qlora
     if cfg.model.init is Init.random or directory.is_trusted(folder):
         return
-    model = load.empty(folder, compared=_is_comparable(cfg, folder))
+    try:
+        model = load.empty(folder, compared=_is_comparable(folder))
+    except NotStreamable:
+        if cfg.zero.stage == 3 or cfg.parallel.pipeline > 1 or cfg.parallel.expert > 1 or is_qlora:
+            raise
+        model = load.empty(folder)
     if tokenizer is not None:
         load.check_vocabulary(model, tokenizer)
     labels = tuple(score_labels(cfg)) or (() if probe.is_classifier(model) else ("0", "1"))  # or those of the data
@@ -69,19 +74,17 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
     else:
         packed = cfg.data.packing is Packing.packed
         attention.choose_attention(model, cfg.model.attention, packed, load.TORCH_DTYPES[cfg.precision.dtype])
-    if cfg.tuning.method is TuningMethod.qlora:  # layers in 4 bits are made of numbers; LoRA finds the same ones
+    if is_qlora:  # layers in 4 bits are made of numbers; LoRA finds the same ones
         cfg = replace(cfg, tuning=replace(cfg.tuning, method=TuningMethod.lora))
     adapt(model, cfg, tokenizer, folder)
 
 
-def _is_comparable(cfg: RunConfig, folder: Path) -> bool:
-    """Whether the weights' names and shapes can be compared with the model's, for which headers are read."""
+def _is_comparable(folder: Path) -> bool:
+    """Whether the weights' headers tell whether they are the model's; names of quantised ones differ."""
     files = directory.weight_files(folder)
     if not files or any(file.suffix != ".safetensors" for file in files):
         return False
-    # Names of quantised weights differ, and what cannot be read piece by piece transformers reads as a whole.
-    is_quantised = "quantization_config" in directory.read_object(folder / "config.json")
-    return not is_quantised and (cfg.zero.stage == 3 or cfg.checkpoint.export)
+    return "quantization_config" not in directory.read_object(folder / "config.json")
 
 
 def check_division(cfg: RunConfig) -> None:

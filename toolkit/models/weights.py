@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from toolkit import disk, terminal
-from toolkit.messages import ModelError, reading, reason_of, tr
+from toolkit.messages import ModelError, NotStreamable, reading, reason_of, tr
 from toolkit.models.directory import weight_files
 
 Shapes = dict[str, tuple[int, ...]]
@@ -105,7 +105,7 @@ class TransformersLayout(Layout):
         parts, is_joint = len(converter.source_patterns), ("MergeModulelist", 0) in steps
         joined = [int(dim or 0) for step, dim in steps if step == "Concatenate"]
         if len(steps) != is_joint + len(joined) or len(joined) != (parts > 1) or is_joint != (number is not None):
-            raise ModelError(
+            raise NotStreamable(
                 "{architecture} stores {name} in another form than it computes with, so that it can only be read "
                 "whole, not with zero.stage=3, parallel.pipeline, parallel.expert or tuning=qlora. Use zero=stage2.",
                 architecture=type(self._model).__name__,

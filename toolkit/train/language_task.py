@@ -302,9 +302,15 @@ class LanguageTask(task.Task):
         """Raise what the model's and tokenizer's files show, before rows are tokenized, which may take hours. `toolkit
         check`, `new` and `prepare` ask the same; `tokenizer`: None where it is not on this disk.
         """
-        with messages.silent(), warnings.catch_warnings():  # about the model they are said when it is loaded
-            warnings.simplefilter("ignore")
-            assemble.check_model(cfg, tokenizer)
+        try:
+            with messages.silent(), warnings.catch_warnings():  # about the model they are said when it is loaded
+                warnings.simplefilter("ignore")
+                assemble.check_model(cfg, tokenizer)
+        except messages.ToolkitError:
+            raise
+        except Exception as error:  # of a library on the meta device: with its weights the model may do all the same
+            kind = type(error).__name__
+            warn("the model could not be tried beforehand: {kind}: {reason}.", kind=kind, reason=error)
 
     def begin(self, cfg: RunConfig, ranks: Ranks) -> None:
         """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""

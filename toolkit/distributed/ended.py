@@ -1,0 +1,45 @@
+"""What the system knows of processes that have ended: their exit status, and whether memory ran out. No torch."""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+
+def exit_status(pid: int) -> int | None:
+    """Return the wait status of a process that has ended and whose parent has not asked yet; None of any other."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return int(fields[-1]) if fields[0] in "ZX" else None
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def out_of_memory_kills() -> int:
+    """Return how many processes the kernel has ended for lack of memory in this process's control group; 0 unknown."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+        place = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "/").strip("/")
+        root = Path("/sys/fs/cgroup")
+        for file in (root / place / "memory.events", root / "memory.events", root / "memory" / "memory.oom_control"):
+            if file.is_file():
+                return sum(map(int, re.findall(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)))
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
+    """Return the kernel's own line about a process that it ended for lack of memory; "" if there is none to be read."""
+    found = ""
+    with suppress(OSError):
+        handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            with suppress(BlockingIOError):
+                while record := os.read(handle, 1 << 13):
+                    for line in record.decode(errors="replace").splitlines():
+                        if re.search(rf"Killed process {pid}\b", line):
+                            found = line.rpartition(";")[2].strip()
+        finally:
+            os.close(handle)
+    return found
