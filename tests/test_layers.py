@@ -52,7 +52,7 @@ SAME_LAYER = {
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]
 TASKLESS = ("trainer", "loop", "step", "dry_run", "task", "checkpointer", "run_dir", "tracking")
-# distributed/file_lock.py, ended.py and failure.py serve processes that have no torch yet; the rest of the layer needs it.
+# file_lock.py, ended.py and failure.py serve processes that have no torch yet; the rest of their layer needs it.
 LARGEST_FILE, LARGEST_COMMAND, LARGEST_FUNCTION = 800, 120, 60
 
 

@@ -15,7 +15,6 @@ directory and its conversion. Directories have peft's layout, for P-Tuning v2 th
 base.json, which identifies the base.
 """
 
-import inspect
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed import process_group
 from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr, warn
 from toolkit.models import adapter_settings, classifier, directory, experts, probe, weights
-from toolkit.models.cache import CACHE, OLDER, cache_of, num_cached
+from toolkit.models.cache import CACHE, OLDER, arguments_by_name, cache_of, mask_and_positions, num_cached
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
 
 
@@ -55,29 +54,6 @@ def decoder_layers_name(model: PreTrainedModel) -> str:
     if not found:
         raise ModelError("{architecture} has no list of decoder layers.", architecture=type(model).__name__)
     return min(found, key=len)
-
-
-def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a forward pass by name."""
-    if args:
-        names = [*inspect.signature(type(model).forward).parameters][1:]
-        kwargs = dict(zip(names, args, strict=False)) | kwargs
-    return dict(kwargs)
-
-
-def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return mask and positions of a pass with `num_before` learned tokens in front, which positions do not count.
-    `ids`: `[B, S]`, or embeddings `[B, S, H]`; what `kwargs` leave out is made as transformers makes it.
-    """
-    rows, size = ids.shape[:2]
-    mask = kwargs.get("attention_mask")
-    if mask is None:
-        earlier = max(num_cached(kwargs) - num_before, 0)
-        mask = torch.ones(rows, earlier + size, dtype=torch.long, device=ids.device)
-    positions = kwargs.get("position_ids")
-    if positions is None:
-        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:]
-    return torch.cat((mask.new_ones(rows, num_before), mask), dim=1), positions
 
 
 def freeze(model: PreTrainedModel, config: TuningConfig) -> None:

@@ -1,9 +1,14 @@
-"""What transformers calls the keys and values of earlier tokens: `cache` from 5.24 on, `past_key_values` before."""
+"""Arguments of a forward pass: by name, mask and positions, and the keys and values of earlier tokens, which
+transformers calls `cache` from 5.24 on and `past_key_values` before.
+"""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
+from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -22,3 +27,26 @@ def num_cached(arguments: Mapping[str, Any]) -> int:
     """Return how many tokens the cache of a forward pass holds already."""
     cache = cache_of(arguments)
     return 0 if cache is None else int(cache.get_seq_length())
+
+
+def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a forward pass by name."""
+    if args:
+        names = [*inspect.signature(type(model).forward).parameters][1:]
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+    return dict(kwargs)
+
+
+def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mask and positions of a pass with `num_before` learned tokens in front, which positions do not count.
+    `ids`: `[B, S]`, or embeddings `[B, S, H]`; what `kwargs` leave out is made as transformers makes it.
+    """
+    rows, size = ids.shape[:2]
+    mask = kwargs.get("attention_mask")
+    if mask is None:
+        earlier = max(num_cached(kwargs) - num_before, 0)
+        mask = torch.ones(rows, earlier + size, dtype=torch.long, device=ids.device)
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:]
+    return torch.cat((mask.new_ones(rows, num_before), mask), dim=1), positions

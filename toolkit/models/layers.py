@@ -27,6 +27,7 @@ from toolkit.config.schema import KernelsConfig, LossKernel, RandomLtdConfig, Wh
 from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models import adapters, experts
 from toolkit.models.attention import segment_arguments, trains_on_gpu
+from toolkit.models.cache import arguments_by_name
 
 
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
@@ -157,7 +158,7 @@ class TokenDropping:
         self.positions, share = [], self.share(self.step)
         if not model.training or share == 1:
             return
-        ids = adapters.arguments_by_name(model, args, kwargs)["input_ids"]
+        ids = arguments_by_name(model, args, kwargs)["input_ids"]
         rows, size = ids.shape
         count = min(size, -(-int(share * size) // _MULTIPLE) * _MULTIPLE)
         digest = hashlib.sha256(f"{self.key} {self.step} {self.micro_batch}".encode()).digest()
