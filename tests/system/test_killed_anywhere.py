@@ -109,7 +109,7 @@ def check_same(mine: Path, whole: Path) -> None:
         assert all((values[name] == wanted[name]).all() for name in wanted)
 
 
-@pytest.mark.fault("K1")
+@pytest.mark.fault("K5")
 @pytest.mark.parametrize("task", TASKS)
 def test_in_the_end_it_is_the_same_run(task: str, folder: Path, tmp_path: Path, record_property: Any) -> None:
     draw = random.Random(task)

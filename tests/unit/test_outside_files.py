@@ -12,7 +12,16 @@ from toolkit.checkpoint.directory import MANIFEST, STATE, read_header, read_mani
 from toolkit.config import files
 from toolkit.data import store
 from toolkit.engine.ds_import import read_json
-from toolkit.messages import ConfigError, DataError, ModelError, ToolkitError, file_bytes, json_object, parsed_json
+from toolkit.messages import (
+    ConfigError,
+    DataError,
+    ModelError,
+    Problems,
+    ToolkitError,
+    file_bytes,
+    json_object,
+    parsed_json,
+)
 from toolkit.models.chatglm import tokenizers
 from toolkit.translate.read import read_all
 
@@ -27,7 +36,7 @@ BAD = {
 MAY_HOLD = {"recipe": ("nan", "empty"), "state": ("nan",), "checkpoint": ("nan",)}
 """What is no fault: YAML's NaN, and losses that are not known yet."""
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "deepspeed": ("ds.json", lambda file: read_json(str(file))),
+    "deepspeed": ("ds.json", lambda file: read_json(str(file), Problems())),
     "import-config": ("c.json", lambda file: read_all([str(file)], None)),
     "recipe": ("r.yaml", files.read),
     "checkpoint": (MANIFEST, lambda file: read_manifest(file.parent)),
@@ -62,7 +71,7 @@ def test_a_deepspeed_json_has_finite_numbers(tmp_path: Path) -> None:
     for value in ("NaN", "Infinity", "-Infinity", "1e999"):
         (tmp_path / "ds.json").write_text(f'{{"optimizer": {{"params": {{"lr": {value}}}}}}}')
         with pytest.raises(ConfigError, match=r"ds\.json is not JSON: (NaN|Infinity) is no number"):
-            read_json(str(tmp_path / "ds.json"))
+            read_json(str(tmp_path / "ds.json"), Problems())
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -80,7 +89,7 @@ def test_large_files_are_not_read(reader: str, tmp_path: Path) -> None:
 def test_a_deepspeed_json_is_as_small_as_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"a": list(range(200_000))}))
     with pytest.raises(ConfigError, match=r"is not JSON: it has more than 1,000,000 bytes"):
-        read_json(str(tmp_path / "ds.json"))
+        read_json(str(tmp_path / "ds.json"), Problems())
 
 
 @pytest.mark.timeout(60)
