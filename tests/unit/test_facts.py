@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.speaker import write_random
 from toolkit.cli import main
+from toolkit.config.load import LoadedConfig, load
 from toolkit.distributed import failure, process_group
+from toolkit.models.assemble import check_model
 
 PLAIN = [{"role": "user", "content": "he said"}, {"role": "assistant", "content": "and so on"}]
 THOUGHT = [PLAIN[0], PLAIN[1] | {"reasoning_content": "said and"}]
@@ -171,3 +173,29 @@ def test_a_whole_model_is_trained(
     Path("rows.jsonl").write_text((json.dumps({"messages": PLAIN}) + "\n") * 4)
     code, said = run(capsys, "check", *RECIPE, *SAMPLES, "model=hf", "model.path=model", "data=rows.jsonl")
     assert code == 0, said
+
+
+def test_config_json_alone_is_enough(whole: Path, tmp_path: Path) -> None:
+    """Of a model on Hugging Face `check` downloads no weights."""
+    shutil.copytree(whole, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    words = ["model=hf", f"model.path={tmp_path / 'model'}", "parallel.sequence=2", "data.packing=packed"]
+    check_model(load([*RECIPE, *SAMPLES, *words]).cfg, None)
+
+
+def test_no_weights_are_downloaded_for_the_question_whether_an_adapter_merges(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text((json.dumps({"messages": PLAIN}) + "\n") * 4)
+    asked: list[bool] = []
+
+    def resolve(loaded: LoadedConfig, *, config_only: bool = False) -> LoadedConfig:
+        asked.append(config_only)
+        return loaded
+
+    monkeypatch.setattr("toolkit.config.preflight.resolve_model_path", resolve)
+    words = ["model=hf", f"model.path={whole}", "data=rows.jsonl", "tuning=lora", "tuning.save_modules=[lm_head]"]
+    code, said = run(capsys, "check", *RECIPE, *SAMPLES, *words)
+    assert code == 0, said
+    assert len(asked) == 3 and all(asked)

@@ -56,7 +56,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if may_read and _may_be_unmergeable(cfg):
         from toolkit.export import merge
 
-        merge.tell_unmergeable(merge.part_of_recipe(preflight.resolve_model_path(arguments.loaded).cfg))
+        resolved = preflight.resolve_model_path(arguments.loaded, config_only=True)
+        merge.tell_unmergeable(merge.part_of_recipe(resolved.cfg))
     if outlines:
         whole, mine = outlines
         trained, total = f"{whole.num_trained:,}", f"{whole.num_parameters:,}"

@@ -48,7 +48,9 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
     Raises:
         ConfigError, ModelError: what training would raise before its first step.
     """
-    check_division(cfg)
+    parts = cfg.parallel.sequence
+    if parts > 1 and (reason := directory.division_unsupported(cfg.model, cfg.data.max_length)):
+        raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     folder, is_qlora = Path(cfg.model.path), cfg.tuning.method is TuningMethod.qlora
     if cfg.model.init is Init.random or directory.is_trusted(folder):
         return
@@ -69,8 +71,8 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
         load.check_writes(model, folder)
     elif labels:
         model = classifier.with_head(model, classifier.Head(labels, 0), cfg.run.seed)
-    if cfg.parallel.sequence > 1:
-        attention.check_splits(model, cfg.parallel.sequence, cfg.parallel.tensor)
+    if parts > 1:
+        attention.check_splits(model, parts, cfg.parallel.tensor)
     else:
         packed = cfg.data.packing is Packing.packed
         attention.choose_attention(model, cfg.model.attention, packed, load.TORCH_DTYPES[cfg.precision.dtype])
@@ -85,10 +87,3 @@ def _is_comparable(folder: Path) -> bool:
     if not files or any(file.suffix != ".safetensors" for file in files):
         return False
     return "quantization_config" not in directory.read_object(folder / "config.json")
-
-
-def check_division(cfg: RunConfig) -> None:
-    """Reject rows that `parallel.sequence` cannot divide with this model; a ConfigError."""
-    parts = cfg.parallel.sequence
-    if parts > 1 and (reason := directory.division_unsupported(cfg.model, cfg.data.max_length)):
-        raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)

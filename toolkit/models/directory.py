@@ -349,7 +349,7 @@ def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMetho
         return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
     if model.init is Init.random:
         return ""
-    if architecture_of(read_config(model.path)) is Architecture.v1:
+    if architecture_of(read_config(model.path, with_weights=False)) is Architecture.v1:
         return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
     return division_unsupported(model, max_length)
 
@@ -358,7 +358,7 @@ def division_unsupported(model: ModelConfig, max_length: int) -> str:
     """Return why rows cannot be divided over ranks: what mixes tokens otherwise than attention to all before them; ""
     if nothing in the model's config speaks against it.
     """
-    config = {} if model.init is Init.random else read_config(model.path)
+    config = {} if model.init is Init.random else read_config(model.path, with_weights=False)
     layers = set(config.get("layer_types") or ["full_attention"])
     window = config.get("sliding_window")
     if window and config.get("use_sliding_window", True):

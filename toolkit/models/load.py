@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.engine.ds_config import tensor_ranks
-from toolkit.messages import ModelError, reason_of
+from toolkit.messages import ModelError, NotStreamable, reason_of
 from toolkit.models import attention, classifier, directory, probe, save, weights
 from toolkit.models.chatglm import modeling, tokenizers
 
@@ -72,8 +72,8 @@ def stream(
     config = directory.read_config(str(path))
     try:
         model, files, layout = _open(Path(path), config)
-    except ModelError as error:
-        state = _read_whole(Path(path), config, error).state_dict()
+    except NotStreamable:
+        state = _load_by_transformers(Path(path), None).state_dict()
         model = empty(path)
         names = [name for name in weights.shapes_of(model) if wanted is None or name in wanted]
         return model, ((name, state.pop(name)) for name in names)
@@ -348,20 +348,6 @@ def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrained
     return _finish(model, folder)
 
 
-def _read_whole(
-    folder: Path, config: dict[str, Any], error: ModelError, dtype: torch.dtype | None = None
-) -> PreTrainedModel:
-    """Return a directory's model where reading it piece by piece ended with `error`, which is raised if that was not
-    the reason.
-    """
-    if directory.architecture_of(config) is not None:
-        raise error
-    try:
-        return _load_by_transformers(folder, dtype)
-    except ModelError:
-        raise error from None
-
-
 def _check_report(folder: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
     """Reject what transformers reports of a model that it has loaded, but for what is in no file, or of no use."""
     # A head that is tied to the embedding is in no file, and rightly so.
@@ -380,8 +366,8 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     config = directory.read_config(str(path))
     try:
         model, files, layout = _open(Path(path), config)
-    except ModelError as error:
-        return _read_whole(Path(path), config, error, dtype)
+    except NotStreamable:
+        return _load_by_transformers(Path(path), dtype)
     shapes = weights.shapes_of(model)
     dtypes = {
         target: dtype if dtype and info.dtype.is_floating_point else info.dtype

@@ -636,7 +636,6 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
     packed, parts, stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
-    assemble.check_division(cfg)
     build.use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
     head, own = language_data.head_of(cfg, data), None

@@ -11,6 +11,7 @@ from toolkit.translate.programs import (
     named_format,
     set_evaluation,
     set_preference,
+    set_reward,
 )
 from toolkit.translate.read import ForeignConfig, names_of
 
@@ -70,10 +71,7 @@ def translate_own(given: ForeignConfig, draft: RecipeDraft) -> None:
         raise given.without_counterpart("rl", _LOSSES)
     _data(given, draft, kind)
     if given.flag("reward_model"):
-        draft.groups["task"] = "reward"
-        draft.put("task.kind", "reward", "reward_model")
-        if given.has("center_rewards_coefficient"):
-            draft.put("task.center", given.number("center_rewards_coefficient"), "center_rewards_coefficient")
+        set_reward(given, draft, "reward_model")
     elif kind:
         _preference(given, draft, kind)
     for name, value in {"eager_attention": "eager", "sdp_attention": "sdpa"}.items():

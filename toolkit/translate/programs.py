@@ -283,10 +283,7 @@ def _trl(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     if not kind:
         return
     if kind == "reward":
-        draft.groups["task"] = "reward"
-        draft.put("task.kind", "reward")
-        if given.has("center_rewards_coefficient"):
-            draft.put("task.center", given.number("center_rewards_coefficient"), "center_rewards_coefficient")
+        set_reward(given, draft)
         return
     terms = {"cpo_alpha": given.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
     if given.get("rpo_alpha") is not None and kind != "kto":
@@ -294,6 +291,14 @@ def _trl(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     set_preference(given, draft, kind, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
     for key in _TRL_KTO if kind == "kto" else ():
         draft.put(f"preference.{key}", given.number(key), key)
+
+
+def set_reward(given: ForeignConfig, draft: RecipeDraft, *sources: str) -> None:
+    """Choose the reward task with what TRL's RewardConfig has, which others pass on."""
+    draft.groups["task"] = "reward"
+    draft.put("task.kind", "reward", *sources)
+    if given.has("center_rewards_coefficient"):
+        draft.put("task.center", given.number("center_rewards_coefficient"), "center_rewards_coefficient")
 
 
 def set_preference(

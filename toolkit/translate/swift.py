@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.config import files
 from toolkit.messages import ConfigError, parsed_json, tr
-from toolkit.translate.programs import RecipeDraft, is_on_hub, lora_settings, set_evaluation, set_preference
+from toolkit.translate.programs import RecipeDraft, is_on_hub, lora_settings, set_evaluation, set_preference, set_reward
 from toolkit.translate.read import ForeignConfig, names_of, sentence
 
 _METHODS = ("lora", "full")
@@ -60,10 +60,7 @@ def translate_own(given: ForeignConfig, draft: RecipeDraft) -> None:
     _method_and_adapter(given, draft)
     _data(given, draft, kind)
     if kind == "rm":
-        draft.groups["task"] = "reward"
-        draft.put("task.kind", "reward", "rlhf_type")
-        if given.has("center_rewards_coefficient"):
-            draft.put("task.center", given.number("center_rewards_coefficient"), "center_rewards_coefficient")
+        set_reward(given, draft, "rlhf_type")
     elif kind:
         _preference(given, draft, kind)
     for theirs, ours in {
