@@ -290,7 +290,7 @@ def test_one_token_of_another_sample_in_one_layer_is_caught(
     ],
 )
 def test_models_that_cannot(config: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.models.directory.read_config", lambda path: config)
+    monkeypatch.setattr("toolkit.models.directory.read_config", lambda path, with_weights: config)
     assert packing_unsupported(ModelConfig(path="x"), 64) == reason
     assert packing_unsupported(ModelConfig(init=Init.random), 64) == ""
 
