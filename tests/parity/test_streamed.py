@@ -16,7 +16,7 @@ from toolkit.export.model import check_exportable, verify_logits, write_folder
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import load_model, probe
 from toolkit.models.load import streamed_model
-from toolkit.models.save import describe
+from toolkit.models.save import describe, save_model
 
 MODELS: dict[str, Any] = {
     "llama": (transformers.LlamaConfig, {}),
@@ -109,6 +109,31 @@ def test_an_export_is_proven_without_loading_it(tmp_path: Path, monkeypatch: pyt
     save_file({**values, name: values[name].flip(0)}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="other weights than were saved: the logits differ by"):
         verify_logits(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_bit_that_is_written_otherwise_is_found(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision no forward pass could tell it from rounding; here of experts, which files hold one by one."""
+    model, folder, name = model_of("experts").to(dtype), tmp_path / "export", "model.layers.1.mlp.experts.3.up_proj"
+    state = {key: value.detach().clone() for key, value in model.named_parameters()}
+
+    def save(*words: Any, **more: Any) -> None:
+        save_model(*words, **more)
+        [file] = words[1].glob("*.safetensors")
+        values = load_file(file)
+        bits = values[f"{name}.weight"].view(torch.uint8)
+        bits[7, 4] ^= 1
+        save_file(values, file, {"format": "pt"})
+
+    write_folder(model, describe(model, None), folder, "hf", None, state=state)
+    monkeypatch.setattr("toolkit.export.model.save_model", save)
+    with pytest.raises(
+        CheckpointError, match=r"does not hold what was trained: .*layers\.1\.mlp\.experts\.gate_up_proj"
+    ):
+        write_folder(model, describe(model, None), tmp_path / "other", "hf", None, state=state)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
 def test_a_model_that_uses_a_layer_elsewhere_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """LoRA, prompt tuning and freezing: what is trained, peft's own numbers and files, and merging without a difference."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import peft
 import pytest
@@ -131,6 +133,28 @@ def test_a_stranger_s_peft_adapter_goes_on(variant: str, tmp_path: Path) -> None
     assert main(["export-model", *words, f"output={tmp_path}/merged"]) == 0
     merged = load_module.load_model(tmp_path / "merged")
     assert torch.allclose(logits(merged, "glm4"), logits(theirs, "glm4"), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_matrix_that_is_merged_wrongly_is_named(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By one hundredth of what one adapter of eight adds, which the logits of bf16 would not tell."""
+    written(tuned("glm4"), tmp_path / "adapter")
+    real, merged = peft.tuners.lora.Linear.get_delta_weight, []
+
+    def short(layer: Any, adapter: str) -> torch.Tensor:
+        merged.append(layer)
+        return real(layer, adapter) * (0.99 if len(merged) == 3 else 1.0)
+
+    monkeypatch.setattr(peft.tuners.lora.Linear, "get_delta_weight", short)
+    words = [str(tmp_path / "adapter"), "merge=true", f"output={tmp_path}/merged", f"dtype={dtype}", "forward=no"]
+    assert main(["export-model", *words]) == 74
+    told = (
+        r"\S+weight: merged, the layer computes something else than with the adapter beside it \(a difference of 0.01 "
+    )
+    assert re.search(told, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
 
 def test_what_cannot_be_merged_is_named(tmp_path: Path, capsys) -> None:

@@ -28,6 +28,11 @@ TIED = "tie_word_embeddings"
 _STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}
 """`init_lora_weights` with which peft (0.21) leaves the base's weights as they are."""
 
+_ROWS = 4
+# How far a merged matrix may be from the layer in training, in float32: of what the adapter adds, and of the whole
+# output, whose rounding hides adapters that hardly do anything.
+_OF_ADDED, _ROUNDING = 1e-3, 1e-5
+
 Change = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 """Returns a weight of the base as the adapter makes it, in float32 where it computes; gets the adapter's tensors by
 their names in the model."""
@@ -252,18 +257,51 @@ def parameter_of(layer: Any) -> str:
 
 
 def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a layer's weight with the `trained` additions, by their names in the layer, computed in float32."""
+    """Return a layer's weight with the `trained` additions, by their names in the layer, computed in float32.
+
+    Raises:
+        ValueError: an addition is not finite.
+        _MergeDiffersError: the layer computes otherwise with the weight than it did in training.
+    """
     # The layer itself stays on the meta device; what it was built with may hold another one's tensors.
-    layer = deepcopy(layer, {id(layer.kwargs): {}})
-    layer.lora_bias = dict.fromkeys(layer.lora_bias, False)  # a parameter of its own
+    layer = deepcopy(layer, {id(layer.kwargs): {}}).eval()
+    layer.lora_bias = dict.fromkeys(layer.lora_bias, False)  # a parameter of its own: see _Bias
     base, own = layer.get_base_layer(), parameter_of(layer)
     weights.set_value(base, own, weight.float())
     for name, value in trained.items():
-        weights.set_value(layer, name, value.float())
+        is_bias = name.startswith("lora_B.") and name.endswith(".bias")
+        weights.set_value(layer, name, torch.zeros(value.shape) if is_bias else value.float())
     with torch.no_grad():
+        inputs = _inputs(layer, base)
+        without, expected = (base(*inputs), layer(*inputs)) if inputs else (torch.empty(0), torch.empty(0))
         layer.merge(safe_merge=True)
+        if inputs:
+            _compare(base(*inputs), expected, without)
     merged: torch.Tensor = base.get_parameter(own).detach()
     return merged
+
+
+class _MergeDiffersError(Exception):
+    """A merged layer computes something else than the layer with its adapter beside it."""
+
+
+def _inputs(layer: Any, base: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return what a layer can be tried with; nothing for experts in one tensor, to which peft adds in training too."""
+    if hasattr(layer, "parameter_name"):
+        return ()
+    if isinstance(bias := getattr(base, "bias", None), torch.Tensor):
+        weights.set_value(base, "bias", torch.zeros(bias.shape))
+    draw = torch.Generator().manual_seed(0)  # not the run's own
+    if isinstance(base, torch.nn.Embedding):
+        return (torch.randint(base.num_embeddings, (64,), generator=draw),)
+    return (torch.randn(_ROWS, layer.in_features, generator=draw),)
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, without: torch.Tensor) -> None:
+    added = float((expected - without).abs().max())
+    difference = float((found - expected).abs().max())
+    if difference > _OF_ADDED * added + _ROUNDING * float(expected.abs().max()):
+        raise _MergeDiffersError(f"{difference / added:.2g}" if added else f"{difference:.2g}")
 
 
 def _stays_tied(
@@ -294,6 +332,13 @@ def _changed(
             value = change(value, values)
     except ValueError as error:  # peft looks for NaN
         raise CheckpointError("{name} is NaN or Inf: the run had diverged.", name=name) from error
+    except _MergeDiffersError as error:
+        raise CheckpointError(
+            "{name}: merged, the layer computes something else than with the adapter beside it (a difference of {part} "
+            "of what the adapter adds). Nothing was written: use the adapter as it is.",
+            name=name,
+            part=error,
+        ) from error
     return value
 
 
