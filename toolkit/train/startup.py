@@ -23,7 +23,8 @@ from toolkit.secrets import HidingFilter, hide
 
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
 _LOOK_S = 1.0
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LARGE_BYTES = 32 * 2**20  # the most that glibc takes for M_MMAP_THRESHOLD on 64-bit systems
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -82,8 +83,9 @@ def set_allocator(environ: MutableMapping[str, str]) -> None:
     """Let PyTorch grow segments of GPU memory, against fragmentation, unless a variable says what it does. Of the names
     PyTorch takes the first that is set, and gives warnings about others than the first (torch 2.13, AllocatorConfig).
 
-    Without a GPU: let the process keep the memory of tensors that are freed, in huge pages. glibc 2.36 returns each
-    large one to the system at once, and the next step's are zeroed and mapped again, page by page.
+    Without a GPU: let the process keep the memory of freed tensors of less than 32 MiB, in huge pages. glibc 2.36
+    returns each of more than 128 KiB to the system at first, and the next step's are zeroed and mapped again, page by
+    page. Larger ones are returned: between them the heap would keep holes that fit nothing else.
     """
     device = preflight.device_here(environ)
     if device == "cuda" and not any(name in environ for name in _ALLOCATOR):
@@ -95,7 +97,7 @@ def set_allocator(environ: MutableMapping[str, str]) -> None:
         return
     with contextlib.suppress(AttributeError, OSError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         mallopt(_M_TRIM_THRESHOLD, -1)  # never
 
 
