@@ -59,7 +59,8 @@ def test_a_hard_life_in_a_strange_place(rows_file: Path, tmp_path: Path, straigh
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
     refused = life(folder, words, {})
     assert refused.code != 0
-    assert "the prepared data" in refused.output and "checkpoint.allow_changes=[data]" in refused.output
+    assert "the prepared data" in refused.output and "the tokenizer: another vocabulary" in refused.output
+    assert "checkpoint.allow_changes=[data,model.tokenizer]" in refused.output
     rows.write_text(content)
 
     # A rank may not have more memory than it has.

@@ -753,6 +753,19 @@ def test_changes_that_change_the_mathematics_are_refused() -> None:
         checkpointer.check_changes(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
 
 
+@pytest.mark.fault("R2")
+def test_another_tokenizer_is_refused_by_its_name_even_if_the_samples_are_the_same() -> None:
+    """Unless the checkpoint is of a version that noted none."""
+    before = {"store": "s", "tokenizer: vocabulary": "v", "tokenizer: chat template": "t"}
+    now = {**before, "tokenizer: vocabulary": "w"}
+    text = "  the tokenizer: another vocabulary than in the checkpoint's model/, which model.tokenizer may name"
+    with pytest.raises(ConfigError) as error:
+        checkpointer.check_changes(CONFIG, CONFIG, before, now, ["data"])
+    assert text in str(error.value) and "checkpoint.allow_changes=[model.tokenizer]" in str(error.value)
+    assert checkpointer.check_changes(CONFIG, CONFIG, before, now, ["model"]) == [text]
+    assert checkpointer.check_changes(CONFIG, CONFIG, {"store": "s"}, now, []) == []
+
+
 def test_the_base_of_a_tuned_run_may_have_moved() -> None:
     """That it is the same one is told by its numbers, when it is loaded; with all of it trained, nothing tells."""
     old, new = {**CONFIG, "model": {"path": "/old"}}, {**CONFIG, "model": {"path": "/new"}}

@@ -1,6 +1,7 @@
 """Tokenizers and chat encoders: trained on the data, or loaded from a model directory."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 
+TOKENIZER = "tokenizer: "
+"""Before the names of a tokenizer's parts in what identifies the data of a run."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -244,3 +247,30 @@ def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: b
             name=tokenizer.name_or_path,
         )
     return TemplateChatEncoder(tokenizer, train_thinking)
+
+
+def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
+    """Return a digest of each part of a tokenizer that a run trains with and exports, by `TOKENIZER` and its name.
+
+    A ChatGLM's own chat format counts by its family: its words here may change with a version of the toolkit.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    found = json.loads(backend.to_str()) if backend is not None else {}
+    model = found.get("model", {})
+    # Versions of tokenizers write a merge as "a b" or as ["a", "b"].
+    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", [])]
+    is_own = getattr(tokenizer, "has_own_template", False)
+    parts = {
+        "vocabulary": [tokenizer.get_vocab(), merges],
+        "division of text": [found.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")],
+        "special tokens": [
+            # transformers 4 lists here what is among the added tokens, too.
+            {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)},
+            [[place, str(token), token.special] for place, token in sorted(tokenizer.added_tokens_decoder.items())],
+        ],
+        "chat template": tokenizer.family.value if is_own else tokenizer.chat_template,
+    }
+    return {
+        TOKENIZER + name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:32]
+        for name, part in parts.items()
+    }

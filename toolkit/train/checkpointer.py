@@ -37,6 +37,7 @@ from toolkit.engine.parameters import is_muon, is_partitioned, ruined_ranks
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, reason_of, say, tr, warn
 from toolkit.models import probe, save, weights
+from toolkit.models.chat import TOKENIZER
 from toolkit.models.pipeline import capture_probe, is_pipeline, stage_model, unwrap_model
 from toolkit.train import run_dir
 
@@ -649,9 +650,7 @@ def check_changes(
             changes="\n".join(others),
         )
     lines = [(key, line) for key, _, _, line in found]
-    for name, fingerprint in data_now.items():
-        if data_before.get(name) != fingerprint:
-            lines.append(("data", tr("  the prepared data: {name} is another one", name=name)))
+    lines += _changed_data(data_before, data_now)
     # Where a part of the model is trained, base.json in the checkpoint tells whether the rest is the same.
     is_part = now.get("tuning", {}).get("method", "full") != "full"
     free = [*allowed, "model.path"] if is_part else allowed
@@ -664,6 +663,30 @@ def check_changes(
             keys=",".join(dict.fromkeys(key for key, _ in refused)),
         )
     return [line for _, line in lines]
+
+
+def _changed_data(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the key that allows it and a line for each difference of data and tokenizer."""
+    parts = {
+        "vocabulary": tr("vocabulary"),
+        "division of text": tr("division of text"),
+        "special tokens": tr("special tokens"),
+        "chat template": tr("chat template"),
+    }
+    for name, digest in now.items():
+        if before.get(name) == digest:
+            continue
+        if not name.startswith(TOKENIZER):
+            yield "data", tr("  the prepared data: {name} is another one", name=name)
+        elif name in before:  # earlier versions noted none
+            # One that is trained on the data is another one with other data, and its tokens mean something else.
+            yield (
+                "model.tokenizer",
+                tr(
+                    "  the tokenizer: another {part} than in the checkpoint's model/, which model.tokenizer may name",
+                    part=parts[name.removeprefix(TOKENIZER)],
+                ),
+            )
 
 
 def _shortened(value: Any) -> str:

@@ -33,6 +33,7 @@ from toolkit.models import (
     adapters,
     assemble,
     attention,
+    chat,
     classifier,
     experts,
     fp8,
@@ -327,7 +328,9 @@ class LanguageTask(task.Task):
         data, members = self.data, self.data.train_plan.members
         self.cfg, self.steps_per_epoch = cfg, language_data.epoch_steps(cfg, data)
         self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
-        self.identity, self.has_validation = data.identity, data.validation is not None
+        # Another tokenizer may give the same samples; it would be exported with a model that has learned other tokens.
+        self.identity = data.identity | chat.tokenizer_identity(data.tokenizer)
+        self.has_validation = data.validation is not None
         self.epoch = schedule.Epoch(
             samples=len(data.train) if members is None else len(members),
             sequences=language_data.epoch_rows(cfg, data),
