@@ -79,6 +79,24 @@ def test_a_crash_in_one_place_ends_after_the_second_time(rows_file: Path, tmp_pa
 
 
 @pytest.mark.fault("K1")
+def test_a_run_that_dies_further_on_each_time_ends_with_its_restarts(rows_file: Path, tmp_path: Path) -> None:
+    """In the fifth step of each of its lives."""
+    naps = [{"ranks": [0], "steps": [1, 40], "before": "step", "seconds": 0.3}]
+    fault = {"at": "step", "step": 5, "rank": 1, "do": "kill", "note": str(tmp_path / "note"), "naps": naps}
+    words = faulty_words(rows_file, tmp_path, "run", "run.max_restarts=2", "train.max_steps=40", "checkpoint.every=1")
+    finished = run(launch(*words), cwd=tmp_path, FAULT=json.dumps(fault))
+    assert (tmp_path / "note").read_text().count("step 1\n") == 3
+    folder = tmp_path / "runs" / "run"
+    saved = int(published_checkpoints(folder / "checkpoints")[0].name.removeprefix("step-"))
+    first, second, third = starts_of(folder)
+    assert 0 == first[0] < second[0] < third[0] < saved and [first[1], second[1], third[1]] == [0, 1, 2]
+    assert finished.code == 1 and finished.output.splitlines()[-1] == (
+        f"The run died at step {third[0] + 5} (exit code 1), after 2 restarts: no more are allowed "
+        f"(run.max_restarts). The same command resumes it from the checkpoint of step {saved}."
+    )
+
+
+@pytest.mark.fault("K1")
 def test_torchrun_starts_a_run_again_too(rows_file: Path, tmp_path: Path, straight: list[float]) -> None:
     fault = {"at": "each life", "step": 5, "rank": 1, "do": "kill", "note": str(tmp_path / "note"), "once": True}
     torchrun = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", str(free_port()), "--max-restarts=1"]

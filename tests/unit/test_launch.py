@@ -173,6 +173,23 @@ def test_two_deaths_without_a_checkpoint_are_enough(tmp_path: Path, monkeypatch:
     run_dir.record_start(tmp_path, 4)  # somebody typed the command again
 
 
+def test_the_last_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+    """And where another start would end in the same place, that is."""
+    monkeypatch.setattr(run_dir, "newest_step", lambda folder: 4)
+    write(tmp_path / "metrics.jsonl", {"step": 4})
+    run_dir.record_start(tmp_path, 0)
+    assert launch._announce(tmp_path, 1, 1, 2)
+    assert not launch._announce(tmp_path, 1, 3, 2)
+    assert said[-1] == (
+        "The run died at step 5 (exit code 1), after 2 restarts: no more are allowed (run.max_restarts). The same "
+        "command resumes it from the checkpoint of step 4."
+    )
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run_dir.record_start(tmp_path, 4)
+    with pytest.raises(RepeatedDeath):
+        launch._announce(tmp_path, 1, 3, 2)
+
+
 def test_a_copy_in_memory_is_as_good_as_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the run goes another way: then it is none."""
     run_dir.record_start(tmp_path, 0)

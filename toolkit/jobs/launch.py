@@ -50,28 +50,47 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
         if not (attempt.stop and code == STOPPED and not requests.last):
             restart += 1
             number = restart
-            if not should_restart(code, status, asked=bool(requests.last)) or restart > most:
+            may = bool(most) and should_restart(code, status, asked=bool(requests.last))
+            if not may or not _announce(run, code, restart, most):
                 if len(nodes.hosts) > 1 and "folder" in status and (run / "FAILED").is_file():
                     # That of the rank that failed first: what other nodes print comes in any order.
                     text = (run / "FAILED").read_text(encoding="utf-8", errors="replace").strip()
                     say("The first error:  {text}", text=text)
                 return code
-            step = run_dir.newest_step(run)
-            run_dir.check_repeated_death(run, step)
-            say(
-                "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of "
-                "step {saved}.",
-                step=run_dir.reached_step(run),
-                code=code,
-                restart=restart,
-                most=most,
-                saved=step,
-            )
         nodes.choose_again(lambda: bool(requests.last))
         if requests.last:
             return STOPPED
         if nodes.is_elastic:
             command, environ = _command(nodes)
+
+
+def _announce(run: Path, code: int, restart: int, most: int) -> bool:
+    """Say that a run died and is started again, or that it was as often as it may be; return whether it is.
+    RepeatedDeath if another start would end where this one did.
+    """
+    saved = run_dir.newest_step(run)
+    run_dir.check_repeated_death(run, saved)
+    reached = run_dir.reached_step(run)
+    if restart > most:
+        say(
+            "The run died at step {step} (exit code {code}), after {most} restarts: no more are allowed "
+            "(run.max_restarts). The same command resumes it from the checkpoint of step {saved}.",
+            step=reached,
+            code=code,
+            most=most,
+            saved=saved,
+        )
+        return False
+    say(
+        "The run died at step {step} (exit code {code}). Restart {restart} of {most}, from the checkpoint of step "
+        "{saved}.",
+        step=reached,
+        code=code,
+        restart=restart,
+        most=most,
+        saved=saved,
+    )
+    return True
 
 
 def exit_code_of_run(status: Mapping[str, Any], child: int, asked: bool) -> int:
