@@ -6,7 +6,8 @@ the note is there already). `back_at`: the clock goes back a year after this ste
 `fit_at` on it is so late that so many steps fit before run.deadline; `ballast`: file that fills the disk, gone again
 after step `free_at`; `naps`: who sleeps before what: `ranks`, `steps` (first and last, of this life), `before` (data,
 step, forward), `seconds`. `shm`: the folder that each rank takes for its node's /dev/shm; a save is then proven before
-the next step ends. `opened`: file that gets the name of each file of fragments that is opened for reading, one a line.
+the next step ends. `flush_s`: seconds by which each flush of a file or folder is slower. `opened`: file that gets the
+name of each file of fragments that is opened for reading, one a line.
 Everything else is the product's own.
 """
 
@@ -173,6 +174,19 @@ def on_nodes_of_their_own(folders: list[str]) -> None:
     Checkpointer.is_proven = at_once
 
 
+def slow_disk(seconds: float) -> None:
+    """Let every flush take longer, and note each."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        with open(FAULT["note"], "a", encoding="utf-8") as note:
+            note.write("flush\n")
+        time.sleep(seconds)
+        real(descriptor)
+
+    os.fsync = fsync
+
+
 def note_opened(event: str, arguments: tuple[Any, ...]) -> None:
     """Note which fragments are read."""
     if event == "open" and "fragments-" in str(arguments[0]) and str(arguments[1]).startswith("r"):
@@ -198,6 +212,8 @@ def install() -> None:
 
     if "shm" in FAULT:
         on_nodes_of_their_own(FAULT["shm"])
+    if "flush_s" in FAULT:
+        slow_disk(FAULT["flush_s"])
     if "opened" in FAULT:
         sys.addaudithook(note_opened)
     if FAULT.get("once") and Path(FAULT["note"]).exists():

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,116 @@ def test_a_disk_that_stays_full_and_one_that_cannot_be_written(
         -2000:
     ]
     assert "Traceback" not in refused.output
+
+
+NAPS = [{"ranks": [0], "steps": [1, 99], "before": "step", "seconds": 0.3}]
+"""So that there is time for something to happen in a step."""
+
+
+@pytest.fixture
+def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A disk that turns read-only at the first error, as servers' do, and the file by which it is told of one."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 96 << 20)
+    mount = ["mount", "-o", "loop,errors=remount-ro", str(image), str(folder)]
+    for command in (["mkfs.ext4", "-q", "-F", str(image)], mount):
+        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True, timeout=60).returncode:
+            pytest.skip("mounting a file system in a file is not allowed here")
+    try:
+        found = subprocess.run(["losetup", "-j", str(image)], capture_output=True, text=True, check=True, timeout=60)
+        yield folder, Path("/sys/fs/ext4") / Path(found.stdout.partition(":")[0]).name / "trigger_fs_error"
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=60)
+
+
+@pytest.mark.fault("E1", "E3")
+def test_a_disk_that_turns_read_only(
+    rows_file: Path, failing_disk: tuple[Path, Path], tmp_path: Path, straight: list[float]
+) -> None:
+    """In step 5. Once it is repaired, the same command goes on from what was saved before."""
+    disk, trigger = failing_disk
+    words = [*faulty_words(rows_file, tmp_path, "run"), f"run.dir={disk}/runs"]
+    told = json.dumps({"at": "slow", "naps": NAPS, "note": str(tmp_path / "note")})
+    process = start(forked(2, FAULTY, *words), cwd=tmp_path, FAULT=told)
+    folder = disk / "runs" / "run"
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) >= 4)
+        trigger.write_text("1")
+        output, _ = process.communicate(timeout=120)
+    finally:
+        kill_session(process)
+    assert process.returncode == 74, output[-3000:]
+    assert "could not be saved: Read-only file system. Earlier ones are untouched" in output
+    assert "metrics.jsonl cannot be written: Read-only file system" in output
+    assert "CheckpointError: the last checkpoint could not be saved" in output and "Traceback" not in output
+    subprocess.run(["umount", str(disk)], check=True, timeout=60)
+    image = str(tmp_path / "image")
+    subprocess.run(["fsck.ext4", "-fy", image], capture_output=True, timeout=60)
+    subprocess.run(["mount", "-o", "loop", image, str(disk)], check=True, timeout=60)
+    finished = life(tmp_path, words, {})
+    assert finished.code == 0 and "Resuming after step " in finished.output, finished.output[-3000:]
+    assert losses(folder) == straight
+
+
+@pytest.mark.fault("E3")
+def test_a_cache_that_cannot_be_written(rows_file: Path, tmp_path: Path, straight: list[float]) -> None:
+    """What is there is used; else one sentence says what to do."""
+    words = faulty_words(rows_file, tmp_path, "run")
+    assert life(tmp_path, faulty_words(rows_file, tmp_path, "before"), {}).code == 0
+    cache = str(tmp_path / "cache")
+    if subprocess.run(["mount", "--bind", cache, cache], capture_output=True, timeout=60).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", cache], check=True, timeout=60)
+        assert life(tmp_path, words, {}).code == 0
+        refused = life(tmp_path, [*words, "run.name=other", "data.max_length=32"], {})
+    finally:
+        subprocess.run(["umount", "-l", cache], check=True, timeout=60)
+    assert losses(tmp_path / "runs" / "run") == straight
+    assert refused.code == 2
+    assert refused.output.splitlines()[-1] == (
+        f"DataError: Cannot write below '{cache}/stores': Read-only file system. Choose another directory with "
+        "prepare.dir=FOLDER."
+    ), "and nothing below it"
+
+
+@pytest.mark.fault("D5")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_and_cache_that_are_removed_during_training(
+    workers: int, rows_file: Path, tmp_path: Path, straight: list[float]
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copyfile(rows_file, data / "rows.jsonl")
+    words = faulty_words(data / "rows.jsonl", tmp_path, "run", f"data.num_workers={workers}")
+    told = json.dumps({"at": "slow", "naps": NAPS, "note": str(tmp_path / "note")})
+    process = start(forked(2, FAULTY, *words), cwd=tmp_path, FAULT=told)
+    folder = tmp_path / "runs" / "run"
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) >= 2)
+        shutil.rmtree(data)
+        shutil.rmtree(tmp_path / "cache")
+        output, _ = process.communicate(timeout=120)
+    finally:
+        kill_session(process)
+    assert process.returncode == 0, output[-3000:]
+    assert losses(folder) == straight
+    refused = life(tmp_path, [*words, "run.name=other"], {})
+    assert refused.code == 2 and "rows.jsonl: there is no such file" in refused.output and "Trace" not in refused.output
+
+
+@pytest.mark.fault("D4")
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_disk_that_is_slow(asynchronous: str, rows_file: Path, tmp_path: Path, straight: list[float]) -> None:
+    """Each flush takes half a second more: training waits, and nothing is taken for a hang."""
+    words = faulty_words(rows_file, tmp_path, "run", f"checkpoint.asynchronous={asynchronous}")
+    finished = life(tmp_path, words, {"at": "nowhere", "flush_s": 0.5})
+    assert finished.code == 0, finished.output[-3000:]
+    assert losses(tmp_path / "runs" / "run") == straight
+    assert not manifest_problems(newest_complete(tmp_path / "runs" / "run" / "checkpoints"))
+    assert "WARNING" not in finished.output and (tmp_path / "note").read_text().count("flush") > 6
 
 
 @pytest.mark.fault("H3")

@@ -57,6 +57,25 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
         differences(HashStore(), 0, 3, "alike/0", {}, timedelta(seconds=0.2))
 
 
+def test_who_waits_for_a_rank_that_fails_asks_its_store_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends with that rank, and PyTorch would print a page of frames."""
+    asked: list[str] = []
+
+    class Counting(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            asked.extend(keys)
+            return bool(super().check(keys))
+
+    store = Counting()
+    monkeypatch.setattr(process_group, "_met", (store, 0, 2))
+    monkeypatch.setattr(process_group, "_HEARD_S", 0.5)
+    with pytest.raises(KeyError), process_group.tell_failure():
+        raise KeyError
+    with pytest.raises(LaunchError, match="no answer from rank 0"):
+        differences(store, 1, 2, "alike/0", {}, timedelta(seconds=30))
+    assert asked == ["alike/0/first", "ends"]
+
+
 def test_settings_are_compared_by_key_and_folders_by_what_they_hold(tmp_path: Path) -> None:
     cfg = load(["recipe=quickstart", "run.name=a", f"ds_extra.url=https://me:{KEY}@x"]).cfg
     found = checkpointer._settings(cfg)

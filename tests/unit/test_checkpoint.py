@@ -27,6 +27,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from toolkit import disk
 from toolkit.checkpoint import directory, engine_state, fragments, state_files
 from toolkit.checkpoint.directory import (
     RunState,
@@ -881,6 +882,19 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
         "name latest",
         f"flush {tmp_path}",
     ]
+
+
+@pytest.mark.fault("K2")
+def test_the_rows_until_a_save_are_on_the_disk_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a run that goes on after a loss of power has no rows of its first steps."""
+    flushed: list[Path] = []
+    monkeypatch.setattr(disk, "flush", flushed.append)
+    folder = tmp_path / "checkpoints" / "step-3.tmp"
+    folder.mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    pending = _Pending(3, folder, Files(), [])
+    pending._prove()
+    assert not pending.failure and flushed == [tmp_path / "metrics.jsonl", tmp_path]
 
 
 def test_copies_are_taken_later_and_their_memory_is_used_again(tmp_path: Path) -> None:

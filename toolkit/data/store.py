@@ -58,6 +58,8 @@ class TokenizedCache:
         """Changes with the samples alone: their ids, masks, values, files and splits. The order of training follows
         from it, so that data that are tokenized again to the same samples are trained in the same order.
         """
+        self._of_files: list[dict[str, Any]] = manifest["files"]
+        """Kept, as what is open outlives a cache that is removed, and its manifest does not."""
         self.dtype = np.dtype(manifest["dtype"])
         self._ids, self._trained = _opened(self, folder / IDS), _opened(self, folder / TRAINED)
         self.offsets: NDArray[np.int64] = _loaded(folder / OFFSETS)
@@ -139,12 +141,12 @@ class TokenizedCache:
         """Return "file:line" of a sample of this split."""
         member = self.members[index]
         number = self.files[member]
-        path = paths[number] if paths else read_manifest(self.folder)["files"][number]["path"]
+        path = paths[number] if paths else self._of_files[number]["path"]
         return f"{path}:{self.lines[member]}"
 
     def sources(self) -> NDArray[np.int64]:
         """Return the number of each sample's source, those of validation after those of training, [len(self)]."""
-        of_file = np.array([file["source"] for file in read_manifest(self.folder)["files"]], np.int64)
+        of_file = np.array([file["source"] for file in self._of_files], np.int64)
         return of_file[self.files[self.members]]
 
     def to_dataset(self) -> "datasets.Dataset":

@@ -12,9 +12,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -361,11 +361,32 @@ def differences(store: Store, rank: int, size: int, key: str, mine: Mapping[str,
     return told
 
 
+_ENDS = "ends"
+
+
+@contextmanager
+def tell_failure() -> Iterator[None]:
+    """Let ranks that wait in the store know that this one fails: it may end with this process, and PyTorch would print
+    a page of C++ frames below the message on each rank that asks it then.
+    """
+    try:
+        yield
+    except BaseException:
+        if _met is not None:
+            with suppress(RuntimeError):  # it has ended with another one
+                _met[0].set(_ENDS, "")
+                time.sleep(3 * _POLL_S)
+        raise
+
+
 def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
     """Wait for what ranks publish; by asking again and again, as a signal is not noticed while the store waits."""
-    missing = dict(keys)
+    missing, is_there = dict(keys), True
     while missing:
-        missing = {rank: key for rank, key in missing.items() if not store.check([key])}
+        if is_there:
+            missing = {rank: key for rank, key in missing.items() if not store.check([key])}
+            if missing and store.check([_ENDS]):  # launchers end this rank, too
+                is_there, until = False, time.monotonic() + _HEARD_S
         if missing and time.monotonic() > until:
             raise LaunchError(
                 "no answer from rank {ranks} when the ranks compared their settings. Its own log says why, if it "

@@ -483,6 +483,7 @@ class _Pending:
             for path in [] if self.failure else [*self.files.written, *self.mine]:
                 disk.flush(path)
                 self.records[path.relative_to(self.folder).as_posix()] = directory.record_file(path)
+            self._flush_rows()
         except OSError as error:
             self.failure = f"{error.filename or ''} {error.strerror or error}".strip()
         except Exception as error:  # whatever it is: a save that has not been proven must not be published
@@ -492,6 +493,13 @@ class _Pending:
                 self.copies.exchange(self.folder, [] if self.failure else [self.folder / name for name in self.records])
             except Exception as error:
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
+
+    def _flush_rows(self) -> None:
+        """Flush the rows of the steps until this one: a run that goes on from it after a loss of power has them."""
+        run = self.folder.parent.parent
+        if rank() == 0 and (run / "metrics.jsonl").exists():
+            disk.flush(run / "metrics.jsonl")
+            disk.flush(run)
 
 
 def trim_metrics(folder: Path, length: int) -> None:

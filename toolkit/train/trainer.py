@@ -59,7 +59,8 @@ class Trainer:
         failure.install_signals()
         terminal.set_display(self.cfg.run.display.value)
         check_settings(self.cfg)
-        self.task.load_data(self.cfg, self.ranks)
+        with process_group.tell_failure():
+            self.task.load_data(self.cfg, self.ranks)
         device = process_group.start(self.cfg.distributed)
         memory.set_limit(device, self.cfg.plan.max_gpu_gib)
         folder = work()
