@@ -21,7 +21,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -145,14 +147,17 @@ def turn_back_the_clock(loop: Any) -> None:
 
 def make_late(steps: int, number: int) -> None:
     """Before the decision of a step, let it be so late that so many steps fit before the deadline."""
+    from toolkit.train import deadline as module
     from toolkit.train.deadline import Deadline
 
-    real_time, real_decide = time.time, Deadline.decide
+    real_decide = Deadline.decide
 
     def decide(deadline: Any, step: int) -> int:
         if step == number:
-            late_s = deadline.at - deadline.end_s() - (steps + 0.5) * deadline.costs.step - real_time()
-            time.time = lambda: real_time() + late_s
+            late_s = deadline.at - deadline.end_s() - (steps + 0.5) * deadline.costs.step - time.time()
+            # Both clocks: of one alone it would have been set.
+            later = {name: partial(lambda real: real() + late_s, getattr(time, name)) for name in ("time", "monotonic")}
+            module.time = SimpleNamespace(**{**vars(time), **later})
         return real_decide(deadline, step)
 
     Deadline.decide = decide

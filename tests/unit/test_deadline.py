@@ -129,8 +129,18 @@ class Clock:
         self.now = NOW.timestamp()
         monkeypatch.setattr(deadline, "time", self)
 
+        self.set_by = 0.0
+
     def time(self) -> float:
-        return self.now
+        return self.now + self.set_by
+
+    def monotonic(self) -> float:
+        return self.now - NOW.timestamp()
+
+    CLOCK_BOOTTIME = 7
+
+    def clock_gettime(self, which: int) -> float:
+        return self.monotonic() + 1000
 
     def run(self, until: Deadline, step: int, seconds: float) -> int:
         """Take one step; return the step to end with that was decided before it."""
@@ -232,6 +242,37 @@ def test_a_resumed_run_knows_its_pace_at_once(tmp_path: Path, monkeypatch: pytes
     assert 31 < clock.run(second, 31, 3.0) < second.total_steps
     later = until(tmp_path, at + 3600, start=30)
     assert later.last == later.total_steps, "another deadline is another plan"
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0, 365 * 86400.0, -365 * 86400.0])
+def test_a_duration_does_not_follow_a_clock_that_is_set(
+    jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, lines = Clock(monkeypatch), told(monkeypatch)
+    cfg = RunConfig()
+    cfg.run.deadline = "1000s"
+    monkeypatch.setattr(deadline, "datetime", Mock(wraps=datetime, now=lambda: datetime.fromtimestamp(clock.time())))
+    at = deadline_of(cfg, tmp_path)
+    assert at == NOW.timestamp() + 1000
+    run = Deadline(cfg, tmp_path, at, total_steps=10_000, start=0, accumulation=1, sizes=(10**9, 10**9))
+    before = [clock.run(run, step, 1.0) for step in range(1, 11)][-1]
+    clock.set_by = jump_s
+    assert clock.run(run, 11, 1.0) == before, "as if nothing had happened"
+    assert [line for line in lines if "the clock was set " + ("forward" if jump_s > 0 else "back") in line]
+    assert deadline_of(cfg, tmp_path) == at + jump_s == run.at, "kept for the next start"
+    clock.set_by = 0  # while no run was there
+    assert deadline_of(cfg, tmp_path) == at
+
+
+def test_a_time_follows_a_clock_that_is_set_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lines = Clock(monkeypatch), told(monkeypatch)
+    cfg = RunConfig()
+    cfg.run.deadline = "2026-11-25 14:46:40"
+    run = Deadline(cfg, tmp_path, NOW.timestamp() + 1000, total_steps=10_000, start=0, accumulation=1, sizes=(0, 0))
+    before = [clock.run(run, step, 1.0) for step in range(1, 11)][-1]
+    clock.set_by = 500
+    assert clock.run(run, 11, 1.0) == pytest.approx(before - 500, abs=3)
+    assert [line for line in lines if "run.deadline = 2026-11-25 14:46:40 follows it" in line]
 
 
 def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,11 +339,16 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 
 
+def is_duration(text: str) -> bool:
+    """Whether `run.deadline` is a duration, which no clock that is set changes."""
+    return bool(re.fullmatch(r"(\d+(\.\d+)?[dhms] ?)+", text.strip()))
+
+
 def parse_deadline(text: str, now: datetime) -> datetime | None:
     """Return the time that `run.deadline` means at a time, in the machine's time zone; None if it means none."""
     text = text.strip()
     try:
-        if re.fullmatch(r"(\d+(\.\d+)?[dhms] ?)+", text):
+        if is_duration(text):
             parts = re.findall(r"([\d.]+)([dhms])", text)
             return now + sum((timedelta(**{_UNITS[unit]: float(count)}) for count, unit in parts), timedelta())
         if re.fullmatch(r"\d{1,2}:\d{2}", text):

@@ -18,12 +18,12 @@ from typing import Any
 
 from toolkit import disk
 from toolkit.config import rules, schema
-from toolkit.messages import ConfigError, say, warn
+from toolkit.messages import ConfigError, say, tr, warn
 from toolkit.terminal import clock
 from toolkit.track.metrics import MetricsLog
 from toolkit.train import run_dir
 
-FILE = "deadline.jsonl"
+FILE, _KEPT = "deadline.jsonl", "deadline.json"
 _ENOUGH = 5
 """Steps by which a pace is known; the first of a session, which compiles and allocates, is none of them."""
 _WINDOW = 50
@@ -40,6 +40,8 @@ _HEARD_AFTER = 2
 """Steps after which a decision has reached the learning rate: a run that was cut shorter would end above its schedule's
 end. So many are kept for the end too.
 """
+_JUMP_S = 5.0
+"""Seconds from which on a clock was set, and not only slowed down to be right."""
 _TOLD = 0.1
 """Change of the last step, as a share of it, from which it is said again."""
 
@@ -73,7 +75,8 @@ class Deadline:
         accumulation: int,
         sizes: tuple[int, int],
     ) -> None:
-        self.cfg, self.at = cfg, at
+        self.cfg, self.at, self.folder = cfg, at, folder
+        self._offset = time.time() - time.monotonic()
         self.total_steps, self.accumulation = total_steps, accumulation
         self.costs = Costs()
         self.costs.save, self._export_s = (size / _BYTES_PER_S for size in sizes)
@@ -107,6 +110,7 @@ class Deadline:
 
     def decide(self, step: int) -> int:
         """Return the step to end with, before this one is done; 0 where nothing is known yet."""
+        self._follow_clock()
         if not self.costs.step:
             return 0
         left = self._steps_left(self.at - time.time() - self.end_s())
@@ -122,12 +126,40 @@ class Deadline:
 
     def tell_end(self) -> float:
         """Say how long before the deadline the run has ended; return the seconds, below 0 if it was missed."""
+        self._follow_clock()
         spare_s = self.at - time.time()
         if spare_s >= 0:
             say("{spare} before run.deadline.", spare=clock(spare_s))
         else:
             warn("run.deadline was missed by {late}.", late=clock(math.ceil(-spare_s)))
         return round(spare_s, 1)
+
+    def _follow_clock(self) -> None:
+        """Keep a duration what it is where the clock was set; a time stays that of the clock. Both are said."""
+        offset = time.time() - time.monotonic()
+        jump_s = offset - self._offset
+        if abs(jump_s) < _JUMP_S:
+            return
+        self._offset, given = offset, self.cfg.run.deadline
+        jump, way = clock(abs(jump_s)), tr("forward") if jump_s > 0 else tr("back")
+        if rules.is_duration(given):
+            self.at += jump_s
+            with suppress(OSError):  # of a disk that is full: the next start takes what was known before
+                _keep(self.folder, given, self.at)
+            warn(
+                "the clock was set {way} by {jump}. run.deadline = {given} counts on: it is at {at} now.",
+                way=way,
+                jump=jump,
+                given=given,
+                at=f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M}",
+            )
+        else:
+            warn(
+                "the clock was set {way} by {jump}. run.deadline = {given} follows it; a duration (2h30m) would not.",
+                way=way,
+                jump=jump,
+                given=given,
+            )
 
     def _steps_left(self, seconds: float) -> int:
         """Return how many steps fit into so many seconds, with the evaluations and saves between them."""
@@ -179,17 +211,17 @@ def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
     """
     if not cfg.run.deadline:
         return None
-    file, now = folder / "deadline.json", datetime.now()
+    file, now = folder / _KEPT, datetime.now()
     known: Mapping[str, Any] = {}
     with suppress(FileNotFoundError, ValueError):
         known = json.loads(file.read_text(encoding="utf-8"))
     if known.get("given") == cfg.run.deadline:
-        at = float(known["at"])
+        at = _at_now(known)
     else:
         found = rules.parse_deadline(cfg.run.deadline, now)
         assert found is not None  # the check of the config has seen to that
         at = found.timestamp()
-        disk.write_atomically(file, (json.dumps({"given": cfg.run.deadline, "at": at}) + "\n").encode())
+        _keep(folder, cfg.run.deadline, at)
     if at <= time.time():
         raise ConfigError(
             "run.deadline = {given} is past: it was {at}. Name a later one, or run.deadline= for none; what is learned "
@@ -199,6 +231,29 @@ def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
             folder=folder,
         )
     return at
+
+
+def _keep(folder: Path, given: str, at: float) -> None:
+    """Write down when a deadline is; also by the clock that counts since the machine's start, which nobody sets."""
+    since = at - time.time() + time.clock_gettime(time.CLOCK_BOOTTIME)
+    row = {"given": given, "at": at, "boot": _boot(), "since_boot": since}
+    disk.write_atomically(folder / _KEPT, (json.dumps(row) + "\n").encode())
+
+
+def _at_now(known: Mapping[str, Any]) -> float:
+    """Return the kept time; of a duration as the clock is now, where it was set since, on a machine that stayed on."""
+    at = float(known["at"])
+    if not rules.is_duration(known["given"]) or known.get("boot", "") != _boot() or not _boot():
+        return at
+    now = time.time() + float(known["since_boot"]) - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return at if abs(now - at) < _JUMP_S else now
+
+
+def _boot() -> str:
+    """Return what tells a start of this machine from others; "" where nothing does."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return ""
 
 
 def recorded(folder: Path) -> dict[int, int]:
