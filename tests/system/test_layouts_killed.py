@@ -120,9 +120,7 @@ def test_each_life_in_another_layout(seed: int, rows_file: Path, tmp_path: Path,
         assert newest >= reached, "a checkpoint was lost"
         reached = newest
         lives.append(f"{layout} to step {reached}{', killed: ' * bool(who)}{who}")
-        print(lives[-1], flush=True)
     record_property("lives", "; ".join(lives))
     difference = compare(mine, straight / "runs" / "run")
     record_property("largest difference of a loss", f"{difference:.1e}")
-    print(difference, len(lives))
     assert difference < BOUND

@@ -1,4 +1,4 @@
-"""`toolkit serve` under a crowd: 50 clients, 200 requests, of which some are malformed, too long or left in the middle."""
+"""`toolkit serve` under a crowd: 50 clients, 200 requests, some malformed, some too long, some left in the middle."""
 
 import http.client
 import json
@@ -98,12 +98,15 @@ def server(tmp_path: Path) -> Any:
         process.wait(30)
 
 
+@pytest.mark.fault("V1")
 def test_a_crowd(server: Any, record_property: Any) -> None:
     process, port, log = server
     bodies = [body(f"{number} and so on", max_tokens=24) for number in range(PROMPTS)]
     alone = [ask(port, content) for content in bodies]
     assert [status for status, _ in alone] == [200] * PROMPTS, log.read_text()[-3000:]
     expected = [said(answer) for _, answer in alone]
+    # A stream leaves out the bytes of a character that the answer's end cuts off.
+    in_pieces = [streamed(port, body(f"{number} and so on", max_tokens=24, stream=True)) for number in range(PROMPTS)]
     assert len(set(expected)) > 1
     used = psutil.Process(process.pid).memory_info().rss
     kinds = ["plain"] * 120 + ["streamed"] * 30 + ["left"] * 25 + ["malformed"] * 15 + ["long"] * 10
@@ -114,10 +117,10 @@ def test_a_crowd(server: Any, record_property: Any) -> None:
         draw, prompt = random.Random(number), number % PROMPTS
         if kinds[number] == "plain":
             status, answer = ask(port, bodies[prompt])
-            return "plain", status, status == 200 and said(answer) == expected[prompt] or answer
+            return "plain", status, (status == 200 and said(answer) == expected[prompt]) or answer
         if kinds[number] == "streamed":
             text = streamed(port, body(f"{prompt} and so on", max_tokens=24, stream=True))
-            return "streamed", 200, text == expected[prompt] or text
+            return "streamed", 200, text == in_pieces[prompt] or text
         if kinds[number] == "malformed":
             status, answer = ask(port, draw.choice(MALFORMED))
         elif kinds[number] == "long":
@@ -140,7 +143,6 @@ def test_a_crowd(server: Any, record_property: Any) -> None:
     again = psutil.Process(process.pid).memory_info().rss - used - grown
     record_property("requests per second", round(REQUESTS / seconds, 1))
     record_property("MiB grown", f"{grown >> 20}, then {again >> 20}")
-    print(seconds, grown >> 20, again >> 20)
     assert again < 64 << 20, "memory grows with each request"
     assert ask(port, bodies[0])[0] == 200
     assert "Traceback" not in log.read_text(), log.read_text()[-3000:]
@@ -151,7 +153,7 @@ def test_a_crowd(server: Any, record_property: Any) -> None:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
         record_property("seconds to end", round(time.monotonic() - began, 1))
-        print("ended in", time.monotonic() - began, process.returncode)
+        assert time.monotonic() - began < 10
         for one_waiting in waiting:
             with suppress(OSError, http.client.HTTPException):
                 one_waiting.result(30)

@@ -53,6 +53,7 @@ GOOD: list[dict[str, Any]] = [
     {"temperature": None, "max_tokens": None, "stop": None, "chat_template_kwargs": None},
     {"temperature": 0, "top_p": 1, "max_tokens": 10**9, "seed": 0, "stop": "x"},
     {"temperature": 1.5, "stop": ["a", "b"], "chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": []}]},
 ]
 BAD: list[dict[str, Any]] = [
     {"temperature": -1},
@@ -75,6 +76,9 @@ BAD: list[dict[str, Any]] = [
     {"chat_template_kwargs": {"chat_template": "{% for i in range(9) %}{% endfor %}"}},
     {"chat_template_kwargs": {"tokenize": False}},
     {"chat_template_kwargs": [1]},
+    {"messages": [{"role": "user", "text": "what it was asked"}]},
+    {"messages": [{"role": "user", "content": "a"}, {"content": "b"}]},
+    {"messages": ["a"]},
 ]
 
 

@@ -200,6 +200,18 @@ def problem(body: dict[str, Any], reserved: frozenset[str]) -> str:
     if not isinstance(options, dict) or (taken := sorted(reserved.intersection(options))):
         name = taken[0] if isinstance(options, dict) else type(options).__name__
         return tr("chat_template_kwargs must be an object of the template's own names, without {name}.", name=name)
+    return _problem_of_messages(body.get("messages"))
+
+
+def _problem_of_messages(messages: Any) -> str:
+    """Return which message says nothing, else "": a template writes none, and the model would answer what is left. An
+    assistant's may have calls or reasoning alone.
+    """
+    for number, message in enumerate(messages if isinstance(messages, list) else []):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return tr("messages[{number}] must be an object with role and content.", number=number)
+        if message.get("content") is None and message["role"] != "assistant":
+            return tr("messages[{number}] ({role}) has no content.", number=number, role=message["role"][:80])
     return ""
 
 
