@@ -463,7 +463,7 @@ def system_text(error: OSError) -> str:
                 return tr(
                     "{file}: {reason}. {place} belongs to user {owner} (mode {mode}), and this process runs as user "
                     "{user}. Ask for access, or choose another directory: run.dir, prepare.dir, data.sources, "
-                    "model.path or TMPDIR.",
+                    "model.path, TMPDIR or TORCH_EXTENSIONS_DIR.",
                     file=file,
                     reason=reason,
                     place=place,

@@ -17,9 +17,12 @@ import pytest
 from ranks import alive, forked, gone, kill_session, run, start
 from shared import FAULTY, STEADY, rows_of, tiny
 
+from tests import architectures
+from tests.parity import official
 from tests.ranks.test_layouts import LAYOUTS
 from toolkit.checkpoint.directory import manifest_problems, published_checkpoints
 from toolkit.checkpoint.fragments import Fragments
+from toolkit.models import load_tokenizer
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 STEPS = 24
@@ -30,10 +33,22 @@ SLOW = {"naps": [{"ranks": [0], "steps": [1, STEPS], "before": "step", "seconds"
 BOUND = 1e-5
 
 
+EXPERTS: dict[str, tuple[int, str, list[str]]] = {
+    "expert1-2": (2, "expert", ["zero=stage1", "parallel.expert=2"]),
+    "expert2-2": (2, "expert", ["zero=stage2", "parallel.expert=2"]),
+    "expert-4": (4, "expert", ["zero=stage1", "parallel.expert=4"]),
+    "halves-4": (4, "expert", ["zero=stage2", "parallel.expert=2"]),
+    "whole3-2": (2, "data", ["zero=stage3"]),
+    "whole1-1": (1, "data", ["zero=stage1"]),
+}
+"""Of a mixture of experts; with `parallel.expert` each rank has some of them."""
+
+
 def words_of(layout: str, rows_file: Path, folder: Path) -> list[str]:
     """Return the overrides of the run in a layout."""
     how = [f"train.max_steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=2", "optim.weight_decay=0.1", STEADY]
-    return tiny(rows_file, folder, "run", *how, *LAYOUTS[layout][2])
+    model = ["model=hf", f"model.path={folder.parent}/experts"] if layout in EXPERTS else []
+    return tiny(rows_file, folder, "run", *model, *how, *(LAYOUTS | EXPERTS)[layout][2])
 
 
 def steps_in(metrics: Path) -> int:
@@ -49,7 +64,9 @@ def live(layout: str, rows_file: Path, folder: Path, reached: int, draw: random.
     """
     told = json.dumps({"at": "slow", "note": str(folder / "note"), **SLOW})
     metrics, marker = folder / "runs" / "run" / "metrics.jsonl", f"run.dir={folder}/runs"
-    process = start(forked(LAYOUTS[layout][0], FAULTY, *words_of(layout, rows_file, folder)), folder, FAULT=told)
+    process = start(
+        forked((LAYOUTS | EXPERTS)[layout][0], FAULTY, *words_of(layout, rows_file, folder)), folder, FAULT=told
+    )
     early, began, until = draw.random() < 1 / 4, time.time(), time.monotonic() + 240
     if early:
         until = time.monotonic() + draw.uniform(0, 8)
@@ -96,22 +113,27 @@ def compare(mine: Path, whole: Path) -> float:
     for name in one.names:
         assert one.numbers(name) == other.numbers(name)
         difference = (one.whole(name) - other.whole(name)).abs().max()
-        assert float(difference) < 1e-4 * float(other.whole(name).abs().max()), name
+        assert float(difference) <= 1e-4 * float(other.whole(name).abs().max()), name
     return max(abs(left - right) for left, right in pairs)
 
 
 @pytest.mark.fault("K6")
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_each_life_in_another_layout(seed: int, rows_file: Path, tmp_path: Path, record_property: Any) -> None:
+    """The third chain is a mixture of experts'."""
+    names, first = (list(EXPERTS), "expert2-2") if seed == 3 else (NAMES, "stage2-2")
+    if seed == 3:
+        tokenizer = load_tokenizer(official.write(tmp_path / "vocabulary", "glm4", tokenizer=True))
+        tokenizer.save_pretrained(architectures.write(tmp_path / "experts", "glm4_moe"))
     draw, straight, killed = random.Random(seed), tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    finished = run(forked(2, FAULTY, *words_of("stage2-2", rows_file, straight)), cwd=straight, FAULT="{}")
+    finished = run(forked(2, FAULTY, *words_of(first, rows_file, straight)), cwd=straight, FAULT="{}")
     assert finished.code == 0, finished.output[-4000:]
     mine, lives, reached = killed / "runs" / "run", list[str](), 0
     while not (mine / "DONE").exists():
         before = lives[-1].split()[0] if lives else ""
-        layout = draw.choice([name for name in NAMES if name != before])
+        layout = draw.choice([name for name in names if name != before])
         who, output = live(layout, rows_file, killed, reached, draw)
         assert "Traceback" not in output, f"{layout}\n{output[-4000:]}"
         found = published_checkpoints(mine / "checkpoints") if (mine / "checkpoints").exists() else []
@@ -122,5 +144,6 @@ def test_each_life_in_another_layout(seed: int, rows_file: Path, tmp_path: Path,
         lives.append(f"{layout} to step {reached}{', killed: ' * bool(who)}{who}")
     record_property("lives", "; ".join(lives))
     difference = compare(mine, straight / "runs" / "run")
+    print(len(lives), difference)
     record_property("largest difference of a loss", f"{difference:.1e}")
     assert difference < BOUND

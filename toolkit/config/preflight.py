@@ -143,6 +143,19 @@ def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
 
 
+def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Tokenized data must be readable, and where there are none yet, their folder writable."""
+    stores = Path(loaded.cfg.prepare.dir).absolute() / "stores"
+    existing = stores
+    while not os.path.exists(existing):
+        existing = existing.parent
+    wanted = os.R_OK | os.X_OK | (0 if existing == stores else os.W_OK)
+    if not existing.is_dir() or not os.access(existing, wanted):
+        yield loaded.error(
+            "prepare.dir", "prepare.dir = {value}: {folder} cannot be used by this user.", folder=existing
+        )
+
+
 def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """A path to resume from must hold a checkpoint; whether it is intact is found out by reading it."""
     resume = loaded.cfg.resume
@@ -330,7 +343,7 @@ def _tuning(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
 
 
-FILES = (*CUSTOM_FILES, _model, _sources, _packages, _tuning)
+FILES = (*CUSTOM_FILES, _prepare_dir, _model, _sources, _packages, _tuning)
 """The same for a language model."""
 
 

@@ -282,6 +282,8 @@ def bad_step_lines(file: Path, count: int, style: Style) -> list[str]:
             ]
         if count and len(rows) > count:
             lines.append(tr("{count} more; n=0 shows all.", count=len(rows) - count))
+    except PermissionError:
+        raise  # says nothing of what it is
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError("{file} is no file of a step's samples: {reason}.", file=file, reason=error) from None
     return lines

@@ -8,6 +8,7 @@ as writing weights holds Python's lock, which training needs.
 
 import json
 import math
+import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from toolkit.messages import (
     clauses,
     reason_of,
     say,
+    system_text,
     tr,
 )
 from toolkit.models import adapters, chat, classifier, embedding, probe, weights
@@ -246,7 +248,12 @@ def atomic_directory(folder: Path) -> Iterator[Path]:
 
 
 def cannot_write(folder: Path, error: Exception) -> CheckpointError:
-    """Return the error about an export that cannot be written."""
+    """Return the error about an export that cannot be written, or whose source cannot be read."""
+    if isinstance(error, OSError) and error.filename is not None:
+        # What is written is in the folder, or beside it in a temporary one of its name.
+        place = Path(os.path.relpath(os.fsdecode(error.filename), folder.parent)).parts[0]
+        if folder.name not in place:
+            return CheckpointError(system_text(error))
     return CheckpointError(
         "cannot write the export to {folder}: {reason}. Nothing else was touched.", folder=folder, reason=error
     )

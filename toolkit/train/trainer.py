@@ -22,7 +22,7 @@ from toolkit.config import files as recipe_files, load, mesh, preflight, rule_ta
 from toolkit.distributed import failure, process_group
 from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
-from toolkit.messages import ConfigError, Diverged, LaunchError, RunFolderError, ToolkitError, say, tr, warn
+from toolkit.messages import ConfigError, Diverged, LaunchError, RunFolderError, ToolkitError, say, tr, user_name, warn
 from toolkit.track.metrics import Progress
 from toolkit.train import deadline, dry_run, loop, replay, run_dir, schedule, startup, tracking
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
@@ -467,7 +467,16 @@ def _with_ops(cfg: schema.RunConfig, given: schema.RunConfig) -> schema.RunConfi
     if given.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
         warn("DeepSpeed's optimizer cannot be built ({reason}): PyTorch's fused one is used.", reason=reason)
         return replace(cfg, optim=replace(cfg.optim, torch=True))
-    name = reason.partition(":")[0]
+    name, folder = reason.partition(":")[0], preflight.extensions_dir()
+    if folder.exists() and not os.access(folder, os.W_OK):  # PyTorch locks it to load from it, too
+        raise LaunchError(
+            "DeepSpeed cannot build or load {reason}. {folder} cannot be written to by user {user}: let "
+            "TORCH_EXTENSIONS_DIR name a directory of yours, or set {other}.",
+            reason=reason,
+            folder=folder,
+            user=user_name(os.geteuid()),
+            other=preflight.without_ops([name]),
+        )
     raise LaunchError(
         "DeepSpeed cannot build or load {reason}. It needs: {commands}. Or set {other}. The whole output is in "
         "logs/rank_*.log in the run directory.",
