@@ -229,6 +229,21 @@ def test_a_disk_that_is_slow(asynchronous: str, rows_file: Path, tmp_path: Path,
     assert "WARNING" not in finished.output and (tmp_path / "note").read_text().count("flush") > 6
 
 
+@pytest.mark.fault("T1")
+def test_a_clock_that_is_set_back_moves_no_duration(rows_file: Path, tmp_path: Path) -> None:
+    """After step 9 by a year, and at the next start it is right again: the deadline is in an hour all the same."""
+    words = [*faulty_words(rows_file, tmp_path, "run"), "train.max_steps=16", "run.deadline=1h"]
+    died = {"at": "step", "step": 13, "rank": 0, "do": "kill", "back_at": 9}
+    dead = life(tmp_path, words, died)
+    at = json.loads((tmp_path / "runs" / "run" / "deadline.json").read_text())["at"]
+    assert dead.code != 0 and "the clock was set back by " in dead.output, dead.output[-3000:]
+    assert at < time.time() - 364 * 86400, "as that clock has it"
+    finished = life(tmp_path, words, {})
+    assert finished.code == 0 and "before run.deadline." in finished.output, finished.output[-3000:]
+    spare_s = json.loads((tmp_path / "runs" / "run" / "DONE").read_text())["deadline_spare_s"]
+    assert 3000 < spare_s < 3600
+
+
 @pytest.mark.fault("H3")
 def test_a_rank_that_is_slow(rows_file: Path, tmp_path: Path, record_property: Any) -> None:
     """Both ranks are slow alike for 60 steps; then rank 1's forward passes are, then rank 0's data."""

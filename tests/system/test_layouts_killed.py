@@ -144,6 +144,5 @@ def test_each_life_in_another_layout(seed: int, rows_file: Path, tmp_path: Path,
         lives.append(f"{layout} to step {reached}{', killed: ' * bool(who)}{who}")
     record_property("lives", "; ".join(lives))
     difference = compare(mine, straight / "runs" / "run")
-    print(len(lives), difference)
     record_property("largest difference of a loss", f"{difference:.1e}")
     assert difference < BOUND
