@@ -1,15 +1,18 @@
 """Runs over several nodes, each a namespace of its own, through DeepSpeed's launcher and a real pdsh."""
 
 import json
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from cluster import Cluster, down, up
-from ranks import BIN, REPOSITORY, deepspeed, forked, run, wait_for
+from ranks import BIN, REPOSITORY, alive, deepspeed, forked, run, wait_for
 from shared import STEADY, eval_losses, losses, rows_of, tiny
 
 from toolkit.train.run_dir import newest_step
@@ -185,6 +188,53 @@ def test_nodes_that_go_and_come(
     ]
     assert losses(folder) == pytest.approx(without_faults, abs=1e-5)
     assert [row["step"] for row in rows_of(folder) if "loss" in row] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.fault("K1", "N1")
+@pytest.mark.timeout(1200)
+def test_killed_ranks_of_an_elastic_launch(
+    rows_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One on each node in turn: no node is lost, so each time all go on, to the losses of two ranks, bit for bit."""
+    (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
+    steps = [*LONG, "train.max_steps=100", "checkpoint.every=10"]
+    words = tiny(rows_file, tmp_path, "run", *steps, "run.max_restarts=3", "launch.min_nodes=1")
+    whole = tiny(rows_file, tmp_path_factory.mktemp("whole"), "whole", *steps, f"run.dir={tmp_path}/whole")
+    finished = run(forked(2, str(REPOSITORY / "run.py"), *whole), cwd=tmp_path, timeout_s=300)
+    assert finished.code == 0, finished.output[-3000:]
+    folder = tmp_path / "runs" / "run"
+    cluster, reason = up(tmp_path_factory.mktemp("nodes") / "fake", 2)
+    if cluster is None:
+        pytest.skip(reason)
+    try:
+        with (tmp_path / "output").open("w+") as output:
+            launch = [sys.executable, "-m", "toolkit", "launch", "hostfile=hostfile", *words]
+            process = cluster.start("node1", *launch, cwd=tmp_path, output=output)
+            wait_for(lambda: process.poll() is not None or newest_step(folder) > 0, 120)
+            for rank in (1, 0):
+                saved = newest_step(folder)
+                os.kill(rank_process(f"run.dir={tmp_path}/runs", rank), signal.SIGKILL)
+                wait_for(lambda saved=saved: process.poll() is not None or newest_step(folder) > saved + 10, 300)
+            code = process.wait(timeout=600)
+            output.seek(0)
+            printed = output.read()
+    finally:
+        process.kill()
+        down(cluster)
+    assert code == 0, printed[-5000:]
+    starts = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()]
+    assert [(start["world_size"], start["restart"]) for start in starts] == [(2, 0), (2, 1), (2, 2)]
+    assert "Lost: " not in printed
+    assert losses(folder) == losses(tmp_path / "whole" / "whole")
+
+
+def rank_process(marker: str, rank: int) -> int:
+    """Return the process of a rank, as this machine numbers it and not its node."""
+    for pid in alive(marker):
+        with suppress(OSError):
+            if f"\0RANK={rank}\0" in "\0" + Path(f"/proc/{pid}/environ").read_text(errors="replace"):
+                return pid
+    raise AssertionError(f"no rank {rank}")
 
 
 def has_resumed(folder: Path, ranks: int) -> bool:
