@@ -195,7 +195,7 @@ def test_nodes_that_go_and_come(
 def test_killed_ranks_of_an_elastic_launch(
     rows_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """One on each node in turn: no node is lost, so each time all go on, to the losses of two ranks, bit for bit."""
+    """One on each node in turn: no node is lost, so each time all go on, to the losses of two ranks."""
     (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
     steps = [*LONG, "train.max_steps=100", "checkpoint.every=10"]
     words = tiny(rows_file, tmp_path, "run", *steps, "run.max_restarts=3", "launch.min_nodes=1")
@@ -225,7 +225,8 @@ def test_killed_ranks_of_an_elastic_launch(
     starts = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()]
     assert [(start["world_size"], start["restart"]) for start in starts] == [(2, 0), (2, 1), (2, 2)]
     assert "Lost: " not in printed
-    assert losses(folder) == losses(tmp_path / "whole" / "whole")
+    # Before the first death too: sums between machines are rounded otherwise than those within one.
+    assert losses(folder) == pytest.approx(losses(tmp_path / "whole" / "whole"), abs=1e-5)
 
 
 def rank_process(marker: str, rank: int) -> int:

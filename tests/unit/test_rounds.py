@@ -230,3 +230,6 @@ def test_a_step_that_fails_says_which(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with pytest.raises(rounds.LaunchError, match=r"failed with exit code 3; .* Step: -c"):
         rounds._call([sys.executable, "-c", "raise SystemExit(3)"], Nothing())  # type: ignore[arg-type]
+    killed = "import os; os.kill(os.getpid(), 9)"
+    with pytest.raises(rounds.LaunchError, match=r"was killed by signal 9\. .* The same command resumes\. Step: -c"):
+        rounds._call([sys.executable, "-c", killed], Nothing())  # type: ignore[arg-type]

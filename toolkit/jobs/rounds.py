@@ -182,6 +182,13 @@ def _call_all(
     code, command = max(zip(codes, commands, strict=True), key=lambda one: one[0] != 0, default=(0, []))
     if requests.last or code == Stopped.exit_code:
         raise Stopped(tr("The rounds were stopped. The same command resumes."))
+    if code < 0:  # it could not leave a message
+        raise LaunchError(
+            "a step of the rounds was killed by signal {signal}. If not on purpose, memory may have run out: see dmesg, "
+            "or ask the scheduler. The same command resumes. Step: {command}",
+            signal=-code,
+            command=shlex.join(map(secrets.hide_word, command[1:6])),
+        )
     if code:
         raise LaunchError(
             "a step of the rounds failed with exit code {code}; its message is above. The same command resumes. "
