@@ -184,8 +184,8 @@ def _call_all(
         raise Stopped(tr("The rounds were stopped. The same command resumes."))
     if code < 0:  # it could not leave a message
         raise LaunchError(
-            "a step of the rounds was killed by signal {signal}. If not on purpose, memory may have run out: see dmesg, "
-            "or ask the scheduler. The same command resumes. Step: {command}",
+            "a step of the rounds was killed by signal {signal}. If not on purpose, memory may have run out: see "
+            "dmesg, or ask the scheduler. The same command resumes. Step: {command}",
             signal=-code,
             command=shlex.join(map(secrets.hide_word, command[1:6])),
         )
