@@ -81,6 +81,12 @@ def test_a_package_that_is_not_installed(name: str, tmp_path: Path, monkeypatch:
     check_track_here(load([RECIPE, "track=csv"]))
 
 
+def test_deepspeeds_own_tracker_needs_its_package() -> None:
+    """DeepSpeed prints what is missing and ends with ImportError."""
+    with pytest.raises(ConfigError, match=r"ds_extra\.comet needs the package comet_ml, which is not installed:"):
+        check_track_here(load([RECIPE, "ds_extra.comet={enabled: true}"]))
+
+
 def test_which_mlflow_addresses_are_folders() -> None:
     assert mlflow_folder("runs/mlruns") == Path("runs/mlruns")
     assert mlflow_folder("file:///a/b") == Path("/a/b")

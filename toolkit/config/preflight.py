@@ -308,16 +308,23 @@ PACKAGES = {
 
 
 def check_track_here(loaded: LoadedConfig) -> None:
-    """Raise ConfigError for trackers whose package is not installed here. For rank 0 only: no other rank needs them."""
+    """Raise ConfigError for trackers whose package is not installed here. For rank 0 only: no other rank needs them, but
+    for DeepSpeed's own of Comet, which reaches it through `ds_extra`.
+    """
+    wanted = {f"track.{name}": (name, PACKAGES[name]) for name in loaded.cfg.track.enabled if name in PACKAGES}
+    comet = loaded.cfg.ds_extra.get("comet")
+    if isinstance(comet, dict) and comet.get("enabled"):
+        wanted["ds_extra.comet"] = ("comet_ml", "comet-ml")
     raise_all(
         loaded.error(
-            f"track.{name}.enabled",
-            "track.{name} needs the package {name}, which is not installed:  pip install {package}",
+            f"{section}.enabled",
+            "{section} needs the package {name}, which is not installed:  pip install {package}",
+            section=section,
             name=name,
-            package=PACKAGES[name],
+            package=package,
         )
-        for name in loaded.cfg.track.enabled
-        if name in PACKAGES and not getattr(importlib.util.find_spec(name), "origin", None)  # wandb leaves a directory
+        for section, (name, package) in wanted.items()
+        if not getattr(importlib.util.find_spec(name), "origin", None)  # wandb leaves a directory
     )
 
 
