@@ -308,8 +308,8 @@ PACKAGES = {
 
 
 def check_track_here(loaded: LoadedConfig) -> None:
-    """Raise ConfigError for trackers whose package is not installed here. For rank 0 only: no other rank needs them, but
-    for DeepSpeed's own of Comet, which reaches it through `ds_extra`.
+    """Raise ConfigError for trackers whose package is not installed here, and for DeepSpeed's own of Comet. For rank 0
+    only: no other rank needs them.
     """
     wanted = {f"track.{name}": (name, PACKAGES[name]) for name in loaded.cfg.track.enabled if name in PACKAGES}
     comet = loaded.cfg.ds_extra.get("comet")

@@ -275,9 +275,9 @@ PROCESS_BYTES = int(0.7 * GIB)
 CUDA_BYTES = 2 * GIB
 """What CUDA adds to it in host memory; by what others report, not measured here."""
 HEAP_SHARE = 0.3
-"""Of what comes and goes within a step, what the heap of a CPU rank keeps beyond it: holes between blocks of less than
-32 MiB (train/startup.py). Measured with SmolLM2-135M on two ranks: packed rows in float32 and bf16 under ZeRO 2, rows
-apart under ZeRO 0, preference pairs, reward LoRA: processes took 0.84 to 1.02 of what is planned with it.
+"""Of what comes and goes within a step, what the heap of a CPU rank keeps beyond it: glibc takes blocks of up to 32 MiB
+from one heap, whose holes fit no larger block. Measured with SmolLM2-135M on two ranks: packed rows in float32 and bf16
+under ZeRO 2, rows apart under ZeRO 0, preference pairs, reward LoRA: processes took 0.84 to 1.02 of what is planned.
 """
 _RESIDENT = ("weights", "second weights", "optimizer")
 WORKER_BYTES = int(0.3 * GIB)

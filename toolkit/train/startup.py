@@ -1,7 +1,5 @@
 """The start of a training process: config, environment, first lines and logs; only `start_logs` imports torch."""
 
-import contextlib
-import ctypes
 import io
 import logging
 import os
@@ -23,8 +21,6 @@ from toolkit.secrets import HidingFilter, hide
 
 _NCCL_WARNING = re.compile(r"NCCL (WARN|ERROR)")
 _LOOK_S = 1.0
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-_LARGE_BYTES = 32 * 2**20  # the most that glibc takes for M_MMAP_THRESHOLD on 64-bit systems
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -83,22 +79,14 @@ def set_allocator(environ: MutableMapping[str, str]) -> None:
     """Let PyTorch grow segments of GPU memory, against fragmentation, unless a variable says what it does. Of the names
     PyTorch takes the first that is set, and gives warnings about others than the first (torch 2.13, AllocatorConfig).
 
-    Without a GPU: let the process keep the memory of freed tensors of less than 32 MiB, in huge pages. glibc 2.36
-    returns each of more than 128 KiB to the system at first, and the next step's are zeroed and mapped again, page by
-    page. Larger ones are returned: between them the heap would keep holes that fit nothing else.
+    Without a GPU: tensors are in huge pages, as glibc returns large ones to the system, and the next step maps them
+    again.
     """
     device = preflight.device_here(environ)
     if device == "cuda" and not any(name in environ for name in _ALLOCATOR):
         environ[_ALLOCATOR[0]] = "expandable_segments:True"
-    if device != "cpu":
-        return
-    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's: read when it allocates for the first time
-    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environ):
-        return
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, -1)  # never
+    if device == "cpu":
+        environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch's: read when it allocates for the first time
 
 
 def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
