@@ -2,18 +2,21 @@
 
 import errno
 import fcntl
+import fnmatch
+import glob
 import hashlib
 import os
 import pickle
 import re
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
-from toolkit.messages import ToolkitError, tr, user_name, warn
+from toolkit.messages import DataError, ToolkitError, tr, user_name, warn
 
 _BLOCK_BYTES = 1 << 22
 TENSOR_TYPES = {
@@ -164,3 +167,61 @@ def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[s
         check(path)
         for inner in sorted(path.glob("*")):
             check(inner)
+
+
+_MOST_ENTRIES = 100_000
+
+
+def walk(
+    folder: Path, shown: str, enter: Callable[[Path], bool], onerror: Callable[[OSError], object] | None = None
+) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each directory below one, behind links too, with the names in it that are no directories.
+
+    A DataError where there are so many that no data can be meant: links may lead to the whole disk. Each directory
+    comes once: links to those above make as many paths as one likes. `shown`: what the user wrote.
+    """
+    seen: set[str] = set()
+    count = 0
+    for place, folders, names in os.walk(folder, onerror=onerror, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        count += len(folders) + len(names)
+        if count > _MOST_ENTRIES:
+            raise DataError(
+                "'{path}' has more than {most} files below it. Name the directory that holds the data.",
+                path=shown,
+                most=f"{_MOST_ENTRIES:,}",
+            )
+        folders[:] = [name for name in folders if enter(Path(place, name))]
+        yield Path(place), names
+
+
+def matching(pattern: str) -> list[Path]:
+    """Return the files that a pattern with `*`, `?`, `[…]` and `**` means; as the module glob, but within bounds."""
+    parts = Path(pattern).parts
+    first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), None)
+    if first is None:
+        return []
+    folder, wanted = Path(*parts[:first]), parts[first:]
+    wanted = tuple(part for place, part in enumerate(wanted) if wanted[place : place + 2] != ("**", "**"))
+
+    @cache
+    def fits(left: tuple[str, ...], names: tuple[str, ...], is_folder: bool) -> bool:
+        """Whether names are what parts of the pattern mean; of a directory, whether something in it may be."""
+        if not left or not names:
+            return (is_folder and not names and bool(left)) or (not names and set(left) <= {"**"})
+        is_shown = names[0][0] != "."
+        if left[0] == "**":
+            return fits(left[1:], names, is_folder) or (is_shown and fits(left, names[1:], is_folder))
+        is_same = fnmatch.fnmatchcase(names[0], left[0]) and (is_shown or left[0][0] == ".")
+        return is_same and fits(left[1:], names[1:], is_folder)
+
+    walked = walk(folder, pattern, lambda path: fits(wanted, path.parts[len(folder.parts) :], True))
+    found: list[Path] = []
+    for place, names in list(walked):  # first whether there are too many
+        above = place.parts[len(folder.parts) :]
+        found += [place / name for name in names if fits(wanted, (*above, name), False)]
+    return [path for path in found if os.path.isfile(path)]

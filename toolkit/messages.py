@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from toolkit.secrets import hide
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _FULL_WIDTH = ("。", "！", "？", "；", "：", "）")
 _language = ""
 _logger = logging.getLogger("toolkit")
@@ -57,13 +57,29 @@ def tr(english: str, /, **values: object) -> str:
     return _fill(english, values)
 
 
+_LONGEST_LINE = 1000
+"""Of a value in a message: what comes from a file or a command line may have megabytes."""
+
+
 def _fill(english: str, values: dict[str, object]) -> str:
-    return hide(printable(translated(english).format(**values)))
+    return hide(printable(translated(english).format(**{name: _bounded(one) for name, one in values.items()})))
+
+
+def _bounded(value: object) -> object:
+    """Return a value whose text has no endless line: the value itself, if that is so anyway."""
+    if isinstance(value, (int, float, type(None))):
+        return value
+    text = str(value)
+    if len(text) <= _LONGEST_LINE:
+        return value
+    return "\n".join(shortened(line, _LONGEST_LINE) for line in text.split("\n"))
 
 
 def filled(english: str, value_of: Callable[[str], object]) -> str:
     """Return a message of a table, as `tr` does: each {placeholder} is a name whose value `value_of` gives."""
-    return hide(printable(re.sub(r"\{([\w.]+)\}", lambda found: str(value_of(found[1])), translated(english))))
+    return hide(
+        printable(re.sub(r"\{([\w.]+)\}", lambda found: str(_bounded(value_of(found[1]))), translated(english)))
+    )
 
 
 def joined(*sentences: str) -> str:
@@ -114,7 +130,8 @@ def chinese() -> dict[str, dict[str, str]]:
 def printable(text: str) -> str:
     """Return a text without what moves a terminal's cursor, changes its colours or turns the direction of writing.
 
-    Names of files and texts of samples come from elsewhere; lines and tabs stay.
+    Names of files and texts of samples come from elsewhere; lines and tabs stay. Nor halves of characters, which JSON's
+    escapes and names of files may hold: stdout cannot write them.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 

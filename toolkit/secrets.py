@@ -32,10 +32,11 @@ _COMMON = {"disabled", "required", "optional", "password", "changeme", "undefine
 """Values that hide nothing, and would be missed everywhere."""
 _SWITCHES = {"", "0", "1", "true", "false", "yes", "no", "on", "off"}
 """TOKENIZERS_PARALLELISM=false is no secret."""
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/+)[^\s/:@\"']*:[^\s/\"']+@|(https?:/+)[^\s/:@?#\"']+@")
+_URL = re.compile(r"((?<=[A-Za-z0-9+.-]{2}):/+)[^\s/:@\"']*:[^\s/\"']+@|(https?:/+)[^\s/:@?#\"']+@")
 """User and password; of HTTP the user alone too, which is where access tokens are put. ssh://git@host shows none.
 
-A path made of a URL has one slash: Path("https://host") is https:/host.
+A path made of a URL has one slash: Path("https://host") is https:/host. The scheme is looked back at: to look for where
+one begins took 8 s in a text of 100,000 letters.
 """
 _PARAMETER = re.compile(
     r"([?&;][\w.%-]*(?:key|token|secret|password|passwd|credential|signature|(?<=[?&;])sig)=)[^\s&;#\"'<>]+",

@@ -242,14 +242,14 @@ _OWN = {"pairs": "pairs", "labels": "labels", "texts": "pairs", "text_zh": "text
 
 def located(path: str) -> str:
     """Return where a file is: the path as it is, or the shipped file that it names."""
-    if path in _SHIPPED and not Path(path).exists():
+    if path in _SHIPPED and not os.path.exists(path):
         return str(shipped_folder("examples/data", "_examples") / Path(path).name)
     return path
 
 
 def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argument: str = "") -> None:
     """Raise `error` if a run, checkpoint or model is not there, with the nearest name beside it."""
-    if path.is_dir():
+    if os.path.isdir(path):
         return
     names: list[str] = []
     with suppress(OSError):
@@ -271,7 +271,7 @@ def quoted(path: Path) -> str:
 
 def is_hub_name(path: str) -> bool:
     """Return whether a `model.path` names a repository on Hugging Face; a directory of that name comes first."""
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII) is not None and not Path(path).exists()
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path, re.ASCII) is not None and not os.path.exists(path)
 
 
 def notice(data: DataConfig) -> str:

@@ -121,7 +121,7 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     left out of the config; without it they are a ConfigError, as is what keeps a config from being composed.
     """
     found = Problems() if problems is None else problems
-    if config_dir and not Path(config_dir).is_dir():
+    if config_dir and not os.path.isdir(config_dir):
         raise ConfigError("--config-dir {folder} is not a directory.", folder=config_dir)
     groups = _groups(config_dir)
     parsed = [override for word in overrides if (override := found.attempt(_parse, word)) is not None]
@@ -310,10 +310,10 @@ def _choose_recipe(parsed: list[Override]) -> tuple[str, Path]:
     name = chosen[-1]
     if name.endswith((".yaml", ".yml")) or os.sep in name:
         path = Path(name)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ConfigError(joined(tr("command line: there is no recipe file {path}.", path=name), listing))
         return path.stem, path.resolve()
-    if name.endswith((".json", ".sh")) and Path(name).is_file():
+    if name.endswith((".json", ".sh")) and os.path.isfile(name):
         raise ConfigError(
             "command line: {path} is no recipe. A DeepSpeed JSON goes with a recipe: recipe=NAME "
             "deepspeed_json={path}. Of another program's config make one:  toolkit import-config {path} "

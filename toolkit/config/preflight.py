@@ -7,7 +7,6 @@ deepspeed. A build that is killed leaves a lock behind, and every later run woul
 """
 
 import dataclasses
-import glob
 import hashlib
 import importlib.util
 import math
@@ -30,7 +29,7 @@ from urllib.parse import urlsplit
 
 from toolkit.config import files, schema, validate
 from toolkit.config.load import LoadedConfig, as_typed, replace
-from toolkit.disk import try_lock
+from toolkit.disk import matching, try_lock
 from toolkit.messages import ConfigError, LaunchError, did_you_mean, file_bytes, joined, parsed_json, raise_all, say, tr
 
 
@@ -60,14 +59,14 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
         yield loaded.error(
             "model.path", "model.path is empty: set model.path=DIR to a directory with a model in transformers' layout."
         )
-    elif is_read and not Path(model.path).is_dir() and not files.is_hub_name(model.path):
+    elif is_read and not os.path.isdir(model.path) and not files.is_hub_name(model.path):
         yield loaded.error(
             "model.path",
             "model.path = {value} is not a directory here. It must be the directory that holds "
             "config.json and the weights, or owner/name on Hugging Face.",
         )
     teacher = loaded.cfg.distill.teacher
-    if teacher and not Path(teacher).is_dir() and not files.is_hub_name(teacher):
+    if teacher and not os.path.isdir(teacher) and not files.is_hub_name(teacher):
         yield loaded.error(
             "distill.teacher",
             "{key} = {value} is not a directory here. It must be the directory that holds config.json and the weights, "
@@ -75,7 +74,7 @@ def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
         )
     for key in ("model.tokenizer", "model.chat_template"):
         path = str(schema.get_value(loaded.cfg, key))
-        if path and not Path(files.located(path)).exists():
+        if path and not os.path.exists(files.located(path)):
             yield loaded.error(key, "{key} = {value} does not exist.")
 
 
@@ -101,12 +100,12 @@ def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
         yield tr(
             "{place} needs one of path (a file, directory or pattern) and hub (a name on Hugging Face).", place=place
         )
-    elif source.path and not Path(files.located(source.path)).exists() and not glob.glob(source.path, recursive=True):
+    elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
         key, folder = f"{place}.path", Path.cwd()
         yield tr(
             "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
         )
-    elif source.path and source.split != "train" and not Path(source.path, "dataset_dict.json").is_file():
+    elif source.path and source.split != "train" and not os.path.isfile(Path(source.path, "dataset_dict.json")):
         yield tr(
             "{place}.split = {split} has an effect with hub and directories of several splits (dataset_dict.json) "
             "only. Remove it; where files are named by their split, give a pattern as path: data/{split}-*.parquet.",
@@ -137,9 +136,9 @@ def check_columns(source: schema.SourceConfig, place: str) -> str:
 def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The run folder's parent must be writable, found out before anything is loaded."""
     existing = Path(loaded.cfg.run.dir).absolute()
-    while not existing.exists():
+    while not os.path.exists(existing):
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
         yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
 
 
@@ -162,9 +161,9 @@ def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
     if resume in ("auto", "must", "never"):
         return
     path, run = Path(resume), loaded.cfg.run
-    if run.name and (Path(run.dir) / run.name / "logs" / "starts.jsonl").is_file():
+    if run.name and os.path.isfile(Path(run.dir) / run.name / "logs" / "starts.jsonl"):
         return  # what its last start has resumed need not be there any more, see run_dir.py
-    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):
         yield loaded.error(
             "resume",
             "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
@@ -172,7 +171,7 @@ def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
             "tuning.adapter={path}.",
             path=path,
         )
-    elif not ((path / "manifest.json").is_file() or any((path / "checkpoints").glob("step-*"))):
+    elif not (os.path.isfile(path / "manifest.json") or any((path / "checkpoints").glob("step-*"))):
         yield loaded.error(
             "resume",
             "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.",
@@ -337,7 +336,7 @@ def mlflow_folder(uri: str) -> Path | None:
 def _tuning(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Check the adapter's directory, and what QLoRA needs of this machine."""
     tuning = loaded.cfg.tuning
-    if tuning.adapter and not Path(tuning.adapter).is_dir():
+    if tuning.adapter and not os.path.isdir(tuning.adapter):
         yield loaded.error("tuning.adapter", "tuning.adapter = {value} is not a directory here.")
     if tuning.method is not schema.TuningMethod.qlora:
         return

@@ -614,6 +614,7 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
                 return row_format
     if there("text"):
         return RowFormat.text
+    as_object(row)  # a CSV's first row may have more fields than names
     absent = [theirs for theirs in columns.values() if theirs not in row]
     if absent:
         raise RowError(

@@ -6,7 +6,6 @@ damaged files 11 ended the process with a segmentation fault, others with a bus 
 
 import codecs
 import csv
-import glob
 import io
 import json
 import os
@@ -21,6 +20,7 @@ from typing import IO, Any, NoReturn
 
 from toolkit.config.files import located
 from toolkit.config.schema import ROW_FIELDS, SourceConfig
+from toolkit.disk import matching, walk
 from toolkit.messages import DataError, RowError, json_object, reading, tr
 
 BOM = b"\xef\xbb\xbf"
@@ -367,7 +367,7 @@ class Block:
 def files_of(source: SourceConfig) -> list[Path]:
     """Return the files of a source with a path, in a fixed order; a DataError if there is none or one is empty."""
     path = Path(located(source.path))
-    if path.is_dir():
+    if os.path.isdir(path):
         files = _saved_by_datasets(path, source.split) or _known_files(path)
         if not files:
             raise DataError(
@@ -375,10 +375,10 @@ def files_of(source: SourceConfig) -> list[Path]:
                 path=path,
                 suffixes=", ".join(SUFFIXES),
             )
-    elif path.is_file():
+    elif os.path.isfile(path):  # not the method of paths, which raises of a name that is too long
         files = [path]
     else:
-        files = sorted(Path(name) for name in glob.glob(source.path, recursive=True) if Path(name).is_file())
+        files = sorted(matching(source.path))
         if not files or not source.path:
             raise DataError(
                 "There is no data file '{path}' (looked in {folder}). Correct `path` under data.sources or "
@@ -403,20 +403,15 @@ def _known_files(folder: Path) -> list[Path]:
             "Cannot read '{path}': {reason}.", path=error.filename, reason=error.strerror or error
         ) from error
 
-    found: list[Path] = []
-    seen: set[str] = set()
-    for place, folders, names in os.walk(folder, onerror=stop, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(place, name) for name in names if name[0] != "." and _bare(name).endswith(SUFFIXES)]
+    def enter(path: Path) -> bool:
+        return not path.name.startswith(".")
+
+    paths = (place / name for place, names in walk(folder, str(folder), enter, stop) for name in names)
+    found = [path for path in paths if path.name[0] != "." and _bare(path.name).endswith(SUFFIXES)]
     for path in found:
-        if not path.exists():
+        if not os.path.exists(path):
             raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
-    return sorted(path for path in found if path.is_file())
+    return sorted(path for path in found if os.path.isfile(path))
 
 
 def _bare(name: str) -> str:
@@ -513,7 +508,10 @@ def _start_of_rows(file: io.BufferedReader, path: Path, columns: Collection[str]
 def _delimiter(file: io.BufferedReader, usual: str) -> str:
     """Return what separates a table's columns: what is usual, unless the first line has it nowhere but another."""
     first = file.peek(4096)[:65536].removeprefix(BOM).decode("utf-8", "replace").partition("\n")[0].strip()
-    counts = {mark: len(next(csv.reader([first], delimiter=mark), ())) for mark in (usual, ",", ";", "\t", "|")}
+    counts = dict.fromkeys((usual, ",", ";", "\t", "|"), 1)
+    for mark in counts:
+        with suppress(csv.Error):  # a lone carriage return, of which the reader of the rows says so with its line
+            counts[mark] = len(next(csv.reader([first], delimiter=mark), ()))
     return usual if counts[usual] > 1 else max(counts, key=lambda mark: counts[mark])
 
 

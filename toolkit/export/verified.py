@@ -22,7 +22,9 @@ def export_verified(
                 model.export_any(path, aside, wanted, **chosen)
                 verdict = model.verify_logits(aside) if forward else ""
             except ToolkitError as error:
-                raise type(error)(str(error).replace(str(aside), str(folder))) from error
+                text = str(error).replace(str(aside), str(folder))
+                is_named = str(folder) in text or str(path) in text
+                raise type(error)(text if is_named else f"{path}: {text}") from error
             aside.rename(folder)
             disk.flush(folder.parent)
     except OSError as error:

@@ -74,6 +74,7 @@ _LOG_BYTES = 64 << 10
 _ROW_S, _READING_S, _WORKING_S = 5.0, 30.0, 600.0
 """How long a run, all of them or a report, and anything else may take: a file server may not answer any more."""
 _READING = ("runs", "log", "report")
+_KINDS = (("values", dict), ("groups", dict), ("gpus", str), ("base", str))
 Given = Mapping[str, Any]
 """What the page sends; of a recipe `base`, its name, `groups` and `values` by name and key, `gpus` to plan for."""
 
@@ -346,7 +347,7 @@ def application(board: Board, token: str, cookie: str) -> Guard:
         name = request.path_params["name"]
         try:
             given = messages.parsed_json(await request.body())
-            if not isinstance(given, dict):
+            if not isinstance(given, dict) or not all(isinstance(given.get(key, kind()), kind) for key, kind in _KINDS):
                 raise ValueError
             if name in board.streams:
                 return StreamingResponse(board.streams[name](given), media_type="text/plain; charset=utf-8")

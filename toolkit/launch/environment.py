@@ -30,7 +30,7 @@ import psutil
 
 from toolkit import secrets
 from toolkit.config.schema import INTERFACES, LaunchConfig
-from toolkit.messages import LaunchError, set_main_rank, tr
+from toolkit.messages import LaunchError, file_bytes, reading, set_main_rank, tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
 VARIABLES = {
@@ -47,6 +47,7 @@ VARIABLES = {
 MPI_LAUNCHERS = ("openmpi", "mpich")
 """As DeepSpeed calls them."""
 _MOST_DIGITS = 9
+_LARGEST_FILE_BYTES = 1 << 20
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Below those that the system gives to outgoing connections."""
 
@@ -400,7 +401,8 @@ def variables_of_files(folder: Path) -> dict[Path, dict[str, str]]:
                 file=file,
             )
         # DeepSpeed cuts at newlines alone; `splitlines` at other characters too, so it would check other lines.
-        lines = file.read_text(encoding="utf-8", errors="replace").removesuffix("\n").split("\n")
+        with reading(file, LaunchError):
+            lines = file_bytes(file, _LARGEST_FILE_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
         for number, line in enumerate(lines if lines != [""] else [], start=1):
             name, equals, value = line.partition("=")
             if not equals or not name.isidentifier():

@@ -124,7 +124,8 @@ class SpanTokenizer:
         self.opening_ids = {one: backend.encode(one, add_special_tokens=False).ids for one in openings.texts}
         self.closing_ids = {one: backend.token_to_id(one) for one in openings.closings if one in added}
         self._closings = re.compile(any_of(self.closing_ids))
-        mark = added.get(backend.id_to_token(self.opening_ids[openings.texts[0]][0]))
+        first = self.opening_ids[openings.texts[0]][:1]  # [] where a file's settings make nothing of any text
+        mark = added.get(backend.id_to_token(first[0])) if first else None
         if mark is None or mark.normalized or mark.lstrip or mark.rstrip or mark.single_word:
             return
         is_alone = not any(mark.content in one and one != mark.content for one in added)

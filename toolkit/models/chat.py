@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from toolkit.config import files, schema
 from toolkit.distributed.file_lock import build_once
-from toolkit.messages import ModelError, reading, tr
+from toolkit.messages import ModelError, file_bytes, reading, tr
 from toolkit.models import directory
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.chatglm import formats, tokenizers
@@ -39,6 +39,7 @@ _CHAT_TEMPLATE = (
 
 TOKENIZER = "tokenizer: "
 """Before the names of a tokenizer's parts in what identifies the data of a run."""
+_LARGEST_TEMPLATE_BYTES = 1_000_000
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -143,7 +144,7 @@ def load_tokenizer(
 def use_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """Replace a tokenizer's chat template by that of a file (Jinja)."""
     with reading(file, ModelError, tr("Correct model.chat_template.")):
-        tokenizer.chat_template = Path(files.located(file)).read_text(encoding="utf-8")
+        tokenizer.chat_template = file_bytes(Path(files.located(file)), _LARGEST_TEMPLATE_BYTES).decode("utf-8")
     tokenizer.split_special_tokens = False
 
 
@@ -194,6 +195,7 @@ def _load_other(path: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=False, local_files_only=True
         )
+        tokenizer("a 1", verbose=False)  # settings of a wrong type show as they are used
     return tokenizer
 
 

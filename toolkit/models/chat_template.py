@@ -8,7 +8,9 @@ template begins or ends turns; others, such as `<think>`, are content of answers
 
 import hashlib
 import json
+import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ Message = Mapping[str, Any]
 _OTHERS = "additional_special_tokens"
 _RENDERING_S = 10
 """Most seconds for one conversation; thousands of messages take some hundredths."""
+_LEAST_S = 0.5
 _PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "First answer."},
@@ -126,6 +129,7 @@ class TemplateChatEncoder:
         """Where it reads an answer's reasoning, None if nowhere."""
         self.missing: set[str] = set()
         """What it has no place for."""
+        self._until = time.monotonic() + _RENDERING_S
         with suppress(RowError):  # it knows other conversations only; each is looked at by itself
             self._look_at_template()
         self.drops_system, self.drops_tools = "system" in self.missing, "tools" in self.missing
@@ -137,6 +141,7 @@ class TemplateChatEncoder:
             self.openings = self._openings()
         self.span_tokenizer = SpanTokenizer(tokenizer, self.openings, self.shield)
         self._look_at_texts()
+        self._until = math.inf
 
     def _look_at_template(self) -> None:
         """Find out what the template writes, and how; a RowError if it rejects an ordinary question."""
@@ -602,8 +607,13 @@ class TemplateChatEncoder:
                 **self.tokens,
             ),
             messages,
+            self._seconds_left(),
         )
         return text
+
+    def _seconds_left(self) -> float:
+        """Return how long one conversation may take; all that are tried at first may take as long as that together."""
+        return min(_RENDERING_S, max(_LEAST_S, self._until - time.monotonic()))
 
 
 class _Part(list[Message]):
@@ -630,10 +640,12 @@ def _is_trained(message: Message) -> bool:
 _FAILURES = (TemplateError, TypeError, ValueError, AttributeError, KeyError)
 
 
-def _rendered(render: Callable[[Sequence[Message]], Any], messages: Sequence[Message]) -> Any:
+def _rendered(
+    render: Callable[[Sequence[Message]], Any], messages: Sequence[Message], seconds: float = _RENDERING_S
+) -> Any:
     """Return a template's rendering, calls in another form if it wants that; RowError if it fails."""
     try:
-        with time_limit(_RENDERING_S):
+        with time_limit(seconds):
             try:
                 return render(messages)
             except _FAILURES:

@@ -316,13 +316,13 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def _begins(file: Path, content: bytes) -> bool:
-    with file.open("rb") as handle:
+    with reading(file, ModelError), file.open("rb") as handle:
         return handle.read(len(content)) == content
 
 
 def _check_safetensors(file: Path, size: int) -> None:
     """Read a safetensors file's header: half a download is reported at once, and so is a damaged one."""
-    with file.open("rb") as handle:
+    with reading(file, ModelError), file.open("rb") as handle:
         header_bytes = int.from_bytes(handle.read(8), "little")
         if size < 8 or header_bytes > min(size - 8, LARGEST_JSON_BYTES):
             raise ModelError("{file} is cut short ({size} bytes): download it again.", file=file, size=size)
@@ -461,6 +461,7 @@ _SIZES = {
 _FRACTIONS = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps"), (0, 1)),
     **dict.fromkeys(("rope_theta", "rope_ratio", "initializer_range"), (0, 1e12)),
+    "partial_rotary_factor": (0, 1),
 }
 """The same for numbers that need not be whole: with others, every output is NaN."""
 _NEEDED = ("num_hidden_layers", "num_attention_heads", "vocab_size", "hidden_size")

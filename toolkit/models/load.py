@@ -14,11 +14,13 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
 from toolkit.engine.ds_config import tensor_ranks
-from toolkit.messages import ModelError, NotStreamable, reason_of
+from toolkit.messages import ModelError, NotStreamable, reading, reason_of
 from toolkit.models import attention, classifier, directory, probe, save, weights
 from toolkit.models.chatglm import modeling, tokenizers
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
+_OF_VALUES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""What constructors raise of values that cannot be. None of these is the machine's fault, as RuntimeErrors may be."""
 
 
 def load_model(
@@ -103,12 +105,17 @@ def _build_empty(
     architecture, generation_file = directory.architecture_of(config), folder / "generation_config.json"
     if architecture is None:
         known, trusted = change_config(known_config(folder), changed or {}), directory.is_trusted(folder)
-        model = weights.empty_model(
-            lambda: _auto_class(known).from_config(known, dtype=dtype, trust_remote_code=trusted),
-            ds_config,
-        )
+        try:
+            model = weights.empty_model(
+                lambda: _auto_class(known).from_config(known, dtype=dtype, trust_remote_code=trusted),
+                ds_config,
+            )
+        except _OF_VALUES as error:  # of keys that `check_sizes` does not know
+            if trusted and not isinstance(error, ValueError):
+                raise  # the folder's own code: its author needs the traceback
+            raise _not_loadable(folder, error) from error
         if generation_file.is_file() and model.can_generate():
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+            model.generation_config = read_generation_config(folder)
         return _finish(model, folder)
     generation = directory.read_object(generation_file) if generation_file.is_file() else {}
     kind, known = official_class(folder, config, generation)
@@ -120,6 +127,14 @@ def _build_empty(
     )
     save.load_origin(model, folder)
     return model.eval()
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """Return what a directory's generation_config.json says; ModelError where the library cannot read it."""
+    file = folder / "generation_config.json"
+    directory.read_object(file)
+    with reading(file, ModelError):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 def change_config(config: Any, changed: Mapping[str, Any]) -> Any:

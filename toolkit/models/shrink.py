@@ -10,7 +10,7 @@ import transformers
 
 from toolkit.messages import ModelError
 from toolkit.models.directory import architecture_of, read_config, read_object
-from toolkit.models.load import official_class
+from toolkit.models.load import official_class, read_generation_config
 
 LAYERS, HEADS, HEAD_SIZE = 4, 4, 16
 """The least; model-parallel ranks may need more heads. FlexAttention takes no heads smaller than 16 (torch 2.13)."""
@@ -93,6 +93,6 @@ def shrunk_model(path: str, seed: int, heads: int = HEADS) -> transformers.PreTr
     if is_official:
         model.generation_config = transformers.GenerationConfig(eos_token_id=model.config.eos_token_id, pad_token_id=0)
     elif generation:
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        model.generation_config = read_generation_config(folder)
     model.get_input_embeddings().padding_idx = None
     return model.eval()

@@ -598,7 +598,9 @@ def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None
     config = config_of(cfg)
     try:
         found = shapes_of_config(config)
-    except (KeyError, TypeError, AttributeError) as error:
+        if found and (texts := [size for shape in found[0].values() for size in shape if type(size) is not int]):
+            raise ValueError(tr("{value} is no number", value=texts[0]))  # a text times a number is a longer text
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ConfigError("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error)) from error
     if found is None and (kept := _cache_of(cfg, config)).is_file():
         found = _read(kept)

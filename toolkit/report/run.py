@@ -569,7 +569,7 @@ def expand_sweeps(paths: Sequence[Path]) -> list[Path]:
     """Return run directories, a sweep's replaced by those of its runs; a RunFolderError if none has metrics yet."""
     found: list[Path] = []
     for path in paths:
-        runs = runs_of(path) if (path / "sweep.json").is_file() else [path]
+        runs = runs_of(path) if os.path.isfile(path / "sweep.json") else [path]
         if not runs:
             raise RunFolderError("{folder}: no run of this sweep has metrics yet.", folder=path)
         found += runs

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,7 +133,7 @@ def _named_json(given: read.ForeignConfig, folder: Path, notes: list[str]) -> st
         path.write_text(json.dumps(named, indent=1), encoding="utf-8")
         return str(path)
     if named:
-        found = next((path for path in (Path(named), given.folder / named) if path.is_file()), None)
+        found = next((path for path in (Path(named), given.folder / named) if os.path.isfile(path)), None)
         if found:
             return str(found)
         notes.append(

@@ -1,6 +1,7 @@
 """What the arguments of transformers' Trainer, of LLaMA-Factory and of the ChatGLM repositories become in a recipe."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -193,7 +194,7 @@ def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
     if group:
         draft.groups["model"] = group
     revision = given.get("model_revision") if given.has("model_revision") else "main"
-    if not (group and owner in OWNERS and not Path(text).is_dir()) or revision != "main":
+    if not (group and owner in OWNERS and not os.path.isdir(text)) or revision != "main":
         draft.put("model.path", text, "model_name_or_path")
     if revision != "main" and files.is_hub_name(text):
         draft.put("model.revision", str(revision), "model_revision")
@@ -481,7 +482,7 @@ _FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".
 
 def is_on_hub(name: str) -> bool:
     """Return whether the name of a dataset is one on Hugging Face, and no file or directory, here or elsewhere."""
-    return files.is_hub_name(name) and not Path(name).exists() and not name.endswith(_FILES)
+    return files.is_hub_name(name) and not os.path.exists(name) and not name.endswith(_FILES)
 
 
 INFO = "dataset_info.json"
@@ -496,7 +497,7 @@ def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) 
         raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=given.shown, key=name)
     if folder == "ONLINE":
         return [{"hub": item} for item in sets]
-    base = next((path for path in (Path(folder), given.folder / folder) if (path / INFO).is_file()), None)
+    base = next((path for path in (Path(folder), given.folder / folder) if os.path.isfile(path / INFO)), None)
     if base is None:
         draft.notes.append(
             tr(

@@ -5,6 +5,7 @@ Shell scripts are read, not executed, without the environment: what only a shell
 
 import math
 import operator
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -410,7 +411,7 @@ def _read(path: Path) -> ForeignConfig | None:
             values.get("config"), str
         ):  # the command's arguments beat it
             named = values.pop("config")
-            below = path.parent / named if (path.parent / named).is_file() else Path(named)
+            below = path.parent / named if os.path.isfile(path.parent / named) else Path(named)
             values = files.read(below).values | values
     elif path.suffix.lower() == ".json":
         values = _json(text, path)

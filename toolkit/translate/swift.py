@@ -1,8 +1,8 @@
 """What the arguments of ms-swift's `swift sft`, `swift pt` and `swift rlhf` become in a recipe."""
 
 import math
+import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from toolkit.config import files
@@ -196,7 +196,7 @@ def _sources(given: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_
             )
         owner, separator, bare = text.partition("::")
         bare = bare if separator else text
-        bare, _, subset = (bare, "", "") if Path(bare).exists() else bare.partition(":")
+        bare, _, subset = (bare, "", "") if os.path.exists(bare) else bare.partition(":")
         if not is_on_hub(bare):
             found.append({"path": bare, **rest})
         elif owner.upper() == "HF" or given.flag("use_hf"):
