@@ -35,7 +35,8 @@ LIMIT_BYTES = 2 << 30
 _ADDRESS_BYTES = 6 << 30
 """Further address space, so that what has no bound does not take the machine with it."""
 _FILE_BYTES = 1 << 30
-_OUTPUT_BYTES, _MESSAGE_CHARS = 1 << 16, 1 << 14
+_OUTPUT_BYTES, _MESSAGE_CHARS = 1 << 20, 1 << 14
+"""What is printed, which may be a recipe with a long value of the input, and a message."""
 _LONGEST_LINE = 2000
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _CODES = {0, 2, 70, 74, 75}
