@@ -183,8 +183,10 @@ def walk(
     seen: set[str] = set()
     count = 0
     for place, folders, names in os.walk(folder, onerror=onerror, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
+        real = ""
+        with suppress(OSError):  # a link that has just been removed
+            real = os.path.realpath(place)
+        if not real or real in seen:
             folders.clear()
             continue
         seen.add(real)

@@ -95,6 +95,9 @@ def test_patterns_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk.matching("a/*/*.jsonl") == [Path("a/b/one.jsonl")]
     assert disk.matching("fo?r.[tx]*") == [Path("four.txt")]
     assert disk.matching("a/.h*/**") == [Path("a/.hidden/three.jsonl")]
+    with monkeypatch.context() as gone:  # links in /proc are, while they are looked at
+        gone.setattr(os.path, "realpath", lambda path: os.readlink(f"{path}/gone"))
+        assert disk.matching("a/*/*.jsonl") == []
     monkeypatch.setattr(disk, "_MOST_ENTRIES", 5)
     data = load(["recipe=quickstart"]).cfg.data
     for pattern in ("**/*", "."):
