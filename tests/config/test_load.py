@@ -37,6 +37,8 @@ COMMAND_LINE = {
     "zero.offload_param.devise=cpu": (
         "command line: unknown key 'zero.offload_param.devise'. Did you mean 'zero.offload_param.device'?"
     ),
+    "checkpoint.memory_every=5": "command line: unknown key 'checkpoint.memory_every'. It has been removed; instead, "
+    "see 'checkpoint.asynchronous' / 'checkpoint.every'.",
     "gradient_clipping=1": "command line: unknown key 'gradient_clipping'. Did you mean 'train.gradient_clipping'?",
     "learning_rate=1": "command line: unknown key 'learning_rate'. Did you mean 'optim.lr'?",
     "cutoff_len=1": "command line: unknown key 'cutoff_len'. Did you mean 'data.max_length'?",
@@ -526,6 +528,16 @@ def test_a_resolved_config_keeps_its_learning_rate(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(load(["recipe=zero1", "tuning=lora"]).cfg))
     assert load([f"recipe={file}", "tuning.method=full"]).cfg.optim.lr == LEARNING_RATES[TuningMethod.lora]
+
+
+def test_a_resolved_config_of_earlier_versions_names_keys_that_are_gone(tmp_path: Path) -> None:
+    """All keys, as ever: those that were off nobody has to take out."""
+    file, cfg = tmp_path / "config.yaml", load(["recipe=zero1"]).cfg
+    file.write_text(to_yaml(cfg).replace("\ncheckpoint:\n", "\ncheckpoint:\n  memory_every: 0\n"))
+    assert load([f"recipe={file}"]).cfg == cfg
+    file.write_text(file.read_text().replace("memory_every: 0", "memory_every: 5"))
+    with pytest.raises(ConfigError, match=r"unknown key 'checkpoint.memory_every'. It has been removed"):
+        load([f"recipe={file}"])
 
 
 @pytest.mark.parametrize("section", ["", "data:", "model:\n  shape:"])

@@ -5,9 +5,7 @@ hang, fail, tell, term, memory, fill), `note` (file that gets a line when the fa
 the note is there already). `back_at`: the clock goes back a year after this step; `fit`: from the decision of step
 `fit_at` on it is so late that so many steps fit before run.deadline; `ballast`: file that fills the disk, gone again
 after step `free_at`; `naps`: who sleeps before what: `ranks`, `steps` (first and last, of this life), `before` (data,
-step, forward), `seconds`. `shm`: the folder that each rank takes for its node's /dev/shm; a save is then proven before
-the next step ends. `flush_s`: seconds by which each flush of a file or folder is slower. `opened`: file that gets the
-name of each file of fragments that is opened for reading, one a line.
+step, forward), `seconds`. `flush_s`: seconds by which each flush of a file or folder is slower.
 Everything else is the product's own.
 """
 
@@ -163,22 +161,6 @@ def make_late(steps: int, number: int) -> None:
     Deadline.decide = decide
 
 
-def on_nodes_of_their_own(folders: list[str]) -> None:
-    """Let each rank have a /dev/shm of its own, or share it with those that have the same."""
-    from toolkit.checkpoint import node_memory
-    from toolkit.train.checkpointer import Checkpointer
-
-    node_memory.SHM = Path(folders[RANK])
-    is_proven = Checkpointer.is_proven
-
-    def at_once(saver: Any) -> bool:
-        if saver._pending is not None:
-            saver._pending.wait()
-        return is_proven(saver)
-
-    Checkpointer.is_proven = at_once
-
-
 def slow_disk(seconds: float) -> None:
     """Let every flush take longer, and note each."""
     real = os.fsync
@@ -190,13 +172,6 @@ def slow_disk(seconds: float) -> None:
         real(descriptor)
 
     os.fsync = fsync
-
-
-def note_opened(event: str, arguments: tuple[Any, ...]) -> None:
-    """Note which fragments are read."""
-    if event == "open" and "fragments-" in str(arguments[0]) and str(arguments[1]).startswith("r"):
-        with open(FAULT["opened"], "a", encoding="utf-8") as note:
-            note.write(f"{arguments[0]}\n")
 
 
 def install() -> None:
@@ -215,12 +190,8 @@ def install() -> None:
     def of_step(path: Any) -> bool:
         return f"step-{step}" in str(path)
 
-    if "shm" in FAULT:
-        on_nodes_of_their_own(FAULT["shm"])
     if "flush_s" in FAULT:
         slow_disk(FAULT["flush_s"])
-    if "opened" in FAULT:
-        sys.addaudithook(note_opened)
     if FAULT.get("once") and Path(FAULT["note"]).exists():
         return
     if "back_at" in FAULT:

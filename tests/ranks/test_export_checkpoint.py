@@ -128,7 +128,7 @@ def test_weights_of_an_old_checkpoint_stay(
     assert main(["generate", f"model.path={weights}", "prompt=red apple", "max_new_tokens=2"]) == 0
     cfg = load(["recipe=quickstart", f"run.dir={tmp_path}", f"resume={weights}"]).cfg
     with pytest.raises(ConfigError, match=rf"resume = {weights} is a model or an adapter alone.*model\.path={weights}"):
-        run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+        run_dir.choose_run_dir(cfg)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -373,7 +373,7 @@ for number in range(rounds):
     print("ready", flush=True)
     sys.stdin.readline()
     try:
-        run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+        run_dir.choose_run_dir(cfg)
         print("works", flush=True)
     except RunFolderError as error:
         print("told", error, flush=True)

@@ -125,35 +125,22 @@ def without_faults(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return losses(folder / "runs" / "run")
 
 
-IN_MEMORY = ("checkpoint.every=1000", "checkpoint.memory_every=5")
-
-
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("nodes", "here", "lost", "own"),
-    [
-        (3, "node1", "node2", ()),
-        (3, "node3", "node1", ()),
-        (2, "node1", "node2", ()),
-        (3, "node3", "node1", IN_MEMORY),
-    ],
+    ("nodes", "here", "lost"), [(3, "node1", "node2"), (3, "node3", "node1"), (2, "node1", "node2")]
 )
 def test_nodes_that_go_and_come(
     nodes: int,
     here: str,
     lost: str,
-    own: tuple[str, ...],
     rows_file: Path,
     without_faults: list[float],
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """One loses its power, and gets it again: the run resumes without it and with it, to the losses of three ranks.
-
-    With copies in memory there is no checkpoint on the disk, and the neighbour of the lost node has its part.
-    """
+    """One loses its power, and gets it again: the run resumes without it and with it, to the losses of three ranks."""
     (tmp_path / "hostfile").write_text("".join(f"node{number} slots=1\n" for number in range(1, nodes + 1)))
-    words = tiny(rows_file, tmp_path, "run", *LONG, *own, "run.max_restarts=1", f"launch.min_nodes={nodes - 1}")
+    words = tiny(rows_file, tmp_path, "run", *LONG, "run.max_restarts=1", f"launch.min_nodes={nodes - 1}")
     launch = [sys.executable, "-m", "toolkit", "launch", "hostfile=hostfile", *words]
     folder = tmp_path / "runs" / "run"
     cluster, reason = up(tmp_path_factory.mktemp("nodes") / "fake", nodes)
@@ -181,11 +168,8 @@ def test_nodes_that_go_and_come(
     for said in (r"Restart 1 of 1: \d+\.\d s from the death", r"\d+\.\d s from the stop"):
         assert len(re.findall(rf"^{said} to the first new step", printed, re.MULTILINE)) == 1
     assert "The first error" not in printed
-    resumed = re.findall(r"Resuming after step ([\d,]+) from (/dev/shm/)?", printed)
-    assert resumed == [
-        (str(start["from_step"]), place)
-        for start, place in zip(starts[1:], ("/dev/shm/" if own else "", ""), strict=True)
-    ]
+    resumed = re.findall(r"Resuming after step ([\d,]+) from ", printed)
+    assert resumed == [str(start["from_step"]) for start in starts[1:]]
     assert losses(folder) == pytest.approx(without_faults, abs=1e-5)
     assert [row["step"] for row in rows_of(folder) if "loss" in row] == list(range(1, STEPS + 1))
 

@@ -521,11 +521,6 @@ def test_whoever_reads_takes_what_it_needs_from_all_ranks(tmp_path: Path) -> Non
     assert (found.states("a.weight"), found.numbers("a.weight")) == ({"exp_avg"}, {"step": 7.0})
     assert found.read("a.weight", "exp_avg", 3, 2).equal(moment[3:5]), "over the end of a file"
     assert found.whole("a.weight").equal(whole.view(2, 3))
-    first, second = map(fragments.file_name, range(2))
-    needed = [found.files("a.weight", place, length, (0, 1)) for place, length in [(0, 4), (3, 2), (4, 2)]]
-    assert needed == [{first}, {first, second}, {second}]
-    assert found.files("a.weight", 0, 2, (0, 2)) == found.files("a.weight") == {first, second}
-    assert found.files("b.weight", 0, 2, (0, 1)) == set()
     [(name, value)] = fragments.iter_weights(tmp_path)
     assert name == "a.weight" and value.equal(whole.view(2, 3).bfloat16())
     assert load_file(tmp_path / fragments.file_name(0))["exp_avg:a.weight"].equal(moment[:4]), "safetensors reads it"
@@ -588,9 +583,6 @@ def test_turned_matrices_are_read_either_way(tmp_path: Path) -> None:
     assert found.whole("a.weight").equal(whole) and found.whole("a.weight").is_contiguous()
     assert found.read("a.weight", "weight", 1, 3).equal(whole.reshape(-1)[1:4])
     assert found.read("a.weight", "weight", 1, 3, turned=True).equal(turned[1:4])
-    both = {fragments.file_name(rank) for rank in range(2)}
-    assert found.files("a.weight", 0, 2, (0, 1)) == both, "a row is in columns of both"
-    assert found.files("a.weight", 0, 2, (0, 1), turned=True) == {fragments.file_name(0)}
     fragments.write(fragments.content_of([fragment("a.weight", whole.reshape(-1))]), tmp_path / fragments.file_name(0))
     (tmp_path / fragments.file_name(1)).unlink()
     assert fragments.Fragments(tmp_path).read("a.weight", "weight", 1, 3, turned=True).equal(turned[1:4])
@@ -735,6 +727,12 @@ def test_changes_that_move_work_about_are_told() -> None:
     lines = checkpointer.check_changes(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
     assert lines == ["  run.name: a -> b", "  data.sources: ['x'] -> ['y']"]
     assert checkpointer.check_changes(CONFIG, CONFIG, {}, {}, []) == []
+
+
+def test_a_key_that_has_been_removed_is_told_where_it_was_used() -> None:
+    off, on = (CONFIG | {"checkpoint": {"memory_every": steps}} for steps in (0, 5))
+    assert checkpointer.check_changes(off, CONFIG, {}, {}, []) == []
+    assert checkpointer.check_changes(on, CONFIG, {}, {}, []) == ["  checkpoint.memory_every: 5 -> None"]
 
 
 @pytest.mark.fault("R2")
@@ -1084,7 +1082,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     """Rotation and the next start go by step: what another way has saved later must not count any more."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
-    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+    run_dir.choose_run_dir(cfg)
     run_dir.release_run_dir()
     run = tmp_path / "mine"
     for step in (2, 4, 6):
@@ -1093,7 +1091,7 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
         (run / name).mkdir()
     (run / "FAILED").touch()
     cfg.resume = str(run / "checkpoints" / "step-2")
-    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
+    assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, run / "checkpoints" / "step-2")
     run_dir.release_run_dir()
     directory.empty_trash(run / "checkpoints")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
@@ -1106,18 +1104,18 @@ def test_going_back_in_a_run_puts_aside_what_came_after(
     assert (run / "logs" / "FAILED").exists()
     assert not said
     checkpoint(run / "checkpoints", 3)  # and a scheduler starts the same command again
-    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)).checkpoint == run / "checkpoints" / "step-3"
+    assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-3"
     run_dir.release_run_dir()
     assert said == [
         f"{run} has been started by this command before: it is resumed. To start from {cfg.resume} again, choose "
         "another run.name."
     ]
     cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, lr=1e-5))  # or edited in its recipe
-    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)).checkpoint == run / "checkpoints" / "step-2"
+    assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
     run_dir.release_run_dir()
     assert (run / "checkpoints" / "step-3.replaced").is_dir(), "another command means it"
     cfg.resume = "auto"
-    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)).checkpoint == run / "checkpoints" / "step-2"
+    assert run_dir.choose_run_dir(cfg).checkpoint == run / "checkpoints" / "step-2"
     run_dir.release_run_dir()
 
 
@@ -1132,7 +1130,7 @@ def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
         words = ["toolkit", "launch", *options, "run.name=mine", f"resume={cfg.resume}"]
         monkeypatch.setattr(run_dir.deepspeed, "typed_command", lambda: words)
         try:
-            return run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+            return run_dir.choose_run_dir(cfg)
         finally:
             run_dir.release_run_dir()
 
@@ -1151,17 +1149,17 @@ def test_a_run_that_begins_anew_has_a_base_of_its_own(tmp_path: Path) -> None:
     """The random model that a start left may be of another seed or shape; a checkpoint stands on it."""
     cfg = RunConfig()
     cfg.run.dir, cfg.run.name = str(tmp_path), "mine"
-    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+    run_dir.choose_run_dir(cfg)
     run_dir.release_run_dir()
     run = tmp_path / "mine"
     for name in ("base", ".base.abc.tmp"):
         (run / name).mkdir()
-    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+    run_dir.choose_run_dir(cfg)
     run_dir.release_run_dir()
     assert sorted(path.name for path in run.iterdir()) == ["base.replaced", "logs", "run.lock"]
     (run / "base").mkdir()
     checkpoint(run / "checkpoints", 2)
-    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+    run_dir.choose_run_dir(cfg)
     run_dir.release_run_dir()
     assert (run / "base").is_dir()
 
@@ -1171,7 +1169,7 @@ def test_an_adapter_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     (made / "adapter_config.json").touch()
     cfg = RunConfig(resume=str(made))
     with pytest.raises(ConfigError, match=rf"resume = {made} is a model or an adapter alone.*tuning\.adapter={made}"):
-        run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+        run_dir.choose_run_dir(cfg)
 
 
 def test_links_and_files_that_would_be_loaded_are_foreign(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.disk import check_no_symlinks, set_permissions, umask
 from toolkit.messages import DataError, RunFolderError
 from toolkit.train.language_data import build_encoder
-from toolkit.train.run_dir import begin_in, claim_run_dir, release_run_dir
+from toolkit.train.run_dir import choose_run_dir, release_run_dir
 
 SOMEBODY = 12345
 
@@ -58,13 +58,13 @@ def test_a_run_folder_with_a_link(name: str, link_owner: int, tmp_path: Path) ->
     link(folder / name, treasure, link_owner)
     if is_foreign(link_owner):
         with pytest.raises(RunFolderError) as caught:
-            begin_in(cfg, claim_run_dir(cfg))
+            choose_run_dir(cfg)
         assert str(caught.value).startswith(f"{folder / name} is a symbolic link that belongs to ")
         assert f" would change {treasure}. Remove it" in str(caught.value)
         assert treasure.is_dir() or treasure.read_text() == "mine"
         assert not (folder / "logs" / "starts.jsonl").exists()
     else:
-        assert begin_in(cfg, claim_run_dir(cfg)).folder == folder
+        assert choose_run_dir(cfg).folder == folder
 
 
 @pytest.mark.parametrize("name", ["runs", "runs/mine"])
@@ -73,10 +73,10 @@ def test_a_place_for_runs_that_is_a_link(name: str, link_owner: int, tmp_path: P
     link(tmp_path / name, tmp_path / "elsewhere", link_owner)
     if is_foreign(link_owner):
         with pytest.raises(RunFolderError, match="is a symbolic link that belongs to"):
-            begin_in(config(tmp_path), claim_run_dir(config(tmp_path)))
+            choose_run_dir(config(tmp_path))
         assert not list((tmp_path / "elsewhere").iterdir())
     elif name == "runs":
-        assert begin_in(config(tmp_path), claim_run_dir(config(tmp_path))).folder == tmp_path / "runs" / "mine"
+        assert choose_run_dir(config(tmp_path)).folder == tmp_path / "runs" / "mine"
 
 
 @pytest.mark.parametrize("name", ["cache", "cache/stores", "cache/stores/x.lock", "cache/bad_rows.jsonl"])

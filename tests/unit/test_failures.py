@@ -258,7 +258,7 @@ def test_ranks_are_watched_before_the_run_directory_is_claimed(monkeypatch: pyte
         raise ConfigError(f"claims, watched: {watched}")
 
     monkeypatch.setattr(failure, "watch_failures", lambda folder, rank, peers: watched.append((folder, rank, peers)))
-    monkeypatch.setattr(trainer.run_dir, "claim_run_dir", claim)
+    monkeypatch.setattr(trainer.run_dir, "choose_run_dir", claim)
     ranks = environment.Ranks(0, 0, 1, 1, "single")
     with pytest.raises(ConfigError, match=r"claims, watched: .*None, 0, .*Peer"):
         trainer.Trainer(MagicMock(), MagicMock(), ranks, 0.0).build()

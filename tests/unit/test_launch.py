@@ -190,24 +190,6 @@ def test_the_last_death_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         launch._announce(tmp_path, 1, 3, 2)
 
 
-def test_a_copy_in_memory_is_as_good_as_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the run goes another way: then it is none."""
-    run_dir.record_start(tmp_path, 0)
-    identity = run_dir.identity(tmp_path)
-    (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
-    assert (run_dir.newest_step(tmp_path), run_dir.steps_of_copies(tmp_path)) == (4, (4, 0))
-    run_dir.note_copy(tmp_path, 6)
-    assert (run_dir.newest_step(tmp_path), run_dir.steps_of_copies(tmp_path)) == (6, (4, 6))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run_dir.record_start(tmp_path, 6)
-    assert run_dir.identity(tmp_path) == identity, "copies are found by it"
-    run_dir.check_repeated_death(tmp_path, 8)
-    with pytest.raises(RepeatedDeath, match="last is of step 6"):
-        run_dir.check_repeated_death(tmp_path, run_dir.newest_step(tmp_path))
-    run_dir.note_copy(tmp_path, 0)
-    assert run_dir.newest_step(tmp_path) == 4
-
-
 REACHED: list[tuple[int, list[tuple[int, str]], int]] = [
     (0, [], 1),
     (0, [(0, "")], 1),

@@ -114,20 +114,6 @@ def test_recomputing_and_training_less_save_memory(name: str, stage: int, dtype:
     assert plan_rank(model(name, TuningMethod.lora), cfg, 8).peak("step") < full
 
 
-def test_copies_in_memory_are_two_of_a_node_and_of_its_neighbour() -> None:
-    outline, cfg = model("glm-4-9b-chat"), config(2, Dtype.bf16, world=32)
-    cfg.checkpoint.memory_every = 20
-    whole = checkpoint_bytes(outline, cfg)
-    counted = []
-    for nodes in (1, 2, 4):
-        machine = replace(A100, nodes=nodes)
-        memory = plan_rank(outline, cfg, machine.world_size)
-        counted.append(plan_host(outline, cfg, machine, memory)["step"]["in /dev/shm"])
-        tight = replace(machine, host_bytes=sum(plan_host(outline, cfg, machine, memory)["step"].values()) - 1)
-        assert not evaluate_layout(outline, cfg, tight, assumed(tight, "bf16")).fits
-    assert counted == [2 * whole, 2 * whole, whole]
-
-
 @given(name=NAMES, dtype=st.sampled_from([Dtype.bf16, Dtype.fp16]), stage=st.sampled_from([1, 2, 3]))
 @settings(deadline=None, max_examples=20)
 def test_what_is_offloaded_moves_to_the_host(name: str, dtype: Dtype, stage: int) -> None:

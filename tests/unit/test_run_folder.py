@@ -9,9 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -21,8 +19,7 @@ from toolkit.disk import try_lock
 from toolkit.distributed import failure
 from toolkit.distributed.failure import heartbeat_file
 from toolkit.launch import deepspeed
-from toolkit.messages import CheckpointError, RepeatedDeath, RunFolderError
-from toolkit.report.run import json_lines
+from toolkit.messages import CheckpointError, RunFolderError
 from toolkit.train import run_dir, trainer
 
 HOLD = """
@@ -65,9 +62,9 @@ def test_a_start_that_died_early_is_in_nobodys_way(left: str, mode: str, tmp_pat
     cfg.resume = mode
     if (left, mode) == ("run.lock", "never"):
         with pytest.raises(RunFolderError, match="already exists and is not touched"):
-            run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+            run_dir.choose_run_dir(cfg)
         return
-    assert run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg)) == run_dir.RunSource(run, None)
+    assert run_dir.choose_run_dir(cfg) == run_dir.RunSource(run, None)
 
 
 @pytest.mark.parametrize("left", ["notes.txt", "logs/notes.txt"])
@@ -76,7 +73,7 @@ def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path)
     file.parent.mkdir(parents=True)
     file.touch()
     with pytest.raises(RunFolderError, match="already exists and is not touched"):
-        run_dir.begin_in(named(tmp_path), run_dir.claim_run_dir(named(tmp_path)))
+        run_dir.choose_run_dir(named(tmp_path))
 
 
 @pytest.mark.fault("X1")
@@ -160,11 +157,11 @@ def test_a_stop_file_of_an_earlier_start_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     cfg = named(tmp_path)
-    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+    run_dir.choose_run_dir(cfg)
     run_dir.release_run_dir()
     stop = tmp_path / "mine" / "stop"
     stop.touch()
-    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+    run_dir.choose_run_dir(cfg)
     run_dir.release_run_dir()
     assert not stop.exists()
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
@@ -172,7 +169,7 @@ def test_a_stop_file_of_an_earlier_start_is_removed(
     monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
     monkeypatch.setattr(run_dir, "check_repeated_death", lambda folder, step: None)
     stop.touch()
-    run_dir.begin_in(cfg, run_dir.claim_run_dir(cfg))
+    run_dir.choose_run_dir(cfg)
     assert stop.exists()
 
 
@@ -223,71 +220,11 @@ def spoil(checkpoint: Path) -> None:
     state.write_text(state.read_text().replace("step", "stop"))
 
 
-RESUMED: list[tuple[int, list[int], list[int], str]] = [  # newest copy; checkpoints; damaged ones; what is resumed
-    (6, [4], [], "memory/step-6"),
-    (6, [4], [4], "memory/step-6"),
-    (6, [4, 8], [], "checkpoints/step-8"),
-    (6, [4, 8], [8], "memory/step-6"),
-    (8, [4, 8], [8], "memory/step-8"),
-    (6, [4, 7, 8], [8], "checkpoints/step-7"),
-    (6, [8], [8], "memory/step-6"),
-    (8, [4, 8], [4], "checkpoints/step-8"),
-    (0, [4, 8], [8], "checkpoints/step-4"),
-]
-
-
-@pytest.mark.parametrize(("copied", "saved", "damaged", "expected"), RESUMED)
-def test_the_newest_intact_state_is_resumed_wherever_it_is(
-    copied: int, saved: list[int], damaged: list[int], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg, folder, hashed = named(tmp_path), tmp_path / "mine", []
-    folder.mkdir()
-    run_dir.record_start(folder, 0)
-    (folder / run_dir.LOCK).touch()
-    for step in saved:
-        made = save(folder / "checkpoints", step)
-        if step in damaged:
-            spoil(made)
-    run_dir.note_copy(folder, copied)
-    copy = save(folder / "memory", copied)
-    real = directory.sha256
-    monkeypatch.setattr(directory, "sha256", lambda path: hashed.append(path) or real(path))
-    copies: Any = SimpleNamespace(recover=lambda after, until: copy if after < copied <= until else None)
-    claim, found = trainer._newest_copy(copies, run_dir.claim_run_dir(cfg))
-    source = run_dir.begin_in(cfg, claim, found)
-    assert source == run_dir.RunSource(folder, folder / expected, in_memory="memory" in expected)
-    assert len(hashed) == len(set(hashed)), "each checkpoint is read once"
-    assert bool(hashed) == (copied <= saved[-1])
-
-
 def test_a_lost_run_does_not_start_over_the_second_time(tmp_path: Path) -> None:
     spoil(save(tmp_path / "checkpoints", 4))
     for _ in range(2):
         with pytest.raises(CheckpointError, match="holds no intact checkpoint"):
             run_dir.newest_on_disk(tmp_path)
-
-
-def test_a_start_from_a_copy_that_cannot_be_used_begins_at_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that the next death at the copy's step is one after a gain, and that without one is not restarted."""
-    run_dir.record_start(tmp_path, 0)
-    identity, made = run_dir.identity(tmp_path), save(tmp_path / "checkpoints", 4)
-    monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
-    run_dir.record_start(tmp_path, 6)
-    saver = mock.Mock(complete=lambda _: "no room")
-    copy = run_dir.RunSource(tmp_path, tmp_path / "memory", in_memory=True)
-
-    def complete() -> run_dir.RunSource | None:
-        return trainer.Trainer._without_copy(mock.Mock(), saver, copy, 6)
-
-    assert complete() == run_dir.RunSource(tmp_path, made)
-    assert [row["from_step"] for row in json_lines(tmp_path / "logs" / run_dir.STARTS)] == [0, 4]
-    assert run_dir.identity(tmp_path) == identity, "copies are found by it"
-    run_dir.check_repeated_death(tmp_path, 6)
-    run_dir.record_start(tmp_path, 6)
-    with pytest.raises(RepeatedDeath, match="last is of step 4"):
-        complete()
 
 
 @pytest.mark.parametrize("seen_after", [0, 3, None])

@@ -135,7 +135,7 @@ def remove_old(
     old = {*outdated_checkpoints(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
     taken, going = 0, []
     for folder in sorted([*complete, *light], key=step_of, reverse=True):
-        size = directory_bytes(folder) if most_bytes else 0
+        size = _directory_bytes(folder) if most_bytes else 0
         has_no_room = most_bytes and taken + size > most_bytes and folder not in (*complete[:1], *also)
         if folder in old or has_no_room:
             going.append(folder)
@@ -144,8 +144,7 @@ def remove_old(
     remove_directories(going)
 
 
-def directory_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
+def _directory_bytes(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -347,18 +346,13 @@ def manifest_problems(folder: Path, known: int = FORMAT) -> list[str]:
         raise
     except CheckpointError as error:
         return [str(error)]
-    wrong = [problem for problem in file_problems(folder, files).values() if problem]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
+        wrong = [problem for problem in pool.map(lambda one: _problem(folder, *one), files.items()) if problem]
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if (path.suffix in _LOADED or path.is_symlink()) and name != MANIFEST and name not in files:
             wrong.append(tr("{name}: the manifest does not know it", name=name))
     return wrong
-
-
-def file_problems(folder: Path, files: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is wrong with each of the files, by what a manifest says of them; "" of those that are intact."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
-        return dict(zip(files, pool.map(lambda one: _problem(folder, *one), files.items()), strict=True))
 
 
 def _problem(folder: Path, name: str, known: Any) -> str:

@@ -265,17 +265,6 @@ def _stored(held: Held) -> Iterator[Fragment]:
         yield Fragment(name, tuple(buffer.shape), 0, buffer.dtype, values={WEIGHT: value})
 
 
-def files_for(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> set[str]:
-    """Return the files whose content `restore` reads on this rank."""
-    names = {id(one): name for name, one in held.parameters.items()}
-    files = set().union(*(found.files(name) for name in (*held.buffers, *(name for name, _ in held.frozen()))))
-    for flat in _flats(engine):
-        for piece in map(flat.in_states, flat.pieces):
-            part = process_group.part_of(piece.parameter)
-            files |= found.files(names[id(piece.parameter)], piece.place, piece.length, part, flat.turned(piece))
-    return files
-
-
 def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> None:
     """Put weights and optimizer states into an engine; a CheckpointError if anything is missing. A collective."""
     names = {id(one): name for name, one in held.parameters.items()}

@@ -213,20 +213,6 @@ class Fragments:
             self._fill(_octets(found[state]), path, begin)
         return found
 
-    def files(
-        self, name: str, place: int = 0, length: float = math.inf, part: Part | None = None, turned: bool = False
-    ) -> set[str]:
-        """Return the files of some numbers of a parameter, or of a part of it; none if it is not in the checkpoint."""
-        known = self.facts.get(name, {"parts": 0, "states": {}})
-        if part is None or part[1] != known["parts"] or turned != known.get("turned", False):  # they lie elsewhere
-            place, length = 0, math.inf
-        parts = [part[0]] if part is not None and part[1] == known["parts"] else range(known["parts"])
-        stretches = [
-            one for state in known["states"] for number in parts for one in self._stretches[name, state, number]
-        ]
-        files = {one.path.name for one in stretches if place < one.place + one.length and one.place < place + length}
-        return files | {path.name for path, *_ in self._bound.get(name, {}).values()}
-
     def dtype(self, name: str, state: str) -> torch.dtype:
         """Return the type in which a state is stored."""
         dtype: torch.dtype = self.facts[name]["states"][state]

@@ -1073,8 +1073,6 @@ class CheckpointConfig:
     """Save a checkpoint after the last step."""
     asynchronous: bool = False
     """Copy what is saved to host memory and write it during the next steps: a short pause for as much host memory per rank as its part of a checkpoint."""
-    memory_every: NonNegativeInt = 0
-    """Steps between two copies in the memory of the nodes (/dev/shm), each node's on the next node too: a restart after the death of a rank, or of one node, resumes from them and reads no checkpoint from the disk; needs `run.name`. They are removed when the run has ended. 0 makes none."""
     allow_changes: list[str] = field(default_factory=list)
     """Keys or sections that may differ from those of the checkpoint although they change what is computed, such as [optim.lr, train.epochs]; data allows other data."""
     export: bool = True
@@ -1471,6 +1469,16 @@ def has_live_teacher(cfg: RunConfig) -> bool:
     return is_on and bool(cfg.distill.teacher) and not has_own_teacher(cfg)
 
 
+REMOVED: dict[str, tuple[object, Influence]] = {"checkpoint.memory_every": (0, Influence.free)}
+"""Keys of earlier versions -> the value that did nothing, and what others influenced. other_names.yaml has what serves
+instead."""
+
+
+def did_nothing(key: str, value: object) -> bool:
+    """Whether it is a key or section of earlier versions that was off: their runs' configs name all keys."""
+    return all(name in REMOVED and REMOVED[name][0] == one for name, one in leaves({key: value}))
+
+
 def influence_of(key: str, schema: type) -> Influence:
     """Return what a dotted key influences: what its field declares, else the nearest section that it is in.
 
@@ -1482,7 +1490,7 @@ def influence_of(key: str, schema: type) -> Influence:
         if not dataclasses.is_dataclass(kind):
             break  # inside a list or a mapping
         if part not in kind.__dataclass_fields__:
-            return Influence.result
+            return REMOVED[key][1] if key in REMOVED else Influence.result
         found = kind.__dataclass_fields__[part].metadata.get("influence", found)
         kind = types_of(typing.cast("type", kind))[part]
     return found

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
-from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig, all_keys, types_of
+from toolkit.config.schema import AUTO, LARGEST_NUMBER, REMOVED, RunConfig, all_keys, did_nothing, types_of
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, shortened, tr
 from toolkit.translate.read import keys_of
 
@@ -66,6 +66,9 @@ class TreeReader:
             below, before = f"{path}.{key}" if path else str(key), self.problems.count
             if key in types:
                 made[key] = self.read(inner, types[key], below)
+            elif did_nothing(below, inner):
+                del value[key]
+                continue
             else:
                 self.problems.add_made(_names_code if key == "_target_" else unknown_key, below, self.place)
             if isinstance(inner, dict) and dataclasses.is_dataclass(types.get(key)):
@@ -108,7 +111,13 @@ def unknown_key(path: str, place: Place) -> ConfigError:
     meant, siblings = keys_meant(path), _members(re.sub(r"\[\d+\]", "", path).rpartition(".")[0])
     sentence = tr("{place}: unknown key '{key}'.", place=place(path), key=path)
     if meant:
-        sentence = joined(sentence, tr("Did you mean '{name}'?", name="' / '".join(meant[:3])))
+        names = "' / '".join(meant[:3])
+        is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)
+        removed, other = (
+            tr("It has been removed; instead, see '{name}'.", name=names),
+            tr("Did you mean '{name}'?", name=names),
+        )
+        sentence = joined(sentence, removed if is_old else other)
     elif siblings:
         sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
     # Errors of a section that was maybe meant are errors all the same: they name other keys.

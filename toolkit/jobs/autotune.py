@@ -22,7 +22,6 @@ _BRIEF = (
     *sweeping.BRIEF,
     "train.max_steps=8",
     "checkpoint.every=0",
-    "checkpoint.memory_every=0",
     "checkpoint.at_end=false",
     "checkpoint.export=false",
     "evaluate.at_start=false",

@@ -737,9 +737,6 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
         steps |= {"tensors": ranks * memory.peak("step"), "heap": ranks * heap_bytes(memory)}
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
-    if cfg.checkpoint.memory_every:  # two generations in /dev/shm, each of this node and of the one before it
-        nodes = machine.world_size // ranks
-        steps["in /dev/shm"] = 2 * min(2, nodes) * checkpoint_bytes(outline, cfg) // nodes
     # What a rank has in host memory before it goes to its device.
     whole = outlines.expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
     weights = (4 if cfg.model.init is schema.Init.random else width) * whole.num_parameters

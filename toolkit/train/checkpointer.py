@@ -29,7 +29,7 @@ from deepspeed import DeepSpeedEngine
 
 import toolkit
 from toolkit import disk, secrets
-from toolkit.checkpoint import directory, engine_state, fragments, node_memory, state_files
+from toolkit.checkpoint import directory, engine_state, fragments, state_files
 from toolkit.config import load, mesh, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather, on_rank0, rank
@@ -162,25 +162,13 @@ class ModelFiles:
 
 
 class Checkpointer:
-    """All checkpoints of one run, in `folder`. Every method but `is_proven` and `is_busy` is a collective."""
+    """All checkpoints of one run, in `folder`. Every method but `is_proven` is a collective."""
 
-    copies: node_memory.Copies | None = None
-    """In memory."""
-
-    def __init__(
-        self,
-        engine: DeepSpeedEngine,
-        folder: Path,
-        cfg: schema.RunConfig,
-        described: ModelFiles,
-        copies: node_memory.Copies | None = None,
-    ) -> None:
+    def __init__(self, engine: DeepSpeedEngine, folder: Path, cfg: schema.RunConfig, described: ModelFiles) -> None:
         self.engine, self.folder, self.config, self.described = engine, folder, cfg.checkpoint, described
-        self.keep_best, self.copies = cfg.evaluate.keep_best, copies
+        self.keep_best = cfg.evaluate.keep_best
         self.patience_s = cfg.distributed.timeout_s / 2
         """How long a save waits for the room of those being removed."""
-        self.makes_copies = copies is not None and copies.open(self.least_bytes())
-        """Whether there is room for copies in memory."""
         self.files = _files_of(engine, self.config.asynchronous)
         self.newest: Path | None = None
         self.failed = False
@@ -196,7 +184,7 @@ class Checkpointer:
             self._rotation.request()  # what an earlier start has left
         self._rated: list[dict[str, float]] | None = None
         """The evaluations up to the newest checkpoint that this process has published."""
-        self._last_bytes = self._copy_bytes = 0
+        self._last_bytes = 0
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: directory.RunState, is_last: bool = False) -> None:
@@ -226,36 +214,12 @@ class Checkpointer:
         pending.is_good = (is_last and has_probe) or is_evaluated
         pending.thread.start()
 
-    def copy(self, state: directory.RunState) -> None:
-        """Write a copy into the nodes' memory, unless this step's weights are ruined; `finish` makes it count."""
-        self.finish()
-        assert self.copies is not None
-        needed = int(_ROOM * (self._copy_bytes or self.least_bytes()))
-        temporary, reason = self.copies.begin(state.step, needed)
-        if reason:
-            self._warn_of_copy(state.step, reason)
-        elif not ruined_ranks(self.engine):
-            self._write(temporary, state, None, self.copies).thread.start()
-
-    def _warn_of_copy(self, step: int, reason: str) -> None:
-        warn(
-            "the copy of step {step} in memory failed: {reason}. Training continues; the copy before it stays.",
-            step=step,
-            reason=reason,
-        )
-
-    def _write(
-        self,
-        temporary: Path,
-        state: directory.RunState,
-        taken: probe.Probe | None,
-        copies: node_memory.Copies | None = None,
-    ) -> "_Pending":
+    def _write(self, temporary: Path, state: directory.RunState, taken: probe.Probe | None) -> "_Pending":
         """Write this rank's files of a checkpoint, and keep what is still to be proven as pending."""
         self.files.begin()
         for number, content in enumerate(engine_state.contents(self.engine, self._held)):
             self.files.save(content, temporary / fragments.file_name(rank(), number))
-        pending = self._pending = _Pending(state.step, temporary, self.files, [*state.evaluations], copies)
+        pending = self._pending = _Pending(state.step, temporary, self.files, [*state.evaluations])
         try:
             if not self.files.failure:
                 path = temporary / state_files.generators_file(rank())
@@ -303,18 +267,7 @@ class Checkpointer:
                 folder=checkpoint,
                 ranks=ruined,
             )
-        self.newest = None if self.copies and self.copies.has(checkpoint) else checkpoint
-
-    def complete(self, checkpoint: Path) -> str:
-        """Get what this rank needs of a copy in memory from other nodes; return why that is not possible."""
-        assert self.copies is not None
-        return self.copies.complete(
-            checkpoint, engine_state.files_for(self.engine, self._held, fragments.Fragments(checkpoint))
-        )
-
-    def is_busy(self, copying: bool = False) -> bool:
-        """Whether a save or a copy has been begun and is not finished; a copy alone, if `copying`. No collective."""
-        return self._pending is not None and not (copying and self._pending.copies is None)
+        self.newest = checkpoint
 
     def is_proven(self) -> bool:
         """Whether this rank has done its part of a save that is not published yet. No collective."""
@@ -330,9 +283,6 @@ class Checkpointer:
         failure = next((reason for reason, _ in parts if reason), "")
         name = pending.folder.name.removesuffix(".tmp")
         records = {file: one for _, part in parts for file, one in part.items()}
-        if pending.copies is not None:
-            self._finish_copy(pending, failure, records)
-            return
         target = self.folder / name
         if not failure:
             try:
@@ -352,20 +302,6 @@ class Checkpointer:
         if pending.is_good:
             self._mark_good(target)
         self._rotate()
-
-    def _finish_copy(self, pending: "_Pending", failure: str, records: dict[str, directory.FileRecord]) -> None:
-        assert pending.copies is not None
-        if failure := failure or pending.copies.commit(pending.step, records):
-            self._warn_of_copy(pending.step, failure)
-            return
-        self._copy_bytes = sum(one.size_bytes for one in records.values())
-        on_rank0(lambda: run_dir.note_copy(self.folder.parent, pending.step))
-
-    def forget_copies(self) -> None:
-        """Let no copy in memory count any more, as the run goes another way."""
-        if self.copies is not None:
-            on_rank0(lambda: run_dir.note_copy(self.folder.parent, 0))
-            self.copies.forget()
 
     def see_good_step(self) -> None:
         """Take note of a step whose loss and gradient were finite: so are the weights of what was saved before it."""
@@ -460,7 +396,6 @@ class _Pending:
     folder: Path
     files: state_files.Files
     evaluations: list[dict[str, float]]
-    copies: node_memory.Copies | None = None
     mine: list[Path] = field(default_factory=list)
     """Files of this rank next to the engine's."""
     is_good: bool = False
@@ -488,11 +423,6 @@ class _Pending:
             self.failure = f"{error.filename or ''} {error.strerror or error}".strip()
         except Exception as error:  # whatever it is: a save that has not been proven must not be published
             self.failure = f"{type(error).__name__}: {error}"
-        if self.copies is not None:  # even if it failed: other ranks wait for what this one sends
-            try:
-                self.copies.exchange(self.folder, [] if self.failure else [self.folder / name for name in self.records])
-            except Exception as error:
-                self.failure = self.failure or f"{type(error).__name__}: {error}"
 
     def _flush_rows(self) -> None:
         """Flush the rows of the steps until this one: a run that goes on from it after a loss of power has them."""
@@ -535,7 +465,7 @@ def starting_state(
     else:
         _check_layout(source.checkpoint, state, config)
         changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
-    is_own = source.in_memory or source.checkpoint.parent.parent == source.folder
+    is_own = source.checkpoint.parent.parent == source.folder
     trim_metrics(source.folder, state.metrics_bytes if is_own else 0)
     say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
     if changed:
@@ -603,7 +533,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     """Return key, old and new value of what differs, in the config's order, no secrets. A key that an older config
     lacks had its default; only what is trained is then unknown (None).
     """
-    old, new = dict(schema.leaves(before)), dict(schema.leaves(now))
+    old = {key: value for key, value in schema.leaves(before) if not schema.did_nothing(key, value)}
+    new = dict(schema.leaves(now))
     defaults = schema.leaves(load.to_dict(schema.RunConfig()))
     old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
     keys = [*new, *(key for key in old if key not in new)]

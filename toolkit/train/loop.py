@@ -56,8 +56,6 @@ class TrainLoop:
         self.rewound_to: Counter[Path] = Counter()
         self.postponed = False
         """Whether a checkpoint is due as soon as a step is good again."""
-        self.copy_is_due = False
-        """Whether a copy in memory is, as soon as no save is on its way either."""
         self.saved_at = time.monotonic()
         self.begin_at(run.start, Position(run.start.epoch, run.start.row))
         if self.cfg.run.deadline:
@@ -178,11 +176,8 @@ class TrainLoop:
         self.meter.pause()
         if evaluates:
             self._evaluate()
-        self.copy_is_due |= _due(step, self.cfg.checkpoint.memory_every)
         if saves or last:
             self._checkpoint(saves, last, waits=stops or last)
-        else:
-            self._copy()
         if _due(step, self.cfg.report.every) and not last:
             self.begin_report()
         self.meter.resume()
@@ -191,8 +186,6 @@ class TrainLoop:
             if self.is_stop_file_found:
                 self.stop_file.unlink(missing_ok=True)  # it has been obeyed, or the run could never be resumed
                 by_file = tr("the file 'stop'")
-            if self.checkpointer.copies:
-                self.checkpointer.copies.close()
             raise Stopped(
                 "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. There is "
                 "no DONE marker: the run is unfinished. With a run.name the same command resumes it.",
@@ -236,14 +229,6 @@ class TrainLoop:
                 checkpoint=self.checkpointer.good or self.checkpointer.newest or tr("none"),
             )
 
-    def _copy(self) -> None:
-        """Write a copy into the nodes' memory, if it is due; it never waits for a save."""
-        saver = self.checkpointer
-        if saver.makes_copies and self.copy_is_due and not saver.is_busy() and not self.guard.has_bad_loss:
-            self.watchdog.enter("checkpoint", self.step)
-            saver.copy(self._state())
-            self.copy_is_due = False
-
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
         """Warn of a step that went wrong, and do as the config says; return whether the run was rewound."""
         self.state.bad_steps += 1
@@ -272,8 +257,6 @@ class TrainLoop:
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
         good, checkpoint = self.checkpointer.good, self.checkpointer.newest
-        if checkpoint is None and self.cfg.checkpoint.memory_every:  # it began with a copy in memory
-            checkpoint = process_group.patiently_on_rank0(lambda: directory.newest_complete(self.checkpointer.folder))
         if checkpoint is not None and good is not None and good != checkpoint and self.rewound_to[checkpoint]:
             # No good step has followed it, and going back to it did not help: its weights may be the trouble.
             checkpoint = good
@@ -290,7 +273,6 @@ class TrainLoop:
                 checkpoint=checkpoint,
                 count=MOST_REWINDS,
             )
-        self.checkpointer.forget_copies()
         self.metrics.forget()
         bad_steps, rewinds = self.state.bad_steps, self.state.rewinds + 1
         run, saved = self.run, directory.read_run_state(checkpoint)
@@ -369,9 +351,8 @@ class TrainLoop:
         self.meter.resume()
 
     def _publish(self) -> None:
-        is_save = not self.checkpointer.is_busy(copying=True)
         self.checkpointer.finish()
-        if self.deadline and is_save:
+        if self.deadline:
             self.deadline.costs.save = time.monotonic() - self.saved_at + self.deadline.costs.pause
         self.progress.note(checkpoint=self.checkpointer.newest)
 

@@ -37,7 +37,7 @@ def replay_words(run: Path, step: int, ranks: Ranks) -> list[str]:
                 run=run,
                 step=step,
             )
-    unsaved = ("checkpoint.every=0", "checkpoint.minutes=0", "checkpoint.memory_every=0", "checkpoint.at_end=false")
+    unsaved = ("checkpoint.every=0", "checkpoint.minutes=0", "checkpoint.at_end=false")
     once = ("train.rehearse=false", "train.on_bad_step=skip", "report.enabled=false", "track=jsonl", "plan.auto=false")
     settled = ("run.max_restarts=0", "run.deadline=", "deepspeed_json=")  # what a JSON said is in the config
     return [

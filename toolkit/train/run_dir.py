@@ -35,8 +35,6 @@ NEVER, AUTO, MUST = "never", "auto", "must"
 STOP = "stop"
 """A file by which a run is stopped where no signal can be sent."""
 STARTS = "starts.jsonl"
-_COPY = "copy-in-memory"
-"""File in logs/ with the step of the newest copy in memory."""
 LOCK = "run.lock"
 RECORDED_PACKAGES = (
     "torch",
@@ -58,24 +56,37 @@ class RunSource:
     folder: Path
     checkpoint: Path | None
     """Verified; None starts over."""
-    in_memory: bool = False
-    """Whether it is a copy in memory, see checkpoint/node_memory.py."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class _Claim:
     """A run directory that this process has locked."""
 
     folder: Path
     checkpoint: Path | None
-    """That `resume` names, or that is known to be the newest intact one."""
+    """That `resume` names."""
     is_new: bool
 
 
-def claim_run_dir(cfg: RunConfig) -> Claim:
-    """Make or choose the directory and lock it. For rank 0 only. Raises RunFolderError (finished, in use, cannot be
-    made), CheckpointError (nothing to resume), ConfigError (`resume`).
+def choose_run_dir(cfg: RunConfig) -> RunSource:
+    """Return where to work, made and locked, and what to resume, and note the start. For rank 0 only. Raises
+    RunFolderError (finished, in use, cannot be made), RepeatedDeath, CheckpointError (nothing to resume), ConfigError
+    (`resume`).
     """
+    claim = _claimed(cfg)
+    folder, checkpoint = claim.folder, claim.checkpoint
+    if claim.is_new:
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _digest(cfg))
+        return RunSource(folder, checkpoint)
+    if checkpoint is None:
+        checkpoint = newest_on_disk(folder, cfg.resume == MUST)
+    directory.discard_unfinished(folder / "checkpoints")
+    _put_aside(folder, checkpoint, _digest(cfg))
+    return RunSource(folder, checkpoint)
+
+
+def _claimed(cfg: RunConfig) -> _Claim:
+    """Make or choose the directory and lock it."""
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     is_path = cfg.resume not in (NEVER, AUTO, MUST)
     if named is not None and is_path and _is_known(named, cfg):
@@ -87,7 +98,7 @@ def claim_run_dir(cfg: RunConfig) -> Claim:
             path=cfg.resume,
         )
         has_saved = bool(directory.published_checkpoints(named / "checkpoints"))
-        return Claim(named, None if has_saved else _checkpoint_at(Path(cfg.resume)), is_new=False)
+        return _Claim(named, None if has_saved else _checkpoint_at(Path(cfg.resume)), is_new=False)
     checkpoint = _checkpoint_at(Path(cfg.resume)) if is_path else None
     if checkpoint is not None:
         resumes = checkpoint.parent.parent == named
@@ -96,14 +107,14 @@ def claim_run_dir(cfg: RunConfig) -> Claim:
         resumes = is_run and cfg.resume != NEVER
     if named is not None and resumes:
         _claim(named)
-        return Claim(named, checkpoint, is_new=False)
+        return _Claim(named, checkpoint, is_new=False)
     if cfg.resume == MUST:
         raise CheckpointError(
             "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
         )
     folder = create_run_dir(cfg)
     lock_run_dir(folder)
-    return Claim(folder, checkpoint, is_new=True)
+    return _Claim(folder, checkpoint, is_new=True)
 
 
 def _is_known(folder: Path, cfg: RunConfig) -> bool:
@@ -114,22 +125,6 @@ def _is_known(folder: Path, cfg: RunConfig) -> bool:
 
 def _digest(cfg: RunConfig) -> str:
     return hashlib.sha256(load.to_yaml(cfg).encode()).hexdigest()[:16]
-
-
-def begin_in(cfg: RunConfig, claim: Claim, copy: Path | None = None) -> RunSource:
-    """Decide what to resume from, `copy` in memory if there is one, and note the start. For rank 0 only; raises
-    RepeatedDeath too.
-    """
-    folder, checkpoint = claim.folder, copy or claim.checkpoint
-    note_copy(folder, directory.read_run_state(copy).step if copy else 0)
-    if claim.is_new:
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _digest(cfg))
-        return RunSource(folder, checkpoint)
-    if checkpoint is None:
-        checkpoint = newest_on_disk(folder, cfg.resume == MUST)
-    directory.discard_unfinished(folder / "checkpoints")
-    _put_aside(folder, checkpoint, _digest(cfg))
-    return RunSource(folder, checkpoint, in_memory=copy is not None)
 
 
 def newest_on_disk(folder: Path, must: bool = False) -> Path | None:
@@ -369,25 +364,9 @@ def record_start(folder: Path, step: int, config: str = "") -> None:
     environment.report_status(folder=str(folder))
 
 
-def fall_back(folder: Path, must: bool) -> Path | None:
-    """Return the newest intact checkpoint on the disk, as the copy in memory that a run began with cannot be used, and
-    correct from where it starts; `must` there be one. For rank 0 only. Raises RepeatedDeath, CheckpointError.
-    """
-    checkpoint, starts = newest_on_disk(folder, must), folder / "logs" / STARTS
-    *before, mine = starts.read_text(encoding="utf-8").splitlines(keepends=True)
-    row = json.loads(mine) | {"from_step": directory.read_run_state(checkpoint).step if checkpoint else 0}
-    if row["restart"]:
-        check_repeated_death(folder, row["from_step"], is_noted=True)
-    disk.write_atomically(starts, "".join([*before, json.dumps(row), "\n"]).encode())
-    return checkpoint
-
-
-def check_repeated_death(folder: Path, step: int, is_noted: bool = False) -> None:
-    """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time.
-    `is_noted`: whether this start is the last in the log already.
-    """
+def check_repeated_death(folder: Path, step: int) -> None:
+    """Raise RepeatedDeath if a run died again and would be resumed from the step where it began the last time."""
     rows = read_rows(folder / "logs" / STARTS, OSError)
-    now = rows.pop()["reached_step"] if is_noted else reached_step(folder)
     if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
         raise RepeatedDeath(
             "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint in "
@@ -395,47 +374,16 @@ def check_repeated_death(folder: Path, step: int, is_noted: bool = False) -> Non
             "say why. Once that is fixed, the same command resumes the run.",
             folder=folder,
             before=rows[-1]["reached_step"],
-            now=now,
+            now=reached_step(folder),
             step=step,
             logs=folder / "logs",
         )
 
 
 def newest_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint, or of its newest copy in memory, 0 without any; whether it is whole
-    is not looked at.
-    """
-    return max(steps_of_copies(folder))
-
-
-def steps_of_copies(folder: Path) -> tuple[int, int]:
-    """Return the steps after and until which copies in memory count: of the newest checkpoint on the disk, and of the
-    newest copy as ranks have noted it; 0 without.
-    """
-    found, copied = directory.published_checkpoints(folder / "checkpoints"), 0
-    with suppress(OSError, ValueError):
-        copied = int((folder / "logs" / _COPY).read_text(encoding="utf-8"))
-    return directory.step_of(found[0]) if found else 0, copied
-
-
-def note_copy(folder: Path, step: int) -> None:
-    """Note the step of the newest copy in memory, 0 for none: other copies count no more. For rank 0 only."""
-    note = folder / "logs" / _COPY
-    if step:
-        try:
-            disk.write_atomically(note, f"{step}\n".encode())
-        except OSError:  # on a full disk a file that is there can still be written over
-            with suppress(OSError):
-                note.write_text(f"{step}\n", encoding="utf-8")
-    else:
-        note.unlink(missing_ok=True)
-
-
-def identity(folder: Path) -> str:
-    """Return what tells a run from others that were in its directory before: its first start."""
-    with suppress(OSError), open(folder / "logs" / STARTS, encoding="utf-8") as file:
-        return file.readline()
-    return ""
+    """Return the step of a run's newest checkpoint, 0 if there is none; whether it is whole is not looked at."""
+    found = directory.published_checkpoints(folder / "checkpoints")
+    return directory.step_of(found[0]) if found else 0
 
 
 def reached_step(folder: Path) -> int:

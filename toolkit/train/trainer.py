@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from toolkit import secrets, terminal
-from toolkit.checkpoint import directory, node_memory
+from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files, load, mesh, preflight, rule_tables, schema
 from toolkit.distributed import failure, process_group
 from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
-from toolkit.messages import ConfigError, Diverged, LaunchError, RunFolderError, ToolkitError, say, tr, user_name, warn
+from toolkit.messages import ConfigError, LaunchError, RunFolderError, ToolkitError, say, tr, user_name, warn
 from toolkit.track.metrics import Progress
 from toolkit.train import deadline, dry_run, loop, replay, run_dir, schedule, startup, tracking
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
@@ -37,8 +36,6 @@ class Trainer:
     run: RunContext
     plan: dry_run.RunPlan | None = None
     """What memory is expected to be; None if it is not known."""
-    copies: node_memory.Copies | None = None
-    """Of the run's states in the memory of its nodes."""
     watchdog: failure.Watchdog | None = None
     """From the moment that there is a run directory to the end of the run."""
 
@@ -82,16 +79,10 @@ class Trainer:
         with tracking.tracking(run, self.task.data_summary()):
             try:
                 result = self.fit()
-            except Diverged:
-                if self.ranks.rank == 0:  # the newest copy may be of weights that have diverged: none counts
-                    run_dir.note_copy(run.folder, 0)
-                raise
             finally:
                 self.progress.close()
             self.finish(result)
             run.checkpointer.end()  # after DONE: no result waits for it
-            if self.copies:
-                self.copies.close()
         run_dir.release_run_dir()
         return run.folder
 
@@ -119,10 +110,7 @@ class Trainer:
         # What the engine was given in the end: buckets that fit, and what layouts change for DeepSpeed to count right.
         process_group.on_rank0(lambda: run_dir.write_ds_config(source.folder, engine.received_config))
         files = task.model_files(engine)
-        checkpointer = Checkpointer(engine, source.folder / "checkpoints", cfg, files, self.copies)
-        if source.in_memory and (other := self._without_copy(checkpointer, source, start.step)):
-            source = other
-            start = process_group.on_rank0(lambda: self._record_start(ds, source))
+        checkpointer = Checkpointer(engine, source.folder / "checkpoints", cfg, files)
         if source.checkpoint is not None:
             resume_from(checkpointer, source.checkpoint, start, ranks, cfg)
         status = partial(environment.report_status, first_step=start.step + 1)
@@ -151,21 +139,6 @@ class Trainer:
         if cfg.report.enabled and ranks.rank == 0:
             patience_s = min(tracking.PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
             self.reporter = tracking.AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
-
-    def _without_copy(
-        self, checkpointer: Checkpointer, source: run_dir.RunSource, step: int
-    ) -> run_dir.RunSource | None:
-        """Get what the ranks need of a copy in memory; where that fails, return what the run begins with instead."""
-        assert source.checkpoint is not None
-        reason = checkpointer.complete(source.checkpoint)
-        if not reason:
-            return None
-        warn("the copy of step {step} in memory cannot be used: {reason}.", step=step, reason=reason)
-        checkpointer.forget_copies()
-        checkpoint = process_group.patiently_on_rank0(
-            lambda: run_dir.fall_back(source.folder, self.cfg.resume == run_dir.MUST)
-        )
-        return run_dir.RunSource(source.folder, checkpoint)
 
     def _deadline(
         self, at: float | None, folder: Path, start: int, engine: DeepSpeedEngine, checkpointer: Checkpointer
@@ -260,18 +233,7 @@ class Trainer:
         """Choose the run directory, see that all ranks see it, and write logs into it."""
         ranks = self.ranks
         # In a thread, as every byte of a checkpoint is read.
-        claim = process_group.patiently_on_rank0(lambda: run_dir.claim_run_dir(self.cfg))
-        copy = None
-        if not claim.is_new:
-            self.copies = self._copies_of(claim.folder)
-            if self.copies and not claim.checkpoint:
-                claim, copy = _newest_copy(self.copies, claim)
-        source = process_group.patiently_on_rank0(lambda: run_dir.begin_in(self.cfg, claim, copy))
-        self.copies = self.copies or self._copies_of(claim.folder)
-        if copy:
-            source = replace(source, checkpoint=copy)  # this node's
-        elif self.copies:
-            self.copies.forget()  # what a start before this one has left, of steps that are done again
+        source = process_group.patiently_on_rank0(lambda: run_dir.choose_run_dir(self.cfg))
         folder = source.folder
         if ranks.rank and ranks.local_rank == 0:  # a `toolkit launch` of another node has no rank 0 to tell it
             environment.report_status(folder=str(folder))
@@ -284,13 +246,6 @@ class Trainer:
         limits = self.cfg.distributed.hang_after_s, float(self.cfg.distributed.timeout_s)
         self.watchdog = failure.Watchdog(folder, ranks.rank, ranks.world_size, *limits, self.cfg.compile.enabled)
         return source
-
-    def _copies_of(self, folder: Path) -> node_memory.Copies | None:
-        """Return the copies of a run in the memory of its nodes, None without. A collective."""
-        if not self.cfg.checkpoint.memory_every:
-            return None
-        name = process_group.on_rank0(lambda: node_memory.folder_name(folder, run_dir.identity(folder)))
-        return node_memory.Copies(name, timedelta(seconds=self.cfg.distributed.timeout_s))
 
     def _settle(
         self, cfg: schema.RunConfig, source: run_dir.RunSource
@@ -419,19 +374,6 @@ def _peers_that_see(folder: Path) -> list[failure.Peer]:
             say("Waiting until {folder} can be seen on {hosts}.", folder=folder, hosts=", ".join(blind))
         is_told = True
         time.sleep(_LOOK_EVERY_S)
-
-
-def _newest_copy(copies: node_memory.Copies, claim: run_dir.Claim) -> tuple[run_dir.Claim, Path | None]:
-    """Return the newest copy in memory, None where an intact checkpoint is as new; then the claim has it. A collective
-    that reads the disk only where a checkpoint there seems to be as new as all copies, as that may be damaged.
-    """
-    saved, copied = process_group.on_rank0(lambda: run_dir.steps_of_copies(claim.folder))
-    copy = copies.recover(saved, copied)
-    if copy is None and copied:
-        found = process_group.patiently_on_rank0(lambda: directory.newest_complete(claim.folder / "checkpoints"))
-        claim = replace(claim, checkpoint=found)
-        copy = copies.recover(directory.step_of(found) if found else 0, min(saved, copied))
-    return claim, copy
 
 
 def _with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:
