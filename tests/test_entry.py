@@ -71,6 +71,9 @@ def test_unknown_command() -> None:
     finished = run("-m", "toolkit", "trian")
     assert finished.returncode == 2
     assert finished.stderr.startswith("ConfigError: unknown command 'trian'. Did you mean 'train'?")
+    finished = run("-m", "toolkit", "autotune", "recipe=quickstart")
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("ConfigError: unknown command 'autotune'. It has been removed; instead, see ")
 
 
 def test_no_command_shows_the_overview() -> None:

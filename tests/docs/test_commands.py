@@ -207,7 +207,7 @@ def test_what_loads_nothing_runs(line: str, folder: Path, capsys: pytest.Capture
     assert capsys.readouterr().out
 
 
-TRAINING = ("train", "launch", "sweep", "autotune")
+TRAINING = ("train", "launch", "sweep")
 PLACES = ("/models/", "/data/", "DIR")
 """What a reader has to have before a command can be typed."""
 

@@ -147,7 +147,6 @@ def test_a_run_reports_all_errors_too(capsys: pytest.CaptureFixture[str]) -> Non
         (["plan", "gpus=8", "calibrate=perhaps"], ["gpus = 8 should be the GPUs", "calibrate = perhaps is none of"]),
         (["sweep", "--num_gpus=2", "optim.eps=1e-8,1e-7", "run.name=x"], ["the sweep names its runs itself"]),
         (["sweep", "optim.eps=1e-8,1e-7", "trials=0"], ["trials = 0 is not a positive whole number"]),
-        (["autotune", "--num_gpus", "2", "stages=9", "zero=stage2"], ["stages: 9 is none of", "what autotune seeks"]),
         (
             ["eval", "output=x.txt", "data.validation_fraction=0"],
             ["x.txt must end with", "there is nothing to evaluate"],

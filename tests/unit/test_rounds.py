@@ -217,7 +217,7 @@ def test_prompts_are_answered_by_a_process_for_each_gpu(
 
 def test_gpus_that_are_left_out_answer_no_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed takes the numbers of --include and --exclude as they are, whatever CUDA_VISIBLE_DEVICES is."""
-    monkeypatch.setattr("toolkit.jobs.autotune.hosts_of", lambda options: select_gpus({"localhost": 8}, options))
+    monkeypatch.setattr("toolkit.launch.deepspeed.hosts_of", lambda options: select_gpus({"localhost": 8}, options))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert cli._devices({"--include": "localhost:4,5"}) == ["4", "5"]
     assert cli._devices({"--exclude": "localhost:0,1,2,3,4,5,6"}) == ["7"]

@@ -11,11 +11,13 @@ from toolkit import __version__
 from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, tr, translated
 
 COMMANDS = (
-    *("train", "launch", "sweep", "rounds", "autotune", "prove", "new", "check", "recipes", "models", "plan"),
+    *("train", "launch", "sweep", "rounds", "prove", "new", "check", "recipes", "models", "plan"),
     *("prepare", "show", "export-config", "import-config", "eval", "generate", "chat", "serve", "export-model"),
     *("convert-checkpoint", "verify", "replay", "verify-serving", "hostfile", "doctor", "report", "data-report"),
     *("board", "bench", "completion"),
 )
+_REMOVED = {"autotune": "toolkit plan' / 'toolkit sweep' / 'batch.micro_per_gpu=auto"}
+"""Commands of earlier versions, and what serves instead."""
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""
 
@@ -84,6 +86,8 @@ def _dispatch(words: list[str]) -> int:
         command, rest = "sweep", [word for word in rest if word not in MULTIRUN]
     if command not in COMMANDS:
         unknown = tr("unknown command '{command}'.", command=command)
+        if instead := _REMOVED.get(command):
+            raise ConfigError(joined(unknown, tr("It has been removed; instead, see '{name}'.", name=instead)))
         known = tr("Known: {commands}.", commands=", ".join(COMMANDS))
         raise ConfigError(joined(unknown, did_you_mean(command, COMMANDS), known))
     module = import_module(module_of(command))

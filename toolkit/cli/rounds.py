@@ -21,7 +21,6 @@ import os
 from pathlib import Path
 
 from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
-from toolkit.jobs import autotune
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.messages import ConfigError, tr
 
@@ -72,7 +71,7 @@ def run(words: list[str]) -> int:
 def _devices(options: dict[str, str]) -> list[str]:
     """Return the GPUs that answer prompts, by a process each: those of the runs on this node; one, "", on several."""
     if {"--include", "-i", "--exclude", "-e"} & options.keys() and not deepspeed.hostfile_of(options):
-        return [str(gpu) for gpus in autotune.hosts_of(options).values() for gpu in gpus]
+        return [str(gpu) for gpus in deepspeed.hosts_of(options).values() for gpu in gpus]
     count = 1 if deepspeed.hostfile_of(options) else deepspeed.ranks_of(options) or _gpus_here()
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return [seen[n] if n < len(seen) and seen[0] else str(n) for n in range(count)] if count > 1 else [""]

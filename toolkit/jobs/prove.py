@@ -12,7 +12,7 @@ from typing import Any
 from toolkit import children, terminal
 from toolkit.arguments import check_output, check_parsed, parse, positive_int, write_output
 from toolkit.config import files, load, mesh, schema
-from toolkit.jobs import autotune, sweep as sweeping
+from toolkit.jobs import sweep as sweeping
 from toolkit.jobs.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import ConfigError, LaunchError, Problems, listed, say, tr
@@ -152,7 +152,7 @@ def run_prove(words: list[str]) -> int:
     """Train, compare, and look for what deviates; return 0 if everything is right, else 1."""
     launcher, options, rest = deepspeed.typed_options(words)
     problems = Problems()
-    world_size = sum(map(len, (problems.attempt(autotune.hosts_of, options) or {}).values()))
+    world_size = sum(map(len, (problems.attempt(deepspeed.hosts_of, options) or {}).values()))
     arguments = parse(rest, names=_OWN, problems=problems)
     cfg, given = arguments.loaded.cfg, arguments.values
     problems.apply((_unsuitable,), cfg)

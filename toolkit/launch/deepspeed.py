@@ -149,6 +149,15 @@ def named_hosts(options: Mapping[str, str]) -> Resources:
     return {"localhost": list(range(number))} if number else {}
 
 
+def hosts_of(options: Mapping[str, str]) -> Resources:
+    """Return the nodes and GPUs that a launch's options name; without any, those of this machine."""
+    if named := named_hosts(options):
+        return named
+    from deepspeed.accelerator import get_accelerator
+
+    return select_gpus({"localhost": get_accelerator().device_count()}, options)
+
+
 def ranks_of(options: Mapping[str, str]) -> int:
     """Return how many ranks a launch starts; 0 where that depends on this machine's GPUs."""
     return sum(map(len, named_hosts(options).values()))
