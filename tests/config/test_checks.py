@@ -55,9 +55,6 @@ REFUSED = {
     "data.sources=[{path:b,weight:0},{path:a,weights:[{at:0},{at:0.5,weight:0}]}]": (
         "no source has a weight above 0 at 0.5, 1.0 of the run."
     ),
-    "train.random_ltd.steps=9 train.random_ltd.start_share=1": (
-        "train.random_ltd.start_share = 1.0 must be above 0 and below 1."
-    ),
     "task=distill": (
         "task=distill has nothing to learn from: give distill.teacher=DIR, or mark the sources whose samples must not "
         "be forgotten: data.sources=[{path: MINE.jsonl}, {path: GENERAL.jsonl, general: true}]."
@@ -81,18 +78,6 @@ REFUSED = {
     ),
     "task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] data.validation=[{path:c}] "
     "evaluate.keep_best=eval_kl": "evaluate.keep_best = eval_kl is none of eval_loss. Did you mean 'eval_loss'?",
-    "train.random_ltd.steps=9 tuning=lora": (
-        "train.random_ltd cannot be used with tuning.method = lora: it works where all or some layers are trained "
-        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
-    ),
-    "train.random_ltd.steps=9 parallel.tensor=2": (
-        "train.random_ltd cannot be used with parallel.tensor = 2: it works where all or some layers are trained "
-        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
-    ),
-    "train.random_ltd.steps=9 compile.enabled=true": (
-        "train.random_ltd cannot be used with compile.enabled = true: it works where all or some layers are trained "
-        "(tuning=full or freeze), each whole on its rank and not compiled. Set train.random_ltd.steps=0."
-    ),
     "train.neftune_alpha=5 parallel.tensor=2": (
         "train.neftune_alpha cannot be used with parallel.tensor = 2: each rank draws its own noise, and these ranks "
         "share rows. Set train.neftune_alpha=0."

@@ -39,6 +39,8 @@ COMMAND_LINE = {
     ),
     "checkpoint.memory_every=5": "command line: unknown key 'checkpoint.memory_every'. It has been removed; instead, "
     "see 'checkpoint.asynchronous' / 'checkpoint.every'.",
+    "train.random_ltd.first_layers=2": "command line: unknown key 'train.random_ltd.first_layers'. It has been "
+    "removed; instead, see 'data.curriculum' / 'data.packing'.",
     "gradient_clipping=1": "command line: unknown key 'gradient_clipping'. Did you mean 'train.gradient_clipping'?",
     "learning_rate=1": "command line: unknown key 'learning_rate'. Did you mean 'optim.lr'?",
     "cutoff_len=1": "command line: unknown key 'cutoff_len'. Did you mean 'data.max_length'?",

@@ -60,15 +60,11 @@ UNREAD = {
     "data.max_bad_fraction=0.5": "data.on_bad_row is error, not skip",
     "data.packing_window=10": "data.packing is none, not packed",
     "data.share_prefixes=false": "data.packing is none, not packed, and there are no pairs of answers",
-    "data.packing=packed train.random_ltd.steps=9 data.share_prefixes=false": (
-        "train.random_ltd drops tokens of each sequence independently"
-    ),
     "data.packing=packed task=distill tuning=lora data.sources=[{path:b},{path:a,general:true}] "
     "data.share_prefixes=false": ("what the teacher says is known for each sample by itself"),
     "data.curriculum.levels=3": "data.curriculum.steps is 0",
     "data.curriculum.steps=5 data.curriculum.levels=3": "data.curriculum.shape is linear, not discrete",
     "data.validation=[{path:c}] data.validation_fraction=0.2": "data.validation is given",
-    "train.random_ltd.first_layers=2": "train.random_ltd.steps is 0",
     "tuning.rank=4": "tuning.method is full",
     "tuning=lora tuning.num_tokens=9": "tuning.method is lora",
     "tuning=prompt tuning.projection=true": "tuning.method is prompt",

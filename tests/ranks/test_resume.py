@@ -18,7 +18,6 @@ COMMON = [f"checkpoint.every={EVERY}", "checkpoint.keep=0", f"train.max_steps={S
 ASYNC = "checkpoint.asynchronous=true"
 NOISE = "train.neftune_alpha=5"
 MIXTURE = "data.sources=[{path: FILE, weights: [{at: 0, weight: 2}, {at: 1, weight: 0}]}, {path: more.jsonl}]"
-LTD = ["train.random_ltd.steps=7", "train.random_ltd.start_share=0.3", "model.shape.num_layers=3"]
 GROUPS = ["optim.decay=matrices", "optim.layer_lr_decay=0.5", "optim.weight_decay=0.3"]
 CHANGED = ["optim.lr=0.001", "optim.weight_decay=0.5", "optim.eps=1e-6", "checkpoint.allow_changes=[optim]"]
 CURRICULUM = ["data.curriculum.steps=6", "data.curriculum.start_length=12", "data.max_length=64"]
@@ -33,7 +32,7 @@ CELLS: dict[str, tuple[int, list[str]]] = {
     "stage2-bf16-packed": (8, ["zero=stage2", "precision=bf16", "data.packing=packed", "batch.global_size=2", ASYNC]),
     "stage3-fp32-packed": (
         4,
-        ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1", *LTD],
+        ["zero=stage3", "data.packing=packed", "batch.global_size=2", "data.num_workers=1"],
     ),
     "stage3-bf16-offload": (4, ["zero=stage3_offload", "optim.torch=false", "precision=bf16", NOISE]),
     "stage3-fp32": (8, ["zero=stage3", ASYNC, *GROUPS]),
@@ -243,8 +242,6 @@ def test_what_changes_over_a_run_is_in_its_rows(runs: Path) -> None:
     lengths = [row["curriculum_length"] for row in rows_of(runs / "stage2-fp32-curriculum") if "loss" in row]
     assert lengths[0] < lengths[3] < 64
     assert lengths[6:] == [64] * 4
-    kept = [row["ltd_share"] for row in rows_of(runs / "stage3-fp32-packed") if "loss" in row]
-    assert kept == [round(0.3 + 0.1 * step, 6) for step in range(7)] + [1, 1, 1]
     shares = [
         [value for key, value in row.items() if key.startswith("mixture_share/")]
         for row in rows_of(runs / "stage1-fp32-mixture")

@@ -733,6 +733,12 @@ def test_a_key_that_has_been_removed_is_told_where_it_was_used() -> None:
     off, on = (CONFIG | {"checkpoint": {"memory_every": steps}} for steps in (0, 5))
     assert checkpointer.check_changes(off, CONFIG, {}, {}, []) == []
     assert checkpointer.check_changes(on, CONFIG, {}, {}, []) == ["  checkpoint.memory_every: 5 -> None"]
+    ltd = {"start_share": 0.5, "first_layers": 1, "last_layers": 1}
+    off, on = (CONFIG | {"train": {"random_ltd": {"steps": steps, **ltd}}} for steps in (0, 9))
+    assert checkpointer.check_changes(off, CONFIG, {}, {}, []) == []
+    with pytest.raises(ConfigError, match=r"something else:\n  train.random_ltd.steps: 9 -> None\n"):
+        checkpointer.check_changes(on, CONFIG, {}, {}, [])
+    assert len(checkpointer.check_changes(on, CONFIG, {}, {}, ["train.random_ltd"])) == 1
 
 
 @pytest.mark.fault("R2")

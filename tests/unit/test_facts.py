@@ -108,10 +108,6 @@ FACTS = {
     "experts": Fact(
         r"model\.expert_capacity = 1\.5, but GlmForCausalLM has no routed experts", words=("model.expert_capacity=1.5",)
     ),
-    "random_ltd": Fact(
-        r"train\.random_ltd cannot be used with this model: no layer is left",
-        words=("train.random_ltd.steps=1", "train.random_ltd.first_layers=1", "train.random_ltd.last_layers=1"),
-    ),
     "liger": Fact(r"kernels\.liger = always: there is no GPU", words=("kernels.liger=always",)),
 }
 ONLY_NEW_WARNS = ("template", "reasoning")

@@ -251,13 +251,6 @@ INCOMPATIBLE: tuple[Rule, ...] = (
                 "draws its own noise, and these ranks share rows. Set train.neftune_alpha=0."
                 for key in PARALLEL
             },
-            **{
-                f"train.random_ltd.steps {condition}": f"train.random_ltd cannot be used with {key} = {{{key}}}: it "
-                "works where all or some layers are trained (tuning=full or freeze), each whole on its rank and not "
-                "compiled. Set train.random_ltd.steps=0."
-                for condition in ("tuning.method!=full|freeze", "compile.enabled", *(f"{key}>1" for key in PARALLEL))
-                for key in keys_in(condition)
-            },
         }
     ),
 )
@@ -296,7 +289,7 @@ READ_BY_LANGUAGE_MODELS = _read(
         key
         for key in expand(
             "model.* tuning.* data.* preference.* task.* distill.* prepare.* kernels.* evaluate.* export.* "
-            "train.activation_checkpointing.* train.neftune_alpha train.random_ltd.*"
+            "train.activation_checkpointing.* train.neftune_alpha"
         )
         if key not in _CUSTOM_MODELS_READ.split()
     ),

@@ -1010,20 +1010,6 @@ class ActivationCheckpointingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class RandomLtdConfig:
-    """`train.random_ltd`: random layerwise token dropping (docs/data_efficiency.md)."""
-
-    steps: NonNegativeInt = 0
-    """Optimizer steps after which all layers compute all tokens; 0: from the first step."""
-    start_share: Annotated[float, Gt(0), Lt(1)] = 0.5
-    """Share of a sequence's tokens that each middle layer computes in the first step; it grows linearly to 1."""
-    first_layers: NonNegativeInt = 1
-    """Layers at the beginning that always compute all tokens."""
-    last_layers: NonNegativeInt = 1
-    """Layers at the end that always compute all tokens."""
-
-
-@dataclass(kw_only=True, slots=True)
 class TrainConfig:
     """`train`: length of the run, and what is done in each step."""
 
@@ -1051,7 +1037,6 @@ class TrainConfig:
     """Trade computation for memory."""
     neftune_alpha: NonNegativeFloat = 0.0
     """NEFTune: uniform noise of up to neftune_alpha / sqrt(tokens of a sequence x hidden size) is added to the embeddings of training sequences; 5 to 15 are usual, 0 adds none."""
-    random_ltd: RandomLtdConfig = field(default_factory=RandomLtdConfig)
     """Middle layers compute some tokens only, at first."""
 
 
@@ -1469,7 +1454,13 @@ def has_live_teacher(cfg: RunConfig) -> bool:
     return is_on and bool(cfg.distill.teacher) and not has_own_teacher(cfg)
 
 
-REMOVED: dict[str, tuple[object, Influence]] = {"checkpoint.memory_every": (0, Influence.free)}
+REMOVED: dict[str, tuple[object, Influence]] = {
+    "checkpoint.memory_every": (0, Influence.free),
+    "train.random_ltd.steps": (0, Influence.result),
+    "train.random_ltd.start_share": (0.5, Influence.result),
+    "train.random_ltd.first_layers": (1, Influence.result),
+    "train.random_ltd.last_layers": (1, Influence.result),
+}
 """Keys of earlier versions -> the value that did nothing, and what others influenced. other_names.yaml has what serves
 instead."""
 

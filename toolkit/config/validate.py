@@ -113,11 +113,8 @@ def unknown_key(path: str, place: Place) -> ConfigError:
     if meant:
         names = "' / '".join(meant[:3])
         is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)
-        removed, other = (
-            tr("It has been removed; instead, see '{name}'.", name=names),
-            tr("Did you mean '{name}'?", name=names),
-        )
-        sentence = joined(sentence, removed if is_old else other)
+        removed = tr("It has been removed; instead, see '{name}'.", name=names)
+        sentence = joined(sentence, removed if is_old else tr("Did you mean '{name}'?", name=names))
     elif siblings:
         sentence = joined(sentence, tr("Known here: {keys}.", keys=", ".join(siblings)))
     # Errors of a section that was maybe meant are errors all the same: they name other keys.
@@ -137,7 +134,8 @@ def keys_meant(path: str) -> tuple[str, ...]:
     names, (section, _, rest) = foreign_names(), shown.partition(".")
     inside = tuple(key for ours in names.get(section, ()) if rest and field_type(key := f"{ours}.{rest}") is not None)
     plural = (f"{shown}s",) if f"{name}s" in siblings else ()
-    meant = names.get(shown) or inside or plural or names.get(name, ())
+    removed = names.get(prefix, ()) if shown in REMOVED else ()
+    meant = names.get(shown) or removed or inside or plural or names.get(name, ())
     if not meant and (close := nearest(name, siblings)):
         meant = (f"{prefix}.{close}" if prefix else close,)
     elif not meant:

@@ -68,7 +68,7 @@ def wrong_name(key: str) -> str:
     if key == "data_efficiency":
         return tr(
             "'{key}' works with DeepSpeed's own data loader and layers only, which are not used here. Take it out, "
-            "and use data.curriculum or train.random_ltd instead (docs/data_efficiency.md).",
+            "and use data.curriculum instead (docs/data_efficiency.md).",
             key=key,
         )
     if name in siblings:

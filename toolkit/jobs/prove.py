@@ -205,7 +205,6 @@ def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
         (cfg.optim.name.value not in _PLAIN, f"optim={schema.OptimizerName.adamw.value}"),
         (cfg.tuning.dropout > 0, "tuning.dropout=0"),
         (cfg.train.neftune_alpha > 0, "train.neftune_alpha=0"),
-        (cfg.train.random_ltd.steps > 0, "train.random_ltd.steps=0"),
         (cfg.data.curriculum.steps > 0, "data.curriculum.steps=0"),
         (cfg.precision.dtype is schema.Dtype.fp16, "precision.initial_scale_power=8"),
     )

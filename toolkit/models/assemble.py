@@ -18,7 +18,6 @@ def adapt(
     tokenizer: PreTrainedTokenizerBase | None,
     base: Path,
     ds_config: dict[str, Any] | None = None,
-    data_rank: int = 0,
 ) -> None:
     """Change a model into the one that a recipe trains; where parameters are partitioned, a collective. `base`: see
     `adapters.base_of`; ConfigError or ModelError for what this model cannot do.
@@ -31,8 +30,6 @@ def adapt(
     fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)
     if cfg.train.neftune_alpha:
         layers.add_neftune(model, cfg.train.neftune_alpha)
-    if cfg.train.random_ltd.steps:
-        model.token_dropping = layers.TokenDropping(model, cfg.train.random_ltd, cfg.run.seed, data_rank)
 
 
 def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -231,7 +231,7 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
         if bounds is None:
             return arguments
         paths = {"cu_seq_lens_k": batch["cu_seq_lens_k"], "keys": batch["keys"]} if "keys" in batch else {}
-        return arguments | segment_arguments(bounds, segments.size(1)) | paths
+        return arguments | _segment_arguments(bounds, segments.size(1)) | paths
     if bounds is None:
         mask = segments > 0
         mask.is_right_padded = True  # type: ignore[attr-defined]
@@ -246,7 +246,7 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
     return {"attention_mask": blocks}
 
 
-def segment_arguments(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
+def _segment_arguments(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
     """Return transformers' arguments for segments; see `attend_to_segments`."""
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 

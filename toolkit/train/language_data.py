@@ -154,7 +154,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
             sources=sources,
             most=0 if store is train else most,
             size=schema.data_unit(cfg)[1],
-            share=cfg.data.share_prefixes and not cfg.train.random_ltd.steps and not has_targets(cfg),
+            share=cfg.data.share_prefixes and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
         )
         is_tree = schema.shares_prompts(cfg) and layout is not Layout.alone

@@ -655,7 +655,7 @@ def build_engine(
     )
     without_liger = layers.apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
-    assemble.adapt(model, cfg, data.tokenizer, base, ds.values, mesh.data_rank)
+    assemble.adapt(model, cfg, data.tokenizer, base, ds.values)
     if cfg.tuning.method is not TuningMethod.full:
         _check_tuned(model, cfg, base, source)
     module = (

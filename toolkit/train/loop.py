@@ -17,7 +17,6 @@ from toolkit.data.sampler import Position
 from toolkit.distributed import failure, process_group
 from toolkit.evaluate.metrics import describe_evaluation
 from toolkit.messages import CheckpointError, Diverged, RunFolderError, Stopped, say, tr, warn
-from toolkit.models.layers import begin_step, dropping_metrics
 from toolkit.track.metrics import MetricsLog, Progress
 from toolkit.train import run_dir, tracking
 from toolkit.train.checkpointer import resume_from, trim_metrics
@@ -132,7 +131,6 @@ class TrainLoop:
         end = self.deadline.decide(self.step) if self.deadline else 0
         votes = (stops, self.checkpointer.is_proven(), run_dir.is_lost(), is_time, end)
         self.watchdog.enter(failure.STEP, self.step, f"rows x tokens: {[task.shape(batch) for batch in window]}")
-        begin_step(self.engine.module, self.step)
         result = train_step(self.engine, task, window, process_group.world_size(), self.guard, votes, *self.copies)
         self.began, self.place = self.place, task.next_position(self.place)
         self.meter.add(result)
@@ -296,7 +294,7 @@ class TrainLoop:
         routers, loads = self.task.routers(self.engine), self.meter.expert_loads
         row = self.meter.row(self.step, self.step / self.task.steps_per_epoch, lr, pace)
         row |= {"bad_steps": self.state.bad_steps, "rewinds": self.state.rewinds}
-        row |= self.task.order_metrics(self.began) | dropping_metrics(self.engine.module)
+        row |= self.task.order_metrics(self.began)
         row |= tracking.expert_metrics(routers, loads, self.step, self.run.folder)
         if process_group.rank() == 0:
             self.metrics.append(row)
