@@ -109,7 +109,6 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Import what the commands import, so that each input is tried in a fork that has it; make good inputs."""
-    import toolkit.cli.autotune
     import toolkit.cli.data_report
     import toolkit.data.hygiene
     import toolkit.export.model
@@ -167,7 +166,7 @@ def words(made: Made) -> Iterator[Case]:
         given = ["check", *([] if task == "custom" else QUICK), *TASKS[task], f"{key}={texts[kind]}"]
         yield Case(f"word-{number} {key} {kind}", given)
     for command in COMMANDS:
-        if command in ("bench", "doctor", "prove", "autotune", "launch", "sweep", "rounds", "board"):
+        if command in ("bench", "doctor", "prove", "launch", "sweep", "rounds", "board"):
             continue  # they start processes of their own
         for number in range(4):
             draw = random.Random(f"argument-{command}-{number}")
