@@ -1,5 +1,6 @@
 """A model's directory that has its name only once it is proven."""
 
+import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,8 +24,7 @@ def export_verified(
                 verdict = model.verify_logits(aside) if forward else ""
             except ToolkitError as error:
                 text = str(error).replace(str(aside), str(folder))
-                is_named = str(folder) in text or str(path) in text
-                raise type(error)(text if is_named else f"{path}: {text}") from error
+                raise type(error)(text if os.sep in text else f"{path}: {text}") from error
             aside.rename(folder)
             disk.flush(folder.parent)
     except OSError as error:
