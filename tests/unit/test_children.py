@@ -50,8 +50,9 @@ def test_a_program_that_is_not_there_is_told_as_subprocess_does(tmp_path: Path) 
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from toolkit import children
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it stays ignored below a shell's background job
 way, folder = sys.argv[1:]
 # In a session of its own, and without its parent: what a launcher's ranks may be.
 tree = ["sh", "-c", f"echo $$ > {folder}/first; setsid sh -c 'echo $$ > {folder}/second; exec sleep 300' & wait"]
