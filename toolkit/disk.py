@@ -222,8 +222,8 @@ def matching(pattern: str) -> list[Path]:
         return is_same and fits(left[1:], names[1:], is_folder)
 
     walked = walk(folder, pattern, lambda path: fits(wanted, path.parts[len(folder.parts) :], True))
-    found: list[Path] = []
+    files: list[Path] = []
     for place, names in list(walked):  # first whether there are too many
         above = place.parts[len(folder.parts) :]
-        found += [place / name for name in names if fits(wanted, (*above, name), False)]
-    return [path for path in found if os.path.isfile(path)]
+        files += [place / name for name in names if fits(wanted, (*above, name), False)]
+    return [path for path in files if os.path.isfile(path)]

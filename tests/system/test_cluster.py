@@ -4,11 +4,13 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import Cluster, down, up
@@ -141,27 +143,14 @@ def test_nodes_that_go_and_come(
     """One loses its power, and gets it again: the run resumes without it and with it, to the losses of three ranks."""
     (tmp_path / "hostfile").write_text("".join(f"node{number} slots=1\n" for number in range(1, nodes + 1)))
     words = tiny(rows_file, tmp_path, "run", *LONG, "run.max_restarts=1", f"launch.min_nodes={nodes - 1}")
-    launch = [sys.executable, "-m", "toolkit", "launch", "hostfile=hostfile", *words]
     folder = tmp_path / "runs" / "run"
-    cluster, reason = up(tmp_path_factory.mktemp("nodes") / "fake", nodes)
-    if cluster is None:
-        pytest.skip(reason)
-    try:
-        with (tmp_path / "output").open("w+") as output:
-            process = cluster.start(here, *launch, cwd=tmp_path, output=output)
-            wait_for(lambda: process.poll() is not None or newest_step(folder) > 0, 120)
-            cluster.off(lost)
-            wait_for(lambda: process.poll() is not None or has_resumed(folder, nodes - 1), 300)
-            cluster.on(lost)
-            wait_for(lambda: process.poll() is not None or has_resumed(folder, nodes), 300)
-            code = process.wait(timeout=600)
-            output.seek(0)
-            printed = output.read()
-    finally:
-        process.kill()
-        down(cluster)
-    assert code == 0, printed[-5000:]
-    starts = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()]
+    with launched(tmp_path_factory.mktemp("nodes") / "fake", nodes, here, words, tmp_path) as (cluster, process):
+        wait_for(lambda: process.poll() is not None or newest_step(folder) > 0, 120)
+        cluster.off(lost)
+        wait_for(lambda: process.poll() is not None or has_resumed(folder, nodes - 1), 300)
+        cluster.on(lost)
+        wait_for(lambda: process.poll() is not None or has_resumed(folder, nodes), 300)
+    printed, starts = (tmp_path / "output").read_text(), starts_of(folder)
     assert [(start["world_size"], start["restart"]) for start in starts] == [(nodes, 0), (nodes - 1, 1), (nodes, 0)]
     assert starts[2]["from_step"] == starts[2]["reached_step"], "steps were done twice"
     assert re.search(rf"^Lost: {lost}: no heartbeat for \d+ s, and no answer through ssh\.$", printed, re.MULTILINE)
@@ -187,30 +176,44 @@ def test_killed_ranks_of_an_elastic_launch(
     finished = run(forked(2, str(REPOSITORY / "run.py"), *whole), cwd=tmp_path, timeout_s=300)
     assert finished.code == 0, finished.output[-3000:]
     folder = tmp_path / "runs" / "run"
-    cluster, reason = up(tmp_path_factory.mktemp("nodes") / "fake", 2)
-    if cluster is None:
-        pytest.skip(reason)
-    try:
-        with (tmp_path / "output").open("w+") as output:
-            launch = [sys.executable, "-m", "toolkit", "launch", "hostfile=hostfile", *words]
-            process = cluster.start("node1", *launch, cwd=tmp_path, output=output)
-            wait_for(lambda: process.poll() is not None or newest_step(folder) > 0, 120)
-            for rank in (1, 0):
-                saved = newest_step(folder)
-                os.kill(rank_process(f"run.dir={tmp_path}/runs", rank), signal.SIGKILL)
-                wait_for(lambda saved=saved: process.poll() is not None or newest_step(folder) > saved + 10, 300)
-            code = process.wait(timeout=600)
-            output.seek(0)
-            printed = output.read()
-    finally:
-        process.kill()
-        down(cluster)
-    assert code == 0, printed[-5000:]
-    starts = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()]
-    assert [(start["world_size"], start["restart"]) for start in starts] == [(2, 0), (2, 1), (2, 2)]
-    assert "Lost: " not in printed
+    with launched(tmp_path_factory.mktemp("nodes") / "fake", 2, "node1", words, tmp_path) as (_, process):
+        wait_for(lambda: process.poll() is not None or newest_step(folder) > 0, 120)
+        for rank in (1, 0):
+            saved = newest_step(folder)
+            os.kill(rank_process(f"run.dir={tmp_path}/runs", rank), signal.SIGKILL)
+            wait_for(lambda saved=saved: process.poll() is not None or newest_step(folder) > saved + 10, 300)
+    assert [(start["world_size"], start["restart"]) for start in starts_of(folder)] == [(2, 0), (2, 1), (2, 2)]
+    assert "Lost: " not in (tmp_path / "output").read_text()
     # Before the first death too: sums between machines are rounded otherwise than those within one.
     assert losses(folder) == pytest.approx(losses(tmp_path / "whole" / "whole"), abs=1e-5)
+
+
+@contextmanager
+def launched(
+    place: Path, nodes: int, here: str, words: list[str], folder: Path
+) -> Iterator[tuple[Cluster, "subprocess.Popen[bytes]"]]:
+    """Launch a run of a hostfile from one of several new nodes, into the file `output`; after the block wait for its
+    end, which must be a good one.
+    """
+    cluster, reason = up(place, nodes)
+    if cluster is None:
+        pytest.skip(reason)
+    launch = [sys.executable, "-m", "toolkit", "launch", "hostfile=hostfile", *words]
+    try:
+        with (folder / "output").open("w") as output:
+            process = cluster.start(here, *launch, cwd=folder, output=output)
+        try:
+            yield cluster, process
+            code = process.wait(timeout=600)
+        finally:
+            process.kill()
+    finally:
+        down(cluster)
+    assert code == 0, (folder / "output").read_text()[-5000:]
+
+
+def starts_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()]
 
 
 def rank_process(marker: str, rank: int) -> int:
@@ -224,5 +227,5 @@ def rank_process(marker: str, rank: int) -> int:
 
 def has_resumed(folder: Path, ranks: int) -> bool:
     """Whether a run has been started on so many ranks last, and has done steps since."""
-    last = [json.loads(line) for line in (folder / "logs" / "starts.jsonl").read_text().splitlines()][-1]
+    last = starts_of(folder)[-1]
     return last["world_size"] == ranks and len(losses(folder)) > last["from_step"] + 5

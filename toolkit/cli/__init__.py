@@ -16,7 +16,7 @@ COMMANDS = (
     *("convert-checkpoint", "verify", "replay", "verify-serving", "hostfile", "doctor", "report", "data-report"),
     *("board", "bench", "completion"),
 )
-_REMOVED = {"autotune": "toolkit plan' / 'toolkit sweep' / 'batch.micro_per_gpu=auto"}
+_REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}
 """Commands of earlier versions, and what serves instead."""
 MULTIRUN = ("-m", "--multirun")
 """Options by which `toolkit train` is `toolkit sweep`."""
@@ -87,7 +87,9 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         unknown = tr("unknown command '{command}'.", command=command)
         if instead := _REMOVED.get(command):
-            raise ConfigError(joined(unknown, tr("It has been removed; instead, see '{name}'.", name=instead)))
+            raise ConfigError(
+                joined(unknown, tr("It has been removed; instead, see '{name}'.", name="' / '".join(instead)))
+            )
         known = tr("Known: {commands}.", commands=", ".join(COMMANDS))
         raise ConfigError(joined(unknown, did_you_mean(command, COMMANDS), known))
     module = import_module(module_of(command))

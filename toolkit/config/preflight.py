@@ -133,11 +133,14 @@ def check_columns(source: schema.SourceConfig, place: str) -> str:
     return ""
 
 
+def _existing(folder: Path) -> Path:
+    """Return a folder, or the nearest above it that exists."""
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
+
+
 def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The run folder's parent must be writable, found out before anything is loaded."""
-    existing = Path(loaded.cfg.run.dir).absolute()
-    while not os.path.exists(existing):
-        existing = existing.parent
+    existing = _existing(Path(loaded.cfg.run.dir).absolute())
     if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
         yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
 
@@ -145,9 +148,7 @@ def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
 def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Tokenized data must be readable, and where there are none yet, their folder writable."""
     stores = Path(loaded.cfg.prepare.dir).absolute() / "stores"
-    existing = stores
-    while not os.path.exists(existing):
-        existing = existing.parent
+    existing = _existing(stores)
     wanted = os.R_OK | os.X_OK | (0 if existing == stores else os.W_OK)
     if not existing.is_dir() or not os.access(existing, wanted):
         yield loaded.error(

@@ -272,11 +272,11 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
         is_bias = name.startswith("lora_B.") and name.endswith(".bias")
         weights.set_value(layer, name, torch.zeros(value.shape) if is_bias else value.float())
     with torch.no_grad():
-        inputs = _inputs(layer, base)
-        without, expected = (base(*inputs), layer(*inputs)) if inputs else (torch.empty(0), torch.empty(0))
+        trial = _trial_input(layer, base)
+        before = None if trial is None else (layer(trial), base(trial))
         layer.merge(safe_merge=True)
-        if inputs:
-            _compare(base(*inputs), expected, without)
+        if before is not None:
+            _compare(base(trial), *before)
     merged: torch.Tensor = base.get_parameter(own).detach()
     return merged
 
@@ -285,21 +285,21 @@ class _MergeDiffersError(Exception):
     """A merged layer computes something else than the layer with its adapter beside it."""
 
 
-def _inputs(layer: Any, base: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """Return what a layer can be tried with; nothing for experts in one tensor, to which peft adds in training too."""
+def _trial_input(layer: Any, base: torch.nn.Module) -> torch.Tensor | None:
+    """Return what a layer can be tried with; None for experts in one tensor, to which peft adds in training too."""
     if hasattr(layer, "parameter_name"):
-        return ()
+        return None
     if isinstance(bias := getattr(base, "bias", None), torch.Tensor):
         weights.set_value(base, "bias", torch.zeros(bias.shape))
     draw = torch.Generator().manual_seed(0)  # not the run's own
     if isinstance(base, torch.nn.Embedding):
-        return (torch.randint(base.num_embeddings, (64,), generator=draw),)
-    return (torch.randn(_ROWS, layer.in_features, generator=draw),)
+        return torch.randint(base.num_embeddings, (64,), generator=draw)
+    return torch.randn(_ROWS, layer.in_features, generator=draw)
 
 
-def _compare(found: torch.Tensor, expected: torch.Tensor, without: torch.Tensor) -> None:
+def _compare(merged: torch.Tensor, expected: torch.Tensor, without: torch.Tensor) -> None:
     added = float((expected - without).abs().max())
-    difference = float((found - expected).abs().max())
+    difference = float((merged - expected).abs().max())
     if difference > _OF_ADDED * added + _ROUNDING * float(expected.abs().max()):
         raise _MergeDiffersError(f"{difference / added:.2g}" if added else f"{difference:.2g}")
 

@@ -198,14 +198,14 @@ def write_folder(
         write_files(files if format == "hf" else {}, temporary, probed)
         held = weights.under_first_names(model, state if state is not None else model.state_dict())
         try:
-            wrong = _differences(temporary, held)
+            wrong = _wrongly_written(temporary, held)
         except ModelError as error:  # a known defect under ZeRO-3: empty tensors
             wrong = [str(error)]
         if wrong:
             raise _not_as_trained(folder, wrong)
 
 
-def _differences(folder: Path, held: Mapping[str, torch.Tensor]) -> list[str]:
+def _wrongly_written(folder: Path, held: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the names of parameters that a directory lacks, or holds otherwise than `held` in the file's precision."""
     model: PreTrainedModel
     values: Iterable[tuple[str, torch.Tensor]]

@@ -257,14 +257,16 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
     A ChatGLM's own chat format counts by its family: its words here may change with a version of the toolkit.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    found = json.loads(backend.to_str()) if backend is not None else {}
-    model = found.get("model", {})
+    settings = json.loads(backend.to_str()) if backend is not None else {}
+    model = settings.get("model", {})
     # Versions of tokenizers write a merge as "a b" or as ["a", "b"].
     merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", [])]
     is_own = getattr(tokenizer, "has_own_template", False)
     parts = {
         "vocabulary": [tokenizer.get_vocab(), merges],
-        "division of text": [found.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")],
+        "division of text": [
+            settings.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+        ],
         "special tokens": [
             # transformers 4 lists here what is among the added tokens, too.
             {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)},

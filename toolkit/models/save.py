@@ -159,9 +159,9 @@ def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, A
         names = {} if has_kinds else {key: key for key in ("rope_theta", "partial_rotary_factor")}
     whole, sliding = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
     whole = whole or rope
-    given = [("sliding", sliding.get("rope_theta")), *whole.items()]
-    found = {names[name]: value for name, value in given if name in names and isinstance(value, (int, float))}
-    return found | ({"rope_scaling": whole} if found and whole.get("rope_type", "default") != "default" else {})
+    values = [("sliding", sliding.get("rope_theta")), *whole.items()]
+    old = {names[name]: value for name, value in values if name in names and isinstance(value, (int, float))}
+    return old | ({"rope_scaling": whole} if old and whole.get("rope_type", "default") != "default" else {})
 
 
 def _count_predicting_layers(model: PreTrainedModel) -> None:

@@ -242,8 +242,8 @@ def _keep(folder: Path, given: str, at: float) -> None:
 
 def _at_now(known: Mapping[str, Any]) -> float:
     """Return the kept time; of a duration as the clock is now, where it was set since, on a machine that stayed on."""
-    at = float(known["at"])
-    if not rules.is_duration(known["given"]) or known.get("boot", "") != _boot() or not _boot():
+    at, boot = float(known["at"]), _boot()
+    if not rules.is_duration(known["given"]) or not boot or known.get("boot") != boot:
         return at
     now = time.time() + float(known["since_boot"]) - time.clock_gettime(time.CLOCK_BOOTTIME)
     return at if abs(now - at) < _JUMP_S else now

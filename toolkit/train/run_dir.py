@@ -79,7 +79,7 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
         record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _digest(cfg))
         return RunSource(folder, checkpoint)
     if checkpoint is None:
-        checkpoint = newest_on_disk(folder, cfg.resume == MUST)
+        checkpoint = newest_intact(folder, cfg.resume == MUST)
     directory.discard_unfinished(folder / "checkpoints")
     _put_aside(folder, checkpoint, _digest(cfg))
     return RunSource(folder, checkpoint)
@@ -127,7 +127,7 @@ def _digest(cfg: RunConfig) -> str:
     return hashlib.sha256(load.to_yaml(cfg).encode()).hexdigest()[:16]
 
 
-def newest_on_disk(folder: Path, must: bool = False) -> Path | None:
+def newest_intact(folder: Path, must: bool = False) -> Path | None:
     """Return a run's newest intact checkpoint, every byte of which is read; None if it had saved none before it died,
     CheckpointError if none is intact or there `must` be one.
     """
