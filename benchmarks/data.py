@@ -22,11 +22,11 @@ from benchmarks.processes import children, measure, uss
 from benchmarks.rows import rows_file
 from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import RunConfig, SourceConfig
-from toolkit.data.hygiene import alike, inspect_files
 from toolkit.data.loader import Layout, build_loader
 from toolkit.data.packing import PackingPlan, pack
 from toolkit.data.sampler import Position
 from toolkit.data.sources import locate_all, read_conversations
+from toolkit.extras.data_report import alike, inspect_files
 from toolkit.launch.environment import Ranks
 from toolkit.train.language_data import build_encoder, epoch_steps, load_data_with, training_batches
 

@@ -114,7 +114,7 @@ def facts() -> dict[str, Any]:
     import torch
 
     from toolkit.config import preflight
-    from toolkit.doctor.facts import of_machine
+    from toolkit.extras.doctor.facts import of_machine
 
     machine = of_machine({})
     described = {key: machine[key] for key in ("gpus", "nccl", "cores", "memory", "limits")}

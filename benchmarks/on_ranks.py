@@ -51,7 +51,7 @@ def _plan(
 
     from benchmarks.plan import compare
     from toolkit.engine.ds_config import build_ds_config
-    from toolkit.train.calibration import measure
+    from toolkit.extras.calibration import measure
     from toolkit.train.language_task import build_engine
     from toolkit.train.run_dir import RunSource
 

@@ -14,13 +14,13 @@ from toolkit.config.mesh import accumulation
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather
 from toolkit.engine.memory import PeakMemory
+from toolkit.extras.calibration import longest_batch
 from toolkit.launch.environment import Ranks
 from toolkit.models.loss import token_losses
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.plan.speed import Rates, step_time
-from toolkit.train.calibration import longest_batch
 from toolkit.train.language_data import Batch
 from toolkit.train.language_task import LanguageTask
 from toolkit.train.step import StepGuard, train_step

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from toolkit.config.program_keys import Key, keys_of, own_names, sentence
 from toolkit.messages import current_language, set_language
-from toolkit.translate.read import Key, keys_of, own_names, sentence
 
 TABLES: dict[str, Mapping[str, Key]] = {
     "chatglm": {name: key for name, key in keys_of("chatglm").items() if name not in keys_of("trainer")},

@@ -24,8 +24,8 @@ LAYERS = {
     "toolkit.plan": 1,
     "toolkit.arguments": 1,
     "toolkit.report": 1,
-    "toolkit.translate": 2,
-    "toolkit.translate.read": 0,
+    "toolkit.extras.translate": 2,
+    "toolkit.extras.translate.read": 0,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
     "toolkit.distributed": 2,
@@ -37,7 +37,7 @@ LAYERS = {
     "toolkit.train": 5,
     "toolkit.evaluate": 4,
     "toolkit.export": 4,
-    "toolkit.doctor": 6,
+    "toolkit.extras.doctor": 6,
     "toolkit.jobs": 6,
     "toolkit.cli": 7,
     "toolkit.custom": 6,
@@ -47,8 +47,8 @@ SAME_LAYER = {
     ("toolkit.plan.speed", "toolkit.launch.environment"),  # a free port for its ranks
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
-    ("toolkit.jobs.nodes", "toolkit.doctor.examine"),  # the nodes, before ranks are started there
-    ("toolkit.jobs.nodes", "toolkit.doctor.findings"),
+    ("toolkit.jobs.nodes", "toolkit.extras.doctor.examine"),  # the nodes, before ranks are started there
+    ("toolkit.jobs.nodes", "toolkit.extras.doctor.findings"),
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]
 TASKLESS = ("trainer", "loop", "step", "dry_run", "task", "checkpointer", "run_dir", "tracking")
@@ -202,11 +202,11 @@ def test_planning_needs_no_torch() -> None:
         "toolkit.cli.check",
         "toolkit.cli.eval",
         "toolkit.cli.export_config",
-        "toolkit.cli.import_config",
+        "toolkit.extras.cli.import_config",
         "toolkit.cli.prepare",
         "toolkit.cli.launch",
-        "toolkit.cli.sweep",
-        "toolkit.cli.doctor",
+        "toolkit.extras.cli.sweep",
+        "toolkit.extras.cli.doctor",
         "toolkit.cli.verify",
         "toolkit.cli.export_model",
         "toolkit.cli.report",

@@ -107,7 +107,7 @@ def test_each_call_has_a_literal_template_and_fills_it() -> None:
 
 def test_each_finding_of_the_doctor_is_in_its_table_and_filled() -> None:
     """finding("NAME", …), whose name may have a placeholder itself: f"{key} not shared"."""
-    table, used = read_table("doctor/findings.yaml"), set()
+    table, used = read_table("extras/doctor/findings.yaml"), set()
     for path in (ROOT / "toolkit" / "doctor").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "finding":
@@ -122,10 +122,13 @@ def test_each_finding_of_the_doctor_is_in_its_table_and_filled() -> None:
 
 def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates = {str(call.args[0].value) for _, call in calls()}  # type: ignore[attr-defined]
-    templates |= {*read_table("translate/keys.yaml")["sentences"].values(), *read_table("plan/kinds.yaml").values()}
-    templates |= {text for _, _, text in read_table("doctor/findings.yaml").values()}
+    templates |= {
+        *read_table("config/program_keys.yaml")["sentences"].values(),
+        *read_table("plan/kinds.yaml").values(),
+    }
+    templates |= {text for _, _, text in read_table("extras/doctor/findings.yaml").values()}
     templates |= {text for page in (ROOT / "toolkit").rglob("*.j2") for text in texts_of(page)}
-    templates |= set(filter(None, of_rules())) | {*read_table("data/hygiene.yaml")["answers"]}
+    templates |= set(filter(None, of_rules())) | {*read_table("extras/data_report.yaml")["answers"]}
     templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS}
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"

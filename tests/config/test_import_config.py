@@ -12,8 +12,8 @@ import pytest
 import yaml
 from translation_tables import fill_tables
 
-from toolkit.cli import import_config
 from toolkit.config.load import load
+from toolkit.config.program_keys import keys_of, sentence
 from toolkit.config.schema import (
     TRACKERS,
     Decay,
@@ -31,8 +31,8 @@ from toolkit.config.schema import (
     get_value,
 )
 from toolkit.config.validate import field_type
+from toolkit.extras.cli import import_config
 from toolkit.messages import ConfigError, read_table
-from toolkit.translate.read import keys_of, sentence
 
 ROOT = Path(__file__).parents[2]
 
@@ -1030,7 +1030,7 @@ def test_tables_name_keys_of_ours() -> None:
         assert all(field_type(part) is not None for part in key.to.split(", ") if part), name
         assert key.to or key.says, f"{name}: neither mapped nor explained"
     said = {key.says for program in programs for key in keys_of(program).values()}
-    assert said == {"", *read_table("translate/keys.yaml")["sentences"]}
+    assert said == {"", *read_table("config/program_keys.yaml")["sentences"]}
     assert sentence("media") == "texts only"
     assert keys_of("hf")["report_to"].to.split(", ") == [f"track.{name}.enabled" for name in TRACKERS]
 

@@ -9,10 +9,10 @@ import torch
 
 from tests.architectures import CONFIGS
 from toolkit.cli import main
-from toolkit.jobs.prove import Finding, deviation
+from toolkit.extras import shrink
+from toolkit.extras.prove import Finding, deviation
+from toolkit.extras.shrink import HEADS, shrunk_config, shrunk_model
 from toolkit.messages import ModelError
-from toolkit.models import shrink
-from toolkit.models.shrink import HEADS, shrunk_config, shrunk_model
 
 NAN = float("nan")
 

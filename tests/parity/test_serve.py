@@ -20,7 +20,7 @@ from toolkit.cli import main
 from toolkit.evaluate import server
 from toolkit.evaluate.generate import Sampling, decode_answer, generate
 from toolkit.export.load import load_any
-from toolkit.export.serving import FAILED, lines_of, verify_serving
+from toolkit.extras.serving import FAILED, lines_of, verify_serving
 from toolkit.launch.environment import free_port
 from toolkit.models.chat import load_chat_encoder
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from shared import ALL, RECOMPUTE, WORKER, by_tier, eval_losses, losses, of_tier, tiny
 
 from toolkit.config.load import load
-from toolkit.train import language_data, reference
+from toolkit.extras import reference
+from toolkit.train import language_data
 
 STEPS, SAVED = 8, 4
 # The first loss is the plain loop's; from then on what is rounded flips FP8's steps. Measured: the second loss 0.0024

@@ -11,7 +11,7 @@ from typing import Any
 from ranks import kill_session, start, wait_for
 from shared import tiny
 
-from toolkit.jobs.board import Launches
+from toolkit.extras.board import Launches
 
 
 def opened(folder: Path, processes: list[Any]) -> Callable[..., str]:

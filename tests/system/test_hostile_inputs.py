@@ -31,7 +31,7 @@ from tests.unit.speaker import write_random
 from toolkit.cli import COMMANDS, _dispatch, main
 from toolkit.config.load import load, to_dict, to_yaml
 from toolkit.config.schema import leaves
-from toolkit.jobs import board
+from toolkit.extras import board
 from toolkit.launch import environment, hostfile
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
@@ -109,10 +109,10 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Import what the commands import, so that each input is tried in a fork that has it; make good inputs."""
-    import toolkit.cli.data_report
-    import toolkit.data.hygiene
     import toolkit.export.model
-    import toolkit.jobs.board
+    import toolkit.extras.board
+    import toolkit.extras.cli.data_report
+    import toolkit.extras.data_report
     import toolkit.jobs.check
     import toolkit.report.page
     import toolkit.train.language_task

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolkit.cli import main
-from toolkit.jobs.trace import OFF
+from toolkit.extras.trace import OFF
 
 MODELS = ("chatglm3_6b", "glm4_9b", "qwen3_8b")
 SETTINGS = ["recipe=chatglm", "model.path=/models/none", "gpus=8x80GB", "batch.global_size=8", "trace=true"]

@@ -16,11 +16,11 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.unit.tiny_model import SIZES
+from toolkit.config.program_keys import keys_of
 from toolkit.config.schema import PreferenceConfig, PreferenceLoss
 from toolkit.data.loader import collate
 from toolkit.models import classifier, preference
 from toolkit.models.loss import LossHead, answer_log_probabilities
-from toolkit.translate.read import keys_of
 
 TRL = "1.16.0"
 PAIRS = 4

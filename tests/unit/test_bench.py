@@ -16,8 +16,9 @@ import pytest
 from benchmarks import gpu, start
 from benchmarks.rows import rows_file
 from benchmarks.run import ARGUMENTS, run as bench
-from toolkit.cli import bench as door, main
+from toolkit.cli import main
 from toolkit.config.schema import RunConfig
+from toolkit.extras.cli import bench as door
 from toolkit.messages import ConfigError, LaunchError
 
 ROOT = Path(__file__).parents[2]

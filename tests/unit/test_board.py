@@ -22,8 +22,8 @@ from tests.unit.fake_runs import HOSTILE, fake_run
 from toolkit import children
 from toolkit.config.load import load, to_plain
 from toolkit.config.schema import RunConfig, leaves
-from toolkit.jobs import board
-from toolkit.jobs.board import Board, Launches, application
+from toolkit.extras import board
+from toolkit.extras.board import Board, Launches, application
 from toolkit.messages import current_language, set_language
 from toolkit.report.page import commands
 from toolkit.report.run import read_run
@@ -350,7 +350,7 @@ def test_what_is_asked_may_be_no_json(client: TestClient) -> None:
 STALLED = """
 import sys, time
 from pathlib import Path
-from toolkit.jobs import board
+from toolkit.extras import board
 board.read_run = lambda path: (print("reads", flush=True), time.sleep(600))
 board.serve(Path("runs"), 0)
 """

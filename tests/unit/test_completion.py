@@ -13,10 +13,10 @@ import pytest
 
 from scripts.recipe_schema import field_texts
 from toolkit.cli import COMMANDS, main, module_of
-from toolkit.cli.completion import SCRIPTS
-from toolkit.completion import PATH_KEYS, candidates
 from toolkit.config.files import known_recipes
 from toolkit.config.schema import sections, types_of
+from toolkit.extras.cli.completion import SCRIPTS
+from toolkit.extras.completion import PATH_KEYS, candidates
 
 STARTS = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], "source <(toolkit completion bash)"),

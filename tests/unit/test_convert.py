@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.checkpoint import convert, directory
+from toolkit.checkpoint import directory
 from toolkit.checkpoint.fragments import WEIGHT, Fragments
 from toolkit.cli import main
 from toolkit.export.model import card, export_checkpoint
+from toolkit.extras import convert_checkpoint as convert
 from toolkit.messages import NotExportable, OtherFormat
 
 OLD = Path(__file__).parents[1] / "golden" / "format1" / "step-3"

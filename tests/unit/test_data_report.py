@@ -10,9 +10,9 @@ import pytest
 from tests.unit.data_tools import write_rows
 from toolkit.cli import main
 from toolkit.config.schema import RowFormat
-from toolkit.data import hygiene
-from toolkit.data.hygiene import SIMILAR, Alike, alike, inspect_files, min_hashes
 from toolkit.data.sources import DataFile
+from toolkit.extras import data_report as hygiene
+from toolkit.extras.data_report import SIMILAR, Alike, alike, inspect_files, min_hashes
 
 HAN = [chr(code) for code in range(0x4E00, 0x5200)]
 

@@ -10,8 +10,8 @@ import pytest
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.config.schema import Init, ModelConfig, RunConfig
-from toolkit.doctor import examine, facts, findings as findings_module
-from toolkit.doctor.findings import ERROR, NOTE, WARNING
+from toolkit.extras.doctor import examine, facts, findings as findings_module
+from toolkit.extras.doctor.findings import ERROR, NOTE, WARNING
 
 CARD = {"index": "0", "name": "H200", "mib": 141000, "free_mib": 140000, "used_by": 0}
 ONE: dict[str, Any] = {
@@ -225,7 +225,12 @@ def test_the_gpus_of_this_machine_that_deepspeed_takes(
 
 def test_code_is_compared_with_its_tables() -> None:
     files = {*facts._code()["files"]}
-    assert {"run.py", "toolkit/doctor/facts.py", "toolkit/plan/gpus.yaml", "toolkit/engine/ds_keys.json"} <= files
+    assert {
+        "run.py",
+        "toolkit/extras/doctor/facts.py",
+        "toolkit/plan/gpus.yaml",
+        "toolkit/engine/ds_keys.json",
+    } <= files
     assert {"conf/zero/stage3.yaml", "recipes/quickstart.yaml"} <= files
 
 

@@ -19,7 +19,7 @@ from toolkit.config.load import load
 from toolkit.data.formats import detect_format
 from toolkit.data.readers import blocks, files_of
 from toolkit.data.sources import check_sources
-from toolkit.jobs.board import Board, application
+from toolkit.extras.board import Board, application
 from toolkit.launch.environment import variables_of_files
 from toolkit.messages import ConfigError, DataError, LaunchError, ModelError, Problems, RowError, filled, printable, tr
 from toolkit.models.chat import load_chat_encoder, load_tokenizer

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests.unit.speaker import SAYS, write_random, write_speaker
-from toolkit.cli import main, rounds
+from toolkit.cli import main
 from toolkit.evaluate import generate
 from toolkit.evaluate.generate import AnswerFile
 from toolkit.export.load import load_any
+from toolkit.extras.cli import rounds
 from toolkit.models.chat import load_chat_encoder
 
 

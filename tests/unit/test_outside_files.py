@@ -12,6 +12,7 @@ from toolkit.checkpoint.directory import MANIFEST, STATE, read_header, read_mani
 from toolkit.config import files
 from toolkit.data import store
 from toolkit.engine.ds_import import read_json
+from toolkit.extras.translate.read import read_all
 from toolkit.messages import (
     ConfigError,
     DataError,
@@ -23,7 +24,6 @@ from toolkit.messages import (
     parsed_json,
 )
 from toolkit.models.chatglm import tokenizers
-from toolkit.translate.read import read_all
 
 BAD = {
     "deep": "[" * 100_000,

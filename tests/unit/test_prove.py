@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from toolkit.jobs import prove
+from toolkit.extras import prove
 
 
 def test_a_copy_that_was_cut_off_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

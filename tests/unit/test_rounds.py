@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit.speaker import write_random
-from toolkit.cli import main, rounds as cli
+from toolkit.cli import main
 from toolkit.evaluate.rewards import Reward, pairs_of, read_lines, scored, write_lines
-from toolkit.jobs import rounds
+from toolkit.extras import rounds
+from toolkit.extras.cli import rounds as cli
 from toolkit.launch.hostfile import select_gpus
 from toolkit.messages import ConfigError, DataError, Stopped
 

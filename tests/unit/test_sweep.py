@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from toolkit.cli import _dispatch, sweep
+from toolkit.cli import _dispatch
 from toolkit.config.load import grid, load, split_axes
-from toolkit.jobs import sweep as sweeps
-from toolkit.jobs.sweep import read_result
+from toolkit.extras import sweep as sweeps
+from toolkit.extras.cli import sweep
+from toolkit.extras.sweep import read_result
 from toolkit.launch.processes import SIGNALS
 from toolkit.messages import ConfigError, DataError, LaunchError, Problems
 

@@ -12,7 +12,7 @@ import pytest
 from tests.unit import traced
 from toolkit.cli import main
 from toolkit.config.load import load
-from toolkit.jobs.trace import OFF, difference
+from toolkit.extras.trace import OFF, difference
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import BUSIEST, outline_of
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3MoeConfig
 
-from toolkit.train import trace
+from toolkit.extras import traced_steps as trace
 
 WORLD = 4
 SIZES = ["model.shape.hidden_size=1024", "model.shape.intermediate_size=2816", "model.shape.num_layers=2"]

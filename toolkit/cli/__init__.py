@@ -16,6 +16,11 @@ COMMANDS = (
     *("convert-checkpoint", "verify", "replay", "verify-serving", "hostfile", "doctor", "report", "data-report"),
     *("board", "bench", "completion"),
 )
+EXTRAS = (
+    *("sweep", "rounds", "prove", "new", "import-config", "convert-checkpoint", "verify-serving", "doctor"),
+    *("data-report", "board", "bench", "completion"),
+)
+"""Commands that serve around a run: their modules are in toolkit/extras/, which nothing else here imports."""
 _REMOVED = {"autotune": ("toolkit plan", "toolkit sweep", "batch.micro_per_gpu=auto")}
 """Commands of earlier versions, and what serves instead."""
 MULTIRUN = ("-m", "--multirun")
@@ -27,7 +32,8 @@ def module_of(command: str) -> str:
 
     That returns the exit code, None for 0.
     """
-    return f"toolkit.cli.{command.replace('-', '_')}"
+    package = "toolkit.extras.cli" if command in EXTRAS else "toolkit.cli"
+    return f"{package}.{command.replace('-', '_')}"
 
 
 def help_of(command: str) -> str:
@@ -42,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command, of the command line if None is given; return the exit code (docs/commands.md)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["--complete"]:  # a shell asks at each TAB
-        from toolkit.completion import candidates
-
-        _show("\n".join(candidates(words[1], COMMANDS, module_of)))
+        _show("\n".join(import_module("toolkit.extras.completion").candidates(words[1], COMMANDS, module_of)))
         return 0
     _use_utf8()
     if words and words[0].startswith("--local_rank="):  # `deepspeed --module toolkit eval …` puts it before the command

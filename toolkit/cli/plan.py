@@ -18,19 +18,21 @@ powers of 1024, as memory is sold.
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config import files, load, mesh
 from toolkit.config.preflight import check_positions, needs_lookup, resolve_model_path, resolve_teacher
 from toolkit.config.schema import AUTO, get_value
-from toolkit.jobs import check, trace as tracing
+from toolkit.jobs import check
 from toolkit.messages import Problems, say
 from toolkit.plan import speed
 from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
 from toolkit.plan.machine import Machine
 from toolkit.plan.outline import outline_of, published_models
 
+TRACING = "toolkit.extras.trace"
 OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
 
@@ -55,6 +57,7 @@ def run(words: list[str]) -> None:
         recipe = [word for word in words if word.partition("=")[0] not in OWN]
         # The directory that the config was found in, where there is one.
         found_at = [f"model.path={files.quoted(Path(cfg.model.path))}"] if cfg.model.path else []
+        tracing = import_module(TRACING)
         traced = tracing.report(tracing.trace([*recipe, *found_at], machine), mine)
     if given.get("output"):
         result = plan_json(outline, machine, mine, found) | ({"trace": traced} if traced else {})
@@ -72,7 +75,7 @@ def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machi
     machine = problems.attempt(check.machine_for, given, arguments.loaded.cfg)
     loaded = arguments.loaded if machine is None else _with_fitting_batch(arguments.loaded, machine.world_size)
     if given.get("trace") == "true":
-        problems.attempt(tracing.check_traceable, arguments.loaded.cfg, machine)
+        problems.attempt(import_module(TRACING).check_traceable, arguments.loaded.cfg, machine)
     check_parsed(loaded, machine.world_size if machine else None, problems, files=False)
     problems.raise_all()
     assert machine is not None

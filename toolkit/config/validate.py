@@ -12,9 +12,9 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
+from toolkit.config.program_keys import keys_of
 from toolkit.config.schema import AUTO, LARGEST_NUMBER, REMOVED, RunConfig, all_keys, did_nothing, types_of
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, shortened, tr
-from toolkit.translate.read import keys_of
 
 _LONGEST_VALUE = 40
 Place = Callable[[str], str]

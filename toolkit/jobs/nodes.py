@@ -5,15 +5,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from subprocess import DEVNULL, TimeoutExpired
+from typing import Any
 
 from toolkit import children
 from toolkit.config import mesh
 from toolkit.config.schema import AUTO, RunConfig
 from toolkit.distributed import failure
-from toolkit.doctor import examine, findings
 from toolkit.launch import deepspeed, environment, hostfile
 from toolkit.launch.hostfile import Resources
 from toolkit.messages import ConfigError, LaunchError, say, tr
@@ -143,7 +144,7 @@ class Nodes:
 
     def _answering(self, hosts: Resources) -> list[str]:
         """Return the nodes that let us in."""
-        arguments = examine.plan_examination(self._as_several, [], self.cfg, hosts).ssh.arguments
+        arguments = _examination(self._as_several, [], self.cfg, hosts).ssh.arguments
         command = ["ssh", *arguments, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_S}"]
 
         def does_answer(host: str) -> bool:
@@ -161,9 +162,9 @@ class Nodes:
             return set()
 
         def errors(host: str) -> list[str]:
-            one = examine.plan_examination(self._as_several, self.words, self.cfg, {host: hosts[host]})
+            one = _examination(self._as_several, self.words, self.cfg, {host: hosts[host]})
             one.run(quick=True)
-            return one.lines(findings.ERROR)
+            return one.lines("error")
 
         with ThreadPoolExecutor(64) as pool:
             found = {host: lines for host, lines in zip(hosts, pool.map(errors, hosts), strict=True) if lines}
@@ -197,15 +198,15 @@ class Nodes:
         deepspeed.check_binding(hosts, options)
         if not deepspeed.logs_in(hosts, options) or "--no_ssh_check" in options:
             return
-        machines = examine.plan_examination(options, self.words, self.cfg, hosts)
+        machines = _examination(options, self.words, self.cfg, hosts)
         machines.run(quick=True)
-        if wrong := machines.lines(findings.ERROR):
+        if wrong := machines.lines("error"):
             raise LaunchError(
                 "this would break the run:\n{lines}\n`toolkit doctor` looks closer; --no_ssh_check launches all the "
                 "same.",
                 lines="\n".join(wrong),
             )
-        for line in machines.lines(findings.WARNING):
+        for line in machines.lines("warning"):
             say("Note: {line}", line=line.strip())
 
     def _show(self) -> None:
@@ -219,6 +220,13 @@ class Nodes:
             say("Note: the nodes take part with different numbers of GPUs.")
         for file, names in environment.variables_of_files(Path.cwd()).items() if len(self.hosts) > 1 else ():
             say("{file} sets on all nodes: {names}", file=file, names=", ".join(names))
+
+
+def _examination(
+    options: Mapping[str, str], words: Sequence[str], cfg: RunConfig, hosts: Mapping[str, Sequence[int]]
+) -> Any:
+    """Return what `toolkit doctor` would ask these nodes, not asked yet."""
+    return import_module("toolkit.extras.doctor.examine").plan_examination(options, words, cfg, hosts)
 
 
 def _pause(is_asked: Callable[[], bool]) -> None:

@@ -431,7 +431,7 @@ def calibrate(cfg: schema.RunConfig, machine: Machine, outline: Outline) -> None
 
 
 def _measure(cfg: schema.RunConfig, machine: Machine, folder: Path) -> list[dict[str, float]]:
-    """Run `toolkit.train.calibration` on every rank at the same time; return the rates that each has measured."""
+    """Run `toolkit.extras.calibration` on every rank at the same time; return the rates that each has measured."""
     config = folder / "config.yaml"
     config.write_text(load.to_yaml(cfg), encoding="utf-8")
     environ = os.environ | {
@@ -445,7 +445,7 @@ def _measure(cfg: schema.RunConfig, machine: Machine, folder: Path) -> list[dict
     with ExitStack() as stack:
         programs = []
         for rank, (answer, log) in enumerate(zip(answers, logs, strict=True)):
-            command = [sys.executable, "-m", "toolkit.train.calibration", str(config), str(answer)]
+            command = [sys.executable, "-m", "toolkit.extras.calibration", str(config), str(answer)]
             ids = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             out = stack.enter_context(log.open("wb"))
             program = children.start(command, env=environ | ids, stdin=subprocess.DEVNULL, stdout=out, stderr=out)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, memory, parameters
 from toolkit.evaluate import generate, metrics
-from toolkit.export import merge, model as export, serving
+from toolkit.export import merge, model as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
 from toolkit.models import (
@@ -570,6 +571,7 @@ class LanguageTask(task.Task):
                 process_group.on_rank0(lambda: self._require_serving(run.cfg, folder))
 
     def _require_serving(self, cfg: RunConfig, folder: Path) -> None:
+        serving = import_module("toolkit.extras.serving")
         held = serving.held_conversations(cfg.data, Path(cfg.prepare.dir))
         serving.require_serving(folder, self.data.encoder, held, cfg.data.train_on)
 

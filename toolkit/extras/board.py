@@ -1,0 +1,600 @@
+"""`toolkit board`: a page on this machine to look at runs, write recipes, see samples, and ask a model.
+
+It holds nothing of its own: reports, checks and plans are those of the commands; samples, chats and runs are processes.
+Runs that it started go on when it ends, and it finds them again by what they leave in .board/.
+"""
+
+import asyncio
+import hmac
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import jinja2
+import psutil
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from toolkit import children, disk, messages
+from toolkit.config import files, mesh, validate
+from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
+from toolkit.config.preflight import needs_lookup
+from toolkit.config.schema import leaves, set_leaf
+from toolkit.extras.translate.convert import inline
+from toolkit.jobs.check import check_recipe, machine_for
+from toolkit.messages import say, tr
+from toolkit.plan import layouts, speed
+from toolkit.plan.machine import Machine
+from toolkit.plan.outline import outline_of
+from toolkit.report import figures, page
+from toolkit.report.run import answered, distinct_names, is_run, is_worked_on, no_answer, read_run
+from toolkit.secrets import hide
+
+HOSTS = ("127.0.0.1", "localhost")
+"""Names by which a browser may ask: a page elsewhere whose name was made to mean this machine has another."""
+_FILES = {"board.js": "text/javascript", "board.css": "text/css"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_REPORT_POLICY = (  # its scripts are those that its own policy names by their hashes
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "frame-ancestors 'self'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_STAMPED = ("metrics.jsonl", "DONE", "FAILED", "config.yaml", "data.json")
+"""Files of a run by which a change is seen."""
+_LOG_BYTES = 64 << 10
+"""Of the end of a log that is shown."""
+_ROW_S, _READING_S, _WORKING_S = 5.0, 30.0, 600.0
+"""How long a run, all of them or a report, and anything else may take: a file server may not answer any more."""
+_READING = ("runs", "log", "report")
+_KINDS = (("values", dict), ("groups", dict), ("gpus", str), ("base", str))
+Given = Mapping[str, Any]
+"""What the page sends; of a recipe `base`, its name, `groups` and `values` by name and key, `gpus` to plan for."""
+
+
+class Board:
+    """What the page asks for; `folder` is for recipes as they are typed."""
+
+    def __init__(self, runs: Path, folder: Path) -> None:
+        self.runs, self.folder, self.launches = runs, folder, Launches(runs)
+        self.chat: subprocess.Popen[str] | None = None
+        self.show: subprocess.Popen[str] | None = None
+        self.owed = 0
+        """Answers that the model has not ended yet."""
+        self._rows: dict[Path, tuple[object, list[str], str]] = {}
+        self._waiting: set[Path] = set()
+        """Runs that are still being read, as their file server does not answer: no second thread waits for them."""
+        self.actions: dict[str, Callable[[Given], Mapping[str, Any]]] = {
+            "runs": self.list_runs,
+            "log": self.log,
+            "form": lambda given: recipe_form(),
+            "check": lambda given: examine_recipe(given, self.folder),
+            "save": save_recipe,
+            "start": self.launches.start,
+            "stop": self.launches.stop,
+            "interrupt": self.interrupt,
+            "close": self.close,
+        }
+        self.streams: dict[str, Callable[[Given], Iterator[str]]] = {
+            "samples": self.samples,
+            "open": self.open_chat,
+            "ask": self.ask,
+        }
+        """Answers of processes, as they come. They are started on the main thread, whose end would end them."""
+
+    def found(self) -> dict[str, Path]:
+        """Return the directories of runs, those of sweeps too, by their paths below the directory of runs."""
+        paths = [path for path in self.runs.glob("*") if path.is_dir() and not path.name.startswith(".")]
+        nested = [inner for path in paths if not is_run(path) for inner in path.glob("*") if os.path.isdir(inner)]
+        return {str(path.relative_to(self.runs)): path for path in (*paths, *nested) if is_run(path)}
+
+    def list_runs(self, given: Given) -> dict[str, Any]:
+        """Return a row of figures for each run, the newest first, and those that have no directory yet."""
+        found, rows, heads = self.found(), [], page.overview([]).heads
+        blank = [page.NONE] * (len(heads) - 2)
+        for name, path in found.items():
+            try:
+                stamp, cells, state = self._row_in_time(path)
+            except (OSError, messages.RunFolderError) as error:  # another user's, perhaps: the others are shown
+                stamp, cells, state = [0.0], [name, hide(str(error)), *blank], "failed"
+            is_alive = state == "running" or self.launches.is_alive(name)
+            row = {"run": name, "path": str(path), "state": state, "cells": cells, "is_alive": is_alive}
+            rows.append((max(stamp), row | {"has_log": self.launches.log(name).is_file()}))
+        for name in {*self.launches.names()} - {*found}:
+            is_alive = self.launches.is_alive(name)
+            word = tr("starting") if is_alive else tr("did not start")
+            row = {"run": "", "name": name, "state": "running" if is_alive else "failed", "cells": [name, word, *blank]}
+            rows.append((self.launches.started(name), row | {"has_log": True, "is_alive": is_alive}))
+        rows.sort(key=lambda pair: -pair[0])
+        return {"heads": heads, "rows": [row for _, row in rows]}
+
+    def _row_in_time(self, path: Path) -> tuple[list[float], list[str], str]:
+        def read() -> tuple[list[float], list[str], str]:
+            try:
+                return self._row(path)
+            finally:
+                self._waiting.discard(path)
+
+        if path in self._waiting:
+            raise no_answer(path, _ROW_S)
+        self._waiting.add(path)
+        return answered(read, path, _ROW_S)
+
+    def _row(self, path: Path) -> tuple[list[float], list[str], str]:
+        """Return when a run's files changed, its figures and its state; what has not changed is not read again."""
+        times = [(path / name).stat().st_mtime for name in _STAMPED if (path / name).is_file()] or [0.0]
+        stamp = (times, is_worked_on(path))
+        if self._rows.get(path, (None,))[0] != stamp:
+            run = read_run(path)
+            cells = [messages.printable(hide(cell)) for cell in page.overview([run]).rows[0]]
+            self._rows[path] = (stamp, cells, run.status)
+        _, cells, state = self._rows[path]
+        return times, cells, state
+
+    def report(self, names: list[str]) -> str:
+        """Return the report of one run, or of several in comparison."""
+        found = self.found()
+        if unknown := [name for name in names if name not in found]:
+            raise messages.RunFolderError("there is no run {name}.", name=unknown[0])
+        runs = [read_run(found[name]) for name in dict.fromkeys(names)]
+        distinct_names(runs)
+        return page.render(runs, figures.draw(runs), "report")
+
+    def log(self, given: Given) -> dict[str, str]:
+        """Return the end of what a run that was started here has printed."""
+        name = str(given.get("run"))
+        if name not in self.launches.names():
+            raise messages.RunFolderError("there is no run {name}.", name=name)
+        with self.launches.log(name).open("rb") as log:
+            log.seek(max(os.fstat(log.fileno()).st_size - _LOG_BYTES, 0))
+            return {"text": messages.printable(hide(log.read().decode(errors="replace")))}
+
+    def samples(self, given: Given) -> Iterator[str]:
+        """Return what `toolkit show` prints of the recipe that was typed, coloured."""
+        problems, file = messages.Problems(), self.folder / "samples.yaml"
+        file.write_text(recipe_text(given, problems), encoding="utf-8")
+        problems.raise_all()
+        words = [f"recipe={file}", f"language={messages.current_language()}", "color=always"]
+        words += [f"n={given.get('n', 5)}", f"split={given.get('split', 'train')}"]
+        if self.show is not None:
+            self.show.kill()
+        self.show = process = _start("toolkit", "show", *words, stderr=subprocess.STDOUT)
+
+        def lines() -> Iterator[str]:
+            with process:
+                try:
+                    yield from process.stdout or ()
+                finally:  # who has left the page does not wait
+                    process.kill()
+
+        return lines()
+
+    def open_chat(self, given: Given) -> Iterator[str]:
+        """Load a model in a process of its own."""
+        self.close(given)
+        path = str(given.get("path", ""))
+        if not Path(path).is_dir():
+            raise messages.ConfigError("there is no directory {folder}", folder=path)
+        self.chat = _start("toolkit.jobs.chat", path, messages.current_language())
+        return self._answer()
+
+    def ask(self, given: Given) -> Iterator[str]:
+        """Ask the model that is loaded."""
+        if self.chat is None or self.chat.poll() is not None:
+            raise messages.ConfigError(tr("no model is loaded."))
+        assert self.chat.stdin is not None
+        self.chat.stdin.write(json.dumps(str(given.get("text", ""))) + "\n")
+        self.chat.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Iterator[str]:
+        assert self.chat is not None and self.chat.stdout is not None
+        self.owed += 1
+        for line in self.chat.stdout:
+            is_mine = self.owed == 1  # not the rest of one that nobody waits for, as the page was loaded again
+            self.owed -= line.startswith('{"end"')
+            if is_mine:
+                yield line
+            if not self.owed:
+                return
+        yield json.dumps({"closed": tr("The model's process has ended.")}) + "\n"
+
+    def interrupt(self, given: Given) -> dict[str, str]:
+        """Stop the answer that is being given."""
+        if self.chat is not None and self.owed:
+            self.chat.send_signal(signal.SIGINT)
+        return {}
+
+    def end(self) -> None:
+        """End what a page may be waiting for, as the board is asked to end."""
+        for process in filter(None, (self.chat, self.show)):
+            process.kill()
+
+    def close(self, given: Given) -> dict[str, str]:
+        """Free the model's memory."""
+        if self.chat is not None:
+            self.chat.kill()
+            self.chat.wait()
+            for pipe in filter(None, (self.chat.stdin, self.chat.stdout)):
+                with suppress(OSError):  # a question that it has not read
+                    pipe.close()
+            self.chat, self.owed = None, 0
+        return {}
+
+
+def _start(module: str, *words: str, **options: Any) -> "subprocess.Popen[str]":
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8", **options}
+    return children.start([sys.executable, "-m", module, *words], **pipes)
+
+
+class Guard:
+    """Wraps an ASGI application: answers only who has the token, under a name of this machine, and sets the headers."""
+
+    def __init__(self, app: Any, token: str, cookie: str) -> None:
+        self.app, self.token, self.cookie = app, token, cookie
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Answer a request, or reject it."""
+        if scope["type"] != "http":  # there is no route for anything else
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        known = request.query_params.get("token") if scope["path"] == "/" else None
+        known = known or request.cookies.get(self.cookie, "")
+        may = _parts(f"//{host}").hostname in HOSTS and hmac.compare_digest(known.encode(), self.token.encode())
+        if origin and _parts(origin).netloc != host:  # another page, which the browser gave the cookie along
+            may = False
+
+        async def with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}
+                more = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
+                message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in given)]
+            await send(message)
+
+        rejected = PlainTextResponse(tr("Open the address that `toolkit board` has printed."), status_code=403)
+        await (self.app if may else rejected)(scope, receive, with_headers)
+
+
+def _parts(address: str) -> SplitResult:
+    """Return the parts of an address as a browser sends it, none of one that is none: `[::1`."""
+    try:
+        return urlsplit(address)
+    except ValueError:
+        return urlsplit("")
+
+
+class _Worker:
+    """Does what a page asks for, in threads for which the end of the board does not wait. One at a time, as checking a
+    recipe chooses the language of messages for a moment.
+    """
+
+    def __init__(self, runs: Path) -> None:
+        self.runs, self.turn = runs, asyncio.Lock()
+
+    async def do(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns; a RunFolderError if its time is over, as a file server does not answer."""
+        seconds, loop = _READING_S if name in _READING else _WORKING_S, asyncio.get_running_loop()
+        outcome: asyncio.Future[Callable[[], Any]] = loop.create_future()
+
+        def run() -> None:
+            result: Future[Any] = Future()
+            try:
+                result.set_result(function(*arguments))
+            except BaseException as error:  # handed on to who waits
+                result.set_exception(error)
+            with suppress(RuntimeError):  # the board has ended
+                loop.call_soon_threadsafe(outcome.set_result, result.result)
+
+        async with self.turn:
+            threading.Thread(target=run, name=name, daemon=True).start()
+            with suppress(asyncio.CancelledError):  # the board ends
+                await asyncio.wait([outcome], timeout=seconds)
+        if not outcome.done():
+            raise no_answer(self.runs, seconds)
+        return outcome.result()()
+
+
+def application(board: Board, token: str, cookie: str) -> Guard:
+    """Return the ASGI application."""
+    work = _Worker(board.runs)
+
+    def page(request: Request) -> Response:
+        response = HTMLResponse(_page())
+        response.set_cookie(cookie, token, httponly=True, samesite="strict")
+        return response
+
+    def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        return Response(_file(name), media_type=_FILES[name]) if name in _FILES else Response(status_code=404)
+
+    async def report(request: Request) -> Response:
+        try:
+            text = await work.do("report", board.report, request.query_params.getlist("run"))
+        except messages.ToolkitError as error:
+            return Response(str(error), status_code=400)
+        return HTMLResponse(text, headers={"Content-Security-Policy": _REPORT_POLICY})
+
+    async def act(request: Request) -> Response:
+        name = request.path_params["name"]
+        try:
+            given = messages.parsed_json(await request.body())
+            if not isinstance(given, dict) or not all(isinstance(given.get(key, kind()), kind) for key, kind in _KINDS):
+                raise ValueError
+            if name in board.streams:
+                return StreamingResponse(board.streams[name](given), media_type="text/plain; charset=utf-8")
+            if name in board.actions:
+                return JSONResponse(await work.do(name, board.actions[name], given))
+        except messages.ToolkitError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        except ValueError:
+            return Response(status_code=400)
+        return Response(status_code=404)
+
+    routes = [
+        Route("/", page),
+        Route("/file/{name}", file),
+        Route("/report", report),
+        Route("/do/{name}", act, methods=["POST"]),
+    ]
+    return Guard(Starlette(routes=routes), token, cookie)
+
+
+def serve(runs: Path, port: int) -> None:
+    """Serve the page until Ctrl-C; a ConfigError if the port is taken."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOSTS[0], port))
+        listener.listen()  # a browser that is quicker than what follows waits
+    except OSError as error:
+        raise messages.ConfigError(
+            "port {port} cannot be used: {reason}.", port=port, reason=error.strerror or error
+        ) from error
+    token, port = secrets.token_urlsafe(32), listener.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="toolkit-board-") as folder:
+        board = Board(runs, Path(folder))
+        config = uvicorn.Config(
+            application(board, token, f"board-{port}"),
+            access_log=False,  # it would hold the token
+            log_level="warning",
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=5,
+        )
+        say("Open this address; it lets in whoever knows it. Ctrl-C ends the board, runs continue.")
+        messages.write_to_stdout(f"  http://{HOSTS[0]}:{port}/?token={token}")  # `say` would hide the token
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it once more after its end
+        try:
+            with suppress(KeyboardInterrupt):
+                server, told = uvicorn.Server(config), uvicorn.Server.handle_exit
+
+                def handle_exit(number: int, frame: FrameType | None) -> None:
+                    board.end()  # else its answers would be waited for
+                    told(server, number, frame)
+
+                server.handle_exit = handle_exit  # type: ignore[assignment]
+                server.run(sockets=[listener])
+        finally:
+            board.close({})
+
+
+def _file(name: str) -> str:
+    return (resources.files("toolkit.extras") / "page" / name).read_text(encoding="utf-8")
+
+
+def _page() -> str:
+    language = "zh-CN" if messages.current_language() == "zh" else "en"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(_file("board.html.j2")).render(language=language, tr=tr)
+
+
+class Launches:
+    """The `toolkit launch` processes of a directory of runs."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs, self.folder = runs, runs / ".board"
+        self._children: list[Any] = []
+
+    def names(self) -> list[str]:
+        """Return the names of the runs that were started here."""
+        return sorted(path.stem for path in self.folder.glob("*.json"))
+
+    def start(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Launch `recipe` as the run `name` on `ranks` GPUs (or CPU processes)."""
+        name, recipe, ranks = (str(given.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise messages.ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
+        if not re.fullmatch(r"[1-9]\d{0,3}", ranks):
+            raise messages.ConfigError("{name} = {text} is not a positive whole number.", name="--num_gpus", text=ranks)
+        path = files.known_recipes().get(recipe, Path(recipe))
+        if path.suffix not in (".yaml", ".yml") or not path.is_file():
+            raise messages.ConfigError("{file} is no recipe: save it first.", file=recipe)
+        if self.is_alive(name) or is_worked_on(self.runs / name):
+            raise messages.RunFolderError("{name} is running already.", name=name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[: int(ranks)]
+        is_chosen = len(visible) == int(ranks) and all(gpu.strip().isdecimal() for gpu in visible)
+        where = ["--include", f"localhost:{','.join(visible)}"] if is_chosen else ["--num_gpus", ranks]
+        command = [sys.executable, "-m", "toolkit", "launch", *where, f"run.name={name}"]
+        command += [f"recipe={files.quoted(path.resolve())}", f"run.dir={files.quoted(self.runs.resolve())}"]
+        with self.log(name).open("ab") as log:
+            child = children.start_detached(command, stdout=log, stderr=subprocess.STDOUT)
+        self._children.append(child)
+        record = {"pid": child.pid, "created": psutil.Process(child.pid).create_time(), "command": command}
+        disk.write_atomically(self.folder / f"{name}.json", json.dumps(record).encode())
+        return {"said": tr("Started {name}.", name=name)}
+
+    def stop(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Stop a run as Ctrl-C does: it saves a checkpoint at the next step."""
+        name = str(given.get("run", ""))
+        if self.is_alive(name):
+            os.kill(self._record(name)["pid"], signal.SIGTERM)
+        elif is_worked_on(self.runs / name):  # started elsewhere
+            (self.runs / name / "stop").touch()
+        else:
+            raise messages.RunFolderError("{name} is not running.", name=name)
+        return {"said": tr("{name} saves a checkpoint and stops.", name=name)}
+
+    def is_alive(self, name: str) -> bool:
+        """Whether a run's launcher, as it was started here, is still there."""
+        self._children = [child for child in self._children if child.poll() is None]
+        try:
+            record = self._record(name)
+            process = psutil.Process(record["pid"])
+            return bool(process.create_time() == record["created"] and process.status() != psutil.STATUS_ZOMBIE)
+        except (OSError, ValueError, KeyError, psutil.Error):
+            return False
+
+    def log(self, name: str) -> Path:
+        """Return the file of what a run's launcher prints."""
+        return self.folder / f"{name}.log"
+
+    def started(self, name: str) -> float:
+        """Return when a run was last started here."""
+        return float(self._record(name)["created"]) if (self.folder / f"{name}.json").is_file() else time.time()
+
+    def _record(self, name: str) -> dict[str, Any]:
+        return dict(json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8")))
+
+
+_NOT_IN_A_FORM = ("recipe", "defaults")
+
+
+def recipe_form() -> dict[str, Any]:
+    """Return what can be chosen: recipes, choices of groups, and every key with its sentence, default and choices."""
+    schema = json.loads((files.shipped_folder("recipes") / "recipe.schema.json").read_text(encoding="utf-8"))
+    return {"recipes": list(files.known_recipes()), "groups": group_choices(), "keys": list(_keys(schema))}
+
+
+def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, Any]]:
+    sentences = messages.chinese()["sentences"] if messages.current_language() == "zh" else {}
+    for name, key in section["properties"].items():
+        value = key.get("anyOf", [key])[0]
+        if "properties" in value:
+            yield from _keys(value, f"{prefix}{name}.")
+        elif name not in _NOT_IN_A_FORM:
+            text = key.get("description", "")
+            choices = ["true", "false"] if value.get("type") == "boolean" else value.get("enum", [])
+            yield {"key": prefix + name, "text": sentences.get(text, text), "choices": choices}
+
+
+def recipe_text(given: Given, problems: messages.Problems) -> str:
+    """Return the recipe that was typed, as its file has it; a value that is no YAML is left out, and a problem."""
+    tree: dict[str, Any] = {}
+    for key, value in given.get("values", {}).items():
+        text = " ".join(str(value).split("\n"))
+        try:
+            files.parse(f"x: {text}", key)
+        except messages.ConfigError as error:
+            problems.add(validate.about(str(error), key))
+        else:
+            set_leaf(tree, key, text)
+    base = [given["base"]] if given.get("base") else []
+    chosen = [f"override /{group}: {choice}" for group, choice in given.get("groups", {}).items()]
+    defaults = "".join(f"  - {item}\n" for item in (*base, *chosen, "_self_"))
+    return f"# @package _global_\ndefaults:\n{defaults}\n" + "".join(f"{line}\n" for line in _lines(tree))
+
+
+def _lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, str):
+            yield f"{indent}{name}: {value}"
+        else:
+            yield f"{indent}{name}:"
+            yield from _lines(value, f"{indent}  ")
+
+
+def examine_recipe(given: Given, folder: Path) -> dict[str, Any]:
+    """Return the recipe's text, all errors with their keys, what check and plan say, and the values in effect.
+
+    `folder` is for the text as a file. Nothing is downloaded: the size of a model that only Hugging Face knows is left
+    out.
+    """
+    problems, language, lines = messages.Problems(), messages.current_language(), list[str]()
+    said: dict[str, Any] = {"notes": lines, "plan": [], "values": {}}
+    before, messages.console.write = messages.console.write, lines.append
+    file = folder / "recipe.yaml"
+    try:
+        said["text"] = recipe_text(given, problems)
+        file.write_text(said["text"], encoding="utf-8")
+        loaded = problems.attempt(lambda: load([f"recipe={file}"], problems=messages.Problems()))
+        if loaded is not None:
+            said["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
+            gpus = {"gpus": given["gpus"]} if given.get("gpus") else {}
+            machine = problems.attempt(machine_for, gpus, loaded.cfg)
+            ranks = [f"world_size={machine.world_size}"] if machine else []
+            ranks += [f"{name}={value}" for name, value in gpus.items()]
+            words = [f"recipe={file}", f"language={language}", *ranks]  # the reader's language, whatever the recipe's
+            problems.attempt(lambda: check_recipe(words, fetch=False))
+            if machine and not problems.errors:
+                said["plan"] = _plan(loaded, machine)
+    finally:
+        messages.console.write = before
+        messages.set_language(language)
+    said["errors"] = [{"keys": one.keys, "text": str(one).replace(f"{folder}/", "")} for one in problems.errors]
+    said["more"] = problems.more
+    return said
+
+
+def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
+    model = loaded.cfg.model
+    if needs_lookup(model):
+        return [tr("No plan: the size of {model} is not known here. `toolkit plan` looks it up.", model=model.path)]
+    cfg = mesh.with_micro_batch(loaded.cfg)
+    outline = outline_of(cfg)
+    rates = speed.rates_of(cfg, machine, outline)
+    mine = layouts.evaluate_layout(outline, cfg, machine, rates)
+    return layouts.plan_lines(outline, machine, rates, mine, list(layouts.layouts(outline, cfg, machine, rates)))
+
+
+def save_recipe(given: Given) -> dict[str, Any]:
+    """Write the recipe that was typed to `file`; over one that exists only where `overwrite` is asked for."""
+    problems, file = messages.Problems(), Path(str(given.get("file", "")))
+    text = recipe_text(given, problems)
+    problems.raise_all()
+    if file.suffix not in (".yaml", ".yml"):
+        raise messages.ConfigError("{file} must end in .yaml.", file=file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if given.get("overwrite") is True:
+            disk.write_atomically(file, text.encode())
+        else:
+            with file.open("x", encoding="utf-8") as new:
+                new.write(text)
+    except FileExistsError:
+        return {"exists": True, "said": tr("{file} exists already: nothing was written.", file=file)}
+    except OSError as error:
+        raise messages.ConfigError(
+            "cannot write {file}: {reason}.", file=file, reason=error.strerror or error
+        ) from error
+    return {"said": tr("Wrote {file}.", file=file)}

@@ -1,0 +1,226 @@
+"""Measure what `toolkit plan` assumes of this machine: `python -m toolkit.extras.calibration CONFIG ANSWER` on every
+rank.
+
+All ranks measure at once, as they train. A layer, with its real sizes and rows, is what two layers take beyond one.
+"""
+
+import json
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.nn import functional
+from torch.optim.lr_scheduler import ConstantLR
+from transformers import AutoConfig, AutoModelForCausalLM, GlmForCausalLM
+
+from toolkit.config import schema
+from toolkit.config.load import load
+from toolkit.distributed import process_group
+from toolkit.engine import build, ds_config
+from toolkit.launch import environment
+from toolkit.messages import set_language, tr
+from toolkit.models import attention, directory, loss
+from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
+from toolkit.models.load import TORCH_DTYPES, random_config
+from toolkit.plan import memory
+from toolkit.plan.outline import Outline, config_of, outline_of
+from toolkit.plan.speed import Rates, Work, causal_pairs, formula
+
+_REPEATS = 7
+_ELEMENTS = 4_000_000
+"""Weights that are updated, and numbers that are sent."""
+_TRIES = 3
+_NEVER = 1_000_000
+"""Micro-batches of a step that never comes: the optimizer is measured by itself."""
+
+
+def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: bool) -> Rates:
+    """Return this machine's rates. A collective."""
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
+    if not on_cpu:
+        torch.cuda.set_device(device)
+    whole = replace(cfg, tuning=type(cfg.tuning)())
+    width = memory.WIDTHS[cfg.precision.dtype]
+    outline = outline_of(whole)
+    first_s, layer_s, first_flops, layer_flops = _layers(whole, outline, device)
+    speed = layer_flops / layer_s
+    link, latency_s = 1e12, 0.0
+    if world_size > 1:
+        sent, one = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
+        seconds = _seconds(lambda: torch.distributed.all_reduce(sent), device)
+        link = 2 * (world_size - 1) / world_size * sent.nbytes / seconds
+        latency_s = _seconds(lambda: torch.distributed.all_reduce(one), device)
+    weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
+    weights.grad = torch.ones_like(weights)
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    # Behind a GPU's computation it hides, so there the links' own speed is what counts.
+    gather = _gather(whole, outline, layer_s, device, world_size) if on_cpu and world_size > 1 else 0.0
+    return Rates(
+        flops=speed,
+        micro_s=max(0.0, first_s - first_flops / speed),
+        memory=_ELEMENTS * (16 + 12 + 2 * width) / _seconds(optimizer.step, device),
+        link=link,
+        gather=min(gather, link),
+        latency_s=latency_s,
+        is_measured=True,
+    )
+
+
+def _layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tuple[float, float, float, float]:
+    """Return the seconds of a micro-batch of a model with one layer, those of one layer more, and the FLOPs of both."""
+    rows = memory.longest_rows(outline, cfg)
+    work = Work(rows.tokens, causal_pairs([rows.length] * rows.rows), rows.tokens)
+    calls, flops = [], []
+    for layers in (1, 2):
+        model = build_model(cfg, layers, device).train()
+        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        flops.append(formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work))
+        calls.append(partial(_pass, model, longest_batch(cfg, outline, model)))
+    for _ in range(_TRIES):
+        first_s, layer_s = _seconds_and_more(calls, device)
+        if layer_s > 0:
+            break
+    else:
+        raise ValueError(tr("two layers took no longer than one: this machine is too busy with something else"))
+    return first_s, layer_s, flops[0], flops[1] - flops[0]
+
+
+def _pass(model: torch.nn.Module, batch: attention.Batch) -> None:
+    loss.token_loss_sum(model, batch).backward()
+    model.zero_grad()
+
+
+def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int) -> float:
+    """Return the bytes/s at which ZeRO 3 moves a layer's weights and gradients: what the layer takes longer than alone,
+    with DeepSpeed's own copies and work around each collective (0.19.8: as much again on CPU ranks).
+    """
+    split = replace(
+        cfg,
+        zero=schema.ZeroConfig(stage=3),
+        optim=replace(cfg.optim, torch=True),  # DeepSpeed's own Adam would have to be compiled first
+        batch=replace(cfg.batch, micro_per_gpu=1, global_size=_NEVER * world_size),
+        train=replace(cfg.train, activation_checkpointing=schema.ActivationCheckpointingConfig()),
+        compile=schema.CompileConfig(),
+        profile=schema.ProfileConfig(),
+        ds_extra={},
+    )
+    ds = ds_config.build_ds_config(split, world_size).values
+    calls, engines, sizes, linear = [], [], [], functional.linear
+    for layers in (1, 2):
+        model = build_model(cfg, layers, device)
+        sizes.append(sum(one.numel() for one in model.parameters()))
+        batch = longest_batch(cfg, outline, model)
+        schedule = partial(ConstantLR, factor=1)
+        engine = build.initialize_engine(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
+        engine.train()
+        engines.append(engine)
+        calls.append(lambda engine=engine, batch=batch: engine.backward(loss.token_loss_sum(engine, batch)))
+    _, split_s = _seconds_and_more(calls, device)
+    for engine in engines:
+        engine.destroy()
+    functional.linear = linear  # DeepSpeed's, which keeps more for the backward pass, would stay (0.19.8)
+    layer = sizes[1] - sizes[0]
+    # Of a micro-batch: weights forward and backward, and gradients.
+    sent = 3 * layer * memory.WIDTHS[cfg.precision.dtype] * (world_size - 1) / world_size
+    return sent / max(split_s - layer_s, 1e-6)
+
+
+def longest_batch(cfg: schema.RunConfig, outline: Outline, model: torch.nn.Module) -> attention.Batch:
+    """Return the largest micro-batch that a config allows, `[B, S]` on the CPU; every token of it is trained."""
+    rows = memory.longest_rows(outline, cfg)
+    size = (rows.rows, rows.length)
+    ids = torch.full(size, 5)
+    if isinstance(model, ChatGLMForConditionalGeneration):
+        ids[:, 1] = model.config.bos_token_id
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "position_ids": torch.arange(rows.length).repeat(rows.rows, 1),
+        "segment_ids": torch.ones(size, dtype=torch.long),
+    }
+
+
+def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> torch.nn.Module:
+    """Return a recipe's model with random weights and so many layers; only its config is read."""
+    if cfg.model.init is schema.Init.random:
+        shape = replace(cfg.model.shape, num_layers=layers)
+        model: torch.nn.Module = GlmForCausalLM(random_config(shape, shape.vocab_size))
+    else:
+        config: dict[str, Any] = dict(config_of(cfg))
+        architecture = directory.architecture_of(config)
+        if architecture is directory.Architecture.v1:
+            config = {key: value for key, value in config.items() if key not in ("auto_map", "architectures")}
+            model = ChatGLMForConditionalGeneration(ChatGLMConfig(**config | {"num_layers": layers}))
+        else:
+            if architecture is not None:
+                usual = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
+                known = glm_config(usual | config | {"num_layers": layers}, {}, divides_positions=False)
+            else:
+                known = AutoConfig.for_model(**config)
+                known.get_text_config().num_hidden_layers = layers
+            model = AutoModelForCausalLM.from_config(known, trust_remote_code=False)
+    for parameter in model.parameters():  # alone: rotary frequencies stay float32, as in a run
+        parameter.data = parameter.data.to(TORCH_DTYPES[cfg.precision.dtype])
+    return model.to(device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median of a few runs after the first: the machine as it is, whatever else it does."""
+    call()
+    return statistics.median(_once(call, device) for _ in range(_REPEATS))
+
+
+def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, float]:
+    """Return the median seconds of one call, and by how much another takes longer; in turns, as machines drift."""
+    first, second = calls
+    first(), second()
+    pairs = [(_once(first, device), _once(second, device)) for _ in range(_REPEATS)]
+    # Of the slowest rank, as all wait for it; so all find the same, and do the same about it.
+    more = max(process_group.gather(statistics.median(second_s - first_s for first_s, second_s in pairs)))
+    return statistics.median(first_s for first_s, _ in pairs), more
+
+
+def _once(call: Callable[[], object], device: torch.device) -> float:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main(config: str, answer: str) -> None:
+    """Measure a config's model and sequences as one of all ranks; write this rank's rates into a JSON file."""
+    # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 deprecates, and logs what it builds.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    cfg = load([f"recipe={config}"]).cfg
+    set_language(cfg.language)
+    ranks = environment.detect(os.environ)
+    on_cpu = get_accelerator().device_name() == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)
+    try:
+        process_group.start(schema.DistributedConfig())
+        rates = measure(cfg, ranks.local_rank, ranks.world_size, on_cpu)
+        process_group.stop()
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        sys.exit(" ".join(str(error).split()) or type(error).__name__)
+    Path(answer).write_text(json.dumps(asdict(rates)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

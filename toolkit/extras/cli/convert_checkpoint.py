@@ -1,0 +1,39 @@
+"""Convert a checkpoint in DeepSpeed's own files, of an older version or another program, to this toolkit's format.
+
+toolkit convert-checkpoint PATH output=DIR
+
+  PATH         a checkpoint of format 1, such as runs/NAME/checkpoints/step-500; or what DeepSpeed's save_checkpoint
+               has written, itself or through transformers' Trainer, LLaMA-Factory and others: checkpoint-500, or
+               checkpoint-500/global_step500; ZeRO 0 to 3, any number of ranks
+  output=DIR   the directory to write; must not exist. Resume from it in any layout:  resume=DIR run.name=NEW
+
+One process without a GPU, and without the ranks that saved it; PATH is not changed. Nothing pickled is executed: a file
+that wants to run code is rejected. Weights, optimizer states, step count and loss scale are carried over bit for bit.
+A checkpoint of format 1 resumes its run exactly. One of another program says nothing of this toolkit's data and random
+states: training resumes after its step, with the learning rate that the recipe has there, from the first epoch's data.
+"""
+
+from pathlib import Path
+
+from toolkit.arguments import named_arguments
+from toolkit.checkpoint import directory
+from toolkit.messages import ConfigError, tr
+
+_USAGE = "toolkit convert-checkpoint PATH output=DIR"
+
+
+def run(words: list[str]) -> None:
+    given = named_arguments(words, required=("path", "output"), optional=(), usage=_USAGE, bare="path")
+    output = Path(given["output"])
+    if output.exists():
+        raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
+    from toolkit.export.model import atomic_directory
+    from toolkit.extras import convert_checkpoint as convert
+
+    source = convert.find(Path(given["path"]))
+    with atomic_directory(output) as temporary:
+        temporary.mkdir()
+        state = convert.convert(source, temporary)
+    print(tr("wrote {folder}.", folder=output))
+    if state.is_foreign:
+        print(directory.foreign_text(output))

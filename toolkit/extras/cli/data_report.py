@@ -1,0 +1,54 @@
+"""Write an HTML report of a dataset: duplicates, leftovers of templates, declined answers, lengths, turns, scripts.
+
+toolkit data-report DATA [output=FILE.html] [format=auto] [workers=N]
+toolkit data-report recipe=NAME [output=FILE.html] [key=value …]
+
+  DATA           a file, a directory or a glob, as data.sources takes them
+  recipe=NAME    the recipe's training and validation data; they are tokenized too (or their cache is opened), for the
+                 share of trained tokens, and the tokenizer's control tokens are looked for
+  output=FILE    the page; default: data-report.html here. A report that is there is replaced, any other file is left
+  workers=N      processes; default: one for each core
+"""
+
+from pathlib import Path
+
+from toolkit.arguments import named_arguments, one_of, parse_checked, positive_int
+from toolkit.config import preflight, schema
+from toolkit.messages import say
+
+OUTPUT = "data-report.html"
+
+
+def run(words: list[str]) -> None:
+    is_data = bool(words) and "=" not in words[0] and not words[0].endswith((".yaml", ".yml"))
+    special: list[str] = []
+    prepared = None
+    if is_data:
+        optional = ("output", "format", "workers")
+        usage = "toolkit data-report DATA"
+        values = named_arguments(words, required=("path",), optional=optional, usage=usage, bare="path")
+        row_format = schema.RowFormat(one_of(values, "format", [known.value for known in schema.RowFormat]))
+        source = schema.SourceConfig(path=values["path"], format=row_format)
+        data, cache_dir = schema.DataConfig(sources=[source]), Path()
+    else:
+        arguments = parse_checked(words, names=("output", "workers"))
+        values, cfg = arguments.values, preflight.resolve_model_path(arguments.loaded).cfg
+        data, cache_dir = cfg.data, Path(cfg.prepare.dir)
+    output = Path(values.get("output") or OUTPUT)
+    from toolkit.report.page import check_output  # only now: what draws takes a second to import
+
+    check_output(output)
+    if not is_data:
+        from toolkit.train.language_data import load_data
+
+        loaded = load_data(cfg)
+        prepared, special = loaded.report, [str(token) for token in loaded.tokenizer.all_special_tokens]
+    from toolkit.data.sources import locate_all
+    from toolkit.disk import write_atomically
+    from toolkit.extras.data_report import data_page, inspect_files
+
+    files = locate_all(data, cache_dir)
+    facts = inspect_files(files, special, positive_int(values, "workers") or 0)
+    title = values.get("path") or cfg.recipe
+    write_atomically(output, data_page(title, facts, files, prepared).encode("utf-8", errors="backslashreplace"))
+    say("The data report: {file}", file=output)

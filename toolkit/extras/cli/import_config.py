@@ -1,0 +1,93 @@
+"""Convert a config of LLaMA-Factory, axolotl, ms-swift, the ChatGLM repositories or the Trainer into a recipe.
+
+toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]
+
+  FILE             a YAML of LLaMA-Factory, axolotl or ms-swift, a .sh with the command (`swift sft …`, `trl sft …`, the
+                   train.sh of the ChatGLM-6B or ChatGLM2-6B repository), or TrainingArguments as JSON or YAML
+  DEEPSPEED.json   its DeepSpeed JSON, unless FILE names one that exists on this machine
+  world_size=8     number of GPUs that FILE was used with, if it does not state it: determines batch.global_size
+  output=FILE.yaml where to write; without it the recipe is printed, and notes go to standard error
+
+Nothing is executed. Keys with a different meaning or without a counterpart are listed.
+"""
+
+import re
+import sys
+import textwrap
+
+from toolkit.arguments import check_output, named_arguments, positive_int, write_output
+from toolkit.config.preflight import FILES
+from toolkit.extras.translate import convert, read
+from toolkit.messages import ConfigError, Problems, printable, tr
+from toolkit.secrets import hide
+
+_WIDTH = 118
+_USAGE = "toolkit import-config FILE [DEEPSPEED.json] [world_size=8] [output=FILE.yaml]"
+
+
+def run(words: list[str]) -> None:
+    paths = [word for word in words if "=" not in word and not word.startswith("-")]
+    rest = [word for word in words if word not in paths]
+    arguments = named_arguments(rest, required=(), optional=("world_size", "output"), usage=_USAGE)
+    if not 1 <= len(paths) <= 2:
+        raise ConfigError("give one file, and its DeepSpeed JSON if it has one: {usage}", usage=_USAGE)
+    check_output(arguments)
+    output = arguments.get("output", "")
+    given, deepspeed_json = read.read_all(paths, positive_int(arguments, "world_size"))
+    converted = convert.convert(given, deepspeed_json)
+    head, _, body = converted.text.partition("\n")
+    text = hide(f"{head}\n{_header(given, converted, output)}\n{body}")
+    said = _report(converted)
+    if output:
+        write_output(arguments, text)
+        print(said + tr("Wrote {file}. Next:  toolkit check recipe={file}", file=output))
+    else:
+        print(text, end="")
+        sys.stderr.write(said)
+
+
+def _header(given: read.ForeignConfig, converted: convert.Converted, output: str) -> str:
+    """Return the comment on top: where the recipe comes from, how to start it, what is not the same."""
+    name, ranks = output or "FILE.yaml", converted.world_size
+    lines = [
+        tr(
+            "Made by `toolkit import-config` of {file} ({program}); number of ranks there: {ranks}.",
+            file=given.shown,
+            program=given.program,
+            ranks=ranks,
+        ),
+        f"  deepspeed --num_gpus {ranks} run.py recipe={name}",
+    ]
+    for title, found in _differences(converted):
+        lines += [title, *(f"- {line}" for line in found)] if found else []
+    wrapped = [
+        part
+        for line in lines
+        for part in textwrap.wrap(printable(line), _WIDTH, subsequent_indent="  ", break_on_hyphens=False) or [""]
+    ]
+    return "\n".join(f"# {line}" for line in wrapped)
+
+
+def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], ...]:
+    return (
+        (tr("Not quite the same here:"), converted.differs),
+        (tr("Without counterpart, and training may differ for it:"), converted.lost),
+    )
+
+
+def _report(converted: convert.Converted) -> str:
+    problems = Problems()
+    problems.apply(FILES, converted.loaded)
+    # Their places are in a file that was removed again, or in a group.
+    missing = [re.sub(r"^\S*\.yaml:\d+: ", "", str(error)) for error in problems.errors]
+    parts = (
+        *_differences(converted),
+        (tr("Not needed here:"), converted.needless),
+        (tr("Unknown, and ignored:"), converted.unknown),
+        (tr("DeepSpeed and data:"), converted.notes),
+        (tr("Not here yet, says `toolkit check`:"), missing),
+    )
+    lines = []
+    for title, found in parts:
+        lines += [title, *(f"  {line}" for line in found), ""] if found else []
+    return hide(printable("\n".join(lines))) + ("\n" if lines else "")

@@ -1,0 +1,107 @@
+"""Write a recipe for a model, data and GPUs: the fine-tuning method, ZeRO stage and micro-batch that fit.
+
+toolkit new model=MODEL data=PATH [gpus=8x80GB] [nodes=2] [host_memory=1TB] [tuning=auto] [max_length=N]
+            [columns={prompt: question, response: answer}] [output=mine.yaml]
+
+  model=MODEL        a name of `toolkit models`, a directory, or owner/name on Hugging Face
+  data=PATH          a file, a directory or a pattern; or examples, to try it out
+  gpus=8x80GB        GPUs of one node: their memory or their name (8xA100-80GB); without it those of this node
+  nodes=2            identical nodes; default 1
+  host_memory=1TB    memory of one node; without it offloading to host memory is not considered
+  tuning=auto        full, lora or qlora; auto takes the first of them that fits
+  max_length=N       tokens of the longest sample; default: what the first rows of the data need
+  columns={…}        names in the file where they differ from the format's
+  output=mine.yaml   the recipe; never an existing file
+
+Missing values are asked for on a terminal. No model is loaded; only the first rows of the data are read.
+"""
+
+import shlex
+import sys
+
+from toolkit.arguments import check_output, named_arguments, one_of, write_output
+from toolkit.config.schema import TuningMethod
+from toolkit.extras.new_recipe import METHODS, choose, data_facts, machine_of, plan_methods, recipe_text, remedies
+from toolkit.messages import ConfigError, clauses, say, tr
+from toolkit.plan.layouts import layout_table
+from toolkit.plan.machine import GIB, Machine, find_gpu, this_machine
+
+_USAGE = "toolkit new model=qwen3_8b data=chat.jsonl gpus=8x80GB output=mine.yaml"
+_OPTIONAL = ("model", "data", "gpus", "nodes", "host_memory", "tuning", "max_length", "columns", "output")
+
+
+def run(words: list[str]) -> None:
+    """Ask, plan, write."""
+    given = {"output": "mine.yaml", **named_arguments(words, required=(), optional=_OPTIONAL, usage=_USAGE)}
+    check_output(given)
+    tuning = one_of(given, "tuning", ("auto", *(method.value for method in METHODS)))
+    methods = METHODS if tuning == "auto" else (TuningMethod(tuning),)
+    if "gpus" not in given and (here := this_machine()):
+        listed = here.card and find_gpu(here.card.name)
+        card = listed.name if listed else f"{here.memory_bytes // 2**20}MB"
+        given = {"gpus": f"{here.ranks}x{card}", "host_memory": f"{here.host_bytes // GIB}GB", **given}
+    _ask(given, "model", tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): "))
+    _ask(given, "data", tr("Data (a file, a directory or a pattern): "))
+    _ask(given, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "))
+    machine = machine_of(given)
+    facts = data_facts(given)
+    seen = {name: facts[name] for name in ("formats", "median", "longest", "rows_seen", "max_length")}
+    if facts["is_counted"]:
+        say(
+            "{data}: format {formats}; of the first {rows_seen} samples {median} tokens (median) and {longest} "
+            "(longest), by the model's tokenizer; data.max_length = {max_length}.",
+            data=given["data"],
+            **seen,
+        )
+    else:
+        say(
+            "{data}: format {formats}, about {median} tokens (median) and {longest} (longest) at 4 bytes per token, "
+            "without the model's tokenizer; data.max_length = {max_length}.",
+            data=given["data"],
+            **seen,
+        )
+    if facts["rows_longer"] and not facts["is_text"]:
+        say(
+            "{rows_longer} of {rows_seen} samples ({longer_percent} %) are longer: they lose their oldest turns, then "
+            "the end of their last answer (data.too_long=truncate; or drop, split, error).",
+            rows_longer=f"{facts['rows_longer']:,}",
+            rows_seen=facts["rows_seen"],
+            longer_percent=facts["longer_percent"],
+        )
+    plans = list(plan_methods(given, facts, methods))
+    say("{model} on {machine}, by the plan:", model=facts["name"], machine=machine.name)
+    named = ((f"{plan.method.value}: {plan.layout.name}", plan.layout) for plan in plans)
+    say("\n".join(layout_table(tr("method"), named)))
+    plan = choose(plans)
+    if plan is None:
+        say("Nothing fits. Looking for what would …")
+        ways = clauses(remedies(given, facts, methods)) or tr("a smaller model, or GPUs with more memory")
+        raise ConfigError("nothing fits, so nothing was written. What would fit: {ways}.", ways=ways)
+    commands = _commands(shlex.quote(given["output"]), machine)
+    write_output(given, recipe_text(facts, plan, commands))
+    say(
+        "Wrote {file}: {method}, {layout}. Next:",
+        file=given["output"],
+        method=plan.method.value,
+        layout=plan.layout.name,
+    )
+    say("\n".join(f"  {command}" for command in commands))
+
+
+def _ask(given: dict[str, str], name: str, question: str) -> None:
+    if not given.get(name) and sys.stdin.isatty():
+        try:
+            given[name] = input(question).strip()
+        except EOFError:
+            given[name] = ""
+    if not given.get(name):
+        raise ConfigError("{name} is missing: {usage}", name=name, usage=_USAGE)
+
+
+def _commands(recipe: str, machine: Machine) -> list[str]:
+    where = "hostfile=hostfile" if machine.nodes > 1 else f"--num_gpus {machine.ranks}"
+    return [
+        f"toolkit check recipe={recipe} world_size={machine.world_size}",
+        f"toolkit show recipe={recipe} n=3",
+        f"toolkit launch {where} recipe={recipe}",
+    ]

@@ -1,0 +1,85 @@
+"""Train by rounds of sampled answers, rewards and preference pairs; rerun the command to resume.
+
+toolkit rounds [launcher options] recipe=NAME preference=dpo model.path=DIR prompts=FILE reward=… [rounds=3] [key=value]
+
+  prompts=FILE          questions, as for `toolkit generate input=FILE`; a final answer is the `reference`
+  rounds=3              each: sample answers, score them, pair the best with the worst, train on the pairs; the next
+                        round begins with what this one trained
+  samples=4             answers per prompt; temperature=1, top_p, top_k, max_new_tokens=256, batch_size=8, seed, system
+                        as for `toolkit generate`
+  reward=exact_match    1 where the answer is the reference, else 0
+  reward=json           1 where the answer is JSON
+  reward=regex pattern=…       1 where the pattern is found
+  reward=length least=N most=N 0 within these numbers of characters, less by 1 for each character beyond
+  reward=DIR            a reward model (AutoModelForSequenceClassification)
+  reward=module:function allow_code=true   a function of yours: it gets a row of `toolkit generate`, returns a number
+  run.name=NAME         the directory, below run.dir, of everything; default: named after recipe and arguments
+  launcher options, other arguments as for `toolkit launch`, which starts each run
+"""
+
+import os
+from pathlib import Path
+
+from toolkit.arguments import non_negative_int, number, parse_checked, positive_int
+from toolkit.launch import deepspeed, environment, hostfile
+from toolkit.messages import ConfigError, tr
+
+GENERATE = ("samples", "temperature", "top_p", "top_k", "max_new_tokens", "batch_size", "seed", "system")
+OWN = ("prompts", "rounds", "reward", "pattern", "least", "most", "allow_code", *GENERATE)
+
+
+def run(words: list[str]) -> int:
+    environment.refuse_ranks()
+    launcher, options, rest = deepspeed.typed_options(words)
+    if any(word.startswith(("data=", "data.sources")) for word in rest):
+        raise ConfigError(tr("data= has no effect: rounds learn from the pairs that they make. Give prompts=FILE."))
+    arguments = parse_checked([*rest, "data=pairs.jsonl"], names=OWN, files=False)
+    given, cfg = arguments.values, arguments.loaded.cfg
+    for name in ("prompts", "reward"):
+        if not given.get(name):
+            raise ConfigError("{name} is missing: {usage}", name=name, usage="toolkit rounds … prompts=FILE reward=…")
+    if (positive_int(given, "samples") or 4) < 2:
+        raise ConfigError(tr("samples = 1 makes no pairs. Use 2 or more."))
+    if number(given, "temperature", 1.0) == 0:
+        raise ConfigError(tr("temperature = 0 gives the same answer each time. Set it above 0."))
+    if not deepspeed.hostfile_of(options):
+        hostfile.check_visible_alone(options)
+    from toolkit.evaluate.rewards import Reward
+    from toolkit.extras.rounds import RoundsPlan, run_rounds
+
+    generate = {"samples": "4", "temperature": "1", "max_new_tokens": "256"}
+    reward = Reward(
+        kind=given["reward"],
+        pattern=given.get("pattern", ""),
+        least=non_negative_int(given, "least", 0),
+        most=non_negative_int(given, "most", 0),
+        allow_code=given.get("allow_code", "false").lower() == "true",
+    )
+    plan = RoundsPlan(
+        cfg=cfg,
+        launcher=launcher,
+        words=[word for word in rest if word.partition("=")[0] not in OWN],
+        prompts=Path(given["prompts"]).absolute(),
+        reward=reward,
+        rounds=positive_int(given, "rounds") or 3,
+        devices=_devices(options),
+        generate=generate | {name: given[name] for name in GENERATE if name in given},
+    )
+    return run_rounds(plan)
+
+
+def _devices(options: dict[str, str]) -> list[str]:
+    """Return the GPUs that answer prompts, by a process each: those of the runs on this node; one, "", on several."""
+    if {"--include", "-i", "--exclude", "-e"} & options.keys() and not deepspeed.hostfile_of(options):
+        return [str(gpu) for gpus in deepspeed.hosts_of(options).values() for gpu in gpus]
+    count = 1 if deepspeed.hostfile_of(options) else deepspeed.ranks_of(options) or _gpus_here()
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [seen[n] if n < len(seen) and seen[0] else str(n) for n in range(count)] if count > 1 else [""]
+
+
+def _gpus_here() -> int:
+    import torch
+
+    from toolkit.distributed import process_group
+
+    return torch.cuda.device_count() if process_group.device_alone().type == "cuda" else 1

@@ -1,0 +1,96 @@
+"""Verify that servers feed an export what it was trained on: prompts, logits, calls, stop tokens, config fields.
+
+toolkit verify-serving PATH [programs=all|none|vLLM,SGLang,llama.cpp] [color=auto]
+
+  PATH           a run directory with an export, or an export. In a run its own encoder is compared, on its validation
+                 conversations (else its training data) and a built-in set; elsewhere that of the directory, on that set
+  programs=all   beside transformers, which always answers in a process that imports nothing of the toolkit, start these
+                 where they are installed; none starts no server
+  color=auto     always, never, or auto: colour on a terminal (unless NO_COLOR is set), brackets elsewhere
+
+Differing prompts are shown token by token: red (or [-…-]) is what training has, green (or {+…+}) what a server would
+feed. Exit code 0 if nothing failed, 74 otherwise; what was not checked is listed as such. export.require_serving=true
+does the same, with transformers alone, at the end of a run.
+"""
+
+import sys
+from pathlib import Path
+
+from toolkit.arguments import named_arguments, one_of, parse
+from toolkit.cli.show import COLORS
+from toolkit.config import files
+from toolkit.config.preflight import resolve_model_path
+from toolkit.messages import CheckpointError, ConfigError, say
+
+USAGE = "toolkit verify-serving PATH"
+
+
+def run(words: list[str]) -> None:
+    given = named_arguments(words, required=("path",), optional=("programs", "color"), usage=USAGE, bare="path")
+    path, color = Path(given["path"]), one_of(given, "color", COLORS)
+    files.check_directory(path)
+    recipe = next(
+        (one for one in (path / "config.yaml", path.absolute().parent / "config.yaml") if one.is_file()), None
+    )
+    if recipe is not None:
+        cfg = resolve_model_path(
+            parse([str(recipe), *(word for word in words if word.startswith("language="))]).loaded
+        ).cfg
+    import transformers
+
+    from toolkit.config.schema import TrainOn
+    from toolkit.data.preview import style_of
+    from toolkit.extras import serving
+    from toolkit.models import load
+    from toolkit.models.chat import load_chat_encoder
+    from toolkit.models.directory import resolve_servable
+    from toolkit.train.language_data import build_encoder
+
+    transformers.utils.logging.disable_progress_bar()
+    folder = resolve_servable(path)
+    load.check_writes(load.empty(folder), folder)
+    programs = _programs(given.get("programs", "all"), list(serving.ENGINES))
+    if recipe is None:
+        say(
+            "{folder} is in no run directory: what trained it is unknown. Its own tokenizer, as it is read here, is "
+            "compared.",
+            folder=folder,
+        )
+        encoder, held, train_on = load_chat_encoder(folder), [], TrainOn.auto
+    else:
+        encoder, train_on = build_encoder(cfg), cfg.data.train_on
+        held = serving.held_conversations(cfg.data, Path(cfg.prepare.dir))
+    findings = serving.verify_serving(
+        folder, encoder, held, train_on=train_on, programs=programs, style=style_of(color)
+    )
+    sys.stdout.write("\n".join(serving.lines_of(findings)) + "\n")
+    failed = [one for one in findings if one.state == serving.FAILED]
+    if failed:
+        raise CheckpointError(
+            "{folder} is not served as it was trained: {count} of {total} checks failed ({checks}).",
+            folder=folder,
+            count=len(failed),
+            total=len(findings),
+            checks=", ".join(one.check for one in failed),
+        )
+    unchecked = sum(one.state == serving.SKIPPED for one in findings)
+    say(
+        "{folder}: {passed} checks passed, {unchecked} could not be made.",
+        folder=folder,
+        passed=len(findings) - unchecked,
+        unchecked=unchecked,
+    )
+
+
+def _programs(given: str, known: list[str]) -> list[str]:
+    if given in ("all", "none"):
+        return known if given == "all" else []
+    names = {name.lower(): name for name in known}
+    if wrong := [name for name in given.split(",") if name.lower() not in names]:
+        raise ConfigError(
+            "programs = {value}: unknown {names}. Known: {known}.",
+            value=given,
+            names=", ".join(wrong),
+            known=", ".join(["all", "none", *known]),
+        )
+    return [names[name.lower()] for name in given.split(",")]

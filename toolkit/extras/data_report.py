@@ -1,0 +1,355 @@
+"""What a data set holds that harms training, and what it is like: duplicates, leftovers of templates, declined and cut
+answers; lengths, turns, scripts. One pass over the rows, in as many processes as tokenising uses.
+
+Near-duplicates: the 5-character shingles of the user's and the assistant's texts, lower-cased and without white space,
+are hashed once into 32 bins, each of which keeps its least hash (one-permutation MinHash; an empty bin takes the next
+one's). The share of equal bins estimates the Jaccard similarity of two rows, with a standard deviation of about 0.07. A
+row is a near-duplicate if that is 0.8 or more to an earlier row with which it shares one of 8 bands of 4 bins (as two
+rows of similarity 0.8 do with a probability of 0.985); in a band it is compared with the first row and the one before.
+
+`data_page` is the page of `toolkit data-report`.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit import children
+from toolkit.data import formats, readers, sources
+from toolkit.data.tokenize import LEAST_BYTES_FOR_PROCESSES, PrepareReport
+from toolkit.messages import RowError, read_table, tr, translated
+from toolkit.report.page import Section, Table, Tile, short, write_page
+
+SIMILAR = 0.8
+_SHINGLE, _BINS, _BANDS = 5, 32, 8
+_BATCH_CHARS = 1 << 20
+EXAMPLES = 5
+OTHER = "other"
+
+
+@dataclass(slots=True)
+class Facts:
+    """What was found in some rows."""
+
+    rows: int = 0
+    bad: int = 0
+    found: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(kind, what) -> rows; kinds: unusable, leftover in a question, leftover in an answer, answer."""
+    examples: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """The first few, "file:line"."""
+    turns: Counter[int] = field(default_factory=Counter)
+    """User's messages -> conversations."""
+    scripts: Counter[str] = field(default_factory=Counter)
+    """Characters by script; digits, signs and white space are `OTHER`."""
+    mostly: Counter[str] = field(default_factory=Counter)
+    """Rows by the script that most of their letters are of."""
+    asked: list[NDArray[np.uint32]] = field(default_factory=list)
+    """Characters of the user's messages, of each row."""
+    answered: list[NDArray[np.uint32]] = field(default_factory=list)
+    hashes: list[NDArray[np.uint64]] = field(default_factory=list)
+    """Of all messages of each row."""
+    bins: list[NDArray[np.uint32]] = field(default_factory=list)
+    """MinHash of each, [rows, 32]."""
+    places: list[NDArray[np.uint32]] = field(default_factory=list)
+    """File and line of each, [rows, 2]."""
+
+    def note(self, kind: str, what: str, where: str) -> None:
+        """Count a row."""
+        self.found[kind, what] += 1
+        known = self.examples.setdefault((kind, what), [])
+        if len(known) < EXAMPLES:
+            known.append(where)
+
+    def add(self, other: "Facts") -> None:
+        """Add what was found in later rows."""
+        self.rows, self.bad = self.rows + other.rows, self.bad + other.bad
+        for name in ("found", "turns", "scripts", "mostly"):
+            getattr(self, name).update(getattr(other, name))
+        for key, places in other.examples.items():
+            self.examples[key] = [*self.examples.get(key, []), *places][:EXAMPLES]
+        for name in ("asked", "answered", "hashes", "bins", "places"):
+            getattr(self, name).extend(getattr(other, name))
+
+
+@cache
+def _script_table() -> tuple[list[str], NDArray[np.uint8]]:
+    """Return the names of scripts, and which one each code point is of."""
+    scripts = read_table("extras/data_report.yaml")["scripts"]
+    table = np.zeros(0x110000, np.uint8)
+    for number, ranges in enumerate(scripts.values(), start=1):
+        for one in ranges:
+            first, last = (int(text, 16) for text in one.split("-"))
+            table[first : last + 1] = number
+    return [OTHER, *scripts], table
+
+
+class Inspector:
+    """Looks at blocks of rows; `special`: the control strings of the tokenizer."""
+
+    def __init__(self, special: Iterable[str]) -> None:
+        rules = read_table("extras/data_report.yaml")
+        texts = {*rules["leftovers"], *(text for text in special if len(text) > 2)}
+        longest_first = sorted(texts, key=len, reverse=True)
+        self.leftovers = re.compile("|".join(re.escape(text) for text in longest_first))
+        self.answers = {what: re.compile(re.sub(r"\n\s*", " ", pattern)) for what, pattern in rules["answers"].items()}
+
+    def inspect(self, number: int, file: sources.DataFile, block: readers.Block) -> Facts:
+        """Return what is in a block of the file with this number."""
+        facts, reader = Facts(), formats.reader_of(file.row_format, file.columns)
+        waiting: list[tuple[int, formats.Conversation]] = []
+        size = 0
+        for offset, row in readers.rows_of(block):
+            line = block.first + offset
+            facts.rows += 1
+            try:
+                read = reader.read_all(formats.parse_row(row))
+            except RowError as error:
+                facts.bad += 1
+                facts.note("unusable", str(error)[:80], f"{file.path}:{line}")
+                continue
+            for conversation in read:
+                self._look(conversation, f"{file.path}:{line}", facts)
+            one = read[0]  # and what the row's others, such as a pair's second answer, have beside it
+            more = [message for other in read[1:] for message in other.messages if message not in one.messages]
+            waiting.append((line, replace(one, messages=[*one.messages, *more])))
+            size += sum(len(message["content"]) for message in waiting[-1][1].messages)
+            if size >= _BATCH_CHARS:
+                _measure(number, waiting, facts)
+                waiting, size = [], 0
+        if waiting:
+            _measure(number, waiting, facts)
+        return facts
+
+    def _look(self, conversation: formats.Conversation, where: str, facts: Facts) -> None:
+        """Count leftovers, and what the last answer is."""
+        messages = conversation.messages
+        facts.turns[sum(message["role"] == "user" for message in messages)] += 1
+        for is_answer in (False, True):
+            texts = (str(one["content"]) for one in messages if (one["role"] == "assistant") is is_answer)
+            kind = "leftover in an answer" if is_answer else "leftover in a question"
+            for found in {one for text in texts for one in self.leftovers.findall(text)}:
+                facts.note(kind, found, where)
+        last = next((one for one in reversed(messages) if one["role"] == "assistant"), None)
+        if last is not None and not last.get("tool_calls"):
+            for what, pattern in self.answers.items():
+                if pattern.search(str(last["content"])):
+                    facts.note("answer", what, where)
+
+
+def _measure(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
+    """Add lengths, scripts, hashes and MinHashes of rows."""
+    texts, asked, answered, hashes = [], [], [], []
+    for _, one in read:
+        said = [(str(message["role"]), str(message["content"])) for message in one.messages]
+        answers = [text for role, text in said if role == "assistant"]
+        asked.append(sum(len(text) for role, text in said if role == "user"))
+        answered.append(sum(map(len, answers)))
+        texts.append("".join(text for role, text in said if role in ("user", "assistant", "text")))
+        whole = [*said, *([("tools", json.dumps(one.tools, sort_keys=True))] if one.tools else [])]
+        calls = [message.get("tool_calls") for message in one.messages if message.get("tool_calls")]
+        digest = hashlib.blake2b(repr((whole, calls)).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little"))
+    _count_scripts(texts, facts)
+    facts.asked.append(np.array(asked, np.uint32))
+    facts.answered.append(np.array(answered, np.uint32))
+    facts.hashes.append(np.array(hashes, np.uint64))
+    facts.bins.append(min_hashes(texts))
+    facts.places.append(np.array([(number, line) for line, _ in read], np.uint32))
+
+
+def _points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Return the code points of all texts, and which text each is of."""
+    joined = "".join(texts).encode("utf-32-le", "surrogatepass")
+    rows = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+    return np.frombuffer(joined, np.uint32), rows
+
+
+def _count_scripts(texts: list[str], facts: Facts) -> None:
+    names, table = _script_table()
+    points, rows = _points(texts)
+    counts = np.bincount(rows * len(names) + table[points], minlength=len(texts) * len(names))
+    counts = counts.reshape(len(texts), len(names))
+    for name, count in zip(names, counts.sum(0).tolist(), strict=True):
+        facts.scripts[name] += count
+    letters = counts[:, 1:]
+    most = np.where(letters.sum(1) > 0, letters.argmax(1) + 1, 0)
+    facts.mostly.update(names[index] for index in most.tolist())
+
+
+def min_hashes(texts: list[str]) -> NDArray[np.uint32]:
+    """Return the MinHash of each text, [texts, 32]."""
+    points, rows = _points(["".join(text.lower().split()).ljust(_SHINGLE, "\0") for text in texts])
+    factors = np.array(
+        [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD]
+    )
+    count = len(points) - _SHINGLE + 1
+    hashed = np.zeros(max(count, 0), np.uint64)
+    for place, factor in enumerate(factors.astype(np.uint64)):
+        hashed += (points[place : place + count].astype(np.uint64) + np.uint64(1)) * factor
+        hashed ^= hashed >> np.uint64(29)
+    hashed *= np.uint64(0x94D049BB133111EB)
+    hashed ^= hashed >> np.uint64(32)
+    inside = rows[:count] == rows[_SHINGLE - 1 :]  # a shingle over the end of a text is of none
+    hashed, rows = hashed[inside], rows[:count][inside]
+    least = np.full(len(texts) * _BINS, np.iinfo(np.uint32).max, np.uint32)
+    place = rows * _BINS + (hashed & np.uint64(_BINS - 1)).astype(np.int64)
+    np.minimum.at(least, place, (hashed >> np.uint64(32)).astype(np.uint32))
+    bins = least.reshape(len(texts), _BINS)
+    for _ in range(_BINS):  # an empty bin takes the next one's, shifted, so that the bins stay apart
+        empty = bins == np.iinfo(np.uint32).max
+        if not empty.any():
+            break
+        bins = np.where(empty, np.roll(bins, -1, 1) | np.uint32(1), bins)
+    return bins
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Rows that are there more than once."""
+
+    count: int
+    pairs: list[tuple[int, int]]
+    """The first few: a row, and the earlier one."""
+
+
+def alike(facts: Facts) -> tuple[Alike, Alike]:
+    """Return the rows that are equal to an earlier one, and of the others those that are nearly so."""
+    if not facts.hashes:
+        return Alike(0, []), Alike(0, [])
+    _, first, number = np.unique(np.concatenate(facts.hashes), return_index=True, return_inverse=True)
+    earlier = first[number]
+    rows = np.arange(len(earlier))
+    equal = rows[earlier != rows]
+    bins = np.concatenate(facts.bins)
+    kept = rows[earlier == rows]
+    near = np.full(len(rows), -1, np.int64)
+    width = _BINS // _BANDS
+    for band in range(_BANDS):
+        part = np.ascontiguousarray(bins[kept, band * width : (band + 1) * width]).view(f"V{4 * width}").ravel()
+        order = np.argsort(part, kind="stable")
+        mine, begins = kept[order], np.flatnonzero(np.append(True, part[order][1:] != part[order][:-1]))
+        heads = np.repeat(mine[begins], np.diff(np.append(begins, len(mine))))
+        for others in (heads, np.append(mine[:1], mine[:-1])):  # the first of the band's rows, and the one before
+            candidates = np.flatnonzero((others < mine) & (near[mine] < 0))
+            for some in np.array_split(candidates, max(1, len(candidates) // 100_000)):
+                same = (bins[mine[some]] == bins[others[some]]).mean(1) >= SIMILAR
+                near[mine[some[same]]] = others[some[same]]
+    found = np.flatnonzero(near >= 0)
+    pairs = [(int(row), int(near[row])) for row in found[:EXAMPLES]]
+    return Alike(len(equal), [(int(row), int(earlier[row])) for row in equal[:EXAMPLES]]), Alike(len(found), pairs)
+
+
+def kinds() -> dict[str, str]:
+    """Return the kinds of findings in the reader's words."""
+    return {
+        "unusable": tr("the row cannot be used"),
+        "leftover in a question": tr("control string of a template in a question"),
+        "leftover in an answer": tr("control string of a template in an answer"),
+        "answer": tr("the last answer"),
+    }
+
+
+def inspect_files(files: Sequence[sources.DataFile], special: Iterable[str] = (), workers: int = 0) -> Facts:
+    """Return what is in all rows of files; `special`: see `Inspector`; `workers`: processes, 0 one for each core."""
+    size, whole = sources.total_bytes(files), Facts()
+    count = (workers or len(os.sched_getaffinity(0))) if size >= LEAST_BYTES_FOR_PROCESSES else 1
+    for _, part in children.in_order(count, Inspector(special).inspect, sources.read_blocks(files)):
+        whole.add(part)
+    return whole
+
+
+def spread(lengths: list[NDArray[Any]]) -> list[str]:
+    """Return the least, the median, the 95th and 99th percentile and the most of lengths."""
+    values = np.concatenate(lengths) if lengths else np.zeros(1)
+    return [f"{int(value):,}" for value in np.percentile(values, [0, 50, 95, 99, 100])]
+
+
+def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepared: PrepareReport | None) -> str:
+    """Return the page of what was found in files; `prepared`: of a recipe whose rows are tokenized."""
+    equal, near = alike(facts)
+    places = [place for part in facts.places for place in part.tolist()]
+    total = len(places)
+
+    def where(row: int) -> str:
+        number, line = places[row]
+        return f"{files[number].path}:{line}"
+
+    repeated = Table(
+        [tr("rows that are there more than once"), tr("rows"), tr("share"), tr("first places")],
+        [_alike(tr("equal to an earlier row"), equal, total, where), _alike(tr("nearly so"), near, total, where)],
+        note=tr(
+            "Nearly: 5-character shingles of questions and answers, lower-cased, without white space, have an "
+            "estimated Jaccard similarity of {similar} or more (MinHash of 32 values; equal rows are left out).",
+            similar=SIMILAR,
+        ),
+    )
+    sections = [
+        Section(id="duplicates", title=tr("Duplicates"), tables=[repeated]),
+        Section(
+            id="texts", title=tr("Texts to look at"), tables=[_found(facts)] if facts.found else [], empty=_none(facts)
+        ),
+        Section(id="lengths", title=tr("Lengths and turns"), tables=_lengths(facts)),
+        Section(id="languages", title=tr("Scripts"), tables=[_scripts(facts)]),
+        Section(id="files", title=tr("Files"), tables=[Table([tr("file")], [[str(file.path)] for file in files[:60]])]),
+    ]
+    tiles = [
+        Tile(
+            tr("Rows"), short(facts.rows), tr("unusable: {count}", count=f"{facts.bad:,}"), "bad" if facts.bad else ""
+        ),
+        Tile(tr("Duplicates"), short(equal.count), tr("nearly so: {count}", count=f"{near.count:,}")),
+    ]
+    if prepared is not None:
+        share = f"{prepared.trained_tokens / max(prepared.tokens, 1):.1%}"
+        tiles.append(Tile(tr("Tokens"), short(prepared.tokens), tr("of the training split")))
+        tiles.append(Tile(tr("Trained tokens"), share, tr("{count} tokens", count=short(prepared.trained_tokens))))
+    return write_page(title=title, kind=tr("Data report"), head=[], tiles=tiles, sections=sections)
+
+
+def _alike(name: str, found: Alike, total: int, where: Callable[[int], str]) -> list[str]:
+    pairs = "; ".join(f"{where(row)} = {where(earlier)}" for row, earlier in found.pairs)
+    return [name, f"{found.count:,}", f"{found.count / max(total, 1):.2%}", pairs]
+
+
+def _none(facts: Facts) -> str:
+    return "" if facts.found else tr("No control strings of templates, declined or cut answers or unusable rows.")
+
+
+def _found(facts: Facts) -> Table:
+    words, rows = kinds(), []
+    for (kind, what), count in sorted(facts.found.items(), key=lambda one: -one[1])[:100]:
+        shown = translated(what) if kind == "answer" else what
+        rows.append([words[kind], shown, f"{count:,}", ", ".join(facts.examples[kind, what])])
+    return Table([tr("what"), tr("which"), tr("rows"), tr("first places")], rows)
+
+
+def _lengths(facts: Facts) -> list[Table]:
+    heads = [tr("characters"), tr("shortest"), tr("median"), "95 %", "99 %", tr("longest")]
+    rows = [[tr("questions of a row"), *spread(facts.asked)], [tr("answers of a row"), *spread(facts.answered)]]
+    turns = [[str(count), f"{rows:,}"] for count, rows in sorted(facts.turns.items())[:20]]
+    return [Table(heads, rows), Table([tr("messages of the user"), tr("conversations")], turns)]
+
+
+def _scripts(facts: Facts) -> Table:
+    characters = max(sum(facts.scripts.values()), 1)
+    rows = [
+        [
+            tr("digits, signs, white space, others") if name == OTHER else name,
+            f"{count / characters:.2%}",
+            f"{facts.mostly[name]:,}",
+        ]
+        for name, count in facts.scripts.most_common()
+        if count
+    ]
+    note = tr("By Unicode's blocks of letters, not by language: Latin is English as well as French.")
+    return Table(
+        [tr("script"), tr("share of the characters"), tr("rows whose letters are mostly of it")], rows, note=note
+    )

@@ -1,0 +1,81 @@
+"""One rank of a real all-reduce, with a rank's variables set.
+
+python -m toolkit.extras.doctor.collective BACKEND SECONDS FILE
+
+Writes seconds and sizes as JSON; a program of its own because it needs torch, and may hang or die.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_ENOUGH_S = 0.2
+_FIRST, _MOST = 1 << 18, 1 << 28
+_FLOAT_BYTES = 4
+
+
+def main(backend: str, limit_s: float, file: Path) -> int:
+    """Join, sum, pass around, tell."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
+    found: dict[str, Any] = {"rank": rank, **_sum(device, rank, size)}
+    if size > 1:
+        found["pair_bytes"] = found["bytes"] // 4
+        found["pair_s"] = _pass_on(device, rank, size, found["pair_bytes"])
+    dist.barrier()
+    dist.destroy_process_group()
+    file.with_suffix(".new").write_text(json.dumps(found), encoding="utf-8")
+    file.with_suffix(".new").replace(file)
+    return 0
+
+
+def _seconds(device: torch.device, started: float) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def _sum(device: torch.device, rank: int, size: int) -> dict[str, Any]:
+    """All-reduce more and more bytes until it takes long enough to be measured, and see that the sum is right."""
+    nbytes = _FIRST
+    while True:
+        values = torch.full((nbytes // _FLOAT_BYTES,), float(rank), device=device)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(values)
+        seconds = torch.tensor(_seconds(device, started), device=device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        right = bool((values == size * (size - 1) / 2).all())
+        if seconds.item() > _ENOUGH_S or nbytes >= _MOST or not right:
+            return {"bytes": nbytes, "seconds": seconds.item(), "right": right}
+        nbytes *= 4
+
+
+def _pass_on(device: torch.device, rank: int, size: int, nbytes: int) -> float:
+    """Send from each rank to the next, first from even ones: pairs share no card; return the receiver's time."""
+    values, took = torch.zeros(max(1, nbytes // _FLOAT_BYTES), device=device), 0.0
+    before, after = (rank - 1) % size, (rank + 1) % size
+    for parity in (0, 1, 0, 1):  # the first time NCCL makes a communicator of each pair
+        dist.barrier()
+        if rank % 2 == parity:
+            dist.send(values, after)
+        if before % 2 == parity:
+            started = time.perf_counter()
+            dist.recv(values, before)
+            took = _seconds(device, started)
+    return took
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])))

@@ -1,0 +1,257 @@
+"""The examination: asks every machine, lets them try each other, and collects what is wrong."""
+
+import itertools
+import os
+import re
+import shlex
+import time
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.schema import INTERFACES, Backend, RunConfig
+from toolkit.extras.doctor import agents, findings
+from toolkit.extras.doctor.facts import FORWARDED, MATTERING, chosen_card, hashed
+from toolkit.extras.doctor.findings import ERROR, WARNING, Finding, finding
+from toolkit.launch import deepspeed, environment, hostfile
+from toolkit.messages import LaunchError, current_language, joined, tr
+
+_COLLECTIVE_S, _ENDING_S = 60.0, 10.0
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """One look at the nodes of a run; `run` fills it."""
+
+    resources: hostfile.Resources
+    words: Sequence[str]
+    """Recipe and overrides; [] looks at the nodes alone."""
+    cfg: RunConfig
+    ssh: agents.SshOptions
+    environ: Mapping[str, str] = field(default_factory=dict)
+    secrets: Sequence[str] = ()
+    master_addr: str = ""
+    """Where ranks meet; "" takes the first node's first address, as DeepSpeed does."""
+    master_port: int = int(deepspeed.DEFAULT_PORT)
+    limit_s: float = 30.0
+    findings: list[Finding] = field(default_factory=list)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of the machines that answered."""
+    summaries: dict[str, str] = field(default_factory=dict)
+    """Check -> what is usual, or was measured."""
+
+    def run(self, quick: bool) -> None:
+        """Examine; `quick` asks each machine about itself only."""
+        with agents.Hosts(list(self.resources), self.ssh) as hosts:
+            self._ask(hosts, ERROR if not quick else WARNING)
+            if self.facts and not quick:
+                backend, interface = self.backend, self.cfg.distributed.interface
+                cards = {host: chosen_card(one["network"], interface, backend) for host, one in self.facts.items()}
+                if len(cards) > 1:
+                    self.findings += findings.interfaces(cards, self.facts, interface, backend)
+                    first, card = next(iter(cards.values()))
+                    self.summaries["network"] = f"{first} {card.get('address', '')}, MTU {card.get('mtu', '')}"
+                    if all(card for _, card in cards.values()) and not self.has_errors("network"):
+                        self._try_each_other(hosts, cards)
+                ranks = sum(len(gpus) for gpus in self.resources.values())
+                if ranks > 1 and not self.has_errors("ssh", "network", "versions", "GPUs"):
+                    self._all_reduce(hosts)
+
+    def has_errors(self, *checks: str) -> bool:
+        """Whether anything would break the run; of these checks, or of all."""
+        return any(one.level == ERROR and (not checks or one.check in checks) for one in self.findings)
+
+    def lines(self, level: str) -> list[str]:
+        """Return the findings of one level as text."""
+        return [f"  {one.check}: {one.text}" for one in self.findings if one.level == level]
+
+    @property
+    def backend(self) -> str:
+        """Return nccl or gloo."""
+        chosen = self.cfg.distributed.backend
+        if chosen is not Backend.auto:
+            return chosen.value
+        return "nccl" if any(one["gpus"]["cards"] for one in self.facts.values()) else "gloo"
+
+    def _ask(self, hosts: agents.Hosts, late: str) -> None:
+        request = {"words": list(self.words), "language": current_language(), "environ": dict(self.environ)}
+        for host, answer in hosts.ask("facts", self.limit_s, dict.fromkeys(self.resources, request)).items():
+            if "error" in answer:
+                level = late if "late" in answer else ERROR
+                self.findings.append(Finding("ssh", level, _explained(host, answer["error"])))
+            else:
+                self.facts[host] = answer
+        handed_on = {*self.environ, *self.cfg.launch.env}
+        here = {
+            name: hashed(value)
+            for name, value in os.environ.items()
+            if self.ssh.through_ssh and name.startswith(MATTERING) and name not in handed_on
+        }
+        self.findings += findings.findings(self.facts, self.resources, here)
+        if self.ssh.through_ssh and self.facts:
+            self.findings += findings.secrets(self.facts, self.secrets)
+            self.summaries["environment"] = tr("forwarded: {names}", names=", ".join(sorted(handed_on)) or "-")
+            offsets = {}
+            for host in self.facts:
+                before = time.time()
+                answer = hosts.hosts[host].ask("clock", self.limit_s)
+                offsets[host] = float(answer.get("time", before)) - (before + time.time()) / 2
+            self.findings += findings.clocks(offsets)
+        if self.facts:
+            self._summarise()
+
+    def _summarise(self) -> None:
+        one = next(iter(self.facts.values()))
+        cards = [card["name"] for card in one["gpus"]["cards"]]
+        disks = [disks for one in self.facts.values() for disks in one.get("disks", {}).items()]
+        free = {name: min(disk["free"] for other, disk in disks if other == name) for name, _ in disks}
+        self.summaries |= {
+            "code": tr("commit {commit}", commit=one["code"]["commit"] or "?"),
+            "versions": "Python {}, torch {}, deepspeed {}, transformers {}".format(
+                one["python"], *(one["packages"][name] or "-" for name in ("torch", "deepspeed", "transformers"))
+            ),
+            "GPUs": f"{len(cards)} x {cards[0]}, {one['gpus']['driver']}" if cards else tr("none: CPU ranks (gloo)"),
+            "ops": ", ".join(one.get("ops", {}).get("built", [])),
+            "disks": ", ".join(f"{name} {least / findings.GIB:.0f} GiB" for name, least in free.items()),
+        }
+
+    def _try_each_other(self, hosts: agents.Hosts, chosen: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+        names, first = list(chosen), next(iter(chosen))
+        requests: dict[str, dict[str, Any]] = {
+            host: {"address": card["address"], "port": 0, "folders": {}} for host, (_, card) in chosen.items()
+        }
+        folders = {"run.dir": self.cfg.run.dir, "prepare.dir": self.cfg.prepare.dir} if self.words else {}
+        requests[first] |= {"port": self.master_port, "folders": folders}
+        peers = hosts.ask("listen", self.limit_s, requests)
+        for host, answer in peers.items():
+            if "error" in answer:
+                self.findings.append(finding("cannot listen", host=host, reason=answer["error"], port=self.master_port))
+        peers = {host: answer for host, answer in peers.items() if "error" not in answer}
+        marks = peers.get(first, {}).pop("marks", {})
+        if first in peers:
+            peers[first]["meet"] = [self._master(), self.master_port]
+        asked = {
+            host: {
+                "address": card["address"],
+                "mtu": card["mtu"],
+                "peers": {other: peer for other, peer in peers.items() if other != host},
+                "marks": {} if host == first else marks,
+            }
+            for host, (_, card) in chosen.items()
+        }
+        answers = hosts.ask("reach", self.limit_s, asked)
+        results = {(a, b): one for a, answer in answers.items() for b, one in answer.get("peers", {}).items()}
+        self.findings += [
+            Finding("network", ERROR, f"{a}: {one['error']}") for a, one in answers.items() if "error" in one
+        ]
+        self.findings += findings.connections(results, self.master_port)
+        for key, folder in folders.items():
+            shared = {host: one["shared"].get(key, True) for host, one in answers.items() if "shared" in one}
+            if apart := [host for host, is_shared in shared.items() if host != first and not is_shared]:
+                self.findings.append(finding(f"{key} not shared", dir=folder, hosts=", ".join(apart)))
+        if not self.has_errors("network"):
+            self._measure(hosts, names, peers, chosen)
+
+    def _measure(
+        self, hosts: agents.Hosts, names: list[str], peers: Mapping[str, Any], chosen: Mapping[str, Any]
+    ) -> None:
+        """Let each machine receive from the one before it, then from the one after it: two rounds, however many."""
+        rates: dict[tuple[str, str], float | str] = {}
+        for step in (1, -1) if len(names) > 2 else (1,):
+            senders = {host: names[(place - step) % len(names)] for place, host in enumerate(names)}
+            asked = {host: {"address": chosen[host][1]["address"], "peer": peers[senders[host]]} for host in names}
+            for host, answer in hosts.ask("speed", self.limit_s, asked).items():
+                rates[senders[host], host] = answer.get("mb_s", answer.get("error", "?"))
+        self.findings += findings.speeds(rates)
+        numbers = [rate for rate in rates.values() if not isinstance(rate, str)]
+        if numbers:
+            self.summaries["network"] += tr(", at least {rate} MB/s", rate=f"{min(numbers):.0f}")
+
+    def _master(self) -> str:
+        first = self.facts[next(iter(self.facts))]["network"]
+        return self.master_addr or (first["first"] if self.ssh.through_ssh else "127.0.0.1")
+
+    def _all_reduce(self, hosts: agents.Hosts) -> None:
+        where = [(host, gpus, local) for host, gpus in self.resources.items() for local in range(len(gpus))]
+        where = [place for place in where if place[0] in self.facts]
+        limit_s = max(_COLLECTIVE_S, 2 * self.limit_s)
+        port = self.master_port if self.ssh.through_ssh else environment.free_port()
+        shared = {"WORLD_SIZE": str(len(where)), "MASTER_ADDR": self._master(), "MASTER_PORT": str(port)}
+        if interface := self.cfg.distributed.interface:
+            shared |= dict.fromkeys(INTERFACES, interface)
+        requests: dict[str, dict[str, Any]] = {}
+        for rank, (host, gpus, local) in enumerate(where):
+            environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
+            if self.backend == "nccl":
+                environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            request = requests.setdefault(host, {"environments": [], "backend": self.backend, "seconds": limit_s})
+            request["environments"].append(environ)
+        answers = hosts.ask("collective", limit_s + _ENDING_S, requests)
+        ranks: dict[int, dict[str, Any]] = {}
+        for rank, (host, _, local) in enumerate(where):
+            told = answers[host].get("ranks")
+            ranks[rank] = told[local] if told else {"error": answers[host].get("error", "?")}
+        of_ranks = {rank: host for rank, (host, *_) in enumerate(where)}
+        found, self.summaries["all-reduce"] = findings.collective(ranks, of_ranks)
+        self.findings += found
+
+
+def plan_examination(
+    options: Mapping[str, str], words: Sequence[str], cfg: RunConfig, hosts: hostfile.Resources | None = None
+) -> Examination:
+    """Return what is to be examined: `options` of `deepspeed`, `words` [] for the nodes alone, `hosts` None for all."""
+    hosts = _hosts(options) if hosts is None else hosts
+    through_ssh = deepspeed.logs_in(hosts, options)
+    files = environment.variables_of_files(Path.cwd()) if through_ssh else {}
+    forwarded = {
+        name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
+    }
+    port = options.get("--master_port", deepspeed.DEFAULT_PORT)
+    if not port.isdecimal():
+        raise LaunchError("{name} {value}: write a positive whole number.", name="--master_port", value=port)
+    given = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))  # what DeepSpeed's launcher gives to ssh too
+    given += ["-p", options["--ssh_port"]] if options.get("--ssh_port") else []
+    is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
+    typed = shlex.split(options.get("--launcher_args", "")) if is_pdsh else []
+    given += [one for word, value in itertools.pairwise([*typed, ""]) if word == "-l" for one in (word, value)]
+    script = options.get("--venv_script", "")
+    return Examination(
+        resources=hosts,
+        words=words,
+        cfg=cfg,
+        ssh=agents.SshOptions(through_ssh=through_ssh, arguments=given, script=script),
+        environ=ChainMap(*reversed(files.values()), forwarded) if through_ssh else {},
+        secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
+        master_addr=options.get("--master_addr", ""),
+        master_port=int(port),
+    )
+
+
+def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
+    """Return the machines that are to be examined; an error if not all of them can be asked from here."""
+    path = deepspeed.hostfile_of(options)
+    if path is None:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if re.fullmatch(r"\d+(,\d+)*", chosen) and not {*hostfile.SELECTING} & options.keys():
+            return {"localhost": [int(gpu) for gpu in chosen.split(",")]}
+        gpus = list(Path("/dev").glob("nvidia[0-9]*"))
+        return hostfile.select_gpus({"localhost": max(1, len(gpus))}, options)  # 1, a CPU rank, without GPUs
+    hosts = hostfile.select_gpus(hostfile.read_hostfile(Path(path)), options)
+    if "--no_ssh" in options and len(hosts) > 1:
+        raise LaunchError(tr("--no_ssh: other nodes are asked through ssh. Type this on each, without a hostfile."))
+    deepspeed.check_machines(hosts, options)
+    return hosts
+
+
+def _explained(host: str, said: str) -> str:
+    """Return why a machine does not answer, with what helps."""
+    text = f"{host}: {said.rstrip('.')}."
+    if "Permission denied" in said:
+        return joined(text, tr("Give it your key:  ssh-copy-id {host}", host=host))
+    if "Host key verification failed" in said:
+        return joined(text, tr("Log in once and accept its key:  ssh {host} hostname", host=host))
+    if "No module named toolkit" in said or "not found" in said:
+        return joined(text, tr("Install the toolkit there, in the same place."))
+    return text

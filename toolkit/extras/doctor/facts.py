@@ -1,0 +1,449 @@
+"""What one machine is like: versions, code, recipe, GPUs, disks, network interfaces, limits. `findings` compares.
+
+Disks are measured past the memory that the system lends them. Also whether machines reach each other on the addresses
+that collectives use, with packets of full size, and how fast.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import platform
+import resource
+import shutil
+import socket
+import socketserver
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from toolkit import children
+from toolkit.config import files, load, preflight, schema
+from toolkit.launch.environment import EXPORTED_PREFIXES
+from toolkit.messages import ToolkitError
+
+_DISK_BLOCK = 1 << 22
+_DISK_BLOCKS = 64
+
+
+def disk_speed(folder: Path) -> dict[str, float | str]:
+    """Write and read 256 MiB, around the page cache where that is possible: `write_mb_s`, `read_mb_s`, or `error`."""
+    block = mmap.mmap(-1, _DISK_BLOCK)  # direct access needs memory that begins with a page
+    block.write(os.urandom(_DISK_BLOCK))
+    try:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".doctor-")
+        os.close(handle)
+        try:
+            return {
+                "write_mb_s": _measure_pass(name, os.O_WRONLY, block),
+                "read_mb_s": _measure_pass(name, os.O_RDONLY, block),
+            }
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+
+
+def _measure_pass(name: str, mode: int, block: mmap.mmap) -> float:
+    try:
+        handle = os.open(name, mode | os.O_DIRECT)
+    except OSError:  # tmpfs and some network file systems have no direct access
+        handle = os.open(name, mode)
+    try:
+        started = time.perf_counter()
+        for _ in range(_DISK_BLOCKS):
+            if mode == os.O_WRONLY:
+                os.write(handle, block)
+            else:
+                os.readv(handle, [block])
+        if mode == os.O_WRONLY:
+            os.fsync(handle)
+        return _DISK_BLOCK * _DISK_BLOCKS / 1e6 / (time.perf_counter() - started)
+    finally:
+        os.close(handle)
+
+
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "numpy", "tokenizers", "safetensors")
+FORWARDED = (*EXPORTED_PREFIXES, "NCCL")
+"""Beginnings of the variables that DeepSpeed 0.19.8 hands on to other machines that have NVIDIA GPUs."""
+MATTERING = (
+    *("CUDA_", "DS_", "GLOO_", "HF_", "LD_", "MODELSCOPE_", "NCCL_", "OMP_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_"),
+    *("WANDB_", "XDG_CACHE_HOME", "http_proxy", "https_proxy"),
+)
+"""Beginnings of the variables by which runs differ."""
+_LIMITS = {
+    "open files": resource.RLIMIT_NOFILE,
+    "locked memory": resource.RLIMIT_MEMLOCK,
+    "processes": resource.RLIMIT_NPROC,
+}
+ROOT = Path(__file__).parents[3]
+_COMMAND_S = 20.0
+_BLOCK, _BLOCKS, _BLOCKS_OF_ALL = 1 << 16, 16, 4096
+
+
+def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what does not depend on a recipe."""
+    return {
+        "hostname": socket.gethostname(),
+        "folder": os.getcwd(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "nccl": next((v for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := _version(d))), ""),
+        "code": _code(),
+        "gpus": _gpus(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": psutil.virtual_memory().available,
+        "network": _network(environ),
+        "limits": {name: resource.getrlimit(limit)[0] for name, limit in _LIMITS.items()},
+        "locks": [str(path) for path, _ in preflight.stale_build_locks(environ)],
+        "environment": {name: hashed(value) for name, value in environ.items() if name.startswith(MATTERING)},
+    }
+
+
+def of_recipe(cfg: schema.RunConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what depends on a recipe."""
+    offloading = (cfg.zero.offload_optimizer, cfg.zero.offload_param)
+    nvme = {section.nvme_path for section in offloading if section.device is schema.Device.nvme}
+    shm = {"/dev/shm": "shm"}  # noqa: S108 -- DataLoader workers, NCCL and DeepSpeed share memory through it
+    needed = preflight.needed_ops(cfg, environ)
+    folders = {cfg.run.dir: "run.dir", cfg.prepare.dir: "prepare.dir", **shm, **dict.fromkeys(nvme, "nvme")}
+    return {
+        "recipe": {key: str(value) for key, value in schema.leaves(load.to_dict(cfg))},
+        "files": _files(cfg),
+        "stores": sorted(path.parent.name for path in Path(cfg.prepare.dir).glob("stores/*/manifest.json")),
+        "disks": {name: _disk(Path(folder)) for folder, name in folders.items()},
+        "nvme": {folder: disk_speed(Path(folder)) for folder in nvme},
+        "ops": {
+            "needed": needed,
+            "built": preflight.built_ops(needed, environ),
+            "lacking": preflight.lacking_tools(needed, environ),
+        },
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _run(*command: str) -> str | None:
+    """Return what a command prints, "" if it fails or is not there, None if it does not come to its end."""
+    try:
+        done = children.run(command, capture_output=True, text=True, timeout=_COMMAND_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return None
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _code() -> dict[str, Any]:
+    """Return the commit, and a hash of each file that a run is made of: copies need not be repositories."""
+    # A wheel has conf/ and recipes/ inside the package.
+    tables = ("toolkit/**/*.yaml", "toolkit/**/*.json", "conf/**/*.yaml", "recipes/*.yaml")
+    patterns = ("run.py", "toolkit/**/*.py", *tables)
+    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    files = {str(path.relative_to(ROOT)): hashed(path.read_bytes()) for path in sorted(found)}
+    return {"commit": _run("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or "", "files": files}
+
+
+def hashed(content: bytes | str) -> str:
+    """Return enough of a hash to compare contents by."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:16]
+
+
+def _gpus() -> dict[str, Any]:
+    """Return driver, and of each NVIDIA GPU name, MiB (0: unknown), processes; `late` if nvidia-smi gives no answer."""
+    fields = "index,uuid,name,driver_version,memory.total,memory.free"
+    found = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if found is None:
+        return {"driver": "", "cards": [], "late": True}
+    using = (
+        (_run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader") or "").split() if found else []
+    )
+    rows = [[cell.strip() for cell in line.split(",")] for line in found.splitlines()]
+    cards = []
+    for index, uuid, name, _, *sizes in (row for row in rows if len(row) == len(fields.split(","))):
+        mib, free_mib = (int(size) if size.isdecimal() else 0 for size in sizes)
+        cards.append({"index": index, "name": name, "mib": mib, "free_mib": free_mib, "used_by": using.count(uuid)})
+    return {"driver": rows[0][3] if cards else "", "cards": cards, "late": False}
+
+
+def _network(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the cards, and the addresses that the collectives would choose where nothing is set."""
+    stats = psutil.net_if_stats()
+    cards = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        own = [one.address for one in addresses if one.family is socket.AF_INET]
+        if own and name in stats:
+            found = stats[name]
+            cards[name] = {"address": own[0], "up": found.isup, "mtu": found.mtu, "mbit_s": found.speed}
+    try:
+        # gloo takes the address of the machine's own name (torch 2.13, ProcessGroupGloo::createDefaultDevice).
+        own_name = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        own_name = ""
+    return {
+        "cards": cards,
+        "own_name": own_name,
+        "first": next(iter((_run("hostname", "-I") or "").split()), ""),
+        "asked": {name: environ.get(f"{name.upper()}_SOCKET_IFNAME", "") for name in ("gloo", "nccl")},
+    }
+
+
+def _files(cfg: schema.RunConfig) -> dict[str, Any]:
+    """Return of each file or folder that the recipe reads what it holds, or why it cannot be read."""
+    from huggingface_hub import try_to_load_from_cache
+
+    from toolkit.data.readers import files_of
+
+    found, model = {}, Path(cfg.model.path)
+    if files.is_hub_name(cfg.model.path):  # what this machine has of it; the ranks download the rest
+        known = try_to_load_from_cache(cfg.model.path, "config.json", revision=cfg.model.revision or None)
+        model = Path(known).parent if isinstance(known, str) else Path()
+    if cfg.model.init is schema.Init.pretrained and model.name:
+        found["model.path"] = _fingerprint(cfg.model.path, partial(_visible, model))
+        if files.is_hub_name(cfg.model.path):  # nodes may have other files of the same commit
+            found["model.path"]["hash"] = model.name
+    for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
+        if source.path:
+            found[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))
+    return found
+
+
+def _visible(folder: Path) -> list[Path]:
+    """Return all that is in a folder but what is hidden: notes of downloads and repositories differ everywhere."""
+    found = [(path, path.relative_to(folder).parts) for path in folder.rglob("*")]
+    return [path for path, parts in found if not any(part[0] == "." or part == "__pycache__" for part in parts)]
+
+
+def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, Any]:
+    """Return names, sizes and a hash of samples: reading whole weights on each machine would take minutes."""
+    digest, total = hashlib.sha256(), 0
+    try:
+        names = sorted(file for file in files() if file.is_file())
+        blocks = max(1, min(_BLOCKS, _BLOCKS_OF_ALL // max(1, len(names))))
+        for file in names:
+            size = file.stat().st_size
+            total += size
+            digest.update(f"{file.name} {size}\n".encode())
+            with file.open("rb") as handle:
+                for place in sorted({size * number // blocks for number in range(blocks)}):
+                    handle.seek(place)
+                    digest.update(handle.read(_BLOCK))
+    except (OSError, ToolkitError) as error:
+        return {"path": path, "error": str(error)}
+    if not names:
+        return {"path": path, "error": "No such file or directory"}
+    return {"path": path, "hash": digest.hexdigest()[:16], "bytes": total}
+
+
+def _disk(folder: Path) -> dict[str, Any]:
+    """Return free bytes of where a folder is or would be made, and whether it may be written to, found by writing."""
+    existing, error = nearest(folder), ""
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"x" * 4096)
+            file.flush()
+    except OSError as caught:
+        error = caught.strerror or str(caught)
+    return {"path": str(folder.absolute()), "free": shutil.disk_usage(existing).free, "error": error}
+
+
+def nearest(folder: Path) -> Path:
+    """Return the folder, or the nearest above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+LIMIT_S = 3.0
+_SIZE = struct.Struct("!Q")
+_ENOUGH_S = 0.15
+_FIRST, _MOST = 1 << 16, 1 << 28
+# Linux' numbers, which Python's socket module does not name: never split a packet on its way.
+_IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3
+_IP_AND_UDP_HEADERS = 28
+_BRIDGES = ("lo", "docker", "virbr")
+
+
+class _Bytes(socketserver.StreamRequestHandler):
+    """Sends as many bytes as it is asked for; where none are wanted, the question itself."""
+
+    timeout = 60
+
+    def handle(self) -> None:
+        block = bytes(1 << 18)
+        with contextlib.suppress(OSError):
+            while len(request := self.rfile.read(_SIZE.size)) == _SIZE.size:
+                (left,) = _SIZE.unpack(request)
+                if not left:
+                    self.connection.sendall(request)
+                while left:
+                    left -= self.connection.send(block[: min(left, len(block))])
+
+
+class _Echo(socketserver.BaseRequestHandler):
+    """Sends a datagram back as it came."""
+
+    def handle(self) -> None:
+        data, udp = self.request
+        with contextlib.suppress(OSError):
+            udp.sendto(data, self.client_address)
+
+
+class _Connections(socketserver.ThreadingTCPServer):
+    daemon_threads = allow_reuse_address = True
+    request_queue_size = 1024
+
+
+class _Datagrams(socketserver.UDPServer):
+    max_packet_size = 1 << 16
+
+    def server_bind(self) -> None:
+        super().server_bind()
+        self.socket.settimeout(0.2)
+        self.socket.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+
+
+class Listener:
+    """Answers other nodes until it is closed: as many bytes as they ask for, and datagrams as they came.
+
+    `port`: where the ranks are to meet, on the first node; 0 elsewhere. An OSError if the address is not this node's,
+    or the port is taken.
+    """
+
+    def __init__(self, address: str, port: int = 0) -> None:
+        self._servers: list[socketserver.TCPServer] = []
+        try:
+            self.tcp = self._serve(_Connections((address, 0), _Bytes))
+            if port:
+                self._serve(_Connections(("", port), _Bytes))  # as PyTorch's store does
+            self.udp = self._serve(_Datagrams((address, 0), _Echo))
+        except OSError:
+            self.close()
+            raise
+
+    def _serve(self, server: socketserver.TCPServer) -> int:
+        self._servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
+        return int(server.server_address[1])
+
+    def close(self) -> None:
+        """Stop answering."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+
+
+def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Try all `peers` at once: host -> `address`, `tcp` and `udp` port, and of the first [address, port] to `meet`.
+
+    Return of each host the `error` of the connection, the `meet` error of the meeting place, "" where it works, and
+    `mtu`, whether a packet of full size came back; None where it could not be tried.
+    """
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        found = {host: pool.submit(_reach, address, mtu, peer) for host, peer in peers.items()}
+        return {host: future.result() for host, future in found.items()}
+
+
+def _reach(address: str, mtu: int, peer: Mapping[str, Any]) -> dict[str, Any]:
+    error = _hello(address, peer["address"], peer["tcp"])
+    meet = _hello("", *peer["meet"]) if "meet" in peer else ""  # PyTorch's store takes whichever card leads there
+    return {"error": error, "meet": meet, "mtu": None if error else _full_size(address, mtu, peer)}
+
+
+def _hello(address: str, other: str, port: int) -> str:
+    source = (address, 0) if address else None
+    try:
+        with socket.create_connection((other, port), timeout=LIMIT_S, source_address=source) as connection:
+            connection.sendall(_SIZE.pack(0))
+            answer = connection.makefile("rb").read(_SIZE.size)
+            return "" if len(answer) == _SIZE.size else "somebody else answers"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool | None:
+    """Whether a packet as large as the card takes comes back unsplit; None where not even a small one does.
+
+    These are datagrams, which a firewall may drop that lets the collectives' connections pass.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.bind((address, 0))
+        udp.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+        udp.settimeout(LIMIT_S / 6)
+
+        def comes_back(size: int) -> bool:
+            for _ in range(3):
+                with contextlib.suppress(OSError):
+                    udp.sendto(bytes(size), (peer["address"], peer["udp"]))
+                    if len(udp.recv(1 << 16)) == size:
+                        return True
+            return False
+
+        return comes_back(min(mtu, 65535) - _IP_AND_UDP_HEADERS) if comes_back(64) else None
+
+
+def link_speed(address: str, peer: Mapping[str, Any]) -> float | str:
+    """Return how fast a node sends to this one in 10^6 bytes per second, or the error."""
+    try:
+        with socket.create_connection(
+            (peer["address"], peer["tcp"]), timeout=LIMIT_S, source_address=(address, 0)
+        ) as connection:
+            connection.settimeout(10 * LIMIT_S)
+            into, size = bytearray(1 << 20), _FIRST
+            while True:
+                started, left = time.perf_counter(), size
+                connection.sendall(_SIZE.pack(size))
+                while left:
+                    got = connection.recv_into(into, min(left, len(into)))
+                    if not got:
+                        raise ConnectionResetError("the connection broke off")
+                    left -= got
+                seconds = time.perf_counter() - started
+                if seconds > _ENOUGH_S or size >= _MOST:
+                    return size / 1e6 / seconds
+                size *= 4
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def chosen_card(network: Mapping[str, Any], interface: str, backend: str) -> tuple[str, dict[str, Any]]:
+    """Return the network card that a backend would take on a machine, and its facts; ("", {}) where there is none.
+
+    gloo takes the one with the address of the machine's own name, NCCL an InfiniBand card, else the first that is no
+    loopback and no bridge (NCCL 2.27, socket.cc, ncclFindInterfaces; torch 2.13, ProcessGroupGloo).
+    """
+    cards: Mapping[str, dict[str, Any]] = network["cards"]
+    asked = interface or network["asked"][backend]
+    if asked:
+        names = [name for name in cards if _matches(name, asked, backend)]
+    elif backend == "gloo":
+        names = [name for name, card in cards.items() if card["address"] == network["own_name"]]
+        if not names and network["own_name"].startswith("127."):  # all of 127/8 is loopback: Debian's 127.0.1.1
+            names = [name for name, card in cards.items() if card["address"].startswith("127.")]
+    else:
+        up = [name for name, card in cards.items() if card["up"]]
+        names = [name for name in up if name.startswith("ib")]
+        names = names or [name for name in up if not name.startswith(_BRIDGES)] or up
+    return (names[0], cards[names[0]]) if names else ("", {})
+
+
+def _matches(name: str, asked: str, backend: str) -> bool:
+    """NCCL takes beginnings of names, separated by commas, = before whole names and ^ before what is left out."""
+    if backend == "gloo":
+        return name == asked.split(",")[0]
+    exact, inverse = asked.startswith("="), asked.startswith("^")
+    listed: Sequence[str] = asked.lstrip("=^").split(",")
+    return any(name == one if exact else name.startswith(one) for one in listed) != inverse

@@ -1,0 +1,315 @@
+"""Judge the facts of all nodes, and what they measured between them, by findings.yaml. Asks no node."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from toolkit import messages
+from toolkit.config import preflight
+from toolkit.extras.doctor.facts import FORWARDED
+from toolkit.launch import environment, hostfile
+from toolkit.messages import read_table, tr
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+Facts = Mapping[str, Mapping[str, Any]]
+"""Host -> what `facts` says of it."""
+GIB = 1 << 30
+_BREAKING = ("torch", "deepspeed", "transformers", "nccl")
+_TRAINING_BYTES = 6
+"""A checkpoint with Adam holds 12 bytes for each parameter, and weights in half precision 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a user should know."""
+
+    check: str
+    """Name of the check, in English."""
+    level: str
+    text: str
+    """What, where, and what to do."""
+
+
+_table = cache(partial(read_table, "extras/doctor/findings.yaml"))
+
+
+def finding(name: str, /, *, level: str = "", **values: object) -> Finding:
+    """Return a finding of findings.yaml, its placeholders filled in; a level replaces the table's."""
+    check, usual, text = _table()[name]
+    return Finding(check, level or usual, messages.tr(text, **values))
+
+
+def checks() -> list[str]:
+    """Return the names of all checks, in the order in which they are shown."""
+    return ["ssh", *dict.fromkeys(check for check, *_ in _table().values())]
+
+
+def outliers(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a host with what most have (the first in a tie), and what the others have."""
+    if not values:
+        return "", {}
+    counted = Counter(map(str, values.values()))
+    most = max(counted.values())
+    usual = next(host for host, value in values.items() if counted[str(value)] == most)
+    return usual, {host: value for host, value in values.items() if value != values[usual]}
+
+
+def findings(facts: Facts, resources: hostfile.Resources, here: Mapping[str, str]) -> list[Finding]:
+    """Judge what nodes say of themselves; `resources` are the GPUs of each host that take part.
+
+    `here`: hashes of this shell's variables by which runs differ, without those that the launcher or the recipe hands
+    on; {} where ranks are started from this shell itself.
+    """
+    found = [*_code(facts), *_recipe(facts), *_versions(facts), *_gpus(facts, resources), *_ops(facts), *_files(facts)]
+    return [*found, *_disks(facts), *_limits(facts), *_environment(facts, here)]
+
+
+def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def _code(facts: Facts) -> Iterable[Finding]:
+    usual, others = outliers({host: one["code"]["files"] for host, one in facts.items()})
+    for host, files in others.items():
+        commit, expected = (facts[one]["code"]["commit"] or "?" for one in (host, usual))
+        names = _few(_differing(facts[usual]["code"]["files"], files))
+        yield finding("other code", host=host, usual=usual, commit=commit, expected=expected, files=names)
+
+
+def _recipe(facts: Facts) -> Iterable[Finding]:
+    for host, one in facts.items():
+        if "wrong" in one:
+            yield Finding("recipe", ERROR, f"{host}: {one['wrong']}")
+    usual, others = outliers({host: one["recipe"] for host, one in facts.items() if "recipe" in one})
+    for host, values in others.items():
+        expected = facts[usual]["recipe"]
+        keys = [f"{key} = {values.get(key)} ({expected.get(key)})" for key in _differing(expected, values)]
+        yield finding("other recipe", host=host, usual=usual, keys=_few(keys))
+
+
+def _versions(facts: Facts) -> Iterable[Finding]:
+    versions = {
+        host: {**one["packages"], "python": one["python"], "nccl": one["nccl"], "driver": str(one["gpus"]["driver"])}
+        for host, one in facts.items()
+    }
+    for name in sorted({name for named in versions.values() for name in named}):
+        found = {host: str(named.get(name, "")) for host, named in versions.items()}
+        usual, others = outliers(found)
+        for host, version in others.items():
+            # All 3.11 understand each other.
+            is_other_python = name == "python" and version.split(".")[:2] != found[usual].split(".")[:2]
+            yield finding(
+                "other version",
+                level=ERROR if name in _BREAKING or is_other_python else WARNING,
+                host=host,
+                name=name,
+                version=version or tr("not at all"),
+                usual=usual,
+                expected=found[usual] or tr("not at all"),
+            )
+
+
+def _gpus(facts: Facts, resources: hostfile.Resources) -> Iterable[Finding]:
+    if not any(one["gpus"]["cards"] or one["gpus"]["late"] for one in facts.values()):
+        for host, one in facts.items():
+            if len(resources[host]) > one["cores"]:
+                yield finding("too few cores", host=host, slots=len(resources[host]), cores=one["cores"])
+        return
+    for host, one in facts.items():
+        gpus = one["gpus"]["cards"]
+        if one["gpus"]["late"]:
+            yield finding("no answer of nvidia-smi", host=host)
+            continue
+        if max(resources[host], default=-1) >= len(gpus):
+            yield finding("too few GPUs", host=host, slots=max(resources[host]) + 1, count=len(gpus))
+        for gpu in (gpu for number, gpu in enumerate(gpus) if number in resources[host]):
+            free, total, count = gpu["free_mib"], gpu["mib"], gpu["used_by"]
+            if count or (total and free < 0.9 * total):
+                level = ERROR if free < 0.5 * total else WARNING
+                yield finding(
+                    "GPU in use", level=level, host=host, index=gpu["index"], free=free, all=total, count=count
+                )
+    kinds = {gpu["name"] for one in facts.values() for gpu in one["gpus"]["cards"]}
+    if len(kinds) > 1:
+        yield finding("different GPUs", kinds=_few(kinds))
+
+
+def _ops(facts: Facts) -> Iterable[Finding]:
+    for host, one in facts.items():
+        for lock in one["locks"]:
+            yield finding("stale build lock", host=host, lock=lock)
+        ops = one.get("ops", {"needed": [], "built": [], "lacking": []})
+        missing = [name for name in ops["needed"] if name not in ops["built"]]
+        if missing and ops["lacking"]:
+            lacking, other = ", ".join(ops["lacking"]), preflight.without_ops(missing)
+            yield finding("ops cannot be built", host=host, ops=", ".join(missing), lacking=lacking, other=other)
+        elif missing:
+            yield finding("ops to build", host=host, ops=_few(missing))
+
+
+def _files(facts: Facts) -> Iterable[Finding]:
+    labels = {label: None for one in facts.values() for label in one.get("files", {})}
+    for label in labels:
+        found = {host: one["files"][label] for host, one in facts.items() if label in one.get("files", {})}
+        for host, file in found.items():
+            if "error" in file:
+                yield Finding("files", ERROR, f"{host}: {label} {file['path']}: {file['error']}")
+        usual, others = outliers({host: file["hash"] for host, file in found.items() if "hash" in file})
+        for host in others:
+            yield finding("other file", host=host, label=label, path=found[host]["path"], usual=usual)
+    # A tokenized cache's name is a fingerprint of all that it is made of: equal names, equal contents.
+    caches = {host: set(one.get("stores", [])) for host, one in facts.items()}
+    if lacking := [host for host, names in caches.items() if names < set[str]().union(*caches.values())]:
+        yield finding("data to prepare", hosts=_few(lacking))
+
+
+def _disks(facts: Facts) -> Iterable[Finding]:
+    for host, one in facts.items():
+        weights = one.get("files", {}).get("model.path", {}).get("bytes", 0)
+        for name, disk in one.get("disks", {}).items():
+            path, gib = disk["path"], f"{disk['free'] / GIB:.1f}"
+            level = WARNING if name == "prepare.dir" else ERROR  # nothing is written where all is prepared
+            if disk["error"]:
+                yield Finding("disks", level, f"{host}: {name} {path}: {disk['error']}.")
+            elif disk["free"] < (GIB >> 4 if name == "shm" else GIB):
+                yield finding("disk full", level=level, host=host, name=name, path=path, gib=gib)
+            elif name == "run.dir" and disk["free"] < _TRAINING_BYTES * weights:
+                need = f"{_TRAINING_BYTES * weights / GIB:.1f}"
+                yield finding("disk too small", host=host, name=name, path=path, gib=gib, need=need)
+        for folder, found in one.get("nvme", {}).items():
+            if "error" in found:
+                yield Finding("disks", ERROR, f"{host}: nvme {folder}: {found['error']}.")
+            elif min(found.values()) < 1000:
+                write, read = (f"{found[name]:.0f}" for name in ("write_mb_s", "read_mb_s"))
+                yield finding("slow NVMe", host=host, path=folder, write=write, read=read)
+
+
+def _limits(facts: Facts) -> Iterable[Finding]:
+    for host, one in facts.items():
+        for name, least, option in (("open files", 4096, "-n 65536"), ("processes", 4096, "-u unlimited")):
+            limit = one["limits"][name]
+            if 0 <= limit < least:
+                yield finding("low limit", host=host, name=name, limit=limit, option=option)
+
+
+def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
+    lost = {
+        name: [host for host, one in facts.items() if one["environment"].get(name) != value]
+        for name, value in sorted(here.items())
+        if not name.startswith(FORWARDED)
+    }
+    if listed := [f"{name} ({_few(hosts)})" for name, hosts in lost.items() if hosts]:
+        yield finding("variables not forwarded", names=_few(listed, 12))
+
+
+def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
+    """Judge whether the secrets of launch.env would arrive."""
+    if hosts := [host for host, one in facts.items() if names and not one["takes_secrets"]]:
+        return [finding("secrets not accepted", hosts=_few(hosts), variable=environment.PACKED, names=", ".join(names))]
+    return []
+
+
+def clocks(offsets: Mapping[str, float]) -> list[Finding]:
+    """Judge how far clocks are from the middle one, in seconds."""
+    middle = statistics.median_low(offsets.values())
+    off = {host: offset - middle for host, offset in offsets.items() if abs(offset - middle) > 5}
+    return [
+        finding("clock off", level=ERROR if abs(seconds) > 60 else WARNING, host=host, seconds=f"{seconds:+.0f}")
+        for host, seconds in off.items()
+    ]
+
+
+def _few(names: Iterable[str], most: int = 6) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f", … ({len(listed)})" if len(listed) > most else "")
+
+
+SLOW_MB_S = 12.5
+"""100 Mbit/s: a step's gradients of a billion parameters would take minutes."""
+_SHOWN = 8
+Pairs = Mapping[tuple[str, str], Any]
+
+
+def interfaces(
+    chosen: Mapping[str, tuple[str, Mapping[str, Any]]], facts: Facts, interface: str, backend: str
+) -> list[Finding]:
+    """Judge the network card that each node would use."""
+    found = []
+    for host, (name, card) in chosen.items():
+        own = facts[host]["network"]["own_name"]
+        names = ", ".join(one for one in facts[host]["network"]["cards"] if one != "lo")
+        asked = interface or facts[host]["network"]["asked"][backend]
+        if not name and not names:
+            found.append(finding("no IPv4 address", host=host))
+        elif not name and asked:
+            found.append(finding("no such interface", host=host, asked=asked, names=names))
+        elif not name or card["address"].startswith("127."):
+            address = own or "?"
+            found.append(finding("own name is loopback", host=host, address=address, backend=backend, names=names))
+        elif not card["up"]:
+            found.append(finding("interface down", host=host, name=name))
+    sizes = {host: card.get("mtu") for host, (_, card) in chosen.items()}
+    if not found and len(set(sizes.values())) > 1:
+        found.append(finding("different MTU", listed=", ".join(f"{host} {mtu}" for host, mtu in sizes.items())))
+    return found
+
+
+def connections(results: Pairs, port: int) -> list[Finding]:
+    """Judge connections: (from, to) -> `error`, `meet` and `mtu` of `network.can_connect`."""
+    broken = [f"{a} -> {b}: {one['error']}" for (a, b), one in results.items() if one["error"]]
+    closed = [f"{a} -> {b}: {one['meet']}" for (a, b), one in results.items() if one["meet"] and not one["error"]]
+    lost = [f"{a} -> {b}" for (a, b), one in results.items() if one["mtu"] is False]
+    return [
+        *([finding("no connection", lines=_lines(broken))] if broken else []),
+        *([finding("port closed", port=port, lines=_lines(closed))] if closed else []),
+        *([finding("full packets lost", lines=_lines(lost))] if lost else []),
+    ]
+
+
+def speeds(rates: Pairs) -> list[Finding]:
+    """Judge (sender, receiver) -> 10^6 bytes per second or an error, and name the slow node where the links tell."""
+    broken = [f"{a} -> {b}: {rate}" for (a, b), rate in rates.items() if isinstance(rate, str)]
+    numbers = {pair: rate for pair, rate in rates.items() if not isinstance(rate, str)}
+    usual = statistics.median(numbers.values()) if numbers else 0.0
+    slow = {pair: rate for pair, rate in numbers.items() if rate < max(SLOW_MB_S, usual / 8)}
+    found = [finding("transfer broken", lines=_lines(broken))] if broken else []
+    if slow:
+        # The node whose links are all slow, and no others; of two nodes neither can be told.
+        hosts, blame = set.intersection(*map(set, slow)), ""
+        if len(hosts) == 1 and all(pair in slow for pair in numbers if hosts & {*pair}):
+            blame = tr(" All links of {host} are slow, no others.", host=hosts.pop())
+        level = ERROR if min(slow.values()) < SLOW_MB_S else WARNING
+        lines = _lines([f"{a} -> {b}: {rate:.2f} MB/s" for (a, b), rate in slow.items()])
+        best = f"{max(numbers.values()):.0f}"
+        found.append(finding("slow links", level=level, best=best, blame=blame, lines=lines))
+    return found
+
+
+def collective(ranks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[list[Finding], str]:
+    """Judge the all-reduce; return findings, and its speed in words."""
+    broken = [f"{rank} ({hosts[rank]}): {one['error']}" for rank, one in ranks.items() if "error" in one]
+    if broken:
+        return [finding("all-reduce failed", lines=_lines(broken))], ""
+    wrong = [f"{rank} ({hosts[rank]})" for rank, one in ranks.items() if not one["right"]]
+    if wrong:
+        return [finding("all-reduce wrong", ranks=", ".join(wrong))], ""
+    size, one = len(ranks), next(iter(ranks.values()))
+    # Each byte crosses each link 2(n-1)/n times in a ring (https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md).
+    rate = 2 * (size - 1) / size * one["bytes"] / 1e6 / one["seconds"] if size > 1 else 0.0
+    told = tr(
+        "{ranks} ranks, {mib} MiB, {rate} MB/s on each link", ranks=size, mib=one["bytes"] >> 20, rate=f"{rate:.0f}"
+    )
+    if size == 1 or rate > SLOW_MB_S:
+        return [], told
+    pairs = {((rank - 1) % size, rank): other["pair_bytes"] / 1e6 / other["pair_s"] for rank, other in ranks.items()}
+    slowest = sorted(pairs, key=lambda pair: pairs[pair])[:_SHOWN]
+    lines = [f"{a} ({hosts[a]}) -> {b} ({hosts[b]}): {pairs[a, b]:.2f} MB/s" for a, b in slowest]
+    return [finding("all-reduce slow", told=told, lines=_lines(lines))], told
+
+
+def _lines(lines: list[str]) -> str:
+    shown = [f"    {line}" for line in lines[:_SHOWN]]
+    return "\n".join([*shown, *([f"    … ({len(lines)})"] if len(lines) > _SHOWN else [])])

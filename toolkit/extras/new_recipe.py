@@ -1,0 +1,237 @@
+"""A recipe for a model, data and GPUs: looks at the data, plans each fine-tuning method, writes what fits."""
+
+import bisect
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from toolkit.arguments import parse_checked, positive_int
+from toolkit.config import files, load, mesh, preflight
+from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod, set_leaf
+from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
+from toolkit.data.tokenize import first_rows, percent
+from toolkit.extras.translate.convert import inline
+from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr, warn
+from toolkit.plan import speed
+from toolkit.plan.layouts import Layout, fastest, gib, layouts, overrides
+from toolkit.plan.machine import Machine, parse_machine
+from toolkit.plan.outline import config_of, outline_of
+
+METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)
+"""The first that fits on the GPUs alone is chosen, else the first that fits with offloading."""
+_LEAST_LENGTH, _TEXT_LENGTH = 256, 2048
+"""Shortest `data.max_length` that is tried, and that of plain texts, which are split."""
+_CAUTIOUS_BYTES = 3
+"""Per token, for the longest row, where the tokenizer is not here: more than `BYTES_PER_TOKEN` would cut it."""
+_LONGER = 0.005
+"""So many of the first rows may be longer than the length that is chosen, lest a single one decide it."""
+_UNBOUNDED = 1 << 24
+_SAMPLES = 16
+"""Least `batch.global_size`, as in the recipe chatglm."""
+
+Given = Mapping[str, str]
+"""The arguments of `toolkit new`: model, data, gpus, nodes, host_memory, columns, max_length."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodPlan:
+    """The fastest layout of a fine-tuning method that fits, or the smallest where none does."""
+
+    method: TuningMethod
+    layout: Layout
+    machine: Machine
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether anything is in host memory."""
+        return self.layout.cfg.zero.offload_optimizer.device is not Device.none
+
+
+def data_facts(given: Given) -> dict[str, Any]:
+    """Return what the recipe says of model and data, and what was seen of the data. Raises for wrong ones."""
+    groups, model, data = load.group_choices(), given["model"], given["data"]
+    is_group = model in groups["model"]
+    if not is_group and not Path(model).is_dir() and not files.is_hub_name(model):
+        sentence = tr(
+            "model = {model} is no name of `toolkit models`, no directory here and not owner/name on Hugging Face.",
+            model=model,
+        )
+        raise ConfigError(joined(sentence, did_you_mean(model, groups["model"])))
+    columns = files.parse(f"columns: {given.get('columns', '{}')}", "columns=").values["columns"]
+    if columns and data in groups["data"]:
+        raise ConfigError(
+            "columns = {columns} is for data=PATH: the group {data} names its own.", columns=columns, data=data
+        )
+    facts = {
+        "group": model if is_group else "hf",
+        "path": "" if is_group else model,
+        "data_group": data if data in groups["data"] else "",
+        "sources": [] if data in groups["data"] else [{"path": data, **({"columns": columns} if columns else {})}],
+        "max_length": _LEAST_LENGTH,
+    }
+    problems, cfg = Problems(), _compose(facts).cfg
+    check_sources(cfg.data, (), problems)
+    problems.raise_all()
+    formats, sizes = look_at(cfg.data)
+    if not sizes:
+        raise ConfigError("data = {data}: no rows to look at. Name a file, a directory or a pattern.", data=data)
+    is_text = formats == [RowFormat.text]
+    cfg = _planned(_compose(facts)).cfg
+    lengths = _token_counts(cfg)
+    held = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1] if lengths else sizes[-1] / _CAUTIOUS_BYTES
+    needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(held + 1)))
+    limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else preflight.position_limit(config_of(cfg))
+    length = positive_int(dict(given), "max_length") or min(needed, limit or needed)
+    if limit and length > limit:
+        raise ConfigError("max_length = {length}: the model has {limit} positions.", length=length, limit=limit)
+    counts = lengths or [size // BYTES_PER_TOKEN for size in sizes]
+    num_longer = len(counts) - bisect.bisect_right(counts, length)
+    return facts | {
+        "is_text": is_text,
+        "formats": ", ".join(formats),
+        "is_counted": bool(lengths),
+        "median": f"{counts[len(counts) // 2]:,}",
+        "longest": f"{counts[-1]:,}",
+        "max_length": length,
+        "rows_seen": f"{len(counts):,}",
+        "rows_longer": num_longer,
+        "longer_percent": percent(num_longer / len(counts)),
+        "name": cfg.model.name or model,
+    }
+
+
+def _token_counts(cfg: RunConfig) -> list[int]:
+    """Return the tokens of the data's first samples, ascending; [] where no tokenizer on this disk encodes them. What
+    keys of the recipe may mend is a warning, a model that cannot be trained an error, as in `toolkit check`.
+    """
+    if not Path(cfg.model.path or "-").is_dir():  # before slow imports
+        return []
+    from toolkit.models.chat import local_encoder
+    from toolkit.train.tasks import task_of
+
+    encoder, counts = None, list[int]()
+    try:
+        encoder = local_encoder(cfg.model)
+    except ModelError as error:
+        warn(str(error))
+    task_of(cfg).check(cfg, encoder and encoder.tokenizer)
+    if encoder:
+        rule = replace(cfg.data, max_length=_UNBOUNDED, too_long=TooLong.drop, on_bad_row=OnBadRow.skip)
+        report, counts = first_rows(replace(cfg, data=rule), encoder)
+        if report.bad_rows:
+            warn(report.examples[tr("cannot be used")][0])
+    return counts
+
+
+def plan_methods(
+    given: Given, facts: Mapping[str, Any], methods: Sequence[TuningMethod], samples: int = _SAMPLES
+) -> Iterator[MethodPlan]:
+    """Yield the plan of each method that these GPUs can run, with at least so many samples per step."""
+    machine = machine_of(given)
+    precision = "fp32" if machine.on_cpu else "fp16" if machine.card and machine.card.lacks_bf16 else "bf16"
+    for method in methods:
+        if method is TuningMethod.qlora and machine.on_cpu:
+            continue
+        size = -(-samples // machine.world_size) * machine.world_size
+        own = {"method": method.value, "dtype": precision, "global_size": size}
+        cfg = mesh.with_micro_batch(_planned(_compose({**facts, **own})).cfg)
+        outline = outline_of(cfg)
+        found = list(layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline)))
+        on_gpus = [one for one in found if one.cfg.zero.offload_optimizer.device is Device.none]
+        if not machine.host_bytes:  # offloading is planned where the host's memory is known
+            found = on_gpus
+        smallest = min(found, key=lambda one: one.peak)
+        yield MethodPlan(method, fastest(on_gpus) or fastest(found) or smallest, machine)
+
+
+def machine_of(given: Given) -> Machine:
+    """Return the nodes that are planned for."""
+    return parse_machine(given["gpus"], positive_int(dict(given), "nodes") or 1, given.get("host_memory", ""))
+
+
+def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
+    """Return the plan whose method is used; None if nothing fits."""
+    return min((plan for plan in plans if plan.layout.fits), key=lambda plan: plan.is_offloaded, default=None)
+
+
+def remedies(given: Given, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
+    """Return the arguments with which something would fit: the smallest change of each kind that is enough."""
+    ranks, card = machine_of(given).ranks, re.sub(r"^\d+\s*[xX*×]", "", given["gpus"])
+    nodes, length = int(given.get("nodes", 1)), int(facts["max_length"])
+    ways = (
+        [("max_length", str(length >> half)) for half in range(1, 16) if length >> half >= _LEAST_LENGTH],
+        [("host_memory", f"{size}GB") for size in (128, 256, 512, 1024, 2048) if not given.get("host_memory")],
+        [("gpus", f"{more}x{card.strip()}") for more in (2, 4, 8) if more > ranks],
+        [("nodes", str(nodes * factor)) for factor in (2, 4, 8)],
+    )
+    found = []
+    for way in ways:
+        for name, value in way:
+            own = {"max_length": int(value)} if name == "max_length" else {}
+            if plan := choose(list(plan_methods({**given, name: value}, {**facts, **own}, methods, samples=1))):
+                found.append(f"{name}={value} ({plan.method.value})")
+                break
+    return found
+
+
+def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[str]) -> str:
+    """Return the recipe of a plan, composed once to see that it is what was planned."""
+    cfg, layout = plan.layout.cfg, plan.layout
+    settings: dict[str, Any] = {"zero": {"stage": cfg.zero.stage}}
+    for word in overrides(RunConfig(), cfg):
+        key, _, value = word.partition("=")
+        set_leaf(settings, key, yaml.safe_load(value))
+    epoch = estimate(cfg.data, 10**12)
+    steps = math.ceil(epoch[1] / cfg.batch.global_size) * cfg.train.epochs if epoch else 0
+    own = {
+        "method": plan.method.value,
+        "dtype": cfg.precision.dtype.value,
+        "global_size": cfg.batch.global_size,
+        "micro": cfg.batch.micro_per_gpu,
+        "settings": settings,
+        "machine": plan.machine.name,
+        "device": gib(layout.peak),
+        "host": gib(layout.host_peak),
+        "rows": f"{epoch[0]:,}" if epoch else "",  # more than can be counted in a second
+        "steps": steps,
+        "commands": commands,
+    }
+    made = {**facts, **own}
+    assert not overrides(cfg, mesh.with_micro_batch(_compose(made).cfg)), "the recipe is not what was planned"
+    return _rendered(made)
+
+
+def _rendered(facts: Mapping[str, Any]) -> str:
+    method = facts.get("method", TuningMethod.full.value)
+    environment = jinja2.Environment(keep_trailing_newline=True)  # noqa: S701  # YAML, whose values `inline` quotes
+    environment.filters["yaml"] = inline
+    template = (resources.files("toolkit.extras") / "new_recipe.yaml.j2").read_text(encoding="utf-8")
+    usual = {"method": method, "dtype": "bf16", "global_size": _SAMPLES, "micro": 1, "settings": {"zero": {"stage": 2}}}
+    rate = f"{load.LEARNING_RATES[TuningMethod(method)]:.1e}".replace("e-0", "e-")
+    return environment.from_string(template).render({**usual, "lr": rate, **facts})
+
+
+def _compose(facts: Mapping[str, Any]) -> load.LoadedConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(_rendered(facts), encoding="utf-8")
+        try:
+            loaded = parse_checked([f"recipe={path}"], files=False).loaded
+        except ConfigError as error:
+            raise ConfigError(re.sub(rf"{re.escape(str(path))}(:\d+)?: ", "", str(error))) from error
+    loaded.where.clear()  # no message names this file
+    return loaded
+
+
+def _planned(loaded: load.LoadedConfig) -> load.LoadedConfig:
+    """Return a config whose model has a config.json here, or known sizes."""
+    is_unknown = preflight.needs_lookup(loaded.cfg.model)
+    return preflight.resolve_model_path(loaded, config_only=True) if is_unknown else loaded

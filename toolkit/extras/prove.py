@@ -1,0 +1,326 @@
+"""Holds a recipe's exact settings, on its ranks, against a plain PyTorch loop; names the setting that deviates."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from toolkit import children, terminal
+from toolkit.arguments import check_output, check_parsed, parse, positive_int, write_output
+from toolkit.config import files, load, mesh, schema
+from toolkit.extras import sweep as sweeping
+from toolkit.extras.sweep import DONE, SweepDir, SweepJob, SweepPlan
+from toolkit.launch import deepspeed, processes
+from toolkit.messages import ConfigError, LaunchError, Problems, listed, say, tr
+from toolkit.report.run import json_lines
+
+_OWN = ("steps", "sweep", "output", "max_length")
+STEPS = 8
+MAX_LENGTH = 256
+_LIMIT_S = 3600.0
+FACTOR = 8.0
+"""How many times what rounding alone does to the plain loop a run may deviate."""
+FLOOR = {"losses": 2e-6, "norms": 2e-5, "logits": 2e-5}
+"""Relative to the value: sums in another order. Measured on CPU ranks in fp32: losses 6e-7, norms 3e-6 (docs)."""
+_PLAIN = ("adamw", "adam", "sgd", "adagrad")
+_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
+_BRIEF = (
+    *sweeping.BRIEF,
+    "optim.lr=1e-3",
+    "checkpoint.keep=0",
+    "checkpoint.export=true",
+    "data.validation=[]",
+    "data.validation_fraction=0",
+)
+
+Applies = Callable[[schema.RunConfig], bool]
+_PLAINER: tuple[tuple[Applies, str], ...] = (
+    (lambda cfg: cfg.compile.enabled, "compile=none"),
+    (lambda cfg: cfg.precision.fp8 is not schema.Fp8.none, "precision=bf16"),
+    (lambda cfg: cfg.train.activation_checkpointing.enabled, "train.activation_checkpointing.enabled=false"),
+    (lambda cfg: cfg.data.packing is not schema.Packing.none, "data.packing=none"),
+    (lambda cfg: cfg.model.attention is not schema.Attention.eager, "model.attention=eager"),
+    (lambda cfg: True, "kernels=torch"),
+    (lambda cfg: cfg.kernels.mlp_pieces > 1, "kernels.mlp_pieces=1"),
+    (lambda cfg: mesh.model_ranks(cfg) > 1, "parallel=data"),
+    (lambda cfg: cfg.zero.overlap_comm is not False and cfg.zero.stage > 0, "zero.overlap_comm=false"),
+    (lambda cfg: cfg.optim.torch is not True, "optim.torch=true"),
+    (lambda cfg: cfg.tuning.method is not schema.TuningMethod.full, "tuning=full"),
+    (lambda cfg: cfg.zero.stage > 1, "zero=stage1"),
+    (lambda cfg: cfg.zero.stage > 0, "zero=stage0"),
+    (lambda cfg: cfg.precision.dtype is not schema.Dtype.fp32, "precision=fp32"),
+)
+"""What may deviate, and the override that does without it, tried one at a time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Finding:
+    """One figure of a run beside those of the plain loop."""
+
+    name: str
+    """losses, norms or logits."""
+    found: float
+    """Largest deviation from float64, relative to the value."""
+    rounding: float
+    """That of the plain loop in the run's own precision."""
+
+    @property
+    def limit(self) -> float:
+        """The most that rounding and another order of additions explain."""
+        return FACTOR * self.rounding + FLOOR[self.name]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the run is as near as that; a NaN is not."""
+        return self.found <= self.limit
+
+
+@dataclass(kw_only=True, slots=True)
+class Proof:
+    """What is proved, and where."""
+
+    plan: SweepPlan
+    sweep: SweepDir
+    cfg: schema.RunConfig
+    """The recipe's, as it is run."""
+    world_size: int
+    device: str
+    requests: processes.SignalRequests = field(default_factory=processes.SignalRequests)
+    known: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+    """What the plain loop found, by what it depends on."""
+
+    def train(self, words: Sequence[str], cfg: schema.RunConfig, name: str = "") -> SweepJob:
+        """Train with further overrides unless that is done already."""
+        job = sweeping.new_job(words, cfg)
+        job = self.sweep.add(replace(job, name=name or job.name))
+        if job.state != DONE:
+            log = self.sweep.folder / f"{job.name}.log"
+            text = tr("Training with {words}", words=" ".join(words) or tr("the recipe's settings"))
+            with terminal.phase(text), log.open("a", encoding="utf-8") as lines:
+                sweeping.launch(self.plan, self.sweep, job, words, self.requests, lines)
+            sweeping.check_stopped(self.sweep, self.requests)
+        return job
+
+    def plain(self, words: Sequence[str], cfg: schema.RunConfig, dtype: str) -> dict[str, Any]:
+        """Return losses, gradient norms and last logits of the plain loop."""
+        key = (dtype, cfg.data.packing, repr(cfg.precision), cfg.tuning.method, mesh.model_ranks(cfg))
+        if key not in self.known:
+            device = "cpu" if dtype == "float64" else self.device
+            spec = {"dtype": dtype, "device": device, "world_size": self.world_size}
+            self.known[key] = ask(self.sweep.folder, [*self.plan.fixed, *words], spec)
+        return self.known[key]
+
+    def findings(self, job: SweepJob, words: Sequence[str], cfg: schema.RunConfig) -> list[Finding]:
+        """Compare a run with the plain loop."""
+        exact, rounded = self.plain(words, cfg, "float64"), self.plain(words, cfg, cfg.precision.dtype.value)
+        rows = [row for row in json_lines(self.sweep.run_dir(job) / "metrics.jsonl") if row and "loss" in row]
+        run = {"losses": [float(row["loss"]) for row in rows], "norms": [float(row["grad_norm"]) for row in rows]}
+        spec = {"export": str(self.sweep.run_dir(job)), "world_size": self.world_size}
+        run["logits"] = ask(self.sweep.folder, [*self.plan.fixed, *words], spec)["logits"]
+        return [
+            Finding(name=name, found=deviation(run[name], exact[name]), rounding=deviation(rounded[name], exact[name]))
+            for name in FLOOR
+        ]
+
+
+def deviation(found: Sequence[float], exact: Sequence[float]) -> float:
+    """Return the largest difference, relative to the largest value; NaN if there are not as many, or one is NaN."""
+    if len(found) != len(exact) or any(one != one for one in found):
+        return float("nan")
+    return max(abs(one - other) for one, other in zip(found, exact, strict=True)) / max(map(abs, exact))
+
+
+def ask(folder: Path, words: Sequence[str], spec: dict[str, Any]) -> dict[str, Any]:
+    """Run toolkit.extras.reference in a process of its own, with its files in a directory; return what it found."""
+    given, answer = folder / "reference.json", folder / "reference-answer.json"
+    given.write_text(json.dumps({**spec, "words": list(words), "output": str(answer)}), encoding="utf-8")
+    command = [sys.executable, "-m", "toolkit.extras.reference", str(given)]
+    ran = children.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+    if ran.returncode:
+        raise LaunchError(
+            "the plain loop failed: {reason}", reason="\n".join(ran.stderr.strip().splitlines()[-8:]) or ran.returncode
+        )
+    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    return found
+
+
+def run_prove(words: list[str]) -> int:
+    """Train, compare, and look for what deviates; return 0 if everything is right, else 1."""
+    launcher, options, rest = deepspeed.typed_options(words)
+    problems = Problems()
+    world_size = sum(map(len, (problems.attempt(deepspeed.hosts_of, options) or {}).values()))
+    arguments = parse(rest, names=_OWN, problems=problems)
+    cfg, given = arguments.loaded.cfg, arguments.values
+    problems.apply((_unsuitable,), cfg)
+    check_parsed(arguments.loaded, world_size or None, problems)
+    steps = problems.attempt(positive_int, given, "steps") or STEPS
+    length = problems.attempt(positive_int, given, "max_length") or MAX_LENGTH
+    problems.attempt(check_output, given)
+    problems.raise_all()
+    recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
+    name = f"prove-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe, f'{steps} {length}']))}"
+    own = {"sweep": given.get("sweep") or name}
+    plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_brief(cfg, steps, length)], own=own)
+    with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "prove")) as sweep:
+        sweep.save()
+        plan.fixed.append(f"prepare.dir={files.quoted(sweep.folder / 'cache')}")
+        if cfg.model.init is schema.Init.pretrained:
+            _write_small_model(plan, sweep, cfg, recipe)
+        settled = plan.compose([])
+        from deepspeed.accelerator import get_accelerator
+
+        proof = Proof(
+            plan=plan, sweep=sweep, cfg=settled, world_size=world_size, device=get_accelerator().device_name()
+        )
+        result = _prove(proof, steps)
+        if "output" in given:
+            write_output(given, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        return 0 if result["is_right"] else 1
+
+
+def _unsuitable(cfg: schema.RunConfig) -> Iterator[ConfigError]:
+    if cfg.tuning.method not in _METHODS or cfg.tuning.adapter:
+        yield ConfigError(tr("prove knows tuning=full, freeze and lora, without tuning.adapter."))
+    if cfg.preference.is_on:
+        text = tr("prove does not support preference.loss: use preference=none, with conversations as data.")
+        yield ConfigError(text)
+    if cfg.task.kind is not schema.TaskKind.language:
+        yield ConfigError(tr("prove does not support task={task}.", task=cfg.task.kind.value))
+    if cfg.model.trust_remote_code:
+        yield ConfigError(tr("prove knows architectures of transformers: set model.trust_remote_code=false."))
+    if cfg.plan.auto:
+        yield ConfigError(tr("plan.auto chooses the layout itself. Run `toolkit plan`, and prove what it says."))
+
+
+def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
+    """Return the overrides that make a run short, and leave out what is random or has no plain counterpart."""
+    words = [*_BRIEF, f"train.max_steps={steps}", f"checkpoint.every={max(1, steps // 2)}"]
+    words += [f"data.max_length={min(cfg.data.max_length, length)}", "data.too_long=truncate"]
+    changed = (
+        (cfg.batch.micro_per_gpu == schema.AUTO, "batch.micro_per_gpu=1"),
+        (cfg.optim.name.value not in _PLAIN, f"optim={schema.OptimizerName.adamw.value}"),
+        (cfg.tuning.dropout > 0, "tuning.dropout=0"),
+        (cfg.train.neftune_alpha > 0, "train.neftune_alpha=0"),
+        (cfg.data.curriculum.steps > 0, "data.curriculum.steps=0"),
+        (cfg.precision.dtype is schema.Dtype.fp16, "precision.initial_scale_power=8"),
+    )
+    plain = schema.EvaluateConfig()  # without validation data nothing else has an effect
+    own = [item.name for item in fields(plain) if getattr(cfg.evaluate, item.name) != getattr(plain, item.name)]
+    words += [f"evaluate.{name}={load.as_typed(getattr(plain, name))}" for name in own]
+    return words + [word for applies, word in changed if applies]
+
+
+def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: schema.RunConfig, recipe: Sequence[str]) -> None:
+    folder = sweep.folder / "model"
+    if not folder.exists():
+        heads = max(4, mesh.model_ranks(cfg))
+        made = ask(sweep.folder, recipe, {"folder": str(folder), "heads": heads})
+        say(
+            "{model}, made small: {count} random parameters in {folder}.",
+            model=cfg.model.name or cfg.model.path,
+            count=f"{made['parameters']:,}",
+            folder=folder,
+        )
+    plan.fixed += [f"model.path={files.quoted(folder)}", "model.tokenizer=''", "model.revision=''"]
+
+
+def _prove(proof: Proof, steps: int) -> dict[str, Any]:
+    """Return what was found, and print it."""
+    job = proof.train([], proof.cfg, "recipe")
+    if job.state != DONE:
+        log = proof.sweep.folder / f"{job.name}.log"
+        raise LaunchError(
+            "the run did not come to its end (exit code {code}). The last lines of {file}:\n{lines}",
+            code=job.exit_code,
+            file=log,
+            lines="\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]),
+        )
+    findings = proof.findings(job, [], proof.cfg)
+    resumed = _resume(proof, job)
+    titles = {"losses": tr("losses"), "norms": tr("gradient norms"), "logits": tr("logits of the export")}
+    say("")
+    for line in terminal.text_table(
+        (tr("of {steps} steps", steps=steps), tr("deviates by"), tr("rounding alone"), tr("allowed"), ""),
+        [
+            (
+                titles[one.name],
+                *(f"{number:.1e}" for number in (one.found, one.rounding, one.limit)),
+                tr("right") if one.is_right else tr("deviates"),
+            )
+            for one in findings
+        ],
+    ):
+        say(line)
+    say(
+        "Relative to a plain loop in float64 on the CPU; rounding alone: the same loop in {dtype} on the {device}.",
+        dtype=proof.cfg.precision.dtype.value,
+        device=proof.device,
+    )
+    if resumed:
+        say("Resumed at the middle, the losses deviate by {found} from those of the run.", found=f"{resumed:.1e}")
+    else:
+        say("Resumed at the middle, the losses are those of the run bit for bit.")
+    is_right = all(one.is_right for one in findings) and resumed <= FLOOR["losses"]
+    suspects = [] if is_right else _suspects(proof)
+    return {
+        "settings": proof.plan.fixed,
+        "ranks": proof.world_size,
+        "device": proof.device,
+        "versions": {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
+        "findings": {one.name: {"found": one.found, "rounding": one.rounding, "limit": one.limit} for one in findings},
+        "resumed": resumed,
+        "suspects": suspects,
+        "is_right": is_right,
+    }
+
+
+def _resume(proof: Proof, job: SweepJob) -> float:
+    """Resume a copy of the run at its checkpoint in the middle; return how far the losses are from those of the run."""
+    run, again = proof.sweep.run_dir(job), proof.sweep.folder / "resumed"
+    if not again.exists():
+        part = again.with_suffix(".part")  # killed in here, the copy would be the whole run, and prove nothing
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(run, part)
+        (part / "DONE").unlink()
+        *_, last = sorted((part / "checkpoints").glob("step-*"), key=lambda one: int(one.name.removeprefix("step-")))
+        shutil.rmtree(last)
+        shutil.rmtree(part / "export")
+        part.rename(again)
+    resumed = proof.train([], proof.cfg, again.name)
+    if resumed.state != DONE:
+        return float("nan")
+    found, wanted = (
+        [row["loss"] for row in json_lines(folder / "metrics.jsonl") if row and "loss" in row]
+        for folder in (again, run)
+    )
+    return deviation(found, wanted)
+
+
+def _suspects(proof: Proof) -> list[str]:
+    """Return the overrides with each of which alone the recipe is right, and print what came of all."""
+    say("")
+    say("Something deviates by more than rounding explains. The settings, plainer one at a time:")
+    suspects = []
+    for applies, word in _PLAINER:
+        if not applies(proof.cfg):
+            continue
+        try:
+            cfg = proof.plan.compose([word])
+        except ConfigError as error:
+            say(f"  {word}  " + tr("skipped: {reason}", reason=error))
+            continue
+        if load.to_yaml(replace(cfg, run=proof.cfg.run)) == load.to_yaml(proof.cfg):
+            continue
+        job = proof.train([word], cfg)
+        is_right = job.state == DONE and all(one.is_right for one in proof.findings(job, [word], cfg))
+        say(f"  {word}  " + (tr("right") if is_right else tr("deviates too") if job.state == DONE else tr("failed")))
+        suspects += [word] if is_right else []
+    if suspects:
+        say("Right with {words}: what that changes deviates.", words=listed(*suspects))
+    else:
+        say("None of them alone makes it right.")
+    return suspects

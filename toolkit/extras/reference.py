@@ -1,0 +1,160 @@
+"""The same steps as a run's, in a plain PyTorch loop in one process: what `toolkit prove` holds the run against.
+
+Nothing of the engine, the loss or the step takes part: each sample has a row of its own, attention is written out, the
+optimizer is PyTorch's. `python -m toolkit.extras.reference SPEC` does what a JSON file says, see `main`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from toolkit.config import mesh, schema
+from toolkit.config.load import load
+from toolkit.data import loader, sampler, store
+from toolkit.engine.build import parameter_groups, use_tf32
+from toolkit.export.load import load_any
+from toolkit.export.model import write_folder
+from toolkit.extras import shrink
+from toolkit.models import adapters, fp8, save
+from toolkit.models.load import TORCH_DTYPES, create_model
+from toolkit.train import language_data
+
+ROWS = 4
+"""Samples that are computed at once, and that the logits of the end are compared on."""
+
+
+def main(spec: dict[str, Any]) -> dict[str, Any]:
+    """Make a small model, follow a run, or compute an export's logits; return what was found.
+
+    `words` are the run's recipe and overrides. With `folder` the model of the recipe is written there, made small, with
+    `heads` heads. With `export` a run's logits are computed. Else the run is followed in `dtype` on `device`, for as
+    many steps as it has, on the global batches of `world_size` ranks.
+    """
+    cfg = load(spec["words"]).cfg
+    if "folder" in spec:
+        model = shrink.shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])
+        encoder = language_data.build_encoder(cfg)
+        write_folder(model, save.describe(model, encoder), Path(spec["folder"]), "hf", None)
+        return {"parameters": sum(one.numel() for one in model.parameters())}
+    data = language_data.load_data(cfg)
+    first = next(_batches(cfg, data, spec["world_size"], 1))[:ROWS]
+    if "export" in spec:
+        model = load_any(spec["export"], dtype="fp32", device="cpu").model
+        return {"logits": _logits(model, first, data.pad_id)}
+    return follow(cfg, data, spec["world_size"], spec["dtype"], torch.device(spec["device"]), first)
+
+
+def follow(
+    cfg: schema.RunConfig,
+    data: language_data.LanguageData,
+    world_size: int,
+    dtype: str,
+    device: torch.device,
+    rows: list[store.Sample],
+) -> dict[str, Any]:
+    """Train as the config says, in one process; return losses and gradient norms of all steps, and the last logits of
+    a few rows.
+
+    `dtype`: float64, in which a model still computes norms and rotary tables in float32; or the run's own. Weights
+    begin as those of the run: rounded to the run's precision.
+    """
+    use_tf32(cfg.precision)
+    own = TORCH_DTYPES[cfg.precision.dtype]
+    model_config = replace(cfg.model, attention=schema.Attention.eager)
+    model = create_model(model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
+    if cfg.tuning.method is not schema.TuningMethod.full:
+        adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), data.tokenizer, cfg.run.seed)
+    wanted = torch.float64 if dtype == "float64" else TORCH_DTYPES[schema.Dtype(dtype)]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(own).to(wanted)
+    model.train().to(device)
+    if dtype != "float64":
+        fp8.convert(model, cfg.precision.fp8)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    is_low = wanted in (torch.bfloat16, torch.float16)
+    masters = {name: one.detach().float().requires_grad_() if is_low else one for name, one in trained.items()}
+    optimizer = plain_optimizer(masters, cfg.optim)
+    losses, norms = [], []
+    for samples in _batches(cfg, data, world_size, cfg.train.max_steps):
+        losses.append(_backward(model, samples, data.pad_id))
+        for name, parameter in trained.items():
+            if is_low:
+                masters[name].grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+        most = cfg.train.gradient_clipping or float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(masters.values()), most)))
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in trained.items() if is_low else ():
+            parameter.data.copy_(masters[name])
+    return {"losses": losses, "norms": norms, "logits": _logits(model.eval(), rows, data.pad_id)}
+
+
+def plain_optimizer(named: dict[str, torch.nn.Parameter], optim: schema.OptimConfig) -> torch.optim.Optimizer:
+    """Return PyTorch's own AdamW, Adam, SGD or Adagrad, whichever a recipe names."""
+    groups, betas = parameter_groups(named.items(), optim), (optim.betas[0], optim.betas[1])
+    shared: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    if optim.name is schema.OptimizerName.sgd:
+        return torch.optim.SGD(groups, momentum=optim.momentum, **shared)
+    if optim.name is schema.OptimizerName.adagrad:
+        return torch.optim.Adagrad(groups, eps=optim.eps, **shared)
+    kind = torch.optim.AdamW if optim.name is schema.OptimizerName.adamw else torch.optim.Adam
+    return kind(groups, betas=betas, eps=optim.eps, **shared)
+
+
+def _batches(
+    cfg: schema.RunConfig, data: language_data.LanguageData, world_size: int, num_steps: int
+) -> Iterator[list[store.Sample]]:
+    """Yield the samples of each step over all ranks."""
+    position, per_step = sampler.BEGINNING, language_data.rows_per_step(cfg, data.packing)[0]
+    for _ in range(num_steps):
+        by_rank = language_data.step_samples(cfg, data, world_size, position)
+        # Ranks of one copy of the model compute the same samples.
+        parts = {mesh.mesh_of(cfg, world_size, rank).data_rank: samples for rank, samples in enumerate(by_rank)}
+        numbers = [number for micro_batches in parts.values() for samples in micro_batches for number in samples]
+        yield [data.train[number] for number in numbers]
+        position = sampler.next_position(position, language_data.epoch_rows(cfg, data), per_step)
+
+
+def _backward(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> float:
+    """Add up the gradient of a step's mean loss; return the loss, nats per trained token."""
+    total = sum(int(trained[1:].sum()) for _, trained in samples)
+    loss = 0.0
+    for begin in range(0, len(samples), ROWS):
+        batch = loader.collate([[sample] for sample in samples[begin : begin + ROWS]], pad_id)
+        logits, labels = _forward(model, batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten().to(model.device)
+        logits = logits if logits.dtype is torch.float64 else logits.float()
+        part = functional.cross_entropy(logits, labels, ignore_index=loader.UNTRAINED, reduction="sum") / total
+        part.backward()
+        loss += float(part.detach())
+    return loss
+
+
+def _forward(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    ids, mask = batch["input_ids"].to(model.device), (batch["segment_ids"] > 0).long().to(model.device)
+    logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return logits
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) -> list[float]:
+    """Return the logits of some of the vocabulary at the last token of each of a few samples."""
+    batch = loader.collate([[sample] for sample in samples], pad_id)
+    logits = _forward(model, batch)
+    ends = (batch["segment_ids"] > 0).sum(1) - 1
+    found = logits[torch.arange(len(samples)), ends.to(logits.device), :1024]
+    flat: list[float] = found.double().flatten().tolist()
+    return flat
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    given = json.loads(file.read_text(encoding="utf-8"))
+    Path(given["output"]).write_text(json.dumps(main(given)), encoding="utf-8")

@@ -1,0 +1,264 @@
+"""Iterated preference: rounds of answers, rewards, pairs and a preference run, each from what the last one trained.
+
+Everything is a file below run.dir/NAME, and a step whose file is there is done: the same command goes on after a kill.
+
+rounds.json            the arguments, and what each round gave
+round-N/samples.jsonl  answers of `toolkit generate`; samples.jsonl.part while they are being made, of several processes
+                       samples.jsonl.I-of-N
+round-N/scored.jsonl   the same with their rewards
+round-N/pairs.jsonl    the best and the worst answer of each prompt
+round-N/run/           the preference run
+round-N+1/             of the last round N: answers and rewards of what it trained; a further round learns from them
+"""
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit import children, disk, secrets, terminal
+from toolkit.config.files import quoted
+from toolkit.config.schema import Family, Init, RunConfig
+from toolkit.evaluate import rewards
+from toolkit.extras.sweep import LAUNCH, digest
+from toolkit.launch.processes import SignalRequests, wait_for
+from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, current_language, say, tr
+from toolkit.report.run import json_lines
+
+FILE = "rounds.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundsPlan:
+    """What `toolkit rounds` is asked to do."""
+
+    cfg: RunConfig
+    """The checked config of the preference runs."""
+    launcher: list[str]
+    words: list[str]
+    """Recipe and overrides of each run."""
+    prompts: Path
+    reward: rewards.Reward
+    rounds: int
+    generate: dict[str, str]
+    """Arguments of `toolkit generate`: samples, temperature, max_new_tokens, batch_size and others."""
+    devices: list[str] = field(default_factory=lambda: [""])
+    """GPUs that answer each round's prompts together; how many changes no answer. "": what a process sees."""
+
+    def _settings(self) -> list[str]:
+        return [word for word in self.words if not word.startswith("language=")]  # what is printed changes no result
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is."""
+        name = self.cfg.run.name or f"rounds-{Path(self.cfg.recipe).stem}-{digest(sorted(self._settings()))}"
+        return Path(self.cfg.run.dir).absolute() / name
+
+    def settings(self) -> dict[str, Any]:
+        """Return what must be the same when the command is typed again; the number of rounds may grow."""
+        return {
+            "words": [secrets.hide_word(word) for word in self._settings()],
+            "prompts": disk.sha256(self.prompts),
+            "reward": asdict(self.reward),
+            "generate": self.generate,
+        }
+
+
+def check(plan: RoundsPlan) -> None:
+    """Raise a ConfigError if the rounds cannot be."""
+    cfg = plan.cfg
+    if not cfg.preference.is_paired:
+        raise ConfigError(tr("rounds learn from pairs: add preference=dpo or another loss of pairs."))
+    if cfg.model.init is not Init.pretrained or not Path(cfg.model.path).is_dir():
+        raise ConfigError(tr("rounds begin with a model that answers: give model.path=DIR."))
+    if not cfg.checkpoint.export:
+        raise ConfigError(tr("checkpoint.export=false: each round begins with the export of the last. Remove it."))
+    if not plan.prompts.is_file():
+        raise ConfigError("prompts = {file} is not a file.", file=plan.prompts)
+    plan.reward.check()
+
+
+def run_rounds(plan: RoundsPlan) -> int:
+    """Do what is not done yet; return the exit code."""
+    check(plan)
+    with _opened(plan) as found:
+        requests = SignalRequests()
+        model, adapter = plan.cfg.model.path, plan.cfg.tuning.adapter
+        for number in range(1, plan.rounds + 1):
+            folder = plan.folder / f"round-{number}"
+            about = _sample(plan, requests, folder, number, model, adapter)
+            _tell(number, about)
+            if not about["pairs"]:
+                raise DataError(
+                    "{folder}: no prompt has answers with different rewards, so there is nothing to learn. Use more "
+                    "samples, a higher temperature, other prompts, or another reward.",
+                    folder=folder,
+                )
+            run = folder / "run"
+            if not (run / "DONE").exists():
+                _call([*LAUNCH, *plan.launcher, *_run_words(plan, folder, model, adapter)], requests)
+                if not (run / "DONE").exists():
+                    raise LaunchError("the run in {folder} did not end. The same command resumes.", folder=run)
+            about["accuracy"] = _accuracy(run)
+            _keep(plan, found, f"round-{number}", about)
+            export = str(run / "export")
+            is_adapter = (run / "export" / "adapter_config.json").is_file()
+            model, adapter = (model, export) if is_adapter else (export, "")
+        # In no directory of their own: the result of more rounds is another model's, and these are what it begins with.
+        last = _sample(plan, requests, plan.folder / f"round-{plan.rounds + 1}", plan.rounds + 1, model, adapter)
+        _keep(plan, found, "result", last)
+        say("\n".join(_table(found, plan.rounds)))
+        say("Trained: {folder}", folder=adapter or model)
+    return 0
+
+
+def _sample(
+    plan: RoundsPlan, requests: SignalRequests, folder: Path, number: int, model: str, adapter: str
+) -> dict[str, Any]:
+    """Generate, score and pair answers, as far as that is not done; return what there was."""
+    folder.mkdir(exist_ok=True)
+    samples, scored, pairs = (folder / f"{name}.jsonl" for name in ("samples", "scored", "pairs"))
+    if not samples.exists():
+        given = {"model.path": model, "adapter": adapter, "input": str(plan.prompts), "output": str(samples)}
+        given |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
+        given["language"] = current_language()
+        if number == 1:  # later ones ask what a run has saved, with its template
+            given["model.chat_template"] = plan.cfg.model.chat_template
+            given["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
+        words = [f"{name}={value}" for name, value in given.items() if value]
+        generate, shards = [*LAUNCH[:-1], "generate", *words], len(plan.devices)
+        for path in folder.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of processes
+            if f"-of-{shards}." not in f"{path.name}.":
+                path.unlink()
+        if shards > 1:
+            missing = [n for n in range(shards) if not (folder / f"{samples.name}.{n + 1}-of-{shards}").exists()]
+            commands = [[*generate, f"shard={n + 1}/{shards}"] for n in missing]
+            _call_all(commands, requests, [_sees(plan.devices[n]) for n in missing])
+        _call(generate, requests, plan.devices[0])
+    if not scored.exists():
+        _call(rewards.command(plan.reward, samples, scored), requests, ",".join(plan.devices))
+    found, about = rewards.pairs_of(rewards.read_lines(scored))
+    if not pairs.exists():
+        rewards.write_lines(pairs, found)
+    return about
+
+
+def _run_words(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list[str]:
+    """Return the words of a round's run: the recipe's, with this round's data and beginning."""
+    own: dict[str, str | Path] = {
+        "data": folder / "pairs.jsonl",
+        "run.dir": folder,
+        "run.name": "run",
+        "model.path": model,
+        **({"tuning.adapter": adapter} if adapter else {}),
+    }
+    kept = [word for word in plan.words if word.partition("=")[0] not in own]
+    return [*kept, *(f"{name}={quoted(Path(value))}" for name, value in own.items())]
+
+
+def _call(command: Sequence[str], requests: SignalRequests, device: str = "") -> None:
+    """Run a step in a process of its own; see `_call_all`."""
+    _call_all([command], requests, [_sees(device)])
+
+
+def _sees(device: str) -> dict[str, str]:
+    """Return the variable that shows a process a GPU, or some; on CPUs nothing reads it."""
+    return {"CUDA_VISIBLE_DEVICES": device} if device else {}
+
+
+def _call_all(
+    commands: Sequence[Sequence[str]], requests: SignalRequests, environs: Sequence[Mapping[str, str]]
+) -> None:
+    """Run the processes of a step, pass signals on; an error if one fails, or if this process is to stop."""
+    running = [
+        children.start(list(command), start_new_session=True, env={**os.environ, **own})
+        for command, own in zip(commands, environs, strict=True)
+    ]
+    codes = wait_for(running, requests)
+    code, command = max(zip(codes, commands, strict=True), key=lambda one: one[0] != 0, default=(0, []))
+    if requests.last or code == Stopped.exit_code:
+        raise Stopped(tr("The rounds were stopped. The same command resumes."))
+    if code < 0:  # it could not leave a message
+        raise LaunchError(
+            "a step of the rounds was killed by signal {signal}. If not on purpose, memory may have run out: see "
+            "dmesg, or ask the scheduler. The same command resumes. Step: {command}",
+            signal=-code,
+            command=shlex.join(map(secrets.hide_word, command[1:6])),
+        )
+    if code:
+        raise LaunchError(
+            "a step of the rounds failed with exit code {code}; its message is above. The same command resumes. "
+            "Step: {command}",
+            code=code,
+            command=shlex.join(map(secrets.hide_word, command[1:6])),
+        )
+
+
+def _accuracy(run: Path) -> float | None:
+    """Return the last share of pairs in order that a run measured, of held-out ones where there are any."""
+    rows = [row for row in json_lines(run / "metrics.jsonl") if row]
+    for name in ("eval_rewards/accuracies", "rewards/accuracies"):
+        if values := [float(row[name]) for row in rows if name in row]:
+            return values[-1]
+    return None
+
+
+@contextmanager
+def _opened(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
+    """Lock the directory, and yield what is known of its rounds; an error if they are those of other arguments."""
+    folder, settings = plan.folder, json.loads(json.dumps(plan.settings()))
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w", encoding="utf-8") as lock:
+        if not disk.lock_or_warn(lock, folder):
+            raise LaunchError("another process runs the rounds in {folder}.", folder=folder)
+        file = folder / FILE
+        if not file.exists() and any(path.name != ".lock" for path in folder.iterdir()):
+            raise LaunchError(
+                "{folder} exists and holds no rounds ({file} is missing). Choose another run.name.",
+                folder=folder,
+                file=FILE,
+            )
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"settings": settings}
+        known = found["settings"]
+        if changed := sorted(name for name in settings if known.get(name) != settings[name]):
+            raise ConfigError(
+                "the rounds in {folder} were started with other settings ({names}). Choose another run.name.",
+                folder=folder,
+                names=", ".join(changed),
+            )
+        disk.write_atomically(file, json.dumps(found, indent=1, ensure_ascii=False).encode())
+        yield found
+
+
+def _keep(plan: RoundsPlan, found: dict[str, Any], name: str, about: dict[str, Any]) -> None:
+    found[name] = about
+    disk.write_atomically(plan.folder / FILE, json.dumps(found, indent=1, ensure_ascii=False).encode())
+
+
+def _tell(number: int, about: dict[str, Any]) -> None:
+    say(
+        "Round {number}: {samples} answers to {prompts} prompts, mean reward {reward}; {pairs} pairs, {ties} prompts "
+        "whose answers are worth the same.",
+        number=number,
+        samples=f"{about['samples']:,}",
+        prompts=f"{about['prompts']:,}",
+        reward="-" if about["mean_reward"] is None else f"{about['mean_reward']:.4f}",
+        pairs=f"{about['pairs']:,}",
+        ties=f"{about['ties']:,}",
+    )
+
+
+def _table(found: dict[str, Any], rounds: int) -> list[str]:
+    """Return a table of the rounds."""
+    heads = (tr("round"), tr("mean reward"), tr("best of each prompt"), tr("pairs"), tr("ties"), tr("accuracy"))
+    rows = []
+    for name in [*(f"round-{number}" for number in range(1, rounds + 1)), "result"]:
+        about = found[name]
+        numbers = [about[key] for key in ("mean_reward", "best_reward", "pairs", "ties")] + [about.get("accuracy")]
+        cells = ["" if one is None else f"{one:.4f}" if isinstance(one, float) else f"{one:,}" for one in numbers]
+        rows.append([name, *cells])
+    return terminal.text_table(heads, rows)

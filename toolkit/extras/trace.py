@@ -1,0 +1,128 @@
+"""`toolkit plan trace=true`: a step on a GPU that is not there, traced in a process of its own; beside the plan."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit import children, terminal
+from toolkit.config import schema
+from toolkit.messages import ConfigError, current_language, say, tr
+from toolkit.plan import layouts
+from toolkit.plan.machine import GIB, Machine
+
+_LIMIT_S = 3600.0
+_METHODS = (schema.TuningMethod.full, schema.TuningMethod.freeze, schema.TuningMethod.lora)
+OFF = 0.05
+"""Of the traced peak by which the plan may differ without a word."""
+
+
+def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
+    """Refuse what the trace does not follow; a ConfigError names it."""
+    zero = cfg.zero
+    kept = {
+        **{f"parallel.{name}": getattr(cfg.parallel, name) > 1 for name in ("tensor", "sequence", "pipeline")},
+        "zero.offload_optimizer": zero.offload_optimizer.device is not schema.Device.none,
+        "zero.offload_param": zero.offload_param.device is not schema.Device.none,
+        "tuning.method": cfg.tuning.method not in _METHODS or bool(cfg.tuning.adapter),
+        "preference.loss": cfg.preference.is_on,
+        "compile.enabled": cfg.compile.enabled,
+        "model.trust_remote_code": cfg.model.trust_remote_code,
+        "precision.dtype": cfg.precision.dtype is schema.Dtype.fp16,
+    }
+    if used := [key for key, is_used in kept.items() if is_used]:
+        raise ConfigError("trace=true does not follow {key}. Leave trace= out, or plan without it.", key=used[0])
+    if machine and machine.on_cpu:
+        raise ConfigError(tr("trace=true traces GPUs: give gpus=8x80GB or the like."))
+
+
+def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
+    """Return what toolkit.extras.traced_steps finds of the first and the last rank. `words`: recipe and overrides.
+
+    Raises ConfigError where an operation of the step fails.
+    """
+    ranks = sorted({0, machine.world_size - 1})
+    with tempfile.TemporaryDirectory() as folder:
+        given, answer = Path(folder, "given.json"), Path(folder, "answer.json")
+        spec = {"words": [*words], "ranks": ranks, "world_size": machine.world_size}
+        spec |= {"language": current_language(), "output": str(answer)}
+        given.write_text(json.dumps(spec), encoding="utf-8")
+        command = [sys.executable, "-m", "toolkit.extras.traced_steps", str(given)]
+        with terminal.phase(tr("Tracing a step")):
+            ran = children.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+        if ran.returncode:
+            reason = (ran.stderr.strip().splitlines() or [str(ran.returncode)])[-1]
+            raise ConfigError("the step cannot be traced: {reason}", reason=reason)
+        found: list[dict[str, Any]] = json.loads(answer.read_text(encoding="utf-8"))
+    if failed := next((one for one in found if "error" in one), None):
+        rank, reason = failed["rank"], failed["error"]
+        raise ConfigError("the step cannot be traced on rank {rank}: {reason}", rank=rank, reason=reason)
+    return found
+
+
+def difference(ranks: Sequence[dict[str, Any]]) -> str:
+    """Return the first collective that is not the same on all ranks, "" if all are: there a run would hang."""
+    first = ranks[0]
+    for other in ranks[1:]:
+        mine, theirs = ([[*one] for one in rank["collectives"]] for rank in (first, other))
+        for place in range(max(len(mine), len(theirs))):
+            pair = [shown(many[place]) if place < len(many) else tr("none") for many in (mine, theirs)]
+            if pair[0] != pair[1]:
+                return tr(
+                    "collective {place} of a step is {mine} on rank {first}, {theirs} on rank {rank}",
+                    place=place + 1,
+                    mine=pair[0],
+                    first=first["rank"],
+                    theirs=pair[1],
+                    rank=other["rank"],
+                )
+    return ""
+
+
+def shown(collective: Sequence[Any]) -> str:
+    """Return a collective as one reads it."""
+    name, ranks, numbers, dtype = collective
+    return f"{name}({numbers:,} {dtype}, {ranks})"
+
+
+def report(found: Sequence[dict[str, Any]], mine: layouts.Layout) -> dict[str, Any]:
+    """Print the trace beside the plan; return what `output=` gets of it."""
+    planned, memory = mine.memory.peak("step"), mine.memory.device
+    at_rest = sum(size for kind, size in memory["save"].items() if kind != "gathered")
+    worst = max(found, key=lambda one: one["peak_bytes"])
+    ratio = planned / worst["peak_bytes"]
+    say("")
+    rows = [
+        [title, *(f"{size / GIB:.3f}" for size in sizes), f"{sizes[0] / sizes[1]:.3f}"]
+        for title, sizes in (
+            (tr("between two steps"), (at_rest, worst["at_rest_bytes"])),
+            (tr("highest in a step"), (planned, worst["peak_bytes"])),
+        )
+    ]
+    head = [tr("GiB per rank"), tr("planned"), tr("traced"), tr("planned / traced")]
+    for line in terminal.text_table(head, rows, indent=""):
+        say(line)
+    if abs(ratio - 1) > OFF:
+        say("The plan differs by more than {percent} %: trust the trace.", percent=f"{100 * OFF:.0f}")
+    say("The largest tensors then:")
+    for what, count, size in worst["largest"]:
+        say(f"  {size / GIB:8.3f} GiB  {count} x {what}")
+    say(
+        "All tensors were on the right device. The host waits for the device in {count} places of a step:",
+        count=len(worst["waits"]),
+    )
+    for place, times in worst["waits"].items():
+        say(f"  {times} x {place}")
+    names = ", ".join(str(one["rank"]) for one in found)
+    differs = difference(found)
+    if differs:
+        say("Ranks would wait for each other for ever: {difference}.", difference=differs)
+    else:
+        say(
+            "{count} collectives per step, the same in order and size on the traced ranks ({ranks}).",
+            count=len(worst["collectives"]),
+            ranks=names,
+        )
+    return {"planned_bytes": planned, "ratio": ratio, "difference": differs, "ranks": [*found]}

@@ -1,0 +1,250 @@
+"""From another program's config to a recipe: groups, then what differs from them, each line with its source key."""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.config import files, mesh, rule_tables, rules, schema
+from toolkit.config.load import JSON, LoadedConfig, escaped, load, replace, to_plain
+from toolkit.config.program_keys import sentence
+from toolkit.engine import ds_config, ds_import
+from toolkit.extras.translate import programs, read
+from toolkit.messages import ConfigError, Problems, did_you_mean, joined, parsed_json, tr
+from toolkit.secrets import hide_all
+
+_LIMITS = frozenset(
+    (
+        *("epochs", "schedule_kwargs", "deepspeed", "saving", "keep", "report_to", "adapters", "stage"),
+        *("quantization", "freeze_modules", "max_samples", "val_size", "lora_target"),
+    )
+)
+"""Sentences about what a key cannot say here; where it has been taken over, nothing differs."""
+_USED = frozenset(("deepspeed", "dataset_dir", "stage"))
+"""Keys that are read, but not to set one of ours."""
+_ALWAYS = ("batch", "cutoff_len", "two_lengths")
+"""Said of these keys whatever their value is, the default too."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Converted:
+    """A recipe, and what there is to say about how it came about."""
+
+    text: str
+    """The recipe without its header."""
+    loaded: LoadedConfig
+    """The recipe, composed and checked."""
+    world_size: int
+    """Ranks that the other program was started on."""
+    differs: list[str] = field(default_factory=list)
+    """Keys that mean something else here."""
+    lost: list[str] = field(default_factory=list)
+    """Keys without counterpart."""
+    needless: list[str] = field(default_factory=list)
+    """Keys without counterpart that change nothing of what is trained."""
+    unknown: list[str] = field(default_factory=list)
+    """Keys that the other program does not know either."""
+    notes: list[str] = field(default_factory=list)
+    """What became of the DeepSpeed JSON, and what is missing."""
+
+
+def convert(given: read.ForeignConfig, deepspeed_json: str) -> Converted:
+    """Translate a config to a recipe that composes and passes every check that needs no file, or raise ConfigError."""
+    draft = programs.translate(given)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return _finish(given, draft, deepspeed_json, Path(folder))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f"{folder}/", "")) from error
+
+
+def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path) -> Converted:
+    """Compose, import the JSON, write the recipe, read it again, check it."""
+    assert given.world_size is not None  # the batch was computed with it
+    notes: list[str] = list(draft.notes)
+    path, has_zero = deepspeed_json or _named_json(given, folder, notes), "zero" in draft.groups
+    if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
+        draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
+    if path and "optimizer" in ds_import.read_json(path, Problems())[0]:
+        draft.values.pop("optim.decay", None)  # transformers hands DeepSpeed one list of all parameters
+    base = _compose(folder, draft.groups)
+    values = {}
+    for key, (value, source) in draft.values.items():
+        first = source.split(", ")[0]
+        values[key] = value, f"{given.place(first)} ({first})" if first else given.shown
+    loaded = replace(base, values, layer=1)  # as a recipe's
+    # A default of the other program is nobody's choice: a JSON may say something else.
+    loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
+    if path:
+        loaded, told = ds_import.import_json(path, loaded, given.world_size, strict=True)
+        notes += [note.replace(f"{folder}/", "") for note in told]
+    elif not (
+        has_zero or given.has("deepspeed") or "use_deepspeed" in given.accelerate or "config_file" in given.accelerate
+    ):
+        zero = draft.groups.get("zero", "stage2")
+        notes += [tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero={zero}.", zero=zero)]
+    # Its messages say where the other program's config says so.
+    rules.check_rules(loaded, given.world_size, files=False)
+    unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
+    named = {key for key in unread if loaded.layers.get(key) == JSON}  # told by its import
+    loaded = replace(loaded, {key: (schema.get_value(schema.RunConfig(), key), "") for key in named})
+    groups = chosen_groups(loaded.cfg) | draft.groups
+    origins = {key: source for key, (_, source) in draft.values.items() if source}
+    if path:
+        told_by = {key: place for key, place in loaded.where.items() if place.startswith(path)}
+        origins |= {key: place.replace(f"{folder}/", "") for key, place in told_by.items()}
+    differing = _differing(loaded.cfg, _compose(folder, groups).cfg)
+    text = recipe_text(groups, list(_lines(differing, "", "", origins)))
+    again = folder / "recipe.yaml"
+    again.write_text(text, encoding="utf-8")
+    final = load([f"recipe={again}"])
+    expected, found = to_plain(loaded.cfg), to_plain(final.cfg)
+    if expected | {"recipe": ""} != found | {"recipe": ""}:
+        raise RuntimeError("the recipe says something else than was translated")
+    rules.check_rules(final, given.world_size, files=False)
+    ds_config.build_ds_config(mesh.with_micro_batch(final.cfg), given.world_size, final.cfg.train.max_steps or None)
+    result = Converted(text=text, loaded=final, world_size=given.world_size, notes=notes)
+    _report(given, draft, result)
+    return result
+
+
+def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
+    path = folder / "groups.yaml"
+    path.write_text(recipe_text(groups), encoding="utf-8")
+    return load([f"recipe={path}"])
+
+
+def _named_json(given: read.ForeignConfig, folder: Path, notes: list[str]) -> str:
+    """Return the path of the JSON that the config names or holds; "" without one."""
+    named = given.get("deepspeed")
+    if isinstance(named, str) and named.lstrip().startswith("{"):
+        try:
+            named = parsed_json(named)
+        except ValueError as error:
+            place = given.place("deepspeed")
+            raise ConfigError("{place}: deepspeed is no JSON: {reason}", place=place, reason=error) from error
+    if isinstance(named, dict):
+        path = folder / "deepspeed"
+        path.write_text(json.dumps(named, indent=1), encoding="utf-8")
+        return str(path)
+    if named:
+        found = next((path for path in (Path(named), given.folder / named) if os.path.isfile(path)), None)
+        if found:
+            return str(found)
+        notes.append(
+            tr(
+                "deepspeed = {file} is not here: the recipe is made without it. Run this again where it is, "
+                "or put the file next to the config.",
+                file=named,
+            )
+        )
+    return ""
+
+
+def _report(given: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
+    """Sort every key that is given, and is not taken over as it is, under what there is to say about it."""
+    shown = hide_all(given.values)
+    differs: dict[str, list[str]] = {}
+    needless: dict[str, list[str]] = {}
+    used = {name for _, source in draft.values.values() for name in source.split(", ")} | _USED
+    for name, value in given.values.items():
+        key, spelled = given.keys.get(name), given.spelling(name)
+        if key is None:
+            result.unknown.append(joined(f"{given.place(name)}: {name}.", did_you_mean(name, given.keys)))
+        elif name in draft.lost or (_is_default(value, key.default) and key.says not in _ALWAYS):
+            continue
+        elif key.to and key.says and key.says not in _LIMITS:
+            differs.setdefault(sentence(key.says), []).append(spelled)
+        elif key.to and spelled not in used:
+            reason = tr("has no effect there with the other settings")
+            needless.setdefault(reason, []).append(f"{spelled} = {shown[name]}")
+        elif not key.to and key.is_harmless:
+            needless.setdefault(sentence(key.says), []).append(f"{spelled} = {shown[name]}")
+        elif not key.to:
+            result.lost.append(f"{spelled} = {shown[name]}: {sentence(key.says)}")
+    for name, reason in draft.lost.items():
+        spelled = given.spelling(name)
+        result.lost.append(f"{spelled} = {shown[name]}: {reason}" if name in shown else f"{spelled}: {reason}")
+    result.differs = [f"{', '.join(names)}: {text}" for text, names in differs.items()]
+    result.needless = [f"{', '.join(names)}: {text}" for text, names in needless.items()]
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a value says what the program does anyway; empty lists, texts and false are no value."""
+    empty = (None, False, "", "none", "no")
+    if isinstance(value, list) and len(value) == 1:
+        [value] = value
+    if str(value).lower() == str(default).lower():
+        return True
+    return (value in empty or value in ([], {})) and default in (*empty, [])
+
+
+_INDENT = "  "
+
+
+def chosen_groups(cfg: schema.RunConfig) -> dict[str, str]:
+    """Return the groups, other than those that are taken anyway, whose files say what a config says."""
+    stage, optimizer = cfg.zero.stage, cfg.zero.offload_optimizer.device
+    kind = ""
+    if stage == 3 and optimizer is cfg.zero.offload_param.device and optimizer is not schema.Device.none:
+        kind = "_nvme" if optimizer is schema.Device.nvme else "_offload"
+    elif stage == 2 and optimizer is schema.Device.cpu:
+        kind = "_offload"
+    groups = {
+        "tuning": (cfg.tuning.method.value, schema.TuningMethod.full.value),
+        "optim": (cfg.optim.name.value, schema.OptimizerName.adamw.value),
+        "schedule": (cfg.schedule.name.value, schema.ScheduleName.cosine.value),
+        "precision": (cfg.precision.dtype.value, "bf16"),
+        "zero": (f"stage{stage}{kind}", "stage2"),
+    }
+    return {name: chosen for name, (chosen, usual) in groups.items() if chosen != usual}
+
+
+def recipe_text(groups: Mapping[str, str], body: Sequence[str] = ()) -> str:
+    """Return a recipe of groups and of the lines that set single keys."""
+    lines = ["# @package _global_", "defaults:"]
+    lines += [f"  - override /{group}: {choice}" for group, choice in sorted(groups.items())]
+    lines += ["  - _self_", *(["", *body] if body else [])]
+    return "\n".join(lines) + "\n"
+
+
+def _differing(cfg: Any, base: Any) -> dict[str, Any]:
+    """Return the fields that differ, nested; the name of the recipe is no setting."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(cfg):
+        mine, theirs = getattr(cfg, item.name), getattr(base, item.name)
+        if dataclasses.is_dataclass(mine):
+            if inner := _differing(mine, theirs):
+                found[item.name] = inner
+        elif mine != theirs and not (isinstance(cfg, schema.RunConfig) and item.name == "recipe"):
+            found[item.name] = mine
+    return found
+
+
+def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str, str]) -> Iterator[str]:
+    for name, value in tree.items():
+        key = f"{path}.{name}" if path else name
+        comment = f"  # {origins[key]}" if key in origins else ""
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:{comment}"
+            yield from _lines(value, key, indent + _INDENT, origins)
+        elif isinstance(value, list) and value and isinstance(value[0], schema.SourceConfig):
+            yield f"{indent}{name}:{comment}"
+            for source in value:
+                fields = {field: to_plain(of_it) for field, of_it in _differing(source, schema.SourceConfig()).items()}
+                yield f"{indent}{_INDENT}- {inline(fields)}"
+        else:
+            yield f"{indent}{name}: {inline(to_plain(value))}{comment}"
+
+
+def inline(value: Any) -> str:
+    """Return a value in one line of YAML, which reads as the same value again."""
+    text = yaml.safe_dump([escaped(value)], default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
+    text = text.strip()[1:-1]
+    return text if files.parse(f"x: {text}", "").values["x"] == escaped(value) else json.dumps(escaped(value))
