@@ -28,9 +28,9 @@ from toolkit.export.model import export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
 from toolkit.models.save import describe
+from toolkit.tasks.language import LanguageTask
+from toolkit.tasks.language_data import LanguageData, training_batches
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
-from toolkit.train.language_data import LanguageData, training_batches
-from toolkit.train.language_task import LanguageTask
 from toolkit.train.step import StepGuard, train_step
 
 

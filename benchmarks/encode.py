@@ -17,7 +17,7 @@ from toolkit.messages import RowError
 from toolkit.models.chat import AnyChatEncoder
 from toolkit.models.chatglm.formats import FamilyChatEncoder
 from toolkit.models.chatglm.tokenizers import ChatGLMTokenizer
-from toolkit.train.language_data import build_encoder
+from toolkit.tasks.language_data import build_encoder
 
 Calls = tuple[Callable[[list[str]], Any], Callable[[list[str]], Any]]
 CHUNK = 512

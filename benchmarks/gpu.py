@@ -29,14 +29,14 @@ from toolkit.distributed import process_group
 from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
-from toolkit.models import fp8
+from toolkit.layouts import fp8
 from toolkit.models.adapters import apply_tuning
 from toolkit.models.attention import choose_attention
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
-from toolkit.train.language_data import Batch
-from toolkit.train.language_task import LanguageTask
+from toolkit.tasks.language import LanguageTask
+from toolkit.tasks.language_data import Batch
 from toolkit.train.schedule import Schedule
 from toolkit.train.step import StepGuard, train_step
 from toolkit.train.tracking import ThroughputMeter, measure_baseline, memory_peaks

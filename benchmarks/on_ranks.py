@@ -16,7 +16,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
 
 if TYPE_CHECKING:
-    from toolkit.train.language_data import LanguageData
+    from toolkit.tasks.language_data import LanguageData
 
 Measure = Callable[[RunConfig, "LanguageData", environment.Ranks, dict[str, str], Path], dict[str, Any]]
 """Config, data, who this process is, the benchmark's own words, and a folder that all ranks see."""
@@ -52,7 +52,7 @@ def _plan(
     from benchmarks.plan import compare
     from toolkit.engine.ds_config import build_ds_config
     from toolkit.extras.calibration import measure
-    from toolkit.train.language_task import build_engine
+    from toolkit.tasks.language import build_engine
     from toolkit.train.run_dir import RunSource
 
     ds = build_ds_config(cfg, ranks.world_size, _STEPS)
@@ -99,7 +99,7 @@ def main() -> None:
     environment.apply(ranks, os.environ)
     cfg = resolve_model_path(arguments.loaded).cfg
     from toolkit.distributed import process_group
-    from toolkit.train.language_data import load_data
+    from toolkit.tasks.language_data import load_data
 
     prepared = load_data(cfg)
     process_group.start(cfg.distributed)

@@ -40,7 +40,7 @@ import atexit, importlib.machinery, json, os, resource, sys, time
 # Module -> class ("": none) and function: the engine's step, whoever calls it, and the reference's forward passes.
 WATCHED = {
     "deepspeed.runtime.engine": ("DeepSpeedEngine", "step"),
-    "toolkit.train.preference_task": ("", "answer_log_probabilities"),
+    "toolkit.tasks.preference": ("", "answer_log_probabilities"),
     "trl.trainer.dpo_trainer": ("DPOTrainer", "compute_ref_log_probs"),
     "llamafactory.train.dpo.trainer": ("CustomDPOTrainer", "compute_reference_log_probs"),
 }

@@ -21,9 +21,9 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.models.adapters import apply_tuning
 from toolkit.models.load import create_model
+from toolkit.tasks.language import LanguageTask
+from toolkit.tasks.language_data import Batch, LanguageData, training_batches
 from toolkit.track.metrics import MetricsLog
-from toolkit.train.language_data import Batch, LanguageData, training_batches
-from toolkit.train.language_task import LanguageTask
 from toolkit.train.step import StepGuard, train_step
 from toolkit.train.tracking import ThroughputMeter, measure_baseline
 

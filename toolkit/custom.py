@@ -22,7 +22,7 @@ from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import greet, make_ready
 
 if TYPE_CHECKING:
-    from toolkit.train.custom_task import Loss, Metrics, Score
+    from toolkit.tasks.custom import Loss, Metrics, Score
 
 __all__ = ["gather_metrics", "share", "train"]
 _BASE = Path(__file__).with_name("custom.yaml")
@@ -101,7 +101,7 @@ def _run(parts: dict[str, Any], words: list[str], found: list[Path]) -> int:
         check_without_validation(arguments.loaded)
     if "OMP_NUM_THREADS" in os.environ:  # torch, which the program has imported, read it before it was set
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    from toolkit.train.custom_task import CustomSpec, CustomTask
+    from toolkit.tasks.custom import CustomSpec, CustomTask
     from toolkit.train.trainer import Trainer
 
     spec = CustomSpec(**parts)

@@ -10,9 +10,9 @@ from device import DEVICE, needs
 from torch import nn
 
 from toolkit.config.schema import Fp8
-from toolkit.models import fp8
+from toolkit.layouts import fp8
+from toolkit.layouts.experts import _grouped, _Groups
 from toolkit.models.attention import attend_to_segments
-from toolkit.models.experts import _grouped, _Groups
 from toolkit.models.loss import token_loss_sum
 from toolkit.train.step import Stopwatch
 

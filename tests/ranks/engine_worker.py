@@ -28,8 +28,9 @@ from toolkit.evaluate.generate import answer
 from toolkit.launch import environment
 from toolkit.messages import Diverged, ModelError
 from toolkit.models.load import load_model
-from toolkit.train import language_task, step
-from toolkit.train.language_task import LanguageTask
+from toolkit.tasks import language
+from toolkit.tasks.language import LanguageTask
+from toolkit.train import step
 from toolkit.train.schedule import Schedule
 from toolkit.train.step import AnomalyKind, StepGuard
 
@@ -112,13 +113,13 @@ def check_skipped_steps(path: str) -> None:
     ids = torch.arange(8).reshape(1, 8)
     batch = {"input_ids": ids, "labels": ids, "segment_ids": ids * 0 + 1, "position_ids": ids}
     guard, rates = StepGuard(engine, TrainConfig(max_skipped_steps=2)), []
-    real, poisoned = language_task.token_loss_sum, [False]
+    real, poisoned = language.token_loss_sum, [False]
 
     def poison(*arguments: object) -> torch.Tensor:
         bad = poisoned[0] and torch.distributed.get_rank() == 1
         return real(*arguments) * (float("nan") if bad else 1.0)
 
-    language_task.token_loss_sum = poison
+    language.token_loss_sum = poison
     for number, bad in enumerate([False, False, False, True, False, True, True], start=1):
         poisoned[0] = bad
         rates.append(engine.get_lr()[0])
@@ -135,7 +136,7 @@ def check_skipped_steps(path: str) -> None:
     assert rates[4] == rates[3], "the schedule advanced on a skipped step"
     assert rates[5] != rates[4]
     assert all(bool(torch.isfinite(parameter).all()) for parameter in engine.module.parameters())
-    language_task.token_loss_sum = real
+    language.token_loss_sum = real
 
 
 def check_refusals(path: str) -> None:

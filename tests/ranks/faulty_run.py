@@ -109,7 +109,7 @@ def after_step(loop: Any, number: int, do: Callable[[], object]) -> None:
 
 def slow_down(loop: Any) -> None:
     """Let ranks sleep before they fetch a step's data, before the step, or in its forward pass."""
-    from toolkit.train import language_task
+    from toolkit.tasks import language
 
     steps = 0  # their data is what they begin with
 
@@ -129,7 +129,7 @@ def slow_down(loop: Any) -> None:
 
     loop.islice = sleepy("data", loop.islice)
     loop.train_step = sleepy("step", loop.train_step)
-    language_task.token_loss_sum = sleepy("forward", language_task.token_loss_sum)
+    language.token_loss_sum = sleepy("forward", language.token_loss_sum)
 
 
 def turn_back_the_clock(loop: Any) -> None:

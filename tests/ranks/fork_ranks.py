@@ -45,7 +45,7 @@ def serve(path: str) -> None:
     import cpuinfo
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imported late otherwise, and Inductor with it
 
-    import toolkit.train.language_task
+    import toolkit.tasks.language
     import toolkit.train.trainer  # noqa: F401
 
     cpuinfo.get_cpu_info()  # cached by toolkit.engine.deepspeed_patches

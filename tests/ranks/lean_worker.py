@@ -20,8 +20,9 @@ from toolkit.engine.build import initialize_engine
 from toolkit.messages import ConfigError
 from toolkit.models.attention import with_label_positions
 from toolkit.models.loss import LossPath, loss_head
-from toolkit.train import language_task, step
-from toolkit.train.language_task import LanguageTask
+from toolkit.tasks import language
+from toolkit.tasks.language import LanguageTask
+from toolkit.train import step
 from toolkit.train.step import StepGuard
 
 ACCUMULATION = 4
@@ -127,7 +128,7 @@ def check_step(stage: int, dtype: str) -> None:
     guard = StepGuard(engine, TrainConfig())
     step.train_step(engine, LanguageTask(), window(0), 2, guard)
     watched: list[Watch] = []
-    forward_pass, backward = language_task.token_loss_sum, engine.backward
+    forward_pass, backward = language.token_loss_sum, engine.backward
 
     def watched_loss(*arguments: Any) -> torch.Tensor:
         watched.append(Watch())
@@ -138,11 +139,11 @@ def check_step(stage: int, dtype: str) -> None:
         with watched[-1].whole():
             backward(*arguments, **options)
 
-    language_task.token_loss_sum, engine.backward = watched_loss, watched_backward
+    language.token_loss_sum, engine.backward = watched_loss, watched_backward
     try:
         step.train_step(engine, LanguageTask(), window(1), 2, guard)
     finally:
-        language_task.token_loss_sum, engine.backward = forward_pass, backward
+        language.token_loss_sum, engine.backward = forward_pass, backward
     reductions = [one.reductions for one in watched]
     assert not any(one.waits for one in watched), (stage, dtype, [one.waits for one in watched])
     assert len(reductions) == ACCUMULATION
@@ -180,7 +181,7 @@ def check_sent_type(stage: int) -> None:
     for asked, expected in (({}, torch.bfloat16), ({"communication_data_type": "fp32"}, torch.float32)):
         engine, watch = build(stage, "bf16", **asked), Watch()
         with watch:
-            engine.backward(language_task.token_loss_sum(engine, window(0)[0]))
+            engine.backward(language.token_loss_sum(engine, window(0)[0]))
         assert watch.sent == {expected}, (stage, asked, watch.sent)
 
 

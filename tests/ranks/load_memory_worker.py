@@ -16,7 +16,8 @@ import torch
 from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
 from toolkit.launch import environment
-from toolkit.models import adapters, experts, load_model
+from toolkit.layouts import experts
+from toolkit.models import adapters, load_model
 
 DS_CONFIG = {
     "train_batch_size": 2,

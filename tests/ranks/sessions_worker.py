@@ -183,9 +183,9 @@ def run_case(case: dict[str, Any], loaded: LoadedConfig, ranks: environment.Rank
     from spoil import spoilt
 
     from toolkit.messages import Diverged, ToolkitError
+    from toolkit.tasks.language_data import build_encoder, load_data
+    from toolkit.tasks.registry import task_of
     from toolkit.train import run_dir
-    from toolkit.train.language_data import build_encoder, load_data
-    from toolkit.train.tasks import task_of
     from toolkit.train.trainer import Trainer
 
     if "facts" in case:
@@ -241,7 +241,7 @@ def main() -> None:
 
     from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
-    from toolkit.train import checkpointer, language_task, run_dir, tracking, trainer  # noqa: F401  # run_case uses them
+    from toolkit.train import checkpointer, run_dir, tracking, trainer  # noqa: F401  # run_case uses them
 
     gc.freeze()  # what was imported stays: no session looks through it again
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second

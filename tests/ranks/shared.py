@@ -306,7 +306,7 @@ def global_batches(cfg: Any, data: Any, steps: int) -> Iterator[list[Any]]:
     """Yield the rows of each step: the places of their samples in `data.train`, those of a pair in order."""
     from toolkit.config import mesh
     from toolkit.data.sampler import GlobalBatchSampler
-    from toolkit.train.language_data import rows_per_step
+    from toolkit.tasks.language_data import rows_per_step
 
     plan, size = data.train_plan, rows_per_step(mesh.with_micro_batch(cfg), data.packing)[0]
     sampler = GlobalBatchSampler(len(plan), size, size, 0, 1, f"{cfg.run.seed} {data.train.content}")
@@ -341,7 +341,7 @@ def plain_loop(
     from toolkit.data.loader import collate
     from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model
-    from toolkit.train.language_data import load_data
+    from toolkit.tasks.language_data import load_data
 
     cfg = load(overrides).cfg
     prepared = load_data(cfg)

@@ -33,10 +33,11 @@ def spoilt(steps: Mapping[str, tuple[str, str]], is_here: bool, note: Path) -> I
         is_here: whether this rank is the one.
         note: gets a line for each step that was spoilt.
     """
-    from toolkit.train import language_task, loop
+    from toolkit.tasks import language
+    from toolkit.train import loop
     from toolkit.train.checkpointer import Checkpointer
 
-    real_step, real_loss, may_probe = loop.train_step, language_task.token_loss_sum, Checkpointer._may_probe
+    real_step, real_loss, may_probe = loop.train_step, language.token_loss_sum, Checkpointer._may_probe
     if any(what == "unseen weights" for what, _ in steps.values()):
         Checkpointer._may_probe = lambda saver, is_last=False: False  # type: ignore[method-assign]
     calls, is_first = 0, True
@@ -65,9 +66,9 @@ def spoilt(steps: Mapping[str, tuple[str, str]], is_here: bool, note: Path) -> I
             lines.write(f"{calls} {what} {factor}\n")
         return GradientOnly.apply(loss, float(factor)) if what == "gradient" else loss * float(factor)
 
-    loop.train_step, language_task.token_loss_sum = train_step, token_loss_sum
+    loop.train_step, language.token_loss_sum = train_step, token_loss_sum
     try:
         yield
     finally:
-        loop.train_step, language_task.token_loss_sum = real_step, real_loss
+        loop.train_step, language.token_loss_sum = real_step, real_loss
         Checkpointer._may_probe = may_probe  # type: ignore[method-assign]

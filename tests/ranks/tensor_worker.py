@@ -30,7 +30,7 @@ from toolkit.models import probe
 from toolkit.models.adapters import inject_lora
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import TORCH_DTYPES
-from toolkit.train.language_task import LanguageTask
+from toolkit.tasks.language import LanguageTask
 from toolkit.train.step import StepGuard, train_step
 
 STEPS, ROWS, LENGTH, LR, CLIP = 3, 4, 10, 0.01, 1.0

@@ -84,7 +84,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
     from toolkit.export.model import write_folder
     from toolkit.models.load import random_config
     from toolkit.models.save import describe
-    from toolkit.train.language_data import load_data
+    from toolkit.tasks.language_data import load_data
 
     folder = tmp_path_factory.mktemp("teacher")
     cfg = load(tiny(rows_file, folder, "teacher")).cfg
@@ -152,7 +152,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.data.loader import collate
     from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model, load_model
-    from toolkit.train.language_data import load_data
+    from toolkit.tasks.language_data import load_data
 
     cfg = load(overrides).cfg
     data = load_data(cfg)

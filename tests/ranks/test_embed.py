@@ -101,7 +101,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model
     from toolkit.plan.outline import tuning_of
-    from toolkit.train.language_data import load_data
+    from toolkit.tasks.language_data import load_data
 
     cfg = load(overrides).cfg
     data = load_data(cfg)
@@ -155,7 +155,7 @@ def test_held_out_pairs_find_each_other_also_in_transformers_alone(name: str, ru
     from toolkit.config.load import load
     from toolkit.data.loader import collate
     from toolkit.export.model import ExportOptions, export_any
-    from toolkit.train.language_data import load_data
+    from toolkit.tasks.language_data import load_data
 
     first, last = (rows_of(runs / name)[index] for index in (0, -1))
     assert first["eval_samples"] == 18

@@ -27,7 +27,7 @@ from toolkit.config.load import load
 from toolkit.data.loader import collate
 from toolkit.models import load_tokenizer
 from toolkit.models.load import create_model
-from toolkit.train.language_data import load_data
+from toolkit.tasks.language_data import load_data
 
 RATE = 0.004
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -13,7 +13,7 @@ from shared import ALL, RECOMPUTE, WORKER, by_tier, eval_losses, losses, of_tier
 
 from toolkit.config.load import load
 from toolkit.extras import reference
-from toolkit.train import language_data
+from toolkit.tasks import language_data
 
 STEPS, SAVED = 8, 4
 # The first loss is the plain loop's; from then on what is rounded flips FP8's steps. Measured: the second loss 0.0024

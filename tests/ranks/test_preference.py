@@ -108,7 +108,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.data.loader import collate
     from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model
-    from toolkit.train.language_data import load_data
+    from toolkit.tasks.language_data import load_data
 
     cfg = load(overrides).cfg
     data = load_data(cfg)

@@ -86,7 +86,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.models.adapters import apply_tuning
     from toolkit.models.load import create_model
     from toolkit.plan.outline import tuning_of
-    from toolkit.train.language_data import head_of, load_data
+    from toolkit.tasks.language_data import head_of, load_data
 
     cfg = load(overrides).cfg
     data = load_data(cfg)

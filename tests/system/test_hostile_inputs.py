@@ -115,7 +115,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     import toolkit.extras.data_report
     import toolkit.jobs.check
     import toolkit.report.page
-    import toolkit.train.language_task
+    import toolkit.tasks.language
     import toolkit.train.trainer  # noqa: F401
 
     return Made(tmp_path_factory.mktemp("hostile"))

@@ -18,7 +18,7 @@ from toolkit.data.sampler import GlobalBatchSampler, sequential
 from toolkit.data.store import Sample, TokenizedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError
-from toolkit.train.language_data import ahead
+from toolkit.tasks.language_data import ahead
 
 
 def sample(ids: list[int], trained: list[int]) -> Sample:

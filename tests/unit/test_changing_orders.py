@@ -10,7 +10,7 @@ from tests.unit.data_tools import ByteEncoder, run_config, write_rows
 from toolkit.config.schema import Packing, RunConfig, WeightPoint
 from toolkit.data.sampler import BEGINNING, next_position
 from toolkit.messages import ConfigError
-from toolkit.train.language_data import (
+from toolkit.tasks.language_data import (
     LanguageData,
     changing_order,
     epoch_rows,
@@ -38,7 +38,7 @@ def given(tmp_path: Path, packing: Packing) -> tuple[RunConfig, LanguageData]:
 
 
 def with_encoder(cfg: RunConfig) -> LanguageData:
-    with mock.patch("toolkit.train.language_data.directory.packing_unsupported", return_value=""):
+    with mock.patch("toolkit.tasks.language_data.directory.packing_unsupported", return_value=""):
         return load_data_with(cfg, ByteEncoder())  # type: ignore[arg-type]
 
 

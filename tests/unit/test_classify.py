@@ -20,7 +20,7 @@ from toolkit.models import classifier
 from toolkit.models.attention import choose_attention
 from toolkit.models.classifier import Head, with_head
 from toolkit.plan.outline import outline_of
-from toolkit.train.classify_task import figures_of
+from toolkit.tasks.classify import figures_of
 
 ASKED = [{"role": "user", "content": "q"}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "a"}]

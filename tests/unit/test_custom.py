@@ -21,8 +21,8 @@ from toolkit.distributed.process_group import gather_metrics
 from toolkit.export import model as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError
-from toolkit.train import custom_task
-from toolkit.train.custom_task import (
+from toolkit.tasks import custom as custom_task
+from toolkit.tasks.custom import (
     CustomSpec,
     _metrics,
     cast_inputs,

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.config.schema import DistillConfig, DistillLoss, RunConfig
 from toolkit.messages import ModelError
-from toolkit.models import distillation, loss as loss_module
-from toolkit.models.distillation import StoredScores, distilled, store
+from toolkit.models import loss as loss_module
 from toolkit.models.loss import Scores
 from toolkit.plan import memory
-from toolkit.train import distill_task
+from toolkit.tasks import distill, distillation_losses
+from toolkit.tasks.distillation_losses import StoredScores, distilled, store
 
 VOCAB, PADDED, TEACHERS, WIDTH, TOKENS, TAUGHT = 50, 56, 64, 8, 23, 17
 
@@ -184,7 +184,7 @@ def test_nothing_is_as_large_as_all_logits(loss: DistillLoss, top_k: int, monkey
 
 
 def test_the_plan_counts_the_same_chunks() -> None:
-    assert memory._DISTILLED_PART == distillation._COPIES
+    assert memory._DISTILLED_PART == distillation_losses._COPIES
 
 
 class Words:
@@ -204,16 +204,16 @@ def test_another_tokenizer_is_refused_by_its_first_other_token(monkeypatch: pyte
     cfg = RunConfig()
     cfg.distill.teacher = "large"
     found: list[Any] = []
-    monkeypatch.setattr(distill_task, "directory", SimpleNamespace(read_config=found.append))
+    monkeypatch.setattr(distill, "directory", SimpleNamespace(read_config=found.append))
     for mine, theirs, place in (("ab", "ab", None), ("abc", "aBC", 1), ("ab", "abc", 2), ("abc", "ab", 2)):
         monkeypatch.setattr(
-            distill_task, "chat", SimpleNamespace(load_tokenizer=lambda *_, theirs=theirs, **__: Words(*theirs))
+            distill, "chat", SimpleNamespace(load_tokenizer=lambda *_, theirs=theirs, **__: Words(*theirs))
         )
         if place is None:
-            distill_task.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
+            distill.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
             continue
         with pytest.raises(ModelError, match=f"distill.teacher = large has another tokenizer.* token {place} is "):
-            distill_task.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
+            distill.check_teacher(cfg, Words(*mine))  # type: ignore[arg-type]
     assert found == ["large"] * 4
 
 
@@ -229,5 +229,5 @@ def test_what_is_stored_is_known_by_the_teachers_content(tmp_path: Path) -> None
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(content)
-        digests.add(distill_task._digest(folder))
+        digests.add(distill._digest(folder))
     assert len(digests) == 3, "a and b are the same"

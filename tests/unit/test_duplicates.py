@@ -15,7 +15,7 @@ from toolkit.data.tokenize import build_caches, first_equal
 from toolkit.messages import ToolkitError, set_language
 from toolkit.report.page import data_card
 from toolkit.report.run import read_run
-from toolkit.train.language_data import load_data_with
+from toolkit.tasks.language_data import load_data_with
 
 NEW = {"prompt": "new", "response": "row"}
 

@@ -21,7 +21,7 @@ from toolkit.messages import ModelError, RowError
 from toolkit.models.answer_spans import SpanTokenizer
 from toolkit.models.chat import END, PAD, SPECIAL_TOKENS, fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
-from toolkit.train.language_data import build_encoder
+from toolkit.tasks.language_data import build_encoder
 
 TEXTS = ["hello world, 你好世界", "the quick brown fox", "hello fox"] * 20
 CHATML = (

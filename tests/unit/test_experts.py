@@ -12,8 +12,9 @@ from peft import LoraConfig, inject_adapter_in_model
 
 from tests.architectures import CONFIGS, write
 from toolkit.config.load import load
+from toolkit.layouts import experts
 from toolkit.messages import ConfigError, ModelError
-from toolkit.models import experts, load_model, weights
+from toolkit.models import load_model, weights
 from toolkit.models.adapters import (
     ADAPTER,
     BaseModel,

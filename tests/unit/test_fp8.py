@@ -13,8 +13,8 @@ from tests.architectures import CONFIGS
 from toolkit.cli import main
 from toolkit.config.load import load
 from toolkit.config.schema import Fp8
+from toolkit.layouts import fp8
 from toolkit.messages import ConfigError
-from toolkit.models import fp8
 from toolkit.plan import machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of

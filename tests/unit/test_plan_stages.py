@@ -9,8 +9,8 @@ import transformers
 from deepspeed.runtime.utils import partition_balanced
 
 from toolkit.config.load import load
+from toolkit.layouts.pipeline import stage_parameters
 from toolkit.messages import ModelError
-from toolkit.models.pipeline import stage_parameters
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import Outline, balance_stages, published_models, shapes_of_config, stage_outlines, tuned
 

@@ -17,7 +17,7 @@ from toolkit.config.schema import OnBadRow, RunConfig, SourceConfig, TooLong, Tr
 from toolkit.data.store import TRAINED, TokenizedCache, damaged_files
 from toolkit.data.tokenize import build_caches, split_rows
 from toolkit.messages import DataError
-from toolkit.train.language_data import _tell
+from toolkit.tasks.language_data import _tell
 
 
 def answers(store: TokenizedCache) -> list[str]:

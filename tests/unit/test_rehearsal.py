@@ -22,6 +22,7 @@ from toolkit.messages import CheckpointError, ModelError, OutOfMemory
 from toolkit.models import adapters
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.models.save import describe
+from toolkit.tasks.language_data import longest_batch, repeated_batch
 from toolkit.train.dry_run import (
     _next,
     _saves,
@@ -32,7 +33,6 @@ from toolkit.train.dry_run import (
     remedies,
     try_checkpoint,
 )
-from toolkit.train.language_data import longest_batch, repeated_batch
 from toolkit.train.run_dir import RunSource
 
 LENGTHS = [5, 30, 9, 17, 3, 30, 8, 11]

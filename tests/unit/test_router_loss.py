@@ -26,7 +26,7 @@ from toolkit.models.loss import (
     token_loss_sum,
     within_capacity,
 )
-from toolkit.train.language_task import LanguageTask
+from toolkit.tasks.language import LanguageTask
 from toolkit.train.step import train_step
 
 SCALE = 0.5

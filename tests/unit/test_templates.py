@@ -324,7 +324,7 @@ def test_reasoning_can_be_left_out_of_the_loss(name: str) -> None:
 
 
 def test_each_answer_is_in_the_cache_once(tmp_path: Path, said: list[str]) -> None:
-    from toolkit.train.language_data import _tell  # with torch and deepspeed, which no other test here needs
+    from toolkit.tasks.language_data import _tell  # with torch and deepspeed, which no other test here needs
 
     def row(turns: int) -> dict[str, Any]:
         pair = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "Hm."}]

@@ -20,8 +20,8 @@ def run(words: list[str]) -> None:
     from toolkit.data.preview import padding_line, unit_name
     from toolkit.data.store import damaged_files
     from toolkit.data.tokenize import prepare_shard
-    from toolkit.train.language_data import build_encoder, load_data
-    from toolkit.train.tasks import task_of
+    from toolkit.tasks.language_data import build_encoder, load_data
+    from toolkit.tasks.registry import task_of
 
     encoder = build_encoder(cfg)
     task_of(cfg).check(cfg, encoder.tokenizer)

@@ -36,7 +36,7 @@ def run(words: list[str]) -> None:
     assert ready is not None
     loaded = resolve_model_path(ready[0].loaded)
     check_positions(loaded)
-    from toolkit.train.tasks import task_of
+    from toolkit.tasks.registry import task_of
     from toolkit.train.trainer import Trainer
 
     trainer = Trainer(task_of(loaded.cfg), loaded.cfg, ready[1], time.monotonic() - deepspeed.age_s())

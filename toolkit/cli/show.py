@@ -31,7 +31,7 @@ def run(words: list[str]) -> None:
     split = one_of(arguments.values, "split", ("train", "validation"))
     color = one_of(arguments.values, "color", COLORS)
     cfg = resolve_model_path(arguments.loaded).cfg
-    from toolkit.train.language_data import load_data
+    from toolkit.tasks.language_data import load_data
 
     prepared = load_data(cfg)
     cache, plan = prepared.train, prepared.train_plan

@@ -34,7 +34,7 @@ def run(words: list[str]) -> None:
     loaded = resolve_teacher(resolve_model_path(arguments.loaded))
     check_positions(loaded)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
-    from toolkit.train.tasks import task_of
+    from toolkit.tasks.registry import task_of
     from toolkit.train.trainer import Trainer
 
     Trainer(task_of(loaded.cfg), loaded.cfg, ranks, time.monotonic() - deepspeed.age_s()).train()

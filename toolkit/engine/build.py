@@ -21,7 +21,7 @@ from toolkit.messages import ConfigError, tr, warn
 from toolkit.plan.outline import layer_of
 
 STAGE = "stage"
-"""Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.models.pipeline)."""
+"""Attribute of a PipelineModule: the transformers model that computes this rank's stage (toolkit.layouts.pipeline)."""
 
 
 _BUILDERS = {

@@ -216,7 +216,7 @@ class ExpertGroups(MoE):
         self.num_experts = 0
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Leave groups as they are: the model's ranks have them (toolkit.models.experts)."""
+        """Leave groups as they are: the model's ranks have them (toolkit.layouts.experts)."""
 
 
 def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[str, Any]) -> dict[str, Any]:

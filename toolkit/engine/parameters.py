@@ -32,7 +32,7 @@ def gathered_parameters(
     On other ranks the value is an empty tensor. A collective where the model is divided: every rank must iterate to the
     end. One parameter is full at a time.
     """
-    if isinstance(module, PipelineModule):  # toolkit.models.pipeline.PipelineStage
+    if isinstance(module, PipelineModule):  # toolkit.layouts.pipeline.PipelineStage
         yield from module.gathered(only)
         return
     is_rank0 = torch.distributed.get_rank() == 0

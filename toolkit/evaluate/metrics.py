@@ -23,7 +23,7 @@ from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import barrier, gather, rank, sum_over_ranks, world_size
 from toolkit.evaluate.generate import Sampling, decode_answer, generate, until_stop
 from toolkit.messages import Stopped, tr
-from toolkit.models import chat, pipeline, probe
+from toolkit.models import chat, probe, stages
 from toolkit.models.loss import token_losses
 from toolkit.secrets import hide
 
@@ -54,7 +54,7 @@ def evaluate_loss(
     """
     sums = torch.zeros(len(names), 2, dtype=torch.float64)
     with probe.evaluating(model):
-        for batch, by_position in pipeline.measured(model, micro_batches, lambda *given: measure(*given).cpu()):
+        for batch, by_position in stages.measured(model, micro_batches, lambda *given: measure(*given).cpu()):
             # A token's loss stands before it.
             losses = by_position.flatten()[batch["places"] - 1]
             for number in batch["sources"].unique().tolist():

@@ -22,9 +22,10 @@ from toolkit.engine.build import parameter_groups, use_tf32
 from toolkit.export.load import load_any
 from toolkit.export.model import write_folder
 from toolkit.extras import shrink
-from toolkit.models import adapters, fp8, save
+from toolkit.layouts import fp8
+from toolkit.models import adapters, save
 from toolkit.models.load import TORCH_DTYPES, create_model
-from toolkit.train import language_data
+from toolkit.tasks import language_data
 
 ROWS = 4
 """Samples that are computed at once, and that the logits of the end are compared on."""

@@ -24,11 +24,13 @@ from toolkit.config import mesh, schema
 from toolkit.config.load import load
 from toolkit.engine import build, ds_config
 from toolkit.extras import calibration, fake_gpu
+from toolkit.layouts import experts
 from toolkit.messages import set_language
-from toolkit.models import adapters, attention, experts, loss
+from toolkit.models import adapters, attention, loss
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.plan.outline import busiest, outline_of
-from toolkit.train import language_task, schedule
+from toolkit.tasks import language
+from toolkit.train import schedule
 from toolkit.train.step import StepGuard, train_step
 
 _STEPS = 2
@@ -39,7 +41,7 @@ _SAMPLES = 4
 _LARGEST = 8
 
 
-class _Task(language_task.LanguageTask):
+class _Task(language.LanguageTask):
     """Language modelling whose tokens are counted beforehand: all of a micro-batch."""
 
     def __init__(self, tokens: int) -> None:

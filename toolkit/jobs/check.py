@@ -92,7 +92,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "AnyChatEncoder
     if problems.errors or not (model.tokenizer or model.path):
         return None  # what follows from other errors is not told; and a fitted tokenizer needs no slow imports
     from toolkit.models.chat import load_tokenizer, local_encoder
-    from toolkit.train.tasks import task_of
+    from toolkit.tasks.registry import task_of
 
     encoder = local_encoder(model, cfg.data.train_thinking)
     if encoder is None and is_here:

@@ -35,8 +35,9 @@ from transformers.cache_utils import DynamicCache
 from toolkit import secrets
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed import process_group
+from toolkit.layouts import experts
 from toolkit.messages import BaseMissing, ConfigError, ModelError, clauses, json_object, reading, tr, warn
-from toolkit.models import adapter_settings, classifier, directory, experts, probe, weights
+from toolkit.models import adapter_settings, classifier, directory, probe, weights
 from toolkit.models.cache import CACHE, OLDER, arguments_by_name, cache_of, mask_and_positions, num_cached
 from toolkit.plan.outline import ALL_LINEAR, SCORE, check_matches, default_targets, select_names
 

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod, score_labels
+from toolkit.layouts import experts, fp8, pipeline
 from toolkit.messages import ConfigError, NotStreamable
-from toolkit.models import adapters, attention, classifier, directory, experts, fp8, layers, load, loss, pipeline, probe
+from toolkit.models import adapters, attention, classifier, directory, layers, load, loss, probe
 from toolkit.plan.outline import tuning_of
 
 

@@ -20,8 +20,8 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from toolkit.config import preflight
 from toolkit.config.schema import KernelsConfig, LossKernel, When
+from toolkit.layouts import experts
 from toolkit.messages import ConfigError, tr
-from toolkit.models import experts
 from toolkit.models.attention import trains_on_gpu
 
 

@@ -33,8 +33,9 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.config.schema import LossKernel, PreferenceLoss, RunConfig, TaskKind
+from toolkit.layouts import experts
 from toolkit.messages import ConfigError
-from toolkit.models import attention, experts, probe
+from toolkit.models import attention, probe
 from toolkit.models.chatglm.modeling import check_rows
 
 CHUNK_BYTES = 128 * 2**20

@@ -38,7 +38,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, reason_of, say, tr, warn
 from toolkit.models import probe, save, weights
 from toolkit.models.chat import TOKENIZER
-from toolkit.models.pipeline import capture_probe, is_pipeline, stage_model, unwrap_model
+from toolkit.models.stages import capture_probe, is_pipeline, stage_model, unwrap_model
 from toolkit.train import run_dir
 
 

@@ -30,7 +30,7 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, listed, reason_of, say, tr, warn
-from toolkit.models import adapters, pipeline
+from toolkit.models import adapters, stages
 from toolkit.plan import layouts, speed
 from toolkit.plan.machine import Machine, gpu_of, own_memory
 from toolkit.plan.memory import process_bytes
@@ -223,7 +223,7 @@ def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:
     """Return the bytes of a run's export, on any rank; 0 without one."""
     if not config.export:
         return 0
-    module = pipeline.unwrap_model(engine.module)
+    module = stages.unwrap_model(engine.module)
     is_adapter = adapters.has_adapter(module)
     exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
     return sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
@@ -408,7 +408,7 @@ def trial_step(
     for name, value in (("cur_scale", 1.0), ("raise_error_at_min_scale", False)):
         if scaler is not None and name in vars(scaler):  # no gradient overflows for a scale that is still to be found
             setattr(scaler, name, value)
-    if pipeline.is_pipeline(engine):  # takes all micro-batches of a step, and holds several at once
+    if stages.is_pipeline(engine):  # takes all micro-batches of a step, and holds several at once
         windows = [[batch] * num_micro_batches]
     else:
         windows = [[batch, batch]] if num_micro_batches > 1 else [[batch], [batch]]

@@ -26,7 +26,7 @@ from toolkit.config.schema import TrainConfig
 from toolkit.distributed.process_group import gather, on_rank0, sum_over_ranks
 from toolkit.engine.deepspeed_patches import UpdateVeto
 from toolkit.messages import Diverged, tr
-from toolkit.models import pipeline
+from toolkit.models import stages
 from toolkit.models.loss import Routers
 
 if TYPE_CHECKING:
@@ -406,7 +406,7 @@ def train_step(
     task.prepare_step(engine, micro_batches)
     micro_counts, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
     arrived, forward = time.perf_counter(), Stopwatch(engine.device)
-    has_stages = pipeline.is_pipeline(engine)
+    has_stages = stages.is_pipeline(engine)
     # A pipeline's last stage alone counts tokens and losses, so that each counts once.
     is_counted = not has_stages or engine.is_last_stage()
     mine = [number if is_counted else 0 for number in (sum(micro_counts), *sizes)]
@@ -504,7 +504,7 @@ def _pipeline_passes(
         micro_losses.extend([torch.zeros((), device=engine.device)] * (len(micro_batches) - len(micro_losses)))
         read.append(_read(task, torch.stack(micro_losses), None, counts, guard))
 
-    pipeline.train_window(engine, micro_batches, finish, before_update)
+    engine.module.train_window(engine, micro_batches, finish, before_update)
     return read[0]
 
 

@@ -30,7 +30,7 @@ from toolkit.config.schema import RunConfig, TuningConfig, TuningMethod, data_un
 from toolkit.distributed.process_group import full_shape, gather, rank, sum_over_ranks, world_size
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import Stopped, current_language, say, tr, warn
-from toolkit.models import load, pipeline
+from toolkit.models import load, stages
 from toolkit.models.loss import Routers, load_metrics
 from toolkit.plan import machine, outline
 from toolkit.plan.speed import Formula, Work, formula, is_countable
@@ -185,7 +185,7 @@ def measure_baseline(
     engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
 ) -> Baseline:
     """Return what runs are compared with. A collective; `planned_bytes` per rank: of its GPU, on CPUs its process."""
-    model, device = pipeline.unwrap_model(engine.module), engine.device
+    model, device = stages.unwrap_model(engine.module), engine.device
     shapes: outline.Shapes = {}  # of all parameters as they are before they are partitioned or quantised
     trained: set[str] = set()
     for name, parameter in model.named_parameters():

@@ -39,7 +39,7 @@ def run(words: list[str]) -> None:
 
     check_output(output)
     if not is_data:
-        from toolkit.train.language_data import load_data
+        from toolkit.tasks.language_data import load_data
 
         loaded = load_data(cfg)
         prepared, special = loaded.report, [str(token) for token in loaded.tokenizer.all_special_tokens]

@@ -44,7 +44,7 @@ def run(words: list[str]) -> None:
     from toolkit.models import load
     from toolkit.models.chat import load_chat_encoder
     from toolkit.models.directory import resolve_servable
-    from toolkit.train.language_data import build_encoder
+    from toolkit.tasks.language_data import build_encoder
 
     transformers.utils.logging.disable_progress_bar()
     folder = resolve_servable(path)

@@ -12,10 +12,11 @@ from toolkit.config import mesh
 from toolkit.messages import tr
 from toolkit.models import adapters
 from toolkit.models.loss import samples_in_rows
-from toolkit.train import language_data, language_task, task
+from toolkit.tasks import language, language_data
+from toolkit.train import task
 
 
-class SampleTask(language_task.LanguageTask):
+class SampleTask(language.LanguageTask):
     """Trains a model on what is known of each sample."""
 
     loss_unit = ""

@@ -11,11 +11,11 @@ from toolkit.config import schema
 from toolkit.distributed import process_group
 from toolkit.evaluate.metrics import SAMPLES
 from toolkit.messages import tr
-from toolkit.models import classifier, pipeline, probe
-from toolkit.train import language_data, sample_task
+from toolkit.models import classifier, probe, stages
+from toolkit.tasks import language_data, samples
 
 
-class ClassifyTask(sample_task.ScoreTask):
+class ClassifyTask(samples.ScoreTask):
     """Trains a model to give texts and conversations labels."""
 
     counted = "labels"
@@ -47,7 +47,7 @@ class ClassifyTask(sample_task.ScoreTask):
         size = len(self.data.report.labels)
         losses, pairs = torch.zeros(1, dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
         with probe.evaluating(engine):
-            for _, (scores, labels) in pipeline.measured(engine, batches, self._scores):
+            for _, (scores, labels) in stages.measured(engine, batches, self._scores):
                 if len(labels) and self._is_leader:
                     losses += functional.cross_entropy(scores, labels, reduction="sum").cpu()
                     taken = labels * size + scores.argmax(dim=1)

@@ -7,14 +7,12 @@ hidden states [B, S, H] travel: the ranks of a pipeline read the same rows.
 
 import io
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import redirect_stdout
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import OptimizerStep
@@ -27,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
-from toolkit.models import adapters, attention, classifier, loss, probe
+from toolkit.models import adapters, attention, loss, probe
 from toolkit.plan import outline
 
 Finish = Callable[[PreTrainedModel, attention.Batch], torch.Tensor]
@@ -207,15 +205,51 @@ class PipelineStage(PipelineModule):
                     value = received.cpu()
                 yield name, value
 
+    def train_window(
+        self,
+        engine: PipelineEngine,
+        micro_batches: Sequence[attention.Batch],
+        finish: Finish,
+        before_update: Callable[[], None],
+    ) -> None:
+        """Do one optimizer step, one micro-batch forward and one back in turn (1F1B). A collective.
 
-def stage_model(module: Any) -> Any:
-    """Return the model that computes in an engine's module: itself, or with pipeline stages this rank's part."""
-    return module.__dict__["stage"] if isinstance(module, PipelineStage) else module
+        The engine averages gradients over its micro-batches and pipelines. `finish` makes, on the last stage, a scalar
+        of the model and a micro-batch with `inputs_embeds`; `before_update` is called on every rank.
+        """
 
+        def update(one: PipelineEngine, **options: Any) -> None:
+            before_update()
+            PipelineEngine._exec_optimizer_step(one, **options)
 
-def unwrap_model(module: Any) -> Any:
-    """Return the model that an engine trains: itself, or with pipeline stages the whole without its weights."""
-    return module.__dict__["full_model"] if isinstance(module, PipelineStage) else module
+        engine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, OptimizerStep: update}
+        engine.train_batch(self._hand_over(micro_batches, finish))
+
+    @torch.no_grad()
+    def evaluate_window(
+        self,
+        engine: PipelineEngine,
+        micro_batches: Sequence[attention.Batch],
+        measure: Callable[[PreTrainedModel, attention.Batch], Found],
+    ) -> list[Found]:
+        """Run micro-batches forward, as many on each rank; return what `measure` made, [] but on the last stage. A
+        collective.
+        """
+        found: list[Found] = []
+
+        def keep(model: PreTrainedModel, batch: attention.Batch) -> torch.Tensor:
+            found.append(measure(model, batch))
+            return torch.zeros((), device=engine.device)
+
+        engine.total_loss = None  # a sum that it would continue
+        pairs = self._hand_over(micro_batches, keep)
+        engine.eval_batch(pairs, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
+        return found
+
+    def _hand_over(self, micro_batches: Sequence[attention.Batch], finish: Finish) -> Any:
+        """Take the batches; yield input and labels, which the first and the last stage want to see."""
+        self.batches, self.finish = deque(micro_batches), finish
+        return iter([(batch["input_ids"], batch["input_ids"]) for batch in micro_batches])
 
 
 class _Named(nn.Module):
@@ -241,97 +275,3 @@ class _HandOn(nn.Module):
 
     def forward(self, states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return states
-
-
-def is_pipeline(engine: Any) -> bool:
-    """Whether an engine's layers are divided into the stages of a pipeline."""
-    return isinstance(engine, PipelineEngine)
-
-
-def train_window(
-    engine: PipelineEngine, micro_batches: Sequence[attention.Batch], finish: Finish, before_update: Callable[[], None]
-) -> None:
-    """Do one optimizer step, one micro-batch forward and one back in turn (1F1B). A collective.
-
-    The engine averages gradients over its micro-batches and pipelines. `finish` makes, on the last stage, a scalar of
-    the model and a micro-batch with `inputs_embeds`; `before_update` is called on every rank.
-    """
-
-    def update(self: PipelineEngine, **options: Any) -> None:
-        before_update()
-        PipelineEngine._exec_optimizer_step(self, **options)
-
-    engine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, OptimizerStep: update}
-    engine.train_batch(_hand_over(engine, micro_batches, finish))
-
-
-@torch.no_grad()
-def evaluate_window(
-    engine: PipelineEngine,
-    micro_batches: Sequence[attention.Batch],
-    measure: Callable[[PreTrainedModel, attention.Batch], Found],
-) -> list[Found]:
-    """Run micro-batches forward, as many on each rank; what `measure` made, [] but on the last stage. A collective."""
-    found: list[Found] = []
-
-    def keep(model: PreTrainedModel, batch: attention.Batch) -> torch.Tensor:
-        found.append(measure(model, batch))
-        return torch.zeros((), device=engine.device)
-
-    engine.total_loss = None  # a sum that it would continue
-    pairs = _hand_over(engine, micro_batches, keep)
-    engine.eval_batch(pairs, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
-    return found
-
-
-def measured(
-    engine: Any, micro_batches: Iterable[attention.Batch], measure: Callable[[Any, attention.Batch], Found]
-) -> Iterator[tuple[attention.Batch, Found]]:
-    """Yield micro-batches and what `measure` makes of a model, or its engine, and each of them; nothing but on the last
-    of a pipeline's stages. A collective over these.
-    """
-    if not is_pipeline(engine):
-        yield from ((batch, measure(engine, batch)) for batch in micro_batches)
-        return
-    remaining = iter(micro_batches)
-    while window := list(islice(remaining, 2 * engine.num_stages)):  # so many that most stages have something to do
-        yield from zip(window, evaluate_window(engine, window, measure), strict=False)
-
-
-def forward_logits(
-    engine: PipelineEngine, batch: attention.Batch, pick: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, or of a head's scores at each
-    token, float32, CPU. A collective.
-    """
-    given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
-    of_tokens = classifier.token_scores if probe.is_classifier(unwrap_model(engine.module)) else loss.logits_of
-    with probe.evaluating(engine):
-        picked = evaluate_window(engine, [given], lambda model, one: pick(of_tokens(model, one)).float().cpu())
-    logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
-    return logits
-
-
-def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
-    """Return what an engine's model makes of a few ids. A collective over all ranks that hold parts of it."""
-    if not is_pipeline(engine):
-        return probe.capture(engine.module, ids, engine.device)
-    # Of a head: the scores of every beginning, as `probe.capture` has them.
-    has_head = probe.is_classifier(unwrap_model(engine.module))
-    logits = forward_logits(engine, {"input_ids": ids}, lambda found: found.flatten(1) if has_head else found[:, -1])
-    return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
-
-
-def broadcast_from_last(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
-    """Return on every rank what is known on the last stage; without stages simply that. A collective."""
-    if not is_pipeline(engine):
-        return ask()
-    found = [ask() if engine.is_last_stage() else None]
-    dist.broadcast_object_list(found, src=dist.get_world_size() - 1)
-    return found[0]
-
-
-def _hand_over(engine: PipelineEngine, micro_batches: Sequence[attention.Batch], finish: Finish) -> Any:
-    """Give the module its batches; yield input and labels, which the first and the last stage want to see."""
-    engine.module.batches, engine.module.finish = deque(micro_batches), finish
-    return iter([(batch["input_ids"], batch["input_ids"]) for batch in micro_batches])

@@ -20,8 +20,9 @@ from torch.nn import functional
 
 from toolkit.config.schema import Fp8
 from toolkit.distributed import process_group
+from toolkit.layouts import experts
 from toolkit.messages import ConfigError, clauses, say, tr, warn
-from toolkit.models import adapters, experts
+from toolkit.models import adapters
 from toolkit.models.attention import trains_on_gpu
 from toolkit.plan.outline import is_routed
 

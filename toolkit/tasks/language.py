@@ -29,24 +29,12 @@ from toolkit.engine import build, ds_config, memory, parameters
 from toolkit.evaluate import generate, metrics
 from toolkit.export import merge, model as export
 from toolkit.launch.environment import Ranks
+from toolkit.layouts import experts, fp8, pipeline
 from toolkit.messages import clauses, say, tr, warn
-from toolkit.models import (
-    adapters,
-    assemble,
-    attention,
-    chat,
-    classifier,
-    experts,
-    fp8,
-    layers,
-    load,
-    loss,
-    pipeline,
-    probe,
-    save,
-)
+from toolkit.models import adapters, assemble, attention, chat, classifier, layers, load, loss, probe, save, stages
 from toolkit.models.loss import token_loss_sum
-from toolkit.train import checkpointer, language_data, run_dir, schedule, task, tracking
+from toolkit.tasks import language_data
+from toolkit.train import checkpointer, run_dir, schedule, task, tracking
 from toolkit.train.step import Samples
 
 
@@ -165,7 +153,7 @@ class Evaluation:
 
     @property
     def _module(self) -> transformers.PreTrainedModel:
-        return pipeline.unwrap_model(getattr(self.model, "module", self.model))
+        return stages.unwrap_model(getattr(self.model, "module", self.model))
 
     @property
     def _in_step(self) -> bool:
@@ -412,7 +400,7 @@ class LanguageTask(task.Task):
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return config, tokenizer and what tuning added. Now, while the model's directory is there."""
         files: dict[str, bytes] = {}
-        model = pipeline.unwrap_model(engine.module)
+        model = stages.unwrap_model(engine.module)
         process_group.on_rank0(lambda: files.update(save.describe(model, self.data.encoder)))
         if tuned := getattr(engine.module, "tuned", None):
             files |= tuned.describe()
@@ -429,7 +417,7 @@ class LanguageTask(task.Task):
             self.evaluation.leave_out_too_long()
 
     def start_lines(self, run: task.RunContext) -> str:
-        store, counts = self.data.train, parameters.count_parameters(pipeline.unwrap_model(run.engine.module))
+        store, counts = self.data.train, parameters.count_parameters(stages.unwrap_model(run.engine.module))
         trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
         parts = [
             f"{group} {one.trained:,} / {one.total:,}" if one.trained < one.total else f"{group} {one.total:,}"
@@ -544,7 +532,7 @@ class LanguageTask(task.Task):
 
     def check_export(self, run: task.RunContext) -> None:
         """See that what will be exported can be read back."""
-        model, files = pipeline.unwrap_model(run.engine.module), run.checkpointer.described.files
+        model, files = stages.unwrap_model(run.engine.module), run.checkpointer.described.files
         process_group.on_rank0(lambda: export.check_exportable(model, files, run.folder / "export"))
 
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
@@ -577,7 +565,7 @@ class LanguageTask(task.Task):
 
     def summary(self, run: task.RunContext, result: task.FitResult) -> dict[str, Any]:
         """Return parameters, tokens, what the first and the last evaluation gave, and the losses of n-grams."""
-        counts = parameters.count_parameters(pipeline.unwrap_model(run.engine.module)).values()
+        counts = parameters.count_parameters(stages.unwrap_model(run.engine.module)).values()
         summary: dict[str, Any] = {
             "parameters": sum(one.total for one in counts),
             "trained_parameters": sum(one.trained for one in counts),
@@ -623,7 +611,7 @@ class LanguageTask(task.Task):
             return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
         if adapters.has_adapter(run.engine.module):
             what = tr("The adapter: {folder}/export", folder=folder)
-        elif pipeline.unwrap_model(run.engine.module).config.model_type == "chatglm":
+        elif stages.unwrap_model(run.engine.module).config.model_type == "chatglm":
             what = tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder)
         else:
             what = tr("The model, for any program that uses transformers: {folder}/export", folder=folder)
@@ -640,12 +628,12 @@ def build_engine(
     source: run_dir.RunSource,
 ) -> DeepSpeedEngine:
     """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
-    packed, parts, stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
+    packed, parts, num_stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
     build.use_tf32(cfg.precision)
     dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
     head, own = language_data.head_of(cfg, data), None
-    if stages > 1:
-        own = partial(pipeline.stage_parameters, num_stages=stages, stage=mesh.stage, tuning=cfg.tuning)
+    if num_stages > 1:
+        own = partial(pipeline.stage_parameters, num_stages=num_stages, stage=mesh.stage, tuning=cfg.tuning)
         own = partial(own, num_scores=len(head.labels)) if head else own
     elif mesh.expert > 1:
         own = partial(experts.divide, ranks=mesh.expert)
@@ -661,15 +649,17 @@ def build_engine(
     if cfg.tuning.method is not TuningMethod.full:
         _check_tuned(model, cfg, base, source)
     module = (
-        pipeline.PipelineStage(model, stages, load.TORCH_DTYPES[dtype], cfg.parallel.tensor) if stages > 1 else model
+        pipeline.PipelineStage(model, num_stages, load.TORCH_DTYPES[dtype], cfg.parallel.tensor)
+        if num_stages > 1
+        else model
     )
     engine = task.start_engine(module, cfg, ds, total_steps, source.folder)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
     # The logits of some of the vocabulary tell as much.
-    few = partial(pipeline.forward_logits, engine, pick=lambda logits: logits[..., :1024])
-    forward = few if pipeline.is_pipeline(engine) else partial(classifier.token_scores, engine) if head else None
+    few = partial(stages.forward_logits, engine, pick=lambda logits: logits[..., :1024])
+    forward = few if stages.is_pipeline(engine) else partial(classifier.token_scores, engine) if head else None
     if packed:
         remedy = "data.share_prefixes=false" if cfg.preference.is_paired else "data.packing=grouped"
         attention.check_isolation(*of_model, forward, data.shares_prefixes, remedy)
@@ -713,17 +703,17 @@ def _tell_routers(routers: loss.Routers | None) -> None:
 
 def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
     """Return a line about what computes this run. A collective."""
-    model = pipeline.stage_model(engine.module)
+    model = stages.stage_model(engine.module)
     ways = {
         loss.LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
         loss.LossPath.picked: tr("from the logits of trained tokens"),
         loss.LossPath.all_logits: tr("from all logits"),
     }
-    computes = model if pipeline.is_pipeline(engine) else engine
+    computes = model if stages.is_pipeline(engine) else engine
     if probe.is_classifier(model):
         way = tr("from the scores of last tokens")
     else:
-        way = ways[pipeline.broadcast_from_last(engine, lambda: loss.loss_head(model).path(computes))]
+        way = ways[stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(computes))]
     optimizer = engine.basic_optimizer
     is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
     backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")

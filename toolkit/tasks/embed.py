@@ -19,11 +19,12 @@ from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import SAMPLES
 from toolkit.messages import ModelError, tr
-from toolkit.models import embedding, loss, pipeline, probe
-from toolkit.train import checkpointer, language_data, run_dir, sample_task
+from toolkit.models import loss, probe, stages
+from toolkit.tasks import embedding_losses, language_data, samples
+from toolkit.train import checkpointer, run_dir
 
 
-class EmbedTask(sample_task.ScoreTask):
+class EmbedTask(samples.ScoreTask):
     """Trains a model to give the texts of a pair embeddings that find each other."""
 
     counted = "pairs"
@@ -41,21 +42,21 @@ class EmbedTask(sample_task.ScoreTask):
     def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
         """Build the engine; a ModelError if nothing is known of the states before the output layer. A collective."""
         engine = super().build(ds, source)
-        model = pipeline.stage_model(engine.module) if pipeline.is_pipeline(engine) else engine
-        path = pipeline.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model))
+        model = stages.stage_model(engine.module) if stages.is_pipeline(engine) else engine
+        path = stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model))
         if path is not loss.LossPath.losses:
             raise ModelError(
                 "{architecture} does something with its output layer, in whose place embeddings would be taken: "
                 "task=embed needs a model whose output layer is a plain matrix, such as Qwen3, Llama or GLM.",
-                architecture=type(pipeline.unwrap_model(engine.module)).__name__,
+                architecture=type(stages.unwrap_model(engine.module)).__name__,
             )
         return engine
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return also what sentence-transformers reads beside the model."""
         found = super().model_files(engine)
-        width, longest = pipeline.unwrap_model(engine.module).config.hidden_size, self.cfg.data.max_length
-        own = embedding.describe(self.cfg.embed.pooling, width, longest)
+        width, longest = stages.unwrap_model(engine.module).config.hidden_size, self.cfg.data.max_length
+        own = embedding_losses.describe(self.cfg.embed.pooling, width, longest)
         return replace(found, files={**found.files, **own}) if found.files else found
 
     def _size_of_data(self) -> str:
@@ -75,12 +76,12 @@ class EmbedTask(sample_task.ScoreTask):
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""
         with probe.evaluating(engine):
-            mine = [found for _, found in pipeline.measured(engine, batches, self._embed)]
+            mine = [found for _, found in stages.measured(engine, batches, self._embed)]
         everything, begin = self._of_all_ranks(mine, engine.device)
         everything.requires_grad_(True)
-        losses = embedding.pair_losses(everything, self.cfg.embed.temperature, self._size)
+        losses = embedding_losses.pair_losses(everything, self.cfg.embed.temperature, self._size)
         slopes = torch.autograd.grad(losses.sum(), everything)[0]
-        is_first = embedding.ranks_of(everything.detach(), self._size) == 1
+        is_first = embedding_losses.ranks_of(everything.detach(), self._size) == 1
         self._known = deque()
         for one in mine:
             end = begin + len(one)
@@ -99,15 +100,15 @@ class EmbedTask(sample_task.ScoreTask):
 
     def _embed(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the embeddings of a micro-batch's pairs, in turns, float32 [N x size, H]."""
-        return embedding.embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count(batch)]
+        return embedding_losses.embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count(batch)]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
         with probe.evaluating(engine):
-            mine = [found for _, found in pipeline.measured(engine, batches, self._embed)]
+            mine = [found for _, found in stages.measured(engine, batches, self._embed)]
         everything, _ = self._of_all_ranks(mine, engine.device)
-        places = embedding.ranks_of(everything, self._size)
-        losses = embedding.pair_losses(everything, self.cfg.embed.temperature, self._size)
+        places = embedding_losses.ranks_of(everything, self._size)
+        losses = embedding_losses.pair_losses(everything, self.cfg.embed.temperature, self._size)
         recall, reciprocal = schema.EVAL_EMBED
         return {
             schema.EVAL_LOSS: float(losses.double().mean()),

@@ -35,16 +35,17 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
-from toolkit.models import adapters, attention, chat, directory, load, loss, pipeline, probe, weights
-from toolkit.models.distillation import Distilled, StoredScores, distilled, store
+from toolkit.models import adapters, attention, chat, directory, load, loss, probe, stages, weights
+from toolkit.tasks import language, language_data
+from toolkit.tasks.distillation_losses import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
-from toolkit.train import language_data, language_task, run_dir, task
+from toolkit.train import run_dir, task
 
 KL, CE = "distill/kl", "distill/ce"
 EVAL_KL, EVAL_GENERAL = schema.EVAL_TAUGHT
 
 
-class DistillTask(language_task.LanguageTask):
+class DistillTask(language.LanguageTask):
     """Trains a causal language model on labels and on what a teacher says of them."""
 
     teacher: Any = None
@@ -164,7 +165,7 @@ class DistillTask(language_task.LanguageTask):
                 probe.evaluating(teacher),
                 phase(tr("Storing what the teacher says"), len(numbers), tr("batches")) as advance,
             ):
-                for _, found in pipeline.measured(teacher, batches, measure):
+                for _, found in stages.measured(teacher, batches, measure):
                     if writer:
                         writer.append(*found)
                     advance(1)

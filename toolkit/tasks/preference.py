@@ -26,9 +26,10 @@ from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
-from toolkit.models import adapters, classifier, pipeline, preference, probe
+from toolkit.models import adapters, classifier, probe, stages
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
-from toolkit.train import language_data, run_dir, sample_task
+from toolkit.tasks import language_data, preference_losses, samples as sample_task
+from toolkit.train import run_dir
 
 REFERENCE = "reference"
 """Directory of a run that keeps the reference's log-probabilities."""
@@ -93,7 +94,7 @@ class PreferenceTask(sample_task.SampleTask):
             probe.evaluating(engine),
             terminal.phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
         ):
-            found = pipeline.measured(engine, batches, answer_log_probabilities)
+            found = stages.measured(engine, batches, answer_log_probabilities)
             for samples, (_, (of_answers, _)) in zip(numbers, found, strict=False):
                 if self._is_leader:
                     values[samples] = of_answers[: len(samples)].float().cpu().numpy()
@@ -129,9 +130,9 @@ class PreferenceTask(sample_task.SampleTask):
         values, tokens = answer_log_probabilities(engine, batch)
         end = 2 * self.count(batch)
         chosen, rejected = (
-            preference.Answers(*(one[place:end:2] for one in (values, tokens, reference))) for place in (0, 1)
+            preference_losses.Answers(*(one[place:end:2] for one in (values, tokens, reference))) for place in (0, 1)
         )
-        found: preference.PairLosses = preference.pair_losses(self.cfg.preference, chosen, rejected)
+        found: preference_losses.PairLosses = preference_losses.pair_losses(self.cfg.preference, chosen, rejected)
         margins = found.chosen_rewards - found.rejected_rewards
         answers = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
         apart = (answers[0] + answers[1] - chosen.reference - rejected.reference) / 2
@@ -153,7 +154,7 @@ class PreferenceTask(sample_task.SampleTask):
         """Return the means over the pairs of this rank's batches and the others'. A collective."""
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with probe.evaluating(engine):
-            for batch, (loss, figures) in pipeline.measured(engine, batches, self._pairs):
+            for batch, (loss, figures) in stages.measured(engine, batches, self._pairs):
                 found = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
                 sums += self._is_leader * found.cpu()
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
@@ -184,7 +185,7 @@ class KtoTask(PreferenceTask):
         """Compute the divergence of model and reference on questions with others' answers. A collective."""
         others, found = [_rows(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
         with probe.evaluating(engine):
-            passes = pipeline.measured(engine, others, self._ratios)
+            passes = stages.measured(engine, others, self._ratios)
             for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):
                 found += torch.stack((ratios.sum(), ratios.new_full((), self.count(batch))))
         self._divergence = _mean_above_zero(process_group.sum_over_ranks(found, engine.device))
@@ -208,7 +209,7 @@ class KtoTask(PreferenceTask):
         self, ratios: torch.Tensor, values: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each answer, and of its figures sums with counts, [2] each."""
-        losses = preference.answer_losses(self.cfg.preference, ratios, is_good, divergence)
+        losses = preference_losses.answer_losses(self.cfg.preference, ratios, is_good, divergence)
         rewards, good = self.cfg.preference.beta * ratios.detach(), is_good.float()
         all_of_them = torch.ones_like(ratios)
         in_order = torch.where(is_good, ratios > divergence, ratios < divergence).float()
@@ -228,7 +229,7 @@ class KtoTask(PreferenceTask):
             return *self._ratios(model, _rows(batch, 0)), of_others.sum()
 
         with probe.evaluating(engine):
-            for batch, (ratios, values, of_others) in pipeline.measured(engine, batches, measure):
+            for batch, (ratios, values, of_others) in stages.measured(engine, batches, measure):
                 count = self.count(batch)
                 found.append((ratios[:count].cpu(), values[:count].cpu(), _rows(batch, 0)["value"][:count] > 0))
                 sums += torch.stack((of_others.cpu(), torch.tensor(float(count))))
@@ -284,7 +285,7 @@ class RewardTask(PreferenceTask, sample_task.ScoreTask):
         end = 2 * self.count(batch)
         chosen, rejected = scores[0:end:2], scores[1:end:2]
         margins = batch["value"].to(scores)[0:end:2]
-        losses = preference.reward_losses(chosen, rejected, margins, self.cfg.task.center)
+        losses = preference_losses.reward_losses(chosen, rejected, margins, self.cfg.task.center)
         given = chosen.detach(), rejected.detach()
         gains = given[0] - given[1]
         figures = (*given, gains, (gains > 0).float())

@@ -1,0 +1,81 @@
+"""The model of an engine, whether every rank has the whole or it is cut into stages (layouts/pipeline.py)."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from toolkit.models import attention, loss, probe
+
+Found = TypeVar("Found")
+
+
+def stage_model(module: Any) -> Any:
+    """Return the model that computes in an engine's module: itself, or with pipeline stages this rank's part."""
+    return module.__dict__["stage"] if isinstance(module, PipelineModule) else module
+
+
+def unwrap_model(module: Any) -> Any:
+    """Return the model that an engine trains: itself, or with pipeline stages the whole without its weights."""
+    return module.__dict__["full_model"] if isinstance(module, PipelineModule) else module
+
+
+def is_pipeline(engine: Any) -> bool:
+    """Whether an engine's layers are divided into the stages of a pipeline."""
+    return isinstance(engine, PipelineEngine)
+
+
+def measured(
+    engine: Any, micro_batches: Iterable[attention.Batch], measure: Callable[[Any, attention.Batch], Found]
+) -> Iterator[tuple[attention.Batch, Found]]:
+    """Yield micro-batches and what `measure` makes of a model, or its engine, and each of them; nothing but on the last
+    of a pipeline's stages. A collective over these.
+    """
+    if not is_pipeline(engine):
+        yield from ((batch, measure(engine, batch)) for batch in micro_batches)
+        return
+    remaining = iter(micro_batches)
+    while window := list(islice(remaining, 2 * engine.num_stages)):  # so many that most stages have something to do
+        yield from zip(window, engine.module.evaluate_window(engine, window, measure), strict=False)
+
+
+def forward_logits(
+    engine: PipelineEngine, batch: attention.Batch, pick: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, or of a head's scores at each
+    token, float32, CPU. A collective.
+    """
+    given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+    of_tokens = loss.logits_of
+    if probe.is_classifier(unwrap_model(engine.module)):
+        from toolkit.models.classifier import token_scores as of_tokens
+    with probe.evaluating(engine):
+        picked = engine.module.evaluate_window(
+            engine, [given], lambda model, one: pick(of_tokens(model, one)).float().cpu()
+        )
+    logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
+    return logits
+
+
+def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
+    """Return what an engine's model makes of a few ids. A collective over all ranks that hold parts of it."""
+    if not is_pipeline(engine):
+        return probe.capture(engine.module, ids, engine.device)
+    # Of a head: the scores of every beginning, as `probe.capture` has them.
+    has_head = probe.is_classifier(unwrap_model(engine.module))
+    logits = forward_logits(engine, {"input_ids": ids}, lambda found: found.flatten(1) if has_head else found[:, -1])
+    return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
+
+
+def broadcast_from_last(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
+    """Return on every rank what is known on the last stage; without stages simply that. A collective."""
+    if not is_pipeline(engine):
+        return ask()
+    found = [ask() if engine.is_last_stage() else None]
+    dist.broadcast_object_list(found, src=dist.get_world_size() - 1)
+    return found[0]
