@@ -30,8 +30,8 @@ from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import environment
 from toolkit.layouts import fp8
-from toolkit.models.adapters import apply_tuning
 from toolkit.models.attention import choose_attention
+from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of

@@ -19,7 +19,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, rank, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.models.adapters import apply_tuning
+from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.load import create_model
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import Batch, LanguageData, training_batches

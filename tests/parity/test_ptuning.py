@@ -15,7 +15,10 @@ from transformers import PreTrainedModel
 from toolkit.cli import main
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import ModelError
-from toolkit.models.adapters import apply_tuning, attach_adapter, base_of, load_adapter, prefix_settings, stored_names
+from toolkit.models.adapters import attach_adapter, load_adapter, stored_names
+from toolkit.models.base_model import base_of
+from toolkit.models.fine_tuning import apply_tuning
+from toolkit.models.prompt_tuning import prefix_settings
 
 NAMES = pytest.mark.parametrize("name", ["v1", "v2", "v3"])
 KINDS = pytest.mark.parametrize("kind", ["ptuning", "ptuning_proj"])

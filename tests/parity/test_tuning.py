@@ -25,7 +25,10 @@ from toolkit.export.load import load_any
 from toolkit.export.model import write_adapter
 from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ModelError
 from toolkit.models import load as load_module, load_tokenizer, probe
-from toolkit.models.adapters import apply_tuning, base_of, base_of_adapter, load_adapter, stored_names, trained_names
+from toolkit.models.adapters import base_of_adapter, load_adapter, stored_names
+from toolkit.models.base_model import base_of
+from toolkit.models.fine_tuning import apply_tuning
+from toolkit.models.structure import trained_names
 from toolkit.plan.outline import shapes_of_config, tuned as plan
 
 LORA = TuningMethod.lora

@@ -17,7 +17,7 @@ from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
 from toolkit.launch import environment
 from toolkit.layouts import experts
-from toolkit.models import adapters, load_model
+from toolkit.models import load_model, lora
 
 DS_CONFIG = {
     "train_batch_size": 2,
@@ -43,7 +43,7 @@ def main() -> None:
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_mb()
     if way == ["4-bits"]:
-        model = load_model(path, dtype=torch.bfloat16, ready=adapters.quantize_layer)
+        model = load_model(path, dtype=torch.bfloat16, ready=lora.quantize_layer)
     elif way:
         model = load_model(path, dtype=torch.float32, own=partial(experts.divide, ranks=2))
     else:

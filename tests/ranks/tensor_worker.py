@@ -27,9 +27,9 @@ from toolkit.engine.build import initialize_engine
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.parameters import count_parameters, gathered_parameters
 from toolkit.models import probe
-from toolkit.models.adapters import inject_lora
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.load import TORCH_DTYPES
+from toolkit.models.lora import inject_lora
 from toolkit.tasks.language import LanguageTask
 from toolkit.train.step import StepGuard, train_step
 

@@ -106,7 +106,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.config.load import load
     from toolkit.config.schema import Dtype
     from toolkit.data.loader import collate
-    from toolkit.models.adapters import apply_tuning
+    from toolkit.models.fine_tuning import apply_tuning
     from toolkit.models.load import create_model
     from toolkit.tasks.language_data import load_data
 

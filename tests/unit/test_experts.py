@@ -15,19 +15,11 @@ from toolkit.config.load import load
 from toolkit.layouts import experts
 from toolkit.messages import ConfigError, ModelError
 from toolkit.models import load_model, weights
-from toolkit.models.adapters import (
-    ADAPTER,
-    BaseModel,
-    apply_tuning,
-    as_stored,
-    attach_adapter,
-    base_of,
-    inject_lora,
-    quantize,
-    quantize_layer,
-    trained_names,
-    without_adapter,
-)
+from toolkit.models.adapters import as_stored, attach_adapter
+from toolkit.models.base_model import BaseModel, base_of
+from toolkit.models.fine_tuning import apply_tuning
+from toolkit.models.lora import ADAPTER, inject_lora, quantize, quantize_layer, without_adapter
+from toolkit.models.structure import trained_names
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])

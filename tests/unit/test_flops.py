@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.architectures import CONFIGS
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.deepspeed_patches import _with_gradient
-from toolkit.models.adapters import inject_lora
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
+from toolkit.models.lora import inject_lora
 from toolkit.plan.outline import MIXTURES, Shapes, flop_sizes, published_models, shapes_of_config, tuned
 from toolkit.plan.speed import Work, causal_pairs, formula, is_countable
 

@@ -15,7 +15,7 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import PeakMemory
 from toolkit.messages import BaseMissing, ConfigError, ModelError, RowError, reading
 from toolkit.models import adapter_settings, adapters
-from toolkit.models.adapters import BaseModel
+from toolkit.models.base_model import BaseModel
 from toolkit.models.chat import fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.directory import read_config

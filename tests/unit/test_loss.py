@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.unit.tiny_model import SIZES
 from toolkit.config.schema import LossKernel
 from toolkit.models import loss as loss_module
-from toolkit.models.adapters import SoftPrompt, attach_prompt
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.loss import LossHead, LossPath, loss_head, num_trained_tokens, token_loss_sum, token_losses
+from toolkit.models.prompt_tuning import SoftPrompt, attach_prompt
 from toolkit.plan import memory
 
 SOP, PAD = 120, 3

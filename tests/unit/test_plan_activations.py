@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from toolkit.config.schema import TuningConfig, TuningMethod
-from toolkit.models.adapters import apply_tuning
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
+from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.outline import outline, saved_by_layer
 from toolkit.plan.memory import Rows, layer_bytes, saved_bytes
 from toolkit.plan.outline import shapes_of_config, tuned

@@ -19,7 +19,7 @@ from toolkit.data.packing import PackingPlan
 from toolkit.export.model import check_custom_exportable, check_exportable
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ModelError, OutOfMemory
-from toolkit.models import adapters
+from toolkit.models import fine_tuning
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.models.save import describe
 from toolkit.tasks.language_data import longest_batch, repeated_batch
@@ -92,7 +92,7 @@ def test_a_model_that_is_not_read_back_as_it_is_written_is_named_before_training
     with pytest.raises(ModelError, match=wrong):
         check_exportable(model, describe(model, None), folder)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    adapters.apply_tuning(model, TuningConfig(method=TuningMethod.lora), base, None, seed=1)
+    fine_tuning.apply_tuning(model, TuningConfig(method=TuningMethod.lora), base, None, seed=1)
     files = describe(model, None) | model.tuned.describe()
     check_exportable(model, files, folder)
     model.tuned = replace(model.tuned, settings=model.tuned.settings | {"r": 4})

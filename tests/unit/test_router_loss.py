@@ -16,16 +16,8 @@ from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.data.loader import collate
 from toolkit.messages import ConfigError
-from toolkit.models.loss import (
-    Routers,
-    balance,
-    expert_loads,
-    load_metrics,
-    loss_head,
-    routers_of,
-    token_loss_sum,
-    within_capacity,
-)
+from toolkit.models.loss import loss_head, token_loss_sum
+from toolkit.models.router_loss import Routers, balance, expert_loads, load_metrics, routers_of, within_capacity
 from toolkit.tasks.language import LanguageTask
 from toolkit.train.step import train_step
 

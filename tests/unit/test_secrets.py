@@ -11,7 +11,7 @@ from toolkit.config.load import load
 from toolkit.export.model import TunedPart
 from toolkit.jobs import launch
 from toolkit.messages import ConfigError, tr
-from toolkit.models.adapters import base_of
+from toolkit.models.base_model import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, hide_word, learn
 from toolkit.train.checkpointer import check_changes, differences
 

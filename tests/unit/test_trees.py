@@ -22,13 +22,8 @@ from toolkit.data.tokenize_workers import Encoded
 from toolkit.messages import ModelError
 from toolkit.models import attention
 from toolkit.models.attention import check_isolation, choose_attention, local_part, with_label_positions
-from toolkit.models.loss import (
-    answer_log_probabilities,
-    loss_head,
-    num_trained_tokens,
-    routers_of,
-    token_loss_sum,
-)
+from toolkit.models.loss import answer_log_probabilities, loss_head, num_trained_tokens, token_loss_sum
+from toolkit.models.router_loss import routers_of
 
 # fp32: what is left is the order of additions.
 TOLERANCE = 1e-5

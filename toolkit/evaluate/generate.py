@@ -38,7 +38,7 @@ from toolkit.messages import (
     say,
     tr,
 )
-from toolkit.models import adapters, chat, probe
+from toolkit.models import chat, probe, structure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +199,7 @@ def split_inference(model: PreTrainedModel) -> PreTrainedModel:
             kind=type(model).__name__,
             known=", ".join(FAMILIES),
         )
-    if adapters.has_adapter(model):
+    if structure.has_adapter(model):
         raise ModelError(
             tr("engine = deepspeed splits whole models only. Merge the adapter first: toolkit export-model merge=true")
         )

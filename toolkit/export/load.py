@@ -13,7 +13,7 @@ from toolkit.config import files
 from toolkit.config.schema import Dtype, ModelConfig
 from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, ModelError, tr
-from toolkit.models import adapters, chat, load, save
+from toolkit.models import adapters, base_model, chat, load, save
 
 
 class LoadedModel(NamedTuple):
@@ -82,7 +82,7 @@ def load_any(
     encoder = chat.load_chat_encoder(adapter if own_tokenizer else folder, family=family, chat_template=chat_template)
     model = load.create_model(ModelConfig(path=str(folder)), precision, encoder.tokenizer, seed=0)
     if adapter:
-        adapters.load_adapter(model, Path(adapter), adapters.base_of(model, folder))
+        adapters.load_adapter(model, Path(adapter), base_model.base_of(model, folder))
     return LoadedModel(model.eval().to(target), encoder)
 
 

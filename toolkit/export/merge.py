@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from toolkit import secrets
 from toolkit.config.schema import RunConfig, TuningMethod
 from toolkit.messages import CheckpointError, ModelError, NotMergeable, clauses, reading, tr, warn
-from toolkit.models import adapters, classifier, directory, weights
+from toolkit.models import adapters, base_model, classifier, directory, fine_tuning, lora, structure, weights
 from toolkit.models.load import empty, stream
 from toolkit.plan.outline import SCORE, tuning_of
 
@@ -46,7 +46,7 @@ class TunedPart:
     """Checkpoint or adapter, for messages."""
     settings: dict[str, Any]
     """Content of adapter_config.json; {} where parameters of the model itself were trained."""
-    known: adapters.BaseModel | None
+    known: base_model.BaseModel | None
     """Identifies the model; None where an adapter of other programs says nothing."""
     base: Path
     values: dict[str, torch.Tensor]
@@ -62,7 +62,7 @@ class TunedPart:
     def describe(self) -> dict[str, bytes]:
         """Return the files that describe an adapter, and where its base is now."""
         path = secrets.hide(str(self.base.absolute()))
-        base = adapters.BaseModel(path, {} if self.known is None else self.known.numbers)
+        base = base_model.BaseModel(path, {} if self.known is None else self.known.numbers)
         settings = self.settings | {"base_model_name_or_path": path}
         return adapters.AdapterState(adapters.method_of(self.settings), settings, base, self.head).describe()
 
@@ -97,7 +97,7 @@ def plan_merge(part: TunedPart) -> MergePlan:
     shell = part.shaped(empty(part.base))
     plain, tied = weights.shapes_of(shell), dict(weights.tied_names(shell))
     with reading(part.source, ModelError):
-        adapters.attach_adapter(shell, part.settings, part.known or adapters.BaseModel(str(part.base), {}))
+        adapters.attach_adapter(shell, part.settings, part.known or base_model.BaseModel(str(part.base), {}))
     changes, stored = _changes(shell), adapters.stored_names(shell)
     apart = {second: first for second, first in tied.items() if {second, first} & changes.keys()}
     if apart and part.values and _stays_tied(part, changes, stored, apart):
@@ -137,7 +137,7 @@ def part_of_recipe(cfg: RunConfig) -> TunedPart:
     if tuning.adapter:
         settings = adapters.read_settings(Path(tuning.adapter))
     else:
-        settings = adapters.new_settings(empty(base), tuning, str(base))
+        settings = fine_tuning.new_settings(empty(base), tuning, str(base))
     return TunedPart(tuning.adapter or tr("the adapter of this run"), settings, None, base, {})
 
 
@@ -186,21 +186,19 @@ def _changes(shell: PreTrainedModel) -> dict[str, list[Change]]:
             # Of experts in one tensor each parameter has a layer around the layer of the one before.
             own = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
             adapted.setdefault(f"{plain}.{parameter_of(module)}", []).append(_Lora(module, own))
-            if module.lora_bias.get(adapters.ADAPTER):
-                scaling = module.scaling[adapters.ADAPTER]
-                bias = own[f"lora_B.{adapters.ADAPTER}.bias"]
+            if module.lora_bias.get(lora.ADAPTER):
+                scaling = module.scaling[lora.ADAPTER]
+                bias = own[f"lora_B.{lora.ADAPTER}.bias"]
                 adapted.setdefault(f"{plain}.bias", []).append(_Bias(bias, scaling))
         elif isinstance(module, ModulesToSaveWrapper):
-            prefix = f"modules_to_save.{adapters.ADAPTER}."
+            prefix = f"modules_to_save.{lora.ADAPTER}."
             kept = [key for key in module.state_dict(keep_vars=True) if key.startswith(prefix)]  # and stored buffers
             for key in kept:
                 replaced[f"{name}.{key.removeprefix(prefix)}"] = [_Replaced(own.get(key, f"{name}.{key}"))]
         elif isinstance(module, TrainableTokensWrapper):
-            rows = module.token_adapter.token_indices[adapters.ADAPTER]
-            adapted[f"{name}.weight"] = [
-                _Rows(own[f"token_adapter.trainable_tokens_delta.{adapters.ADAPTER}"], list(rows))
-            ]
-    for name in adapters.trained_names(shell):  # biases that peft's `bias` trains
+            rows = module.token_adapter.token_indices[lora.ADAPTER]
+            adapted[f"{name}.weight"] = [_Rows(own[f"token_adapter.trainable_tokens_delta.{lora.ADAPTER}"], list(rows))]
+    for name in structure.trained_names(shell):  # biases that peft's `bias` trains
         plain = name.replace(".base_layer", "")
         if ".lora_" not in name and ".modules_to_save." not in name and ".token_adapter." not in name:
             replaced[plain] = [_Replaced(name)]
@@ -379,7 +377,7 @@ def _merged(
     shapes, unused = weights.shapes_of(plan.model), {*plan.changes}
     for name, value in values if part.head is None else _with_score(values, shapes):
         if part.known is not None and name in part.known.numbers:
-            adapters.check_numbers(part.known, name, adapters.fingerprint_of(value), part.base, part.source)
+            base_model.check_numbers(part.known, name, base_model.fingerprint_of(value), part.base, part.source)
         for each in (name, *(second for second, first in plan.copied.items() if first == name)):
             unused.discard(each)
             yield each, _changed(each, value, plan.changes, trained)

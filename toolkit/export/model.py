@@ -44,7 +44,7 @@ from toolkit.messages import (
     system_text,
     tr,
 )
-from toolkit.models import adapters, chat, classifier, probe, weights
+from toolkit.models import adapters, base_model, chat, classifier, probe, structure, weights
 from toolkit.models.chatglm.tokenizers import official_vocabulary
 from toolkit.models.directory import is_trusted, read_object
 from toolkit.models.load import check_structure, empty, load_model, stream, streamed_model
@@ -138,7 +138,7 @@ def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder:
         write_files(files, described, None)
         if is_trusted(described):  # code of a directory may build what cannot be built empty
             return
-        if not adapters.has_adapter(model):
+        if not structure.has_adapter(model):
             own = {name: shapes[name] for name in weights.shapes_of(model)}
             check_structure(described, stored_form(model, own))
             return
@@ -317,20 +317,20 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
     numbers, settings and base give the logits of the directory's probe, so no model is loaded.
     """
     state, tuned = _adapter_state(engine), engine.module.tuned
-    parts = gather(adapters.base_numbers(stage_model(engine.module)))
+    parts = gather(base_model.base_numbers(stage_model(engine.module)))
 
     @aside_if_wrong(folder)
     def compare() -> None:
-        values, base = adapters.read_adapter_weights(folder), adapters.read_base(folder)
+        values, base = adapters.read_adapter_weights(folder), base_model.read_base(folder)
         wrong = sorted({*values} ^ {*state})
         wrong += [name for name, value in state.items() if name in values and not _is_same(value, values[name])]
         wrong += [adapters.CONFIG] * (adapters.read_settings(folder) != tuned.settings)
-        wrong += [adapters.BASE_FILE] * (base != tuned.base)
+        wrong += [base_model.BASE_FILE] * (base != tuned.base)
         if wrong or base is None:
             raise _not_as_trained(folder, wrong)
         for part in parts:
             for name, found in part.items():
-                adapters.check_numbers(base, name, found, base.path, folder)
+                base_model.check_numbers(base, name, found, base.path, folder)
 
     on_rank0(compare)
 
@@ -380,7 +380,7 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
             "the run (resume={folder}) to its end: it writes export/.",
             folder=checkpoint,
         )
-    known = adapters.read_base(described)
+    known = base_model.read_base(described)
     if known is None:
         return None
     settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
@@ -403,23 +403,23 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
         if classifier.is_of_classifier(config)
         else None
     )
-    return TunedPart(checkpoint, settings, known, adapters.find_base(described, given), values, head)
+    return TunedPart(checkpoint, settings, known, base_model.find_base(described, given), values, head)
 
 
 def part_of_adapter(folder: Path, given: str = "") -> TunedPart:
     """Return an adapter; `given` "" finds the base."""
     base = adapters.base_of_adapter(folder, given)
     settings, values = adapters.read_settings(folder), adapters.read_adapter_weights(folder)
-    return TunedPart(folder, settings, adapters.read_base(folder), base, values, classifier.read_head(folder))
+    return TunedPart(folder, settings, base_model.read_base(folder), base, values, classifier.read_head(folder))
 
 
 def load_part(part: TunedPart) -> PreTrainedModel:
     """Return the model with what was trained in it or added to it, on the CPU."""
     dtype = next(iter(part.values.values())).dtype
     model = part.shaped(load_model(part.base, dtype=dtype))
-    found = adapters.base_of(model, part.base)
+    found = base_model.base_of(model, part.base)
     if part.known is not None:
-        adapters.check_base(part.known, found, part.source)
+        base_model.check_base(part.known, found, part.source)
     if not part.settings:
         model.load_state_dict(part.values, strict=False)
         return model
@@ -587,7 +587,7 @@ def _export_part(
             )
         if changed:
             say("The merged model has weights that its base lacks: config.json says {keys}.", keys=_as_words(changed))
-        own = {name: content for name, content in files.items() if name not in (adapters.BASE_FILE, adapters.CONFIG)}
+        own = {name: content for name, content in files.items() if name not in (base_model.BASE_FILE, adapters.CONFIG)}
         own["config.json"] = _with_keys(own["config.json"], changed, wanted.dtype)
         write_folder(model, own, folder, wanted.format, probed, state, wanted.max_shard_size)
 

@@ -23,7 +23,7 @@ from toolkit.export.load import load_any
 from toolkit.export.model import write_folder
 from toolkit.extras import shrink
 from toolkit.layouts import fp8
-from toolkit.models import adapters, save
+from toolkit.models import fine_tuning, save
 from toolkit.models.load import TORCH_DTYPES, create_model
 from toolkit.tasks import language_data
 
@@ -71,7 +71,7 @@ def follow(
     model_config = replace(cfg.model, attention=schema.Attention.eager)
     model = create_model(model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
     if cfg.tuning.method is not schema.TuningMethod.full:
-        adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), data.tokenizer, cfg.run.seed)
+        fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), data.tokenizer, cfg.run.seed)
     wanted = torch.float64 if dtype == "float64" else TORCH_DTYPES[schema.Dtype(dtype)]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(own).to(wanted)

@@ -26,7 +26,7 @@ from toolkit.engine import build, ds_config
 from toolkit.extras import calibration, fake_gpu
 from toolkit.layouts import experts
 from toolkit.messages import set_language
-from toolkit.models import adapters, attention, loss
+from toolkit.models import attention, fine_tuning, loss
 from toolkit.models.load import TORCH_DTYPES
 from toolkit.plan.outline import busiest, outline_of
 from toolkit.tasks import language
@@ -110,7 +110,7 @@ def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) 
     model.get_input_embeddings().padding_idx = None
     model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), None
     if cfg.tuning.method is not schema.TuningMethod.full:
-        adapters.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
+        fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), None, cfg.run.seed, ds)
 
 
 def _assumed_rows(rows: int, most: float, counts: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:

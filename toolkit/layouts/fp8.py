@@ -20,9 +20,8 @@ from torch.nn import functional
 
 from toolkit.config.schema import Fp8
 from toolkit.distributed import process_group
-from toolkit.layouts import experts
 from toolkit.messages import ConfigError, clauses, say, tr, warn
-from toolkit.models import adapters
+from toolkit.models import experts, structure
 from toolkit.models.attention import trains_on_gpu
 from toolkit.plan.outline import is_routed
 
@@ -142,7 +141,7 @@ def convert(model: Any, fp8: Fp8, compiles: bool = True) -> None:
         return
     left: Counter[str] = Counter()
     count = 0
-    for name, layer in model.get_submodule(adapters.decoder_layers_name(model)).named_modules():
+    for name, layer in model.get_submodule(structure.decoder_layers_name(model)).named_modules():
         if type(layer) is not nn.Linear:
             continue
         if ".lora_" in name:

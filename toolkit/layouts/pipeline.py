@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
-from toolkit.models import adapters, attention, loss, probe
+from toolkit.models import adapters, attention, fine_tuning, loss, probe, structure
 from toolkit.plan import outline
 
 Finish = Callable[[PreTrainedModel, attention.Batch], torch.Tensor]
@@ -81,7 +81,7 @@ def stage_parameters(
     if num_scores and not probe.is_classifier(model):
         bounds[-1] -= 1
     elif tuning and tuning.method is schema.TuningMethod.freeze:
-        adapters.freeze(model, tuning)
+        fine_tuning.freeze(model, tuning)
         check_trained(model, bounds)
     own = names[bounds[stage] : bounds[stage + 1]]
     held = {id(one) for name in own for one in model.get_submodule(name).parameters()}
@@ -124,7 +124,7 @@ class PipelineStage(PipelineModule):
             full.tuned = self.__dict__["tuned"] = tuned
             if tuned.settings:
                 adapters.attach_adapter(full, tuned.settings, tuned.base)
-            trained = {*adapters.trained_names(model)}
+            trained = {*structure.trained_names(model)}
             for name, one in full.named_parameters():
                 one.requires_grad_(name in trained)
         parts = [model.get_submodule(name) for name in names]

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from toolkit.config.schema import Init, Packing, RunConfig, TuningMethod, score_labels
 from toolkit.layouts import experts, fp8, pipeline
 from toolkit.messages import ConfigError, NotStreamable
-from toolkit.models import adapters, attention, classifier, directory, layers, load, loss, probe
+from toolkit.models import attention, classifier, directory, fine_tuning, layers, load, loss, probe, router_loss
 from toolkit.plan.outline import tuning_of
 
 
@@ -21,11 +21,11 @@ def adapt(
     ds_config: dict[str, Any] | None = None,
 ) -> None:
     """Change a model into the one that a recipe trains; where parameters are partitioned, a collective. `base`: see
-    `adapters.base_of`; ConfigError or ModelError for what this model cannot do.
+    `base_model.base_of`; ConfigError or ModelError for what this model cannot do.
     """
-    model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), loss.routers_of(model, cfg)
+    model.loss_head, model.routers = loss.LossHead(cfg.kernels.loss), router_loss.routers_of(model, cfg)
     if cfg.tuning.method is not TuningMethod.full:
-        adapters.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config)
+        fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config)
     if cfg.kernels.mlp_pieces > 1:
         layers.tile_mlp(model, cfg.kernels.mlp_pieces)
     fp8.convert(model, cfg.precision.fp8, cfg.compile.enabled)

@@ -20,7 +20,6 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from toolkit.config import preflight
 from toolkit.config.schema import KernelsConfig, LossKernel, When
-from toolkit.layouts import experts
 from toolkit.messages import ConfigError, tr
 from toolkit.models.attention import trains_on_gpu
 
@@ -45,6 +44,8 @@ def apply_liger(model: Any, kernels: KernelsConfig) -> str:
 
         # Losses are ours to compute (kernels.loss): they are summed over the global batch.
         _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+        from toolkit.models import experts
+
         experts.keep_interface(model)
     return reason
 

@@ -35,7 +35,7 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
-from toolkit.models import adapters, attention, chat, directory, load, loss, probe, stages, weights
+from toolkit.models import attention, chat, directory, load, lora, loss, probe, stages, weights
 from toolkit.tasks import language, language_data
 from toolkit.tasks.distillation_losses import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
@@ -239,7 +239,7 @@ class DistillTask(language.LanguageTask):
             # Where all ranks compute together none may be missing.
             if not (len(places) or "part" in batch or parameters.is_partitioned(engine)):
                 return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=places.device))
-            with probe.evaluating(engine), adapters.without_adapter(engine.module):
+            with probe.evaluating(engine), lora.without_adapter(engine.module):
                 return loss.loss_head(engine).scores(engine, given, places)
         with probe.evaluating(self.teacher):
             own = {name: one for name, one in given.items() if name != "inputs_embeds"}  # a stage's, of the student

@@ -31,7 +31,23 @@ from toolkit.export import merge, model as export
 from toolkit.launch.environment import Ranks
 from toolkit.layouts import experts, fp8, pipeline
 from toolkit.messages import clauses, say, tr, warn
-from toolkit.models import adapters, assemble, attention, chat, classifier, layers, load, loss, probe, save, stages
+from toolkit.models import (
+    adapters,
+    assemble,
+    attention,
+    base_model,
+    chat,
+    classifier,
+    layers,
+    load,
+    lora,
+    loss,
+    probe,
+    router_loss,
+    save,
+    stages,
+    structure,
+)
 from toolkit.models.loss import token_loss_sum
 from toolkit.tasks import language_data
 from toolkit.train import checkpointer, run_dir, schedule, task, tracking
@@ -229,7 +245,7 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     ds = ds_config.build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
     model = load.create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
     if adapter:
-        adapters.load_adapter(model, Path(adapter), adapters.base_of(model, Path(cfg.model.path)), ds_config=ds)
+        adapters.load_adapter(model, Path(adapter), base_model.base_of(model, Path(cfg.model.path)), ds_config=ds)
     # Under ZeRO-3 partitioned over the ranks as in training, else whole on each of them.
     loaded = build.initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
     if packed:
@@ -505,7 +521,7 @@ class LanguageTask(task.Task):
         taken, self._figures = self._figures, self._zeros()
         return taken
 
-    def routers(self, engine: DeepSpeedEngine) -> loss.Routers | None:
+    def routers(self, engine: DeepSpeedEngine) -> router_loss.Routers | None:
         return getattr(engine.module, "routers", None)
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
@@ -537,11 +553,11 @@ class LanguageTask(task.Task):
 
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
         """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
-        is_adapter = adapters.has_adapter(run.engine.module)
+        is_adapter = structure.has_adapter(run.engine.module)
         files = {
             name: content
             for name, content in run.checkpointer.described.files.items()
-            if is_adapter or name != adapters.BASE_FILE
+            if is_adapter or name != base_model.BASE_FILE
         }
         files[export.CARD_FILE] = export.card(result.state, is_adapter)
         folder, probe_ids = run.folder / "export", run.checkpointer.described.probe_ids
@@ -609,7 +625,7 @@ class LanguageTask(task.Task):
         folder = run.display_folder
         if not run.cfg.checkpoint.export:
             return [tr("See the curve:  {command}", command=f"less {folder}/metrics.jsonl")]
-        if adapters.has_adapter(run.engine.module):
+        if structure.has_adapter(run.engine.module):
             what = tr("The adapter: {folder}/export", folder=folder)
         elif stages.unwrap_model(run.engine.module).config.model_type == "chatglm":
             what = tr("The model: {folder}/export (transformers itself does not know ChatGLM-6B)", folder=folder)
@@ -639,7 +655,7 @@ def build_engine(
         own = partial(experts.divide, ranks=mesh.expert)
     fp8.check_device(cfg.precision.fp8)
     # Each layer as soon as it is read: a model in 16 bits need not fit into host memory.
-    ready = adapters.quantize_layer if cfg.tuning.method is TuningMethod.qlora else None
+    ready = lora.quantize_layer if cfg.tuning.method is TuningMethod.qlora else None
     model = load.create_model(
         cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head, ready
     )
@@ -673,15 +689,15 @@ def build_engine(
 def _check_tuned(model: transformers.PreTrainedModel, cfg: RunConfig, base: Path, source: run_dir.RunSource) -> None:
     """Reject another base than a checkpoint's; warn of an adapter that cannot be merged later. A collective."""
     tuned = model.tuned
-    if source.checkpoint and (known := adapters.read_base(source.checkpoint / save.MODEL_DIR)):
-        adapters.check_base(known, tuned.base, source.checkpoint)
+    if source.checkpoint and (known := base_model.read_base(source.checkpoint / save.MODEL_DIR)):
+        base_model.check_base(known, tuned.base, source.checkpoint)
     if cfg.tuning.method in (TuningMethod.lora, TuningMethod.qlora):
         name = cfg.tuning.adapter or tr("the adapter of this run")
         part = merge.TunedPart(name, tuned.settings, None, base, {}, tuned.head)
         process_group.on_rank0(lambda: merge.tell_unmergeable(part))
 
 
-def _tell_routers(routers: loss.Routers | None) -> None:
+def _tell_routers(routers: router_loss.Routers | None) -> None:
     """Report how the experts of a mixture are kept in use."""
     if routers is None:
         return
@@ -733,7 +749,7 @@ def _base_folder(
     """Return the folder of the model as it is before training; a random one is written into the run's."""
     if cfg.model.init is Init.pretrained or cfg.tuning.method is TuningMethod.full:
         return Path(cfg.model.path)
-    base = folder / adapters.RUN_BASE
+    base = folder / base_model.RUN_BASE
 
     def write() -> None:
         if not base.exists():

@@ -26,7 +26,7 @@ from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
-from toolkit.models import adapters, classifier, probe, stages
+from toolkit.models import classifier, lora, probe, stages
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
 from toolkit.tasks import language_data, preference_losses, samples as sample_task
 from toolkit.train import run_dir
@@ -147,7 +147,7 @@ class PreferenceTask(sample_task.SampleTask):
             return torch.zeros(_answers(batch), device=engine.device)
         if self._is_reference_ahead:
             return batch["reference"].to(engine.device, non_blocking=True)
-        with probe.evaluating(engine), adapters.without_adapter(engine.module):
+        with probe.evaluating(engine), lora.without_adapter(engine.module):
             return answer_log_probabilities(engine, batch)[0]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit.config import mesh
 from toolkit.messages import tr
-from toolkit.models import adapters
+from toolkit.models import structure
 from toolkit.models.loss import samples_in_rows
 from toolkit.tasks import language, language_data
 from toolkit.train import task
@@ -77,7 +77,7 @@ class ScoreTask(SampleTask):
         if not run.cfg.checkpoint.export:
             return super().next_steps(run, samples)
         folder = f"{run.display_folder}/export"
-        if adapters.has_adapter(run.engine.module):
+        if structure.has_adapter(run.engine.module):
             command = shlex.join(["toolkit", "export-model", folder, "merge=true", "output=merged"])
             return [tr("The adapter: {folder}", folder=folder), tr("Merge it:  {command}", command=command)]
         return [self._use(folder)]

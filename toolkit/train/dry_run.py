@@ -30,7 +30,7 @@ from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, listed, reason_of, say, tr, warn
-from toolkit.models import adapters, stages
+from toolkit.models import stages, structure
 from toolkit.plan import layouts, speed
 from toolkit.plan.machine import Machine, gpu_of, own_memory
 from toolkit.plan.memory import process_bytes
@@ -224,7 +224,7 @@ def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:
     if not config.export:
         return 0
     module = stages.unwrap_model(engine.module)
-    is_adapter = adapters.has_adapter(module)
+    is_adapter = structure.has_adapter(module)
     exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
     return sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
 

@@ -27,7 +27,7 @@ from toolkit.distributed.process_group import gather, on_rank0, sum_over_ranks
 from toolkit.engine.deepspeed_patches import UpdateVeto
 from toolkit.messages import Diverged, tr
 from toolkit.models import stages
-from toolkit.models.loss import Routers
+from toolkit.models.router_loss import Routers
 
 if TYPE_CHECKING:
     from toolkit.train.task import Task

@@ -16,7 +16,7 @@ from toolkit.distributed.failure import Watchdog
 from toolkit.engine import build, ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.models.loss import Routers
+from toolkit.models.router_loss import Routers
 from toolkit.terminal import phase
 from toolkit.track.queue import Trackers
 from toolkit.train import run_dir

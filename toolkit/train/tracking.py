@@ -31,7 +31,7 @@ from toolkit.distributed.process_group import full_shape, gather, rank, sum_over
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import Stopped, current_language, say, tr, warn
 from toolkit.models import load, stages
-from toolkit.models.loss import Routers, load_metrics
+from toolkit.models.router_loss import Routers, load_metrics
 from toolkit.plan import machine, outline
 from toolkit.plan.speed import Formula, Work, formula, is_countable
 from toolkit.report.run import EXPERTS, PAGE

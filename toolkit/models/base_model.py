@@ -1,0 +1,130 @@
+"""The model that something was trained on, and how it is recognised.
+
+By a few of its numbers, taken under transformers' names: equal, but for rounding, for an official directory and its
+conversion.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit import secrets
+from toolkit.distributed import process_group
+from toolkit.messages import BaseMissing, ModelError, json_object, reading
+from toolkit.models import weights
+from toolkit.plan.outline import SCORE
+
+BASE_FILE = "base.json"
+RUN_BASE = "base"
+"""Folder of a run that holds its base where that was random and so is nowhere else."""
+_PARAMETERS, _NUMBERS = 8, 8
+_ROUNDING = 0.02
+"""Largest difference as a fraction of the number; bfloat16 rounds by 0.004."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A model that something was trained on."""
+
+    path: str
+    """Absolute path of its directory; without secrets, so that a base below one has to be named again."""
+    numbers: dict[str, list[float]]
+    """By name of a parameter, eight of its numbers."""
+
+    def write(self) -> bytes:
+        """Return the content of base.json."""
+        return (json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
+    """Return what identifies a model, as loaded from `path`. A collective under ZeRO-3, and of stages of a pipeline."""
+    # Not the head of a classifier, which is made for training.
+    parameters = sorted((one for one in model.named_parameters() if one[0] != SCORE), key=lambda one: one[0])
+    indices = torch.linspace(0, len(parameters) - 1, min(_PARAMETERS, len(parameters))).round().long().tolist()
+    chosen = [parameters[index] for index in dict.fromkeys(indices)]  # from the first to the last
+    numbers = {name: fingerprint_of(parameter) for name, parameter in chosen}
+    if any(parameter.is_meta for _, parameter in parameters):  # which another stage holds
+        for part in process_group.gather(numbers):
+            numbers |= {name: found for name, found in part.items() if found}
+    return BaseModel(secrets.hide(str(path.absolute())), numbers)
+
+
+def fingerprint_of(parameter: torch.Tensor) -> list[float]:
+    """Return some of a parameter's numbers, from all over it; none of an empty one. A collective of divided experts."""
+    if parameter.is_meta:
+        return []
+    if found := getattr(parameter, "fingerprint", None):  # of one in 4 bits, as it was before
+        return list(found)
+    part, count = process_group.part_of(parameter)
+    with weights.full_params([parameter]):
+        flat = parameter.detach().flatten()
+        size = flat.numel()
+        indices = torch.linspace(0, size * count - 1, _NUMBERS, dtype=torch.float64).long().tolist()
+        found = {index: float(flat[index % size]) for index in indices if index // size == part}
+    if count > 1:  # of experts, some on each rank
+        for others in process_group.gather(found):
+            found |= others
+    return [found[index] for index in indices]
+
+
+def read_base(folder: Path) -> BaseModel | None:
+    """Return what an adapter or a checkpoint says of its base, None if it says nothing."""
+    file = folder / BASE_FILE
+    if not file.is_file():
+        return None
+    with reading(file, ModelError):
+        return BaseModel(**json_object(file, ModelError))
+
+
+def check_base(known: BaseModel, found: BaseModel, folder: object) -> None:
+    """Reject a model, `found`, that is not `known`, the one that was trained on; `folder`: what was trained."""
+    for name in known.numbers:
+        check_numbers(known, name, found.numbers.get(name, []), found.path, folder)
+
+
+def check_numbers(known: BaseModel, name: str, found: list[float], path: object, folder: object) -> None:
+    """Reject a model of which one parameter differs; see `check_base`. `found`: its `fingerprint_of`."""
+    numbers = known.numbers[name]
+    if len(found) != len(numbers) or any(
+        not abs(one - other) <= _ROUNDING * max(abs(one), abs(other)) + 1e-6
+        for one, other in zip(numbers, found, strict=True)
+    ):
+        raise ModelError(
+            "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
+            "model.path to that model.",
+            folder=folder,
+            path=path,
+            name=name,
+            known=known.path,
+        )
+
+
+def find_base(folder: Path, given: str = "") -> Path:
+    """Return the base of an adapter or checkpoint with base.json: `given`, or if "" where it was, or in its run."""
+    known = read_base(folder)
+    recorded = given or ("" if known is None else known.path)
+    near = [] if given else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
+    for path in [*([Path(recorded)] if recorded else []), *near]:
+        if (path / "config.json").is_file():
+            return path
+    raise BaseMissing(
+        "the base model of {folder} was not found: {path}. Name its directory: toolkit export-model PATH base=DIR "
+        "output=OUT writes an adapter that records it; toolkit generate, chat and eval take model.path=DIR "
+        "adapter={folder}.",
+        folder=folder,
+        path=recorded or "?",
+    )
+
+
+def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
+    """Return the numbers of the base in memory, without quantised or divided ones. A collective under ZeRO-3."""
+    known, found = model.tuned.base.numbers, {}
+    for name, parameter in model.named_parameters():
+        of_base = name.replace(".base_layer", "").replace(".original_module", "")
+        is_its_own = parameter.is_floating_point() and not process_group.is_part(parameter)
+        if of_base in known and is_its_own and not parameter.requires_grad:
+            found[of_base] = fingerprint_of(parameter)
+    return found

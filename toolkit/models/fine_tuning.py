@@ -1,0 +1,132 @@
+"""Fine-tuning methods: what each adds to a model, and what it leaves trainable."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PromptTuningConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.messages import ConfigError, ModelError, tr
+from toolkit.models import lora, probe, prompt_tuning
+from toolkit.models.adapters import (
+    SCORING,
+    AdapterState,
+    attach_adapter,
+    load_adapter,
+    method_of,
+    read_settings,
+)
+from toolkit.models.base_model import base_of
+from toolkit.models.structure import decoder_layers, decoder_layers_name
+from toolkit.plan.outline import check_matches
+
+
+def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
+    """Leave trainable the last layers, and the parameters that the patterns name."""
+    number = len(decoder_layers(model))
+    if config.last_layers > number:
+        raise ConfigError(
+            "tuning.last_layers = {value}, but the model has {number} layers.",
+            value=config.last_layers,
+            number=number,
+        )
+    names = [name for name, _ in model.named_parameters()]
+    layers = decoder_layers_name(model)
+    last = tuple(f"{layers}.{index}." for index in range(number - config.last_layers, number))
+    trained = {name for name in names if name.startswith(last)}
+    for pattern in config.patterns:
+        trained.update(check_matches("tuning.patterns", pattern, names))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def apply_tuning(
+    model: PreTrainedModel,
+    config: TuningConfig,
+    base: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    ds_config: dict[str, Any] | None = None,
+) -> None:
+    """Add what a method adds, by `seed` the same on every rank, and leave trainable what it trains: then in
+    `model.tuned`. With `ds_config`, where parameters are partitioned, a collective.
+    """
+    method = config.method
+    if method is TuningMethod.full:
+        return
+    known = base_of(model, base)
+    if method is TuningMethod.prompt and getattr(model, "builds_positions", False):
+        raise ModelError(
+            tr("ChatGLM-6B finds its positions from its tokens, among which a learned prompt has none: use ptuning_v2.")
+        )
+    if method is TuningMethod.qlora:
+        lora.quantize(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if config.adapter:
+            folder = Path(config.adapter)
+            found = method_of(read_settings(folder))
+            if found is not (TuningMethod.lora if method is TuningMethod.qlora else method):
+                raise ConfigError(
+                    "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
+                    folder=folder,
+                    found=found.value,
+                    wanted=method.value,
+                )
+            load_adapter(model, folder, known, dropout=config.dropout, ds_config=ds_config)
+            if not all(one.is_contiguous() for one in model.parameters() if one.requires_grad):
+                raise ConfigError(
+                    "tuning.adapter = {folder}: with ensure_weight_tying peft computes LoRA of the output layer from "
+                    "the numbers of that of the embedding, which DeepSpeed cannot train as one. Merge it (toolkit "
+                    "export-model {folder} merge=true output=DIR), and train on DIR.",
+                    folder=folder,
+                )
+        elif method is TuningMethod.freeze:
+            freeze(model, config)
+            model.tuned = AdapterState(method, {}, known)
+        else:
+            settings = new_settings(model, config, known.path)
+            attach_adapter(model, settings, known, dropout=config.dropout, ds_config=ds_config)
+            if method is TuningMethod.prompt:
+                model.soft_prompt.embedding.weight.data.copy_(prompt_tuning.initial_values(model, config, tokenizer))
+
+
+def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dict[str, Any]:
+    """Return adapter_config.json of an adapter that training begins with."""
+    settings: PeftConfig
+    if config.method is TuningMethod.ptuning_v2:
+        return prompt_tuning.prefix_settings(config.num_tokens, config.projection, base)
+    if config.method is TuningMethod.prompt:
+        settings = PromptTuningConfig(
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base,
+            num_virtual_tokens=config.num_tokens,
+            token_dim=model.config.hidden_size,
+            num_layers=model.config.num_hidden_layers,
+            num_attention_heads=model.config.num_attention_heads,
+            num_transformer_submodules=1,
+        )
+    else:
+        modules = dict(model.named_modules())
+        held = {name for name, part in modules.items() if next(part.parameters(recurse=False), None) is not None}
+        for name in config.save_modules:
+            check_matches("tuning.save_modules", name, held)
+        targets, of_experts = lora.choose_targets(model, config)
+        settings = LoraConfig(
+            task_type=SCORING if probe.is_classifier(model) else "CAUSAL_LM",
+            base_model_name_or_path=base,
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft says int, and takes any number
+            lora_dropout=config.dropout,
+            use_rslora=config.rslora,
+            use_dora=config.dora,
+            target_modules=targets,
+            target_parameters=of_experts or None,
+            modules_to_save=config.save_modules or None,
+        )
+    values = settings.to_dict() | {"inference_mode": True}
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=sorted))  # sets become lists
+    return plain

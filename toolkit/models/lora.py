@@ -1,0 +1,170 @@
+"""LoRA, through peft, in place; and QLoRA, whose frozen weights are in 4 bits.
+
+Hu et al. 2021, https://arxiv.org/abs/2106.09685; rsLoRA: Kalajdzievski 2023, https://arxiv.org/abs/2312.03732; DoRA:
+Liu et al. 2024, https://arxiv.org/abs/2402.09353. QLoRA, NF4 with double quantisation, by bitsandbytes: Dettmers et al.
+2023, https://arxiv.org/abs/2305.14314.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.config.schema import TuningConfig
+from toolkit.distributed import process_group
+from toolkit.messages import ConfigError, ModelError, warn
+from toolkit.models import adapter_settings, experts
+from toolkit.models.base_model import fingerprint_of
+from toolkit.models.structure import decoder_layers_name
+from toolkit.plan.outline import ALL_LINEAR, check_matches, default_targets, select_names
+
+ADAPTER = "default"
+_OF_MERGING = r"`lora_bias=True` was passed|Model has `tie_word_embeddings=True`"
+"""How peft's warnings (0.21) begin about what it cannot merge; see `toolkit.export.merge`."""
+
+
+def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str, Any] | None) -> None:
+    """Put untrained additions into a model; only they, and the modules saved whole, stay trainable."""
+    precision = model.dtype
+    with ExitStack() as stack:
+        if ds_config is not None and any(hasattr(parameter, "ds_shape") for parameter in model.parameters()):
+            from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+            # peft (0.21) gathers partitioned weights where it reads them, if transformers says that they are. A local
+            # name keeps the config, to which transformers has a weak reference.
+            _config = HfDeepSpeedConfig(ds_config)
+            stack.callback(unset_hf_deepspeed_config)
+        stack.enter_context(experts.shown_whole(model))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", _OF_MERGING)
+        try:
+            inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        except ValueError as error:  # kinds of layers that peft knows nothing to add to
+            raise ModelError(
+                "peft cannot add this LoRA to {architecture}: {reason} Name other layers (tuning.target_modules), or "
+                "use tuning=full or tuning=freeze.",
+                architecture=type(model).__name__,
+                reason=str(error).partition("\n")[0],
+            ) from error
+    experts.attach_lora(model, ADAPTER)
+    for name, part in model.named_modules():
+        if isinstance(part, AuxiliaryTrainingWrapper) and any(map(process_group.is_expert_part, part.parameters())):
+            raise ConfigError(
+                "tuning.save_modules: {name} holds experts, which parallel.expert divides over ranks. Add LoRA to them "
+                "(tuning.target_modules=[experts.down_proj]), or set parallel.expert=1.",
+                name=name,
+            )
+    for parameter in model.parameters():  # peft keeps additions to half-precision models in float32
+        if parameter.requires_grad and not hasattr(parameter, "ds_shape"):
+            parameter.data = parameter.data.to(precision)
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what it does without its LoRA additions, and with the modules that it came with.
+
+    peft's `enable_adapters` would also freeze the additions and thaw them again, behind the back of DeepSpeed's hooks.
+    """
+    layers: list[Any] = [one for one in model.modules() if isinstance(one, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer._disable_adapters = was
+
+
+def quantize(model: PreTrainedModel) -> None:
+    """Put what has values of a model's decoder on this rank's device in 4 bits; see `quantize_layer`."""
+    for name, _ in list(model.named_parameters()):
+        quantize_layer(model, name)
+    experts.compute_sorted(model)
+    model.is_loaded_in_4bit = True  # asked for by peft 0.21
+
+
+def quantize_layer(model: PreTrainedModel, name: str) -> None:
+    """Put the linear layer of a parameter, or the experts that it is, on this rank's device in 4 bits, unless they are,
+    or lack values yet; embedding, head and all else stay. A collective of divided experts.
+    """
+    if not name.startswith(f"{decoder_layers_name(model)}."):
+        return
+    import bitsandbytes
+    from deepspeed.accelerator import get_accelerator  # as in `attention`
+
+    device = torch.device(get_accelerator().current_device_name())
+    path, parameter = name.rpartition(".")[0], model.get_parameter_or_buffer(name)
+    if not isinstance(parameter, nn.Parameter):  # a router's bias
+        return
+    layer, is_stacked = model.get_submodule(path), experts.is_stacked(name, parameter)
+    if is_stacked and not model._can_set_experts_implementation():  # only the model itself could compute with them
+        return
+    needed = [parameter] if is_stacked else list(layer.parameters(recurse=False))
+    if any(one.is_meta or hasattr(one, "quant_state") for one in needed):  # meta: of another stage of a pipeline, too
+        return
+    if is_stacked:
+        numbers = fingerprint_of(parameter)
+        experts.quantize(layer, name, device).fingerprint = numbers
+    elif isinstance(layer, nn.Linear):
+        small = bitsandbytes.nn.Linear4bit(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            compute_dtype=layer.weight.dtype,  # the model's own is known once its first parameter has been read
+            compress_statistics=True,
+            quant_type="nf4",
+        )
+        # On some CPUs bitsandbytes would pack weights again in evaluation, and training after it would fail (0.50).
+        small.support_avx512bf16_for_cpu = False
+        small.load_state_dict(layer.state_dict())
+        model.set_submodule(path, small.to(device))
+        small.weight.fingerprint = fingerprint_of(layer.weight)
+
+
+def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[str], list[str]]:
+    """Return which linear layers and matrices of experts get additions, as peft is told."""
+    modules, layers = dict(model.named_modules()), f"{decoder_layers_name(model)}."
+    linear = {name for name, part in modules.items() if isinstance(part, nn.Linear) and name.startswith(layers)}
+    patterns, stacked = config.target_modules or default_targets(model.config.model_type, linear), set[str]()
+    fitting = linear
+    if ALL_LINEAR in patterns:
+        patterns = sorted({name.rpartition(".")[2] for name in linear})
+    else:
+        fitting = {name for name, part in modules.items() if isinstance(part, nn.Linear | nn.Embedding)}
+        stacked = experts.names_of(model)
+        for pattern in patterns:
+            check_matches("tuning.target_modules", pattern, fitting | stacked)
+    of_experts, chosen = sorted(select_names(stacked, patterns)), sorted(select_names(fitting, patterns))
+    for key, value in (("tuning.dropout", config.dropout), ("tuning.dora", config.dora)):
+        if of_experts and value:
+            raise ConfigError(
+                "{key} = {value} cannot be: peft has it for linear layers alone, and {name} is a tensor of all "
+                "experts. Leave it out, or the experts (tuning.target_modules).",
+                key=key,
+                value=value,
+                name=of_experts[0],
+            )
+    if lost := adapter_settings.taken_for_experts(model, chosen):
+        others = sorted({*chosen} - lost)
+        if not (others or of_experts):
+            raise ConfigError(
+                "tuning.target_modules: peft takes {name} for a matrix of the routed experts, so its adapter could not "
+                "be loaded. Name the experts (experts.down_proj), or layers of the attention.",
+                name=min(lost),
+            )
+        warn(
+            "LoRA leaves out {count} linear layers, such as {name}: peft takes them for matrices of the experts.",
+            count=len(lost),
+            name=min(lost),
+        )
+        return others, of_experts
+    by_name = of_experts or any(sign in one for one in patterns for sign in "*?[")
+    return (chosen if by_name else patterns), of_experts

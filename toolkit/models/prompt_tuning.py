@@ -1,0 +1,180 @@
+"""P-Tuning v2, learned keys and values before every layer's own; prompt tuning, learned embeddings before the first.
+
+P-Tuning v2: unlike peft's, positions begin at 0 after the prefix. Liu et al. 2021, https://arxiv.org/abs/2110.07602.
+Prompt tuning: Lester et al. 2021, https://arxiv.org/abs/2104.08691.
+
+P learned tokens, L layers, H hidden width, W = 2 * L * width of one layer's keys.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicCache
+
+from toolkit.config.schema import TuningConfig
+from toolkit.distributed import process_group
+from toolkit.messages import ConfigError
+from toolkit.models import weights
+from toolkit.models.cache import CACHE, OLDER, arguments_by_name, cache_of, mask_and_positions, num_cached
+from toolkit.models.structure import decoder_layers
+
+PREFIX = "transformer.prefix_encoder."
+"""What the names of its tensors begin with in official checkpoints."""
+
+
+class PrefixEncoder(nn.Module):
+    """The prefix of one model, under the official names. `projection`: an MLP after the embedding, else [P, W]."""
+
+    def __init__(self, config: Any, num_tokens: int, projection: bool, dropout: float) -> None:
+        super().__init__()
+        self.num_tokens, self.num_layers, self.dropout = num_tokens, config.num_hidden_layers, dropout
+        self.num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.tensor_size = 1
+        """Ranks that split the layers, of which each has some of the heads."""
+        width, hidden = 2 * self.num_layers * self.num_heads * self.head_size, config.hidden_size
+        # Before the MLP ChatGLM-6B embeds in the hidden width, its successors in the full one.
+        embedded = hidden if projection and config.model_type == "chatglm" else width
+        self.embedding, self.trans = nn.Embedding(num_tokens, embedded), None
+        if projection:
+            self.trans = nn.Sequential(nn.Linear(embedded, hidden), nn.Tanh(), nn.Linear(hidden, width))
+
+    def states(self, batch_size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's keys, which are not rotated, and values, [B, heads, P, head_size] each."""
+        indices = torch.arange(self.num_tokens, device=self.embedding.weight.device)
+        states = self.embedding(indices)  # looked up, so that ZeRO-3 fetches it
+        if self.trans is not None:
+            states = self.trans(states)  # [P, W]
+        states = states.view(self.num_tokens, 2 * self.num_layers, -1)
+        if self.tensor_size > 1:
+            from deepspeed.module_inject.layers import ScatterToTensorParallelRegion  # seconds, as in `attention`
+
+            sizes, group = [states.size(-1) // self.tensor_size] * self.tensor_size, process_group.tensor_group()
+            states = ScatterToTensorParallelRegion.apply(group, states, sizes, torch.distributed.get_rank(group))
+        states = states.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3)
+        states = states[:, None].expand(-1, batch_size, -1, -1, -1)
+        states = functional.dropout(states, self.dropout, self.training)  # of each row for itself, as the original's
+        return [(states[2 * layer], states[2 * layer + 1]) for layer in range(self.num_layers)]
+
+    def begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Put the prefix in front of a forward pass, before it."""
+        kwargs = arguments_by_name(model, args, kwargs)
+        ids = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+        cache = cache_of(kwargs)
+        # To ChatGLM-6B, what precedes the mask is a prefix; to parts of rows, what keys there are more than queries.
+        if not getattr(model, "builds_positions", False) and not kwargs.get("in_parts"):
+            kwargs["attention_mask"], kwargs["position_ids"] = mask_and_positions(kwargs, ids, self.num_tokens)
+        if not num_cached(kwargs):
+            if cache is None:
+                cache = DynamicCache() if kwargs.get("use_cache") else FixedCache()
+            for layer, (keys, values) in enumerate(self.states(len(ids))):
+                DynamicCache.update(cache, keys, values, layer)
+        kwargs.pop(OLDER, None)  # newer models know both names, and one of them has to be given
+        kwargs[CACHE] = cache
+        return (), kwargs
+
+
+class FixedCache(DynamicCache):
+    """Keys and values that stand before a forward pass's own, which are not kept: the pass can be repeated."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the prefix and the new states of a layer, [B, heads, P + S, head_size] each."""
+        own = self.layers[layer_idx]
+        return torch.cat((own.keys, key_states), dim=-2), torch.cat((own.values, value_states), dim=-2)
+
+
+def attach_prefix(model: PreTrainedModel, num_tokens: int, projection: bool, dropout: float) -> None:
+    """Let every forward pass of a model begin with an untrained prefix, its submodule `prefix_encoder`."""
+    model.prefix_encoder = prefix = PrefixEncoder(model.config, num_tokens, projection, dropout).to(model.dtype)
+    model.register_forward_pre_hook(prefix.begin, with_kwargs=True)
+    for layer in decoder_layers(model):  # transformers would drop the cache where activations are recomputed
+        layer._can_checkpoint_with_cache = True  # type: ignore[assignment]
+
+
+class SoftPrompt(nn.Module):
+    """The learned embeddings, which begin as `values`, [P, H]."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.num_tokens = len(values)
+        self.embedding = nn.Embedding.from_pretrained(values, freeze=False)
+        self.is_due = False
+        """Whether the tokens that are embedded next begin with places for the prompt."""
+
+    def make_room(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        """Put places for the prompt in front of a forward pass's tokens, before it."""
+        kwargs = arguments_by_name(model, args, kwargs)
+        ids = kwargs["input_ids"]
+        if kwargs.get("in_parts"):
+            positions, kwargs["learned"] = kwargs["position_ids"], self.num_tokens
+        else:
+            kwargs["attention_mask"], positions = mask_and_positions(kwargs, ids, self.num_tokens)
+        positions = positions + self.num_tokens
+        self.is_due = not num_cached(kwargs)
+        if self.is_due:
+            kwargs["input_ids"] = torch.cat((ids.new_zeros(len(ids), self.num_tokens), ids), dim=1)
+            own = torch.arange(self.num_tokens, device=ids.device).expand(len(positions), -1)
+            positions = torch.cat((own, positions), dim=1)
+        kwargs["position_ids"] = positions
+        return (), kwargs
+
+    def fill(self, _: nn.Module, __: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
+        """Put the prompt where `make_room` left room for it, after the input embedding."""
+        if not self.is_due:
+            return embedded
+        self.is_due = False
+        prompt = self.embedding(torch.arange(self.num_tokens, device=embedded.device)).to(embedded.dtype)  # [P, H]
+        return torch.cat((prompt.expand(len(embedded), -1, -1), embedded[:, self.num_tokens :]), dim=1)
+
+    def drop_logits(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Drop the logits of the prompt, after the forward pass."""
+        if output.logits.size(1) == kwargs["position_ids" if kwargs.get("in_parts") else "attention_mask"].size(1) > 1:
+            output.logits = output.logits[:, self.num_tokens :]
+        return output
+
+
+def attach_prompt(model: PreTrainedModel, prompt: SoftPrompt) -> None:
+    """Let every forward pass of a model begin with learned embeddings, its submodule `soft_prompt`."""
+    model.soft_prompt = prompt
+    model.register_forward_pre_hook(prompt.make_room, with_kwargs=True)
+    model.get_input_embeddings().register_forward_hook(prompt.fill)
+    model.register_forward_hook(prompt.drop_logits, with_kwargs=True)
+
+
+PTUNING_V2 = "PTUNING_V2"
+
+
+def prefix_settings(num_tokens: int, projection: bool, base: str) -> dict[str, Any]:
+    """Return adapter_config.json of a P-Tuning v2 prefix, with the original's keys."""
+    return {
+        "peft_type": PTUNING_V2,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "pre_seq_len": num_tokens,
+        "prefix_projection": projection,
+    }
+
+
+def initial_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Return the embeddings that a prompt begins with, [P, H]."""
+    embedding, number = model.get_input_embeddings(), config.num_tokens
+    if config.init_text:
+        ids = tokenizer(config.init_text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ConfigError("tuning.init_text = '{text}' holds no token.", text=config.init_text)
+        chosen = torch.tensor((ids * (number // len(ids) + 1))[:number])
+    else:
+        chosen = torch.randint(len(tokenizer), (number,))
+    if embedding.weight.is_meta:
+        return torch.empty(number, embedding.embedding_dim, device="meta")
+    with weights.full_params([embedding.weight]):
+        return embedding.weight.detach()[chosen.to(embedding.weight.device)].cpu()

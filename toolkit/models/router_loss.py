@@ -1,0 +1,268 @@
+"""The loss of a mixture's routers, and what else keeps its experts in use: a bias that moves, a capacity that drops.
+
+The routers' loss of a layer and a micro-batch is E x sum over E experts of f x P: f how often an expert is chosen per
+token, P its mean probability, without padding (Fedus, Zoph, Shazeer 2021, Switch Transformers,
+https://arxiv.org/abs/2101.03961, equations 4 to 6). The mean over layers, micro-batches and data-parallel ranks is
+added, times the coefficient. Ranks that have parts of the same rows sum what f and P are means of. transformers (5.23)
+pools all layers before it multiplies, by which one layer makes up for another.
+
+Models that balance with a bias of each expert's score (GLM-4.5, DeepSeek-V3) have no such loss. After a step the bias
+moves by a rate, up where an expert got fewer tokens of the global batch than the mean of its layer, down where more:
+Wang et al. 2024, https://arxiv.org/abs/2408.15664; DeepSeek-V3, https://arxiv.org/abs/2412.19437, section 2.1.2.
+
+A capacity drops what is more than an expert's share: Lepikhin et al. 2020, GShard, https://arxiv.org/abs/2006.16668,
+section 2.2, in the order of the tokens; here the smallest weights first.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from toolkit.config.schema import PreferenceLoss, RunConfig, TaskKind
+from toolkit.messages import ConfigError
+from toolkit.models import attention, experts
+from toolkit.models.structure import routers_in
+
+
+class Routers:
+    """A mixture's routers in training; `model.routers`, or None. Of what passes in training mode between `begin` and
+    `collect` they count each expert's tokens, and add a loss whose gradient enters at the chosen experts' weights, so
+    it reaches recomputed layers too; after a step a bias may move. `routers` return logits [tokens, E]; weights and
+    numbers [tokens, K] of the chosen. One that returns less is counted nowhere. With a capacity, what is dropped has
+    the weight 0 and the number ~n in place of n.
+    """
+
+    def __init__(
+        self, routers: Mapping[str, nn.Module], coefficient: float = 0.0, bias_rate: float = 0.0, capacity: float = 0.0
+    ) -> None:
+        self.coefficient, self.bias_rate, self.capacity = coefficient, bias_rate, capacity
+        self.num_layers = len(routers)
+        self._routers = list(routers.values())
+        numbers = [(re.findall(r"\d+", name) or [name])[0] for name in routers]
+        self.layers = numbers if len(set(numbers)) == len(numbers) else list(routers)
+        """Numbers of their layers, or their names where a layer has several."""
+        self._found: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._sizes: dict[int, int] = {}
+        self._sum: torch.Tensor | None = None
+        self._samples: torch.Tensor | None = None
+        self._parts, self._learned, self._factor, self._is_filler = 1, 1, 0.0, False
+        for number, router in enumerate(self._routers):
+            router.register_forward_hook(lambda router, _, output, number=number: self._add(number, router, output))
+
+    def begin(self, batch: attention.Batch, device: torch.device, scale: float) -> None:
+        """Observe the next micro-batch; `scale` is that of its token loss. Tokens count once for each sample that they
+        are in, as if samples shared none; those of a filler (loader.collate) are no expert's load, and have no loss.
+        """
+        self._end()
+        segments, rows = batch["segment_ids"], batch.get("row_ids", batch["input_ids"])
+        samples = (segments > 0) * (batch.get("seen_until", segments) - segments + 1)
+        self._samples = samples.to(device, non_blocking=True)
+        self._is_filler = bool((rows == rows[0, 0]).all())
+        part, self._parts = batch["part"].tolist() if "part" in batch else (0, 1)
+        self._learned = int(part == 0)
+        # The mean over ranks adds up what the ranks of a group find for parts of the same rows.
+        self._factor = 0.0 if self._is_filler else scale * self.coefficient / self.num_layers * self._parts
+
+    def collect(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's sums over micro-batches, and stop observing: of the mean over layers of the losses,
+        without coefficient; then each expert's tokens, layer after layer; with a capacity, how many were dropped.
+        """
+        self._end()
+        total, self._sum, self._samples = self._sum, None, None
+        return torch.zeros(1, device=device) if total is None else total
+
+    def move_biases(self, loads: torch.Tensor) -> None:
+        """Raise the biases of experts with fewer tokens than the mean of their layer by the rate, and lower those of
+        experts with more; `loads` of the global batch, in the order of `collect`.
+        """
+        for number, load in self._by_layer(loads) if self.bias_rate else ():
+            bias: Any = self._routers[number].e_score_correction_bias
+            bias.add_(torch.sign(load.mean() - load).to(bias), alpha=self.bias_rate)
+
+    def table(self, loads: torch.Tensor) -> dict[str, list[int]]:
+        """Return each expert's tokens, by layer."""
+        return {self.layers[number]: load.long().tolist() for number, load in self._by_layer(loads)}
+
+    def dropped(self, loads: torch.Tensor) -> dict[str, float]:
+        """Return what metrics.jsonl says of tokens that experts had no place for."""
+        return {"expert_dropped": float(loads[-1] / loads[:-1].sum())} if self.capacity else {}
+
+    def _by_layer(self, loads: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        sizes = list(self._sizes.values())
+        return zip(self._sizes, loads[: sum(sizes)].split(sizes), strict=True)
+
+    def _end(self) -> None:
+        if self._found:
+            self._sizes = {number: len(self._found[number][1]) for number in sorted(self._found)}
+            losses, loads, *dropped = zip(*(self._found[number] for number in self._sizes), strict=True)
+            found = torch.cat(
+                (torch.stack(losses).mean()[None], *loads, *(torch.stack(one).sum()[None] for one in dropped))
+            )
+            if self._is_filler:
+                found.zero_()
+            self._sum = found if self._sum is None else self._sum + found
+            self._found = {}
+
+    def _add(self, number: int, router: nn.Module, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        if self._samples is None or not router.training:
+            return None
+        if not isinstance(output, tuple) or len(output) < 3:
+            if asked := [
+                key for key, value in (("router_loss", self.coefficient), ("expert_capacity", self.capacity)) if value
+            ]:
+                raise ConfigError(
+                    "model.{key}: the routers of this model give no more than their logits, so what they choose cannot "
+                    "be seen. Set model.{key}=0.",
+                    key=asked[0],
+                )
+            return None
+        logits, weights, chosen, *others = output
+        # Learned tokens may stand in front of each row (tuning=prompt), on all ranks that have a part of it.
+        rows, size = self._samples.shape
+        learned = logits.flatten(0, -2).size(0) // rows - size
+        samples = nn.functional.pad(self._samples, (learned, 0), value=self._learned).flatten()
+        load = expert_loads(chosen, samples, logits.size(-1))
+        value = balance(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
+        self._found[number] = value.detach(), load  # twice the same where the layer is computed again
+        if self.capacity:
+            kept = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
+            self._found[number] += (((~kept).sum(-1).flatten() * samples).sum().float(),)
+            weights, chosen = weights * kept, torch.where(kept, chosen, ~chosen)
+        elif not value.requires_grad:
+            return None
+        if value.requires_grad:
+            weights = _WithLoss.apply(weights, value, self._factor)
+        return (logits, weights, chosen, *others)
+
+
+def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torch.Tensor:
+    """Return how many tokens each of `size` experts gets, float32; `chosen` [tokens, K]; `samples`: how often each
+    token counts, [tokens].
+    """
+    chosen, counts = chosen.flatten(0, -2), samples.float()
+    return torch.zeros(size, device=chosen.device).scatter_add_(
+        0, chosen.flatten(), counts.repeat_interleave(chosen.size(-1))
+    )
+
+
+def within_capacity(
+    chosen: torch.Tensor, weights: torch.Tensor, is_real: torch.Tensor, size: int, factor: float
+) -> torch.Tensor:
+    """Return which choices [tokens, K] experts have a place for, bool; see `model.expert_capacity`.
+
+    `chosen`, `weights`: [tokens, K]; the smallest weights are dropped, of equal ones the last. `is_real`, [tokens]: no
+    padding, which takes no place. `size`: E. `factor`: of the mean n x K / E of n real tokens, how many an expert
+    takes, rounded up.
+    """
+    choices = chosen.flatten(0, -2)
+    limit = (is_real.sum().double() * (factor * choices.size(-1) / size)).ceil()
+    expert = choices.masked_fill(~is_real.unsqueeze(-1), size).flatten()
+    order = weights.flatten().argsort(descending=True, stable=True)
+    order = order[expert[order].argsort(stable=True)]
+    expert = expert[order]  # [tokens x K], those of an expert next to each other
+    counts = experts.count(expert, size + 1)
+    places = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
+    kept = (places < limit) & (expert < size)
+    return torch.empty_like(kept).scatter_(0, order, kept).view_as(chosen)
+
+
+def load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
+    """Return what metrics.jsonl says of the experts' tokens, by layer."""
+    layers = [torch.tensor(load, dtype=torch.float64) for load in loads]
+    entropies = [
+        float(torch.special.entr(load / load.sum()).sum()) / math.log(len(load)) if len(load) > 1 else 1.0
+        for load in layers
+    ]
+    return {
+        "expert_load_max": max(float(load.max() / load.mean()) for load in layers),
+        "expert_unused": float((torch.cat(layers) == 0).double().mean()),
+        "router_entropy": sum(entropies) / len(entropies),
+    }
+
+
+def balance(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """Return a router's loss, float32 scalar; `logits` [tokens, E], `load` [E] as `expert_loads` has it; `samples`: how
+    often each token counts, [tokens]; of the tokens of `parts` ranks, then a collective.
+    """
+    size, counts = logits.size(-1), samples.float()
+    probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
+    sums = torch.cat((counts.sum()[None], load, counts @ probabilities))
+    total, often, probable = (attention.sum_over_parts(sums) if parts > 1 else sums).split((1, size, size))
+    total = total.clamp(min=1)
+    return size * torch.dot(often / total, probable / total)
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor as it is, through which a loss gets a gradient that does not depend on the tensor's own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return outer[0], outer[0].new_full((), ctx.factor, dtype=torch.float32), None
+
+
+def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
+    """Return a model's routers, with the loss and the moving bias that `model.router_*` asks for; None without any, and
+    where what they choose cannot be seen and nothing is asked for.
+    """
+    wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
+    own = getattr(model.config, "router_aux_loss_coef", None)
+    routers = routers_in(model)
+    if wanted > 0 and (own is None or not routers):
+        raise ConfigError(
+            "model.router_loss = {value}, but {architecture} has no routers with such a loss (no "
+            "router_aux_loss_coef in its config). Leave it out.",
+            value=wanted,
+            architecture=type(model).__name__,
+        )
+    if rate and (not routers or not all("e_score_correction_bias" in one._buffers for one in routers.values())):
+        raise ConfigError(
+            "model.router_bias_rate = {value}, but {architecture} has no routers with a bias (e_score_correction_bias) "
+            "that could be moved. Leave it out; experts of other models are balanced with model.router_loss.",
+            value=rate,
+            architecture=type(model).__name__,
+        )
+    if capacity and not (routers and experts.compute_sorted(model)):
+        raise ConfigError(
+            "model.expert_capacity = {value}, but {architecture} has no routed experts that transformers computes by "
+            "an interface. Leave it out.",
+            value=capacity,
+            architecture=type(model).__name__,
+        )
+    coefficient = float(own or 0) if wanted < 0 else wanted
+    if not routers:
+        return None
+    hidden = {  # what routers return is not seen
+        "parallel.tensor": cfg.parallel.tensor > 1,
+        "parallel.pipeline": cfg.parallel.pipeline > 1,
+        "compile.enabled": cfg.compile.enabled,
+    }
+    others = {"preference.loss": cfg.preference.is_on, "task.kind": cfg.task.kind is not TaskKind.language}
+    used = [key for key, is_used in (hidden | others).items() if is_used]
+    if used and coefficient:
+        raise ConfigError(
+            "the loss of this model's routers ({value}, model.router_loss) is incompatible with {key}. Remove that, or "
+            "set model.router_loss=0.",
+            value=coefficient,
+            key=used[0],
+        )
+    for name, value in (("router_bias_rate", rate), ("expert_capacity", capacity)):
+        if used and value:
+            raise ConfigError(
+                "model.{name} = {value} is incompatible with {key}. Remove one of the two.",
+                name=name,
+                value=value,
+                key=used[0],
+            )
+    if any(hidden.values()) or cfg.preference.loss is PreferenceLoss.kto:  # which passes half of a micro-batch at once
+        return None
+    return Routers(routers, coefficient, rate, capacity)

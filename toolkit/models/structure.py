@@ -1,0 +1,47 @@
+"""What a model is made of: its decoder layers, which of its parameters are trained, its routers."""
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from toolkit.messages import ModelError
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return a model's decoder layers, first to last."""
+    layers: nn.ModuleList = model.get_submodule(decoder_layers_name(model))
+    return layers
+
+
+def decoder_layers_name(model: PreTrainedModel) -> str:
+    """Return the name of the list of a model's decoder layers; ModelError if there is none."""
+    number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    found = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == number]
+    if not found:
+        raise ModelError("{architecture} has no list of decoder layers.", architecture=type(model).__name__)
+    return min(found, key=len)
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether what is trained of a model is an adapter, and no part of its own parameters."""
+    return bool(getattr(getattr(model, "tuned", None), "settings", None))
+
+
+def trained_names(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parameters that are trained."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def routers_in(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return by name what transformers records as router_logits, the first of what they return."""
+    routers: dict[str, nn.Module] = {}
+    for prefix, part in model.named_modules():
+        recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
+        recorder = (recorders or {}).get("router_logits")
+        if isinstance(recorder, OutputRecorder) and recorder.index == 0:
+            layer = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
+            for name, module in part.named_modules():
+                is_one = isinstance(module, recorder.target_class) and layer in f".{name}."
+                if is_one and module not in routers.values():
+                    routers[f"{prefix}.{name}"] = module
+    return routers
