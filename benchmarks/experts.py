@@ -25,8 +25,9 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.models import weights
 from toolkit.plan.outline import Outline, dispatched_bytes, expert_part
-from toolkit.tasks.language import LanguageTask, build_engine
+from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import LanguageData, training_batches
+from toolkit.tasks.language_model import build_engine
 from toolkit.train.run_dir import RunSource
 from toolkit.train.step import StepGuard, train_step
 

@@ -52,7 +52,7 @@ def _plan(
     from benchmarks.plan import compare
     from toolkit.engine.ds_config import build_ds_config
     from toolkit.extras.calibration import measure
-    from toolkit.tasks.language import build_engine
+    from toolkit.tasks.language_model import build_engine
     from toolkit.train.run_dir import RunSource
 
     ds = build_ds_config(cfg, ranks.world_size, _STEPS)

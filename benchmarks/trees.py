@@ -28,7 +28,7 @@ from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import barrier, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.tasks.language import LanguageTask, build_engine
+from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import (
     Batch,
     LanguageData,
@@ -37,6 +37,7 @@ from toolkit.tasks.language_data import (
     load_data_with,
     training_batches,
 )
+from toolkit.tasks.language_model import build_engine
 from toolkit.train.run_dir import RunSource
 from toolkit.train.step import StepGuard, train_step
 

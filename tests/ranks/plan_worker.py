@@ -28,8 +28,8 @@ def main() -> None:
     from benchmarks.plan import compare
     from toolkit.distributed import process_group
     from toolkit.engine.ds_config import build_ds_config
-    from toolkit.tasks.language import build_engine
     from toolkit.tasks.language_data import load_data
+    from toolkit.tasks.language_model import build_engine
     from toolkit.train.run_dir import RunSource
 
     found = {}

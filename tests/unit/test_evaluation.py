@@ -26,8 +26,8 @@ from toolkit.models.load import create_model
 from toolkit.models.loss import num_trained_tokens, token_loss_sum
 from toolkit.secrets import hide
 from toolkit.tasks import language_data
-from toolkit.tasks.language import Evaluation, choose_prompts
 from toolkit.tasks.language_data import LanguageData, load_data, rows_per_step
+from toolkit.tasks.language_evaluation import Evaluation, choose_prompts
 
 WORDS = ["red", "green", "blue", "apple", "pear", "runs", "walks", "sleeps", "quickly", "today", "tomorrow", "never"]
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")

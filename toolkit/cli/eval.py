@@ -36,7 +36,7 @@ def run(words: list[str]) -> None:
         warn_remote_code(cfg.model)
     cfg = mesh.with_micro_batch(preflight.resolve_model_path(arguments.loaded).cfg)
     cfg = replace(cfg, parallel=schema.ParallelConfig())  # each rank, or ZeRO-3, has a whole model
-    from toolkit.tasks.language import evaluate_model
+    from toolkit.tasks.language_evaluation import evaluate_model
 
     evaluate_model(cfg, ranks, file, arguments.values.get("adapter", "") or cfg.tuning.adapter)
 

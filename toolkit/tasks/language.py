@@ -1,15 +1,10 @@
-"""Language modelling: the cross entropy of trained tokens on tokenized conversations, and its evaluation."""
+"""Language modelling: the cross entropy of trained tokens on tokenized conversations."""
 
-import gc
 import json
-import logging
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +14,19 @@ from deepspeed import DeepSpeedEngine
 
 from toolkit import messages, secrets, terminal
 from toolkit.checkpoint import state_files
-from toolkit.config.load import to_dict
-from toolkit.config.mesh import Mesh, mesh_of, micro_rows, with_micro_batch
-from toolkit.config.schema import EVAL_LOSS, Init, Packing, RunConfig, TuningMethod, data_unit
-from toolkit.data import loader, preview, sampler
+from toolkit.config.mesh import mesh_of, with_micro_batch
+from toolkit.config.schema import EVAL_LOSS, Packing, RunConfig, data_unit
+from toolkit.data import preview, sampler
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
-from toolkit.engine import build, ds_config, memory, parameters
+from toolkit.engine import ds_config, parameters
 from toolkit.evaluate import generate, metrics
-from toolkit.export import merge, model as export
+from toolkit.export import model as export
 from toolkit.launch.environment import Ranks
-from toolkit.layouts import experts, fp8, pipeline
-from toolkit.messages import clauses, say, tr, warn
+from toolkit.messages import tr, warn
 from toolkit.models import (
-    adapters,
-    assemble,
-    attention,
     base_model,
     chat,
-    classifier,
-    layers,
-    load,
-    lora,
     loss,
     probe,
     router_loss,
@@ -49,229 +35,9 @@ from toolkit.models import (
     structure,
 )
 from toolkit.models.loss import token_loss_sum
-from toolkit.tasks import language_data
+from toolkit.tasks import language_data, language_evaluation, language_model
 from toolkit.train import checkpointer, run_dir, schedule, task, tracking
 from toolkit.train.step import Samples
-
-
-def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> list[metrics.ValidationQuestion]:
-    """Return the validation samples that the model is to answer; before it is loaded, as a DataError may come up."""
-    evaluate = cfg.evaluate
-    if prepared.validation is None:
-        if evaluate.metrics or evaluate.keep_best:
-            raise messages.DataError(
-                "the validation split is empty: there is no row left for it. Give data.validation, more rows, or "
-                "a larger data.validation_fraction (it is {fraction}).",
-                fraction=cfg.data.validation_fraction,
-            )
-        return []
-    if not evaluate.metrics:
-        return []
-    names, limits = prepared.source_names, (evaluate.max_samples, evaluate.max_answers)
-    most = min((limit for limit in limits if limit), default=0)
-    questions, others = metrics.choose_questions(prepared.validation, prepared.encoder, names, most)
-    if not questions:
-        raise messages.DataError(
-            "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
-            "out, or give conversations in data.validation.",
-            count=others,
-        )
-    if others:
-        say(
-            "evaluate.metrics: {count} of {all} validation samples are plain texts or pieces without a question, "
-            "and are not answered.",
-            count=others,
-            all=others + len(questions),
-        )
-    return questions
-
-
-@dataclass(kw_only=True, slots=True)
-class Evaluation:
-    """Evaluates a model as often as wanted, each time in the same way."""
-
-    cfg: RunConfig
-    prepared: language_data.LanguageData
-    """The validation split is there."""
-    ranks: Ranks
-    questions: list[metrics.ValidationQuestion]
-    model: DeepSpeedEngine | transformers.PreTrainedModel
-    """The engine, or where there is none the model."""
-    adapter: str = ""
-    """Directory of an adapter that was loaded for this; "" in a run."""
-    measure: metrics.Measure = loss.token_losses
-
-    def leave_out_too_long(self) -> None:
-        """Drop the questions whose answers could become longer than the model's positions; all: a ModelError."""
-        most, new = generate.most_tokens(self._module), self.cfg.evaluate.max_new_tokens
-        fitting = [question for question in self.questions if len(question.prompt) + new <= most]
-        dropped = len(self.questions) - len(fitting)
-        if dropped:
-            sentence = tr(
-                "evaluate.max_new_tokens = {new}: with {count} of {all} validation prompts that is more than the "
-                "{most} positions of the model.",
-                new=new,
-                count=dropped,
-                all=len(self.questions),
-                most=most,
-            )
-            if not fitting:
-                raise messages.ModelError(messages.joined(sentence, tr("Set it lower.")))
-            say(messages.joined(sentence, tr("They are not answered.")))
-        self.questions = fitting
-
-    def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """Evaluate without a trace; return the figures for metrics.jsonl, the same on every rank. A collective. Each
-        answer is a line of `file`, what is true of all is in its .json; `alive` is called now and then.
-        """
-        cfg, prepared = self.cfg, self.prepared
-        with language_data.shown_evaluation(cfg, prepared, self.ranks, alive) as batches:
-            figures = metrics.evaluate_loss(
-                self.model, batches, prepared.source_names, self.model.device, self._layout.copies, self.measure
-            )
-        if not self.questions:
-            return figures
-        at_once = cfg.evaluate.batch_size * self._layout.data_ranks
-        with terminal.phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
-            answers = metrics.generate_all(
-                self._module,
-                prepared.encoder,
-                [question.prompt for question in self.questions],
-                self._sampling(),
-                cfg.evaluate.batch_size,
-                self.model.device,
-                in_step=self._in_step,
-                alive=lambda: (alive(), advance(1)),
-                place=self._layout.data_rank,
-                num_places=self._layout.data_ranks,
-            )
-        return figures | process_group.on_rank0(lambda: self._judge(answers, file, figures))
-
-    def rehearse(self) -> None:
-        """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
-        batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
-        names, copies, device = self.prepared.source_names, self._layout.copies, self.model.device
-        metrics.evaluate_loss(self.model, batches, names, device, copies, self.measure)
-        if not self.questions:
-            return
-        longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
-        sampling = replace(self._sampling(), max_new_tokens=min(2, self.cfg.evaluate.max_new_tokens))
-        try:
-            generate.generate(self._module, self.prepared.encoder, longest, sampling, device, in_step=self._in_step)
-        except Exception as error:
-            if memory.is_out_of_memory(error):
-                raise
-            raise messages.ModelError(
-                "evaluate.metrics: the model cannot answer: {kind}: {reason}. Leave the metrics out, or mend that.",
-                kind=type(error).__name__,
-                reason=error,
-            ) from error
-
-    @property
-    def _module(self) -> transformers.PreTrainedModel:
-        return stages.unwrap_model(getattr(self.model, "module", self.model))
-
-    @property
-    def _in_step(self) -> bool:
-        """Whether the model is partitioned over the ranks."""
-        return isinstance(self.model, DeepSpeedEngine) and parameters.is_partitioned(self.model)
-
-    @property
-    def _layout(self) -> Mesh:
-        return mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
-
-    def _sampling(self) -> generate.Sampling:
-        evaluate = self.cfg.evaluate
-        return generate.Sampling(
-            max_new_tokens=evaluate.max_new_tokens,
-            temperature=evaluate.temperature,
-            top_p=evaluate.top_p,
-            top_k=evaluate.top_k,
-            seed=evaluate.seed,
-        )
-
-    def _judge(self, answers: metrics.Answers, file: Path, figures: dict[str, float]) -> dict[str, float]:
-        """Score and keep the answers; whatever goes wrong is told, and ends nothing."""
-        missing = len(self.questions) - len(answers.ids)
-        if missing:
-            warn(
-                "{count} of {all} validation samples could not be answered: {reason}.",
-                count=missing,
-                all=len(self.questions),
-                reason=clauses(answers.failures),
-            )
-        if not answers.ids:
-            return {}
-        results = metrics.score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
-        for name, reason in results.failures.items():
-            warn("the metric {name} failed and is skipped: {reason}.", name=name, reason=reason)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]
-            file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
-            config = to_dict(self.cfg)
-            whole = {
-                "figures": figures | results.values,
-                "tokenization": results.tokenize,
-                "signatures": results.signatures,
-                "failures": results.failures,
-                "model": config["model"],
-                "adapter": self.adapter,
-                "evaluate": config["evaluate"],
-            }
-            text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
-            file.with_suffix(".json").write_text(text, encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))
-        return results.values
-
-
-def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
-    """Load a model and its adapter directory ("": none), evaluate it data-parallel, print scores. A collective."""
-    checkpointer.check_settings(cfg)
-    prepared = language_data.load_data(cfg)
-    language_data.check_same_data(cfg, prepared)
-    questions = choose_prompts(cfg, prepared)
-    if prepared.validation is None:
-        raise messages.DataError(tr("the validation split is empty: there are too few rows."))
-    device = process_group.start(cfg.distributed)
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
-    build.use_tf32(cfg.precision)
-    packed = prepared.layout is not loader.Layout.alone
-    # Steps are not taken: batch.global_size need not fit these ranks.
-    batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)
-    ds = ds_config.build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
-    model = load.create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
-    if adapter:
-        adapters.load_adapter(model, Path(adapter), base_model.base_of(model, Path(cfg.model.path)), ds_config=ds)
-    # Under ZeRO-3 partitioned over the ranks as in training, else whole on each of them.
-    loaded = build.initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
-    if packed:
-        of_model = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
-        attention.check_isolation(*of_model, shared=prepared.shares_prefixes)
-    evaluation = Evaluation(cfg=cfg, prepared=prepared, ranks=ranks, questions=questions, model=loaded, adapter=adapter)
-    evaluation.leave_out_too_long()
-    figures = evaluation.run(file)
-    say("\n".join(_lines(figures)))
-    if not cfg.evaluate.metrics:
-        say("To see its answers too: evaluate.metrics=[bleu,chrf,rouge_l]")
-    elif file.exists():
-        say("Each prompt, answer and score: {file}", file=file)
-    process_group.stop()
-
-
-def _lines(figures: dict[str, float]) -> list[str]:
-    """Return the figures as a table, with a column for each source where there are several."""
-    sources = sorted({name.partition("/")[2] for name in figures} - {""})
-    rows = []
-    for name in figures:
-        if "/" not in name:
-            cells = [figures.get(key, "") for key in (name, *(f"{name}/{source}" for source in sources))]
-            shown = [f"{cell:,.4f}" if isinstance(cell, float) else f"{cell:,}" if cell != "" else "" for cell in cells]
-            rows.append([name.removeprefix("eval_"), *shown])
-    return terminal.text_table(["", tr("all"), *sources], rows)
 
 
 class LanguageTask(task.Task):
@@ -287,7 +53,7 @@ class LanguageTask(task.Task):
     data: language_data.LanguageData
     epoch: schedule.Epoch
     questions: list[metrics.ValidationQuestion]
-    evaluation: Evaluation | None = None
+    evaluation: language_evaluation.Evaluation | None = None
 
     def __init__(self) -> None:
         self._figures = self._zeros()
@@ -311,7 +77,7 @@ class LanguageTask(task.Task):
         try:
             with messages.silent(), warnings.catch_warnings():  # about the model they are said when it is loaded
                 warnings.simplefilter("ignore")
-                assemble.check_model(cfg, tokenizer)
+                language_model.check_model(cfg, tokenizer)
         except messages.ToolkitError:
             raise
         except Exception as error:  # of a library on the meta device: with its weights the model may do all the same
@@ -322,7 +88,7 @@ class LanguageTask(task.Task):
         """Seed random generators, and choose what is asked at evaluations: before the model is loaded it may fail."""
         self.cfg, self.ranks = cfg, ranks
         state_files.seed_all(cfg.run.seed + mesh_of(cfg, ranks.world_size, ranks.rank).data_rank)
-        self.questions = choose_prompts(cfg, self.data)
+        self.questions = language_evaluation.choose_prompts(cfg, self.data)
         self.vocab_size = len(self.data.tokenizer)
 
     def settle(self, cfg: RunConfig) -> None:
@@ -411,7 +177,7 @@ class LanguageTask(task.Task):
 
     def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
         """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective."""
-        return build_engine(self.cfg, self.data, ds, self.total_steps, source)
+        return language_model.build_engine(self.cfg, self.data, ds, self.total_steps, source)
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return config, tokenizer and what tuning added. Now, while the model's directory is there."""
@@ -427,7 +193,7 @@ class LanguageTask(task.Task):
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Skip questions whose answers would be too long for the model."""
         if self.has_validation:
-            self.evaluation = Evaluation(
+            self.evaluation = language_evaluation.Evaluation(
                 cfg=run.cfg, prepared=self.data, ranks=run.ranks, questions=self.questions, model=run.engine
             )
             self.evaluation.leave_out_too_long()
@@ -634,129 +400,6 @@ class LanguageTask(task.Task):
         prompt = samples[0]["prompt"] if samples else "Hello"
         command = shlex.join(["toolkit", "generate", f"model.path={folder}/export", f"prompt={prompt}"])
         return [what, tr("Ask it:  {command}", command=command)]
-
-
-def build_engine(
-    cfg: RunConfig,
-    data: language_data.LanguageData,
-    ds: ds_config.DsConfig,
-    total_steps: int,
-    source: run_dir.RunSource,
-) -> DeepSpeedEngine:
-    """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
-    packed, parts, num_stages = data.layout is not loader.Layout.alone, cfg.parallel.sequence, cfg.parallel.pipeline
-    build.use_tf32(cfg.precision)
-    dtype, mesh = cfg.precision.dtype, mesh_of(cfg, process_group.world_size(), process_group.rank())
-    head, own = language_data.head_of(cfg, data), None
-    if num_stages > 1:
-        own = partial(pipeline.stage_parameters, num_stages=num_stages, stage=mesh.stage, tuning=cfg.tuning)
-        own = partial(own, num_scores=len(head.labels)) if head else own
-    elif mesh.expert > 1:
-        own = partial(experts.divide, ranks=mesh.expert)
-    fp8.check_device(cfg.precision.fp8)
-    # Each layer as soon as it is read: a model in 16 bits need not fit into host memory.
-    ready = lora.quantize_layer if cfg.tuning.method is TuningMethod.qlora else None
-    model = load.create_model(
-        cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head, ready
-    )
-    without_liger = layers.apply_liger(model, cfg.kernels)
-    base = _base_folder(cfg, data, model, source.folder)
-    assemble.adapt(model, cfg, data.tokenizer, base, ds.values)
-    if cfg.tuning.method is not TuningMethod.full:
-        _check_tuned(model, cfg, base, source)
-    module = (
-        pipeline.PipelineStage(model, num_stages, load.TORCH_DTYPES[dtype], cfg.parallel.tensor)
-        if num_stages > 1
-        else model
-    )
-    engine = task.start_engine(module, cfg, ds, total_steps, source.folder)
-    # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
-    gc.collect()
-    of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
-    # The logits of some of the vocabulary tell as much.
-    few = partial(stages.forward_logits, engine, pick=lambda logits: logits[..., :1024])
-    forward = few if stages.is_pipeline(engine) else partial(classifier.token_scores, engine) if head else None
-    if packed:
-        remedy = "data.share_prefixes=false" if cfg.preference.is_paired else "data.packing=grouped"
-        attention.check_isolation(*of_model, forward, data.shares_prefixes, remedy)
-    if parts > 1:
-        attention.check_sequence_parallel(*of_model, forward, packed, data.shares_prefixes)
-    say(_in_use(engine, cfg, without_liger))
-    _tell_routers(model.routers)
-    return engine
-
-
-def _check_tuned(model: transformers.PreTrainedModel, cfg: RunConfig, base: Path, source: run_dir.RunSource) -> None:
-    """Reject another base than a checkpoint's; warn of an adapter that cannot be merged later. A collective."""
-    tuned = model.tuned
-    if source.checkpoint and (known := base_model.read_base(source.checkpoint / save.MODEL_DIR)):
-        base_model.check_base(known, tuned.base, source.checkpoint)
-    if cfg.tuning.method in (TuningMethod.lora, TuningMethod.qlora):
-        name = cfg.tuning.adapter or tr("the adapter of this run")
-        part = merge.TunedPart(name, tuned.settings, None, base, {}, tuned.head)
-        process_group.on_rank0(lambda: merge.tell_unmergeable(part))
-
-
-def _tell_routers(routers: router_loss.Routers | None) -> None:
-    """Report how the experts of a mixture are kept in use."""
-    if routers is None:
-        return
-    if routers.coefficient:
-        say(
-            "Routers: the mean of {count} layers' load-balancing losses x {coefficient} is added to the loss "
-            "(model.router_loss).",
-            count=routers.num_layers,
-            coefficient=routers.coefficient,
-        )
-    if routers.bias_rate:
-        say(
-            "Routers: after each step the experts' biases in {count} layers move by {rate} towards an equal load "
-            "(model.router_bias_rate).",
-            count=routers.num_layers,
-            rate=routers.bias_rate,
-        )
-
-
-def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
-    """Return a line about what computes this run. A collective."""
-    model = stages.stage_model(engine.module)
-    ways = {
-        loss.LossPath.losses: tr("fused with the output layer ({kernel})", kernel=model.loss_head.name),
-        loss.LossPath.picked: tr("from the logits of trained tokens"),
-        loss.LossPath.all_logits: tr("from all logits"),
-    }
-    computes = model if stages.is_pipeline(engine) else engine
-    if probe.is_classifier(model):
-        way = tr("from the scores of last tokens")
-    else:
-        way = ways[stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(computes))]
-    optimizer = engine.basic_optimizer
-    is_fused = isinstance(optimizer, torch.optim.Adam) and optimizer.defaults["fused"]
-    backend = cfg.compile.backend + (" + DeepCompile" if cfg.compile.deepcompile else "")
-    return tr(
-        "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
-        attention=model.config._attn_implementation,
-        loss=way,
-        liger=tr("no, {reason}", reason=without_liger) if without_liger else tr("yes"),
-        compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
-        optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),
-    )
-
-
-def _base_folder(
-    cfg: RunConfig, data: language_data.LanguageData, model: transformers.PreTrainedModel, folder: Path
-) -> Path:
-    """Return the folder of the model as it is before training; a random one is written into the run's."""
-    if cfg.model.init is Init.pretrained or cfg.tuning.method is TuningMethod.full:
-        return Path(cfg.model.path)
-    base = folder / base_model.RUN_BASE
-
-    def write() -> None:
-        if not base.exists():
-            export.write_folder(model, save.describe(model, data.encoder), base, "hf", None)
-
-    process_group.on_rank0(write)
-    return base
 
 
 def _verify_export(folder: Path) -> None:

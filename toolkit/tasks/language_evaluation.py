@@ -1,0 +1,248 @@
+"""Evaluates a language model: the loss of the validation split, answers to its questions, and their scores."""
+
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import transformers
+from deepspeed import DeepSpeedEngine
+
+from toolkit import messages, terminal
+from toolkit.config.load import to_dict
+from toolkit.config.mesh import Mesh, mesh_of, micro_rows
+from toolkit.config.schema import RunConfig
+from toolkit.data import loader
+from toolkit.distributed import process_group
+from toolkit.engine import build, ds_config, memory, parameters
+from toolkit.evaluate import generate, metrics
+from toolkit.launch.environment import Ranks
+from toolkit.messages import clauses, say, tr, warn
+from toolkit.models import attention, load, loss, stages
+from toolkit.tasks import language_data
+from toolkit.train import checkpointer
+
+
+def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> list[metrics.ValidationQuestion]:
+    """Return the validation samples that the model is to answer; before it is loaded, as a DataError may come up."""
+    evaluate = cfg.evaluate
+    if prepared.validation is None:
+        if evaluate.metrics or evaluate.keep_best:
+            raise messages.DataError(
+                "the validation split is empty: there is no row left for it. Give data.validation, more rows, or "
+                "a larger data.validation_fraction (it is {fraction}).",
+                fraction=cfg.data.validation_fraction,
+            )
+        return []
+    if not evaluate.metrics:
+        return []
+    names, limits = prepared.source_names, (evaluate.max_samples, evaluate.max_answers)
+    most = min((limit for limit in limits if limit), default=0)
+    questions, others = metrics.choose_questions(prepared.validation, prepared.encoder, names, most)
+    if not questions:
+        raise messages.DataError(
+            "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
+            "out, or give conversations in data.validation.",
+            count=others,
+        )
+    if others:
+        say(
+            "evaluate.metrics: {count} of {all} validation samples are plain texts or pieces without a question, "
+            "and are not answered.",
+            count=others,
+            all=others + len(questions),
+        )
+    return questions
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluation:
+    """Evaluates a model as often as wanted, each time in the same way."""
+
+    cfg: RunConfig
+    prepared: language_data.LanguageData
+    """The validation split is there."""
+    ranks: Ranks
+    questions: list[metrics.ValidationQuestion]
+    model: DeepSpeedEngine | transformers.PreTrainedModel
+    """The engine, or where there is none the model."""
+    adapter: str = ""
+    """Directory of an adapter that was loaded for this; "" in a run."""
+    measure: metrics.Measure = loss.token_losses
+
+    def leave_out_too_long(self) -> None:
+        """Drop the questions whose answers could become longer than the model's positions; all: a ModelError."""
+        most, new = generate.most_tokens(self._module), self.cfg.evaluate.max_new_tokens
+        fitting = [question for question in self.questions if len(question.prompt) + new <= most]
+        dropped = len(self.questions) - len(fitting)
+        if dropped:
+            sentence = tr(
+                "evaluate.max_new_tokens = {new}: with {count} of {all} validation prompts that is more than the "
+                "{most} positions of the model.",
+                new=new,
+                count=dropped,
+                all=len(self.questions),
+                most=most,
+            )
+            if not fitting:
+                raise messages.ModelError(messages.joined(sentence, tr("Set it lower.")))
+            say(messages.joined(sentence, tr("They are not answered.")))
+        self.questions = fitting
+
+    def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
+        """Evaluate without a trace; return the figures for metrics.jsonl, the same on every rank. A collective. Each
+        answer is a line of `file`, what is true of all is in its .json; `alive` is called now and then.
+        """
+        cfg, prepared = self.cfg, self.prepared
+        with language_data.shown_evaluation(cfg, prepared, self.ranks, alive) as batches:
+            figures = metrics.evaluate_loss(
+                self.model, batches, prepared.source_names, self.model.device, self._layout.copies, self.measure
+            )
+        if not self.questions:
+            return figures
+        at_once = cfg.evaluate.batch_size * self._layout.data_ranks
+        with terminal.phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
+            answers = metrics.generate_all(
+                self._module,
+                prepared.encoder,
+                [question.prompt for question in self.questions],
+                self._sampling(),
+                cfg.evaluate.batch_size,
+                self.model.device,
+                in_step=self._in_step,
+                alive=lambda: (alive(), advance(1)),
+                place=self._layout.data_rank,
+                num_places=self._layout.data_ranks,
+            )
+        return figures | process_group.on_rank0(lambda: self._judge(answers, file, figures))
+
+    def rehearse(self) -> None:
+        """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
+        batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
+        names, copies, device = self.prepared.source_names, self._layout.copies, self.model.device
+        metrics.evaluate_loss(self.model, batches, names, device, copies, self.measure)
+        if not self.questions:
+            return
+        longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
+        sampling = replace(self._sampling(), max_new_tokens=min(2, self.cfg.evaluate.max_new_tokens))
+        try:
+            generate.generate(self._module, self.prepared.encoder, longest, sampling, device, in_step=self._in_step)
+        except Exception as error:
+            if memory.is_out_of_memory(error):
+                raise
+            raise messages.ModelError(
+                "evaluate.metrics: the model cannot answer: {kind}: {reason}. Leave the metrics out, or mend that.",
+                kind=type(error).__name__,
+                reason=error,
+            ) from error
+
+    @property
+    def _module(self) -> transformers.PreTrainedModel:
+        return stages.unwrap_model(getattr(self.model, "module", self.model))
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether the model is partitioned over the ranks."""
+        return isinstance(self.model, DeepSpeedEngine) and parameters.is_partitioned(self.model)
+
+    @property
+    def _layout(self) -> Mesh:
+        return mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank)
+
+    def _sampling(self) -> generate.Sampling:
+        evaluate = self.cfg.evaluate
+        return generate.Sampling(
+            max_new_tokens=evaluate.max_new_tokens,
+            temperature=evaluate.temperature,
+            top_p=evaluate.top_p,
+            top_k=evaluate.top_k,
+            seed=evaluate.seed,
+        )
+
+    def _judge(self, answers: metrics.Answers, file: Path, figures: dict[str, float]) -> dict[str, float]:
+        """Score and keep the answers; whatever goes wrong is told, and ends nothing."""
+        missing = len(self.questions) - len(answers.ids)
+        if missing:
+            warn(
+                "{count} of {all} validation samples could not be answered: {reason}.",
+                count=missing,
+                all=len(self.questions),
+                reason=clauses(answers.failures),
+            )
+        if not answers.ids:
+            return {}
+        results = metrics.score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
+        for name, reason in results.failures.items():
+            warn("the metric {name} failed and is skipped: {reason}.", name=name, reason=reason)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]
+            file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+            config = to_dict(self.cfg)
+            whole = {
+                "figures": figures | results.values,
+                "tokenization": results.tokenize,
+                "signatures": results.signatures,
+                "failures": results.failures,
+                "model": config["model"],
+                "adapter": self.adapter,
+                "evaluate": config["evaluate"],
+            }
+            text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+            file.with_suffix(".json").write_text(text, encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))
+        return results.values
+
+
+def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
+    """Load a model and its adapter directory ("": none), evaluate it data-parallel, print scores. A collective."""
+    checkpointer.check_settings(cfg)
+    prepared = language_data.load_data(cfg)
+    language_data.check_same_data(cfg, prepared)
+    questions = choose_prompts(cfg, prepared)
+    if prepared.validation is None:
+        raise messages.DataError(tr("the validation split is empty: there are too few rows."))
+    device = process_group.start(cfg.distributed)
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)  # for the developers of libraries, not between these lines
+    build.use_tf32(cfg.precision)
+    packed = prepared.layout is not loader.Layout.alone
+    # Steps are not taken: batch.global_size need not fit these ranks.
+    batch = replace(cfg.batch, global_size=micro_rows(cfg) * ranks.world_size)
+    ds = ds_config.build_ds_config(replace(cfg, batch=batch), ranks.world_size).values
+    model = load.create_model(cfg.model, cfg.precision.dtype, prepared.tokenizer, cfg.run.seed, ds, packed)
+    if adapter:
+        from toolkit.models import adapters, base_model
+
+        adapters.load_adapter(model, Path(adapter), base_model.base_of(model, Path(cfg.model.path)), ds_config=ds)
+    # Under ZeRO-3 partitioned over the ranks as in training, else whole on each of them.
+    loaded = build.initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
+    if packed:
+        of_model = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
+        attention.check_isolation(*of_model, shared=prepared.shares_prefixes)
+    evaluation = Evaluation(cfg=cfg, prepared=prepared, ranks=ranks, questions=questions, model=loaded, adapter=adapter)
+    evaluation.leave_out_too_long()
+    figures = evaluation.run(file)
+    say("\n".join(_lines(figures)))
+    if not cfg.evaluate.metrics:
+        say("To see its answers too: evaluate.metrics=[bleu,chrf,rouge_l]")
+    elif file.exists():
+        say("Each prompt, answer and score: {file}", file=file)
+    process_group.stop()
+
+
+def _lines(figures: dict[str, float]) -> list[str]:
+    """Return the figures as a table, with a column for each source where there are several."""
+    sources = sorted({name.partition("/")[2] for name in figures} - {""})
+    rows = []
+    for name in figures:
+        if "/" not in name:
+            cells = [figures.get(key, "") for key in (name, *(f"{name}/{source}" for source in sources))]
+            shown = [f"{cell:,.4f}" if isinstance(cell, float) else f"{cell:,}" if cell != "" else "" for cell in cells]
+            rows.append([name.removeprefix("eval_"), *shown])
+    return terminal.text_table(["", tr("all"), *sources], rows)
