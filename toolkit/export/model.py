@@ -45,8 +45,7 @@ from toolkit.messages import (
     tr,
 )
 from toolkit.models import adapters, base_model, chat, classifier, probe, structure, weights
-from toolkit.models.chatglm.tokenizers import official_vocabulary
-from toolkit.models.directory import is_trusted, read_object
+from toolkit.models.directory import is_trusted, official_vocabulary, read_object
 from toolkit.models.load import check_structure, empty, load_model, stream, streamed_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model, stored_form
 from toolkit.models.stages import capture_probe, stage_model, unwrap_model
@@ -400,7 +399,7 @@ def part_of_checkpoint(checkpoint: Path, given: str = "") -> TunedPart | None:
     config = read_object(described / "config.json")
     head = (
         classifier.Head(tuple(config["id2label"].values()), config["pad_token_id"])
-        if classifier.is_of_classifier(config)
+        if probe.is_of_classifier(config)
         else None
     )
     return TunedPart(checkpoint, settings, known, base_model.find_base(described, given), values, head)

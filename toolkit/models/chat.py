@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -14,7 +14,9 @@ from toolkit.distributed.file_lock import build_once
 from toolkit.messages import ModelError, file_bytes, reading, tr
 from toolkit.models import directory
 from toolkit.models.chat_template import TemplateChatEncoder
-from toolkit.models.chatglm import formats, tokenizers
+
+if TYPE_CHECKING:
+    from toolkit.models.chatglm.formats import FamilyChatEncoder
 
 FIT_VERSION = 1
 """Part of a fitted tokenizer's fingerprint; raise it when fitting gives something else."""
@@ -116,7 +118,7 @@ def load_tokenizer(
             "with the tokenizer's files.",
             folder=path,
         )
-    vocabulary = tokenizers.official_vocabulary(folder)
+    vocabulary = directory.official_vocabulary(folder)
     if vocabulary is None and family is not schema.Family.auto:
         raise ModelError(
             "model.family = {family} has no effect: the tokenizer in '{folder}' is not an official ChatGLM one. "
@@ -127,6 +129,8 @@ def load_tokenizer(
     if vocabulary is None:
         tokenizer = _load_other(folder)
     else:
+        from toolkit.models.chatglm import formats
+
         with reading(vocabulary, ModelError, tr("Download it again.")):
             tokenizer = _load_official(vocabulary, family)
         # In what was saved here its own template counts, of training with model.chat_template; officially the family's.
@@ -155,6 +159,8 @@ def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokeniz
             file=vocabulary,
             folder=vocabulary.parent,
         )
+    from toolkit.models.chatglm import tokenizers
+
     found = tokenizers.family_of(vocabulary)
     shared = {schema.Family.chatglm2, schema.Family.chatglm3, schema.Family.auto}
     if family not in (schema.Family.auto, found) and not {family, found} <= shared:
@@ -176,7 +182,7 @@ def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokeniz
 
 
 def _load_other(path: Path) -> PreTrainedTokenizerBase:
-    config = tokenizers.read_json(path / "tokenizer_config.json")
+    config = directory.read_json(path / "tokenizer_config.json")
     if "AutoTokenizer" in str(config.get("auto_map", "")) and not (path / "tokenizer.json").is_file():
         raise ModelError(
             "The tokenizer in '{folder}' needs Python code from that directory (auto_map), which is "
@@ -199,7 +205,7 @@ def _load_other(path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-AnyChatEncoder = formats.FamilyChatEncoder | TemplateChatEncoder
+AnyChatEncoder = Union["FamilyChatEncoder", TemplateChatEncoder]  # | takes no text
 """What turns conversations into ids, for training and for generation."""
 
 
@@ -220,7 +226,7 @@ def local_encoder(model: schema.ModelConfig, train_thinking: bool = True) -> Any
     if not (model.tokenizer or model.path) or not folder.is_dir():
         return None
     has_files = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    if not has_files and tokenizers.official_vocabulary(folder) is None:
+    if not has_files and directory.official_vocabulary(folder) is None:
         return None
     tokenizer = load_tokenizer(folder, family=model.family, chat_template=model.chat_template)
     return chat_encoder(tokenizer, model.original_labels, train_thinking)
@@ -228,7 +234,9 @@ def local_encoder(model: schema.ModelConfig, train_thinking: bool = True) -> Any
 
 def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: bool = True) -> AnyChatEncoder:
     """Return the chat encoder of a loaded tokenizer; see `load_chat_encoder`."""
-    if isinstance(tokenizer, tokenizers.GlmTokenizer | tokenizers.ChatGLMTokenizer) and tokenizer.has_own_template:
+    if getattr(tokenizer, "has_own_template", False):  # as only the family's own tokenizers have
+        from toolkit.models.chatglm import formats
+
         if not train_thinking:
             raise ModelError(
                 "data.train_thinking = false has no effect: the tokenizer '{name}' uses a ChatGLM's own chat format, "

@@ -5,7 +5,6 @@ token's id, so that a program that loads the directory gets the same ones.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,6 @@ class Head:
     def write(self) -> bytes:
         """Return the content of score.json."""
         return (json.dumps(asdict(self), ensure_ascii=False) + "\n").encode()
-
-
-def is_of_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of such a model."""
-    return any(str(name).endswith(probe.KIND) for name in config.get("architectures") or ())
 
 
 def head_of(model: PreTrainedModel) -> Head | None:

@@ -18,7 +18,16 @@ from safetensors import safe_open
 
 from toolkit.config import files
 from toolkit.config.schema import Family, Init, ModelConfig, TuningMethod
-from toolkit.messages import LARGEST_JSON_BYTES, ConfigError, ModelError, json_object, parsed_json, reading, tr
+from toolkit.messages import (
+    LARGEST_JSON_BYTES,
+    ConfigError,
+    ModelError,
+    file_bytes,
+    json_object,
+    parsed_json,
+    reading,
+    tr,
+)
 
 
 class Architecture(str, Enum):
@@ -524,3 +533,42 @@ def _growth(step: Any) -> float:
     elif step.get("type") == "Prepend":
         found *= 1.0 + len(str(step.get("prepend", "")))
     return found
+
+
+def official_vocabulary(folder: Path) -> Path | None:
+    """Return the official vocabulary file of a directory's tokenizer, None if it has another; `official/` of a saved
+    model first, because that tokenizer never parses control strings.
+    """
+    inner = folder / "official"  # without a vocabulary where model.tokenizer was another directory
+    if (inner / "layout.json").is_file() and any(inner.glob("*.model")):
+        return official_vocabulary(inner)
+    config = read_json(folder / "tokenizer_config.json")
+    is_named = "chatglm" in f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}".lower()
+    if (folder / "ice_text.model").is_file():
+        return folder / "ice_text.model"
+    if (folder / "tokenizer.model").is_file():
+        others = ("tokenizer_config.json", "tokenizer.json", "config.json")
+        if (
+            is_named
+            or (folder / TOKENIZER_CODE).is_file()
+            or architecture_of(read_json(folder / "config.json")) is not None
+            # Nothing but the vocabulary: other families' directories have at least a tokenizer_config.json.
+            or not any((folder / name).is_file() for name in others)
+        ):
+            return folder / "tokenizer.model"
+    if is_named and not (folder / "tokenizer.json").is_file():
+        raise ModelError(
+            "'{folder}' has an official ChatGLM tokenizer, but not its vocabulary (ice_text.model or "
+            "tokenizer.model): download it again.",
+            folder=folder,
+        )
+    return None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return a JSON object, {} if there is none; a damaged one is reported by whoever needs it."""
+    try:
+        value = parsed_json(file_bytes(file))
+    except (ValueError, OSError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -12,11 +12,13 @@ from torch import nn
 from transformers import GenerationConfig, GlmConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from toolkit.config.schema import Dtype, Init, ModelConfig, ShapeConfig
+from toolkit.config.schema import Dtype, Family, Init, ModelConfig, ShapeConfig
 from toolkit.engine.ds_config import tensor_ranks
 from toolkit.messages import ModelError, NotStreamable, reading, reason_of
-from toolkit.models import attention, classifier, directory, probe, save, weights
-from toolkit.models.chatglm import modeling, tokenizers
+from toolkit.models import attention, directory, probe, save, weights
+
+if TYPE_CHECKING:
+    from toolkit.models.classifier import Head
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
 _OF_VALUES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
@@ -149,6 +151,8 @@ def official_class(folder: Path, config: dict[str, Any], generation: dict[str, A
     """Return class and config of the model that an official ChatGLM's checked config.json describes; `generation`:
     content of its generation_config.json.
     """
+    from toolkit.models.chatglm import modeling
+
     if directory.architecture_of(config) is directory.Architecture.v1:
         # `_name_or_path` names a hub repository, which other libraries (peft 0.21) would ask for its config.
         foreign = ("auto_map", "architectures", "_name_or_path")
@@ -172,7 +176,9 @@ def _open(
         layout = weights.TransformersLayout(model)
     else:
         interleaved = architecture is directory.Architecture.glm and not config.get("multi_query_attention")
-        layout = modeling.official_layout(model.config, interleaved)
+        from toolkit.models.chatglm.modeling import official_layout
+
+        layout = official_layout(model.config, interleaved)
         save.save_origin(model, files, layout, interleaved)
     weights.check_weights_fit(model, files, layout)
     return model, files, layout
@@ -187,7 +193,7 @@ def create_model(
     packed: bool = False,
     parts: int = 1,
     own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
-    head: classifier.Head | None = None,
+    head: "Head | None" = None,
     ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> PreTrainedModel:
     """Build the model to train, with room for the vocabulary of `tokenizer`; random weights are the same on every rank.
@@ -207,7 +213,9 @@ def create_model(
     if head is None:
         check_writes(model, config.path)
     else:
-        model = classifier.with_head(model, head, seed)
+        from toolkit.models.classifier import with_head
+
+        model = with_head(model, head, seed)
     if parts > 1:
         attention.split_sequences(model, parts, tensor_ranks(ds_config or {}))
     else:
@@ -254,7 +262,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
             tokens=len(tokenizer),
             rows=model.config.vocab_size,
         )
-    if isinstance(model, modeling.ChatGLMForConditionalGeneration):
+    if getattr(model, "builds_positions", False):
         # A tokenizer of another revision would put <sop> where the model never looks.
         for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
             expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
@@ -267,7 +275,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
                     expected=expected,
                     key=key,
                 )
-    if isinstance(tokenizer, tokenizers.GlmTokenizer):
+    family = getattr(tokenizer, "family", Family.chatglm)  # which only the family's own tokenizers have
+    if family is not Family.chatglm:
         ends = model.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         stops = tokenizer.format.stop_ids
@@ -276,7 +285,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
                 "the model ends its answers with {ends} (eos_token_id in config.json), the tokenizer's format of "
                 "{family} with {stops}: they do not match (model.tokenizer, model.path).",
                 ends=ends,
-                family=tokenizer.family.value,
+                family=family.value,
                 stops=stops,
             )
 
@@ -319,7 +328,7 @@ def known_config(folder: Path) -> Any:
 
 def _auto_class(config: Any) -> Any:
     """Return what builds a model: transformers' classes of language models, or of sequence classifiers."""
-    is_scorer = classifier.is_of_classifier(config.to_dict())
+    is_scorer = probe.is_of_classifier(config.to_dict())
     return transformers.AutoModelForSequenceClassification if is_scorer else transformers.AutoModelForCausalLM
 
 

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from toolkit.config.schema import LossKernel
 from toolkit.models import attention, probe
-from toolkit.models.chatglm.modeling import check_rows
 
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
@@ -83,7 +82,7 @@ def on_device(engine: Any, batch: attention.Batch) -> attention.Batch:
     # ChatGLM-6B finds positions from <sop>: checked here, as the model itself would make the host wait for the device.
     if getattr(module, "builds_positions", False):
         rows = "row_ids" if "row_ids" in batch else "input_ids"
-        check_rows(batch[rows], module.config)
+        module.check_rows(batch[rows])
         given[rows].is_checked = True  # type: ignore[attr-defined]
     return given
 

@@ -2,7 +2,7 @@
 every checkpoint and export; a model that loads the weights must give the same logits but for rounding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ from safetensors.torch import save
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from toolkit.messages import CheckpointError, reading
-from toolkit.models.chatglm.modeling import ChatGLMConfig
 
 # In a folder of its own: vLLM and others take every *.safetensors beside config.json for weights.
 FILE = "probe/probe.safetensors"
@@ -66,7 +65,7 @@ def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.
     samples = samples[:ROWS]
     length = min(LENGTH, *map(len, samples))
     rows = [[int(token) for token in sample[:length]] for sample in samples]
-    if isinstance(config, ChatGLMConfig):
+    if config.model_type == "chatglm":
         rows = [[*row[:-2], config.gmask_token_id, config.bos_token_id] for row in rows]
     return torch.tensor(rows)
 
@@ -107,6 +106,11 @@ KIND = "ForSequenceClassification"
 def is_classifier(model: Any) -> bool:
     """Whether a model gives scores of sequences, not logits of tokens."""
     return type(model).__name__.endswith(KIND)
+
+
+def is_of_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model that gives scores."""
+    return any(str(name).endswith(KIND) for name in config.get("architectures") or ())
 
 
 def _prefix_scores(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:

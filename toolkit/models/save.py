@@ -16,10 +16,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, core_model_loading as loading
 
-from toolkit.messages import CheckpointError, ModelError, json_object
-from toolkit.models import chat, weights
-from toolkit.models.chatglm.modeling import official_layout
-from toolkit.models.chatglm.tokenizers import use_old_names
+from toolkit.messages import CheckpointError, ModelError
+from toolkit.models import chat, old_names, weights
 
 Format = Literal["hf", "official"]
 MAX_SHARD_SIZE = "5GB"
@@ -88,7 +86,7 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
                 model.generation_config.eos_token_id = known + added
         if encoder is not None:
             encoder.tokenizer.save_pretrained(folder)
-            use_old_names(folder)
+            old_names.add_to_tokenizer(folder)
         _count_predicting_layers(model)
         # As `save_pretrained` does before it writes them.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
@@ -97,7 +95,7 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
         if writes:
             config.use_cache = True  # off in training; a loop of one's own relies on it, `generate` does not
         config.save_pretrained(folder)
-        _add_old_names(folder / "config.json")
+        old_names.add_to_config(folder / "config.json")
         try:
             if writes:
                 model.generation_config.save_pretrained(folder)
@@ -112,56 +110,6 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(code)
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-_OLD_ROPE: dict[str, dict[str, str]] = {
-    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-    "gpt_neox_japanese": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
-    "gemma3_text": {"rope_theta": "rope_theta", "sliding": "rope_local_base_freq"},
-    "gemma3n_text": {"rope_theta": "rope_theta", "sliding": "rope_local_base_freq"},
-    "modernbert-decoder": {"rope_theta": "global_rope_theta", "sliding": "local_rope_theta"},
-    "olmo3": {"rope_theta": "rope_theta"},
-}
-"""Type of model -> key of rope_parameters -> its name in transformers 4 (4.57), where that is another one, or kinds of
-layers have bases of their own (`sliding`: those with a window)."""
-_OLD_LAYERS = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
-"""Type of model -> kind of layer -> its name in transformers 4; transformers 5 reads both."""
-
-
-def _add_old_names(file: Path) -> None:
-    """Write beside the keys of transformers 5 those that version 4 reads: without a word it would take its defaults for
-    the base and the share of rotary embeddings and the number of experts, and compute other logits.
-    """
-    config = json_object(file, ModelError)
-    for section in [config, *(value for value in config.values() if isinstance(value, dict))]:
-        kind, rope = section.get("model_type", ""), section.get("rope_parameters")
-        if isinstance(rope, dict):
-            for key, value in _old_rope(rope, _OLD_ROPE.get(kind)).items():
-                section.setdefault(key, value)
-        if kind == "qwen3_moe" and "num_local_experts" in section:
-            section.setdefault("num_experts", section["num_local_experts"])
-        if kind in _OLD_LAYERS:
-            section["layer_types"] = [_OLD_LAYERS[kind].get(name, name) for name in section["layer_types"]]
-        for key, value in section.items():  # transformers 5 writes {"__float__": "Infinity"}
-            if isinstance(value, list):
-                section[key] = [float(one["__float__"]) if _is_tagged(one) else one for one in value]
-    file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _is_tagged(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"__float__"}
-
-
-def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, Any]:
-    """Return what transformers 4 reads in place of rope_parameters; nothing where it knows no such models."""
-    if names is None:
-        has_kinds = any(isinstance(value, dict) for value in rope.values())
-        names = {} if has_kinds else {key: key for key in ("rope_theta", "partial_rotary_factor")}
-    whole, sliding = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
-    whole = whole or rope
-    values = [("sliding", sliding.get("rope_theta")), *whole.items()]
-    old = {names[name]: value for name, value in values if name in names and isinstance(value, (int, float))}
-    return old | ({"rope_scaling": whole} if old and whole.get("rope_type", "default") != "default" else {})
 
 
 def _count_predicting_layers(model: PreTrainedModel) -> None:
@@ -278,6 +226,8 @@ def _write_official(model: PreTrainedModel, folder: Path, state: dict[str, torch
             architecture=type(model).__name__,
         )
     values = dict(model.named_parameters()) if state is None else state
+    from toolkit.models.chatglm.modeling import official_layout
+
     layout = official_layout(model.config, origin.interleaved)
     folder.mkdir(parents=True)
     for file in dict.fromkeys(entry["file"] for entry in origin.tensors.values()):

@@ -26,8 +26,11 @@ from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say, tr, warn
-from toolkit.models import attention, chat, classifier, directory
+from toolkit.models import attention, chat, directory
 from toolkit.terminal import phase
+
+if TYPE_CHECKING:
+    from toolkit.models.classifier import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,11 +94,13 @@ class LanguageData:
         return int(end if pad is None else pad)
 
 
-def head_of(cfg: schema.RunConfig, data: LanguageData) -> classifier.Head | None:
+def head_of(cfg: schema.RunConfig, data: LanguageData) -> "Head | None":
     """Return what takes the place of the model's output layer; None where the model is to write."""
     if not cfg.task.has_head:
         return None
-    return classifier.Head(tuple(schema.score_labels(cfg) or data.report.labels), data.pad_id)
+    from toolkit.models.classifier import Head
+
+    return Head(tuple(schema.score_labels(cfg) or data.report.labels), data.pad_id)
 
 
 def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None) -> LanguageData:

@@ -1,4 +1,4 @@
-"""The model that a recipe trains, made of the one in its directory, with its engine; or tried early, without numbers."""
+"""The model that a recipe trains, made of the one in its directory, and its engine; or tried early, without numbers."""
 
 import gc
 from dataclasses import replace

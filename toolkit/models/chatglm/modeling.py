@@ -299,6 +299,10 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
     builds_positions = True
     """Callers that know only `[B, S]` positions should pass none: the model makes both channels itself."""
 
+    def check_rows(self, input_ids: torch.Tensor) -> None:
+        """Raise ModelError unless the model can find its positions in rows `[B, S]`."""
+        check_rows(input_ids, self.config)
+
     def __init__(self, config: ChatGLMConfig) -> None:
         super().__init__(config)
         self.transformer = ChatGLMModel(config)

@@ -17,9 +17,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from toolkit.config.schema import Family
-from toolkit.messages import ModelError, file_bytes, json_object, parsed_json
+from toolkit.messages import ModelError
+from toolkit.models import directory, old_names
 from toolkit.models.chatglm import formats
-from toolkit.models.directory import TOKENIZER_CODE, architecture_of, named_family
+from toolkit.models.directory import named_family
 
 _COMMANDS = ["[MASK]", "[gMASK]", "[sMASK]", formats.SOP, formats.EOP]
 _ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
@@ -124,36 +125,6 @@ def unspell(text: str) -> str:
     return _SPELLED.sub(white_space, text)
 
 
-def official_vocabulary(folder: Path) -> Path | None:
-    """Return the official vocabulary file of a directory's tokenizer, None if it has another; `official/` of a saved
-    model first, because that tokenizer never parses control strings.
-    """
-    inner = folder / "official"  # without a vocabulary where model.tokenizer was another directory
-    if (inner / "layout.json").is_file() and any(inner.glob("*.model")):
-        return official_vocabulary(inner)
-    config = read_json(folder / "tokenizer_config.json")
-    is_named = "chatglm" in f"{config.get('auto_map', '')} {config.get('tokenizer_class', '')}".lower()
-    if (folder / "ice_text.model").is_file():
-        return folder / "ice_text.model"
-    if (folder / "tokenizer.model").is_file():
-        others = ("tokenizer_config.json", "tokenizer.json", "config.json")
-        if (
-            is_named
-            or (folder / TOKENIZER_CODE).is_file()
-            or architecture_of(read_json(folder / "config.json")) is not None
-            # Nothing but the vocabulary: other families' directories have at least a tokenizer_config.json.
-            or not any((folder / name).is_file() for name in others)
-        ):
-            return folder / "tokenizer.model"
-    if is_named and not (folder / "tokenizer.json").is_file():
-        raise ModelError(
-            "'{folder}' has an official ChatGLM tokenizer, but not its vocabulary (ice_text.model or "
-            "tokenizer.model): download it again.",
-            folder=folder,
-        )
-    return None
-
-
 def family_of(vocabulary: Path) -> Family:
     """Return whose an official vocabulary is; `auto` where no role tokens or names tell ChatGLM2 from ChatGLM3."""
     if vocabulary.name == "ice_text.model":
@@ -166,8 +137,8 @@ def family_of(vocabulary: Path) -> Family:
 def image_tokens(vocabulary: Path) -> int:
     """Return the number of ids before ChatGLM-6B's first piece: 0, or 20,000 in the repository's first months."""
     folder = vocabulary.parent
-    first = read_json(folder / "config.json").get("bos_token_id")
-    named = read_json(folder / "tokenizer_config.json").get("num_image_tokens")
+    first = directory.read_json(folder / "config.json").get("bos_token_id")
+    named = directory.read_json(folder / "tokenizer_config.json").get("num_image_tokens")
     if first is None:
         return int(named or 0)
     sop = int(load_pieces(vocabulary).piece_to_id("<sop>"))
@@ -182,15 +153,6 @@ def image_tokens(vocabulary: Path) -> int:
             first=first,
         )
     return offset
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object, {} if there is none; a damaged one is reported by whoever needs it."""
-    try:
-        value = parsed_json(file_bytes(file))
-    except (ValueError, OSError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 _OFFICIAL_NAMES = {"sop": formats.SOP, "eop": formats.EOP, "<bos>": "<s>", "<eos>": "</s>", "<pad>": "<unk>"}
@@ -267,7 +229,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         self.own_template = formats.TEMPLATES[family] if has_chat_format else None
         if family is Family.glm4:
             # The official one writes the same, and describes tools. ChatGLM3's would write `sop` as text.
-            official = read_json(vocab_file.parent / "tokenizer_config.json").get("chat_template")
+            official = directory.read_json(vocab_file.parent / "tokenizer_config.json").get("chat_template")
             self.own_template = (
                 formats.SERVED_TURNS[family] + official if isinstance(official, str) else self.own_template
             )
@@ -322,22 +284,8 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
             **_SETTINGS | {"padding_side": self.padding_side},
         )
         written = plain.save_pretrained(save_directory, **options)
-        use_old_names(Path(save_directory))
+        old_names.add_to_tokenizer(Path(save_directory))
         return written
-
-
-def use_old_names(folder: Path) -> None:
-    """Write a saved tokenizer's settings in the names that every release of transformers since 4.0 knows: 4.57 knows no
-    TokenizersBackend and no list of extra_special_tokens, which 5 writes.
-    """
-    file = folder / "tokenizer_config.json"
-    values = json_object(file, ModelError)
-    if values.get("tokenizer_class") == "TokenizersBackend":
-        values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(values.get("extra_special_tokens"), list):  # a mapping gives names, as in 4.57
-        values["additional_special_tokens"] = values.pop("extra_special_tokens")
-    values.pop("backend", None)
-    file.write_text(json.dumps(values, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _unnamed(backend: Any, named: dict[str, str]) -> list[str]:
