@@ -13,7 +13,8 @@ from tests.architectures import CONFIGS, write
 from toolkit.config.schema import Attention, LossKernel
 from toolkit.messages import ModelError
 from toolkit.models import load_model
-from toolkit.models.attention import check_isolation, choose_attention
+from toolkit.models.attention import choose_attention
+from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream
 from toolkit.models.loss import LossHead, token_loss_sum
 from toolkit.models.save import describe, save_model

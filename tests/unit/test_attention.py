@@ -17,8 +17,9 @@ from toolkit.data.loader import collate
 from toolkit.data.store import Sample
 from toolkit.messages import ModelError
 from toolkit.models import attention, attention as attention_module
-from toolkit.models.attention import attention_arguments, check_isolation, choose_attention
+from toolkit.models.attention import attention_arguments, choose_attention
 from toolkit.models.directory import packing_unsupported
+from toolkit.models.isolation import check_isolation
 
 MOE = {
     "moe_intermediate_size": 16,

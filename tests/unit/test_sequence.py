@@ -7,8 +7,9 @@ import transformers
 from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.data.packing import pad_multiple
+from toolkit.layouts.sequence import local_part, split_sequences
 from toolkit.messages import ModelError
-from toolkit.models.attention import local_part, split_sequences, with_label_positions
+from toolkit.models.attention import with_label_positions
 from toolkit.models.directory import packing_unsupported
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank

@@ -19,9 +19,11 @@ from toolkit.data.packing import PackingPlan, plan_sequences, shared_prefixes
 from toolkit.data.store import TokenizedCache
 from toolkit.data.tokenize import build_caches
 from toolkit.data.tokenize_workers import Encoded
+from toolkit.layouts.sequence import local_part
 from toolkit.messages import ModelError
 from toolkit.models import attention
-from toolkit.models.attention import check_isolation, choose_attention, local_part, with_label_positions
+from toolkit.models.attention import choose_attention, with_label_positions
+from toolkit.models.isolation import check_isolation
 from toolkit.models.loss import answer_log_probabilities, loss_head, num_trained_tokens, token_loss_sum
 from toolkit.models.router_loss import routers_of
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import deepspeed
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from toolkit.config import rule_tables, schema
 from toolkit.distributed.process_group import is_expert_part
 from toolkit.engine import deepspeed_patches
-from toolkit.engine.ds_config import fit_reduce_bucket
+from toolkit.engine.ds_config import fit_reduce_bucket, tensor_ranks
 from toolkit.messages import ConfigError, tr, warn
 from toolkit.plan.outline import layer_of
 
@@ -95,8 +96,10 @@ def initialize_engine(
     if activation_checkpointing.enabled:
         stage = ds_config["zero_optimization"]["stage"]
         _recompute_layers(model, activation_checkpointing, compiling or schema.CompileConfig(), stage)
-    if isinstance(model, PipelineModule):
-        ds_config = deepspeed_patches.split_stage(model, getattr(model, STAGE), ds_config)
+    if isinstance(model, PipelineModule) and "tensor_parallel" in ds_config:
+        from toolkit.layouts.tensor import split_stage
+
+        ds_config = split_stage(model, getattr(model, STAGE), ds_config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(map(is_expert_part, trained)):
         in_bf16 = ds_config.get("bf16", {}).get("enabled") and ds_config["zero_optimization"]["stage"] == 1
@@ -108,10 +111,14 @@ def initialize_engine(
                     "wants something else, too. Use zero=stage2."
                 )
             )
-        model.expert_groups = deepspeed_patches.ExpertGroups()
+        from toolkit.layouts.experts import ExpertGroups
+
+        model.expert_groups = ExpertGroups()
     zero = ds_config["zero_optimization"]
     if "zenflow" in zero:
-        deepspeed_patches.patch_zenflow(trained)
+        from toolkit.engine.zenflow import patch_zenflow
+
+        patch_zenflow(trained)
     elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
     received = deepspeed_patches.count_parts(fit_reduce_bucket(ds_config, elements))
     engine = _initialize(
@@ -119,7 +126,7 @@ def initialize_engine(
         received,
         model_parameters=parameter_groups(model.named_parameters(), optim or schema.OptimConfig()),
         optimizer=client_optimizer(optim, "offload_optimizer" in zero) if optim else None,
-        mpu=deepspeed_patches.patch_tensor_groups(model, ds_config),
+        mpu=_tensor_groups(model, ds_config),
         lr_scheduler=make_schedule,
     )
     engine.received_config = received
@@ -168,7 +175,7 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
     values = {name: value for name, value in ds_config.items() if name not in ("optimizer", "scheduler")}
     zero = ds_config["zero_optimization"]
     values["zero_optimization"] = {name: value for name, value in zero.items() if name != "offload_optimizer"}
-    mpu = deepspeed_patches.patch_tensor_groups(model, ds_config)
+    mpu = _tensor_groups(model, ds_config)
     return _initialize(model, deepspeed_patches.count_parts(values), mpu=mpu)
 
 
@@ -184,6 +191,15 @@ def _initialize(
         raise _refusal(error) from error
     deepspeed_patches.assert_frequencies_unchanged(getattr(engine.module, STAGE, engine.module), frequencies)
     return engine
+
+
+def _tensor_groups(model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any]) -> ModuleType | None:
+    """Return what knows a rank's place where layers are split over ranks, None elsewhere."""
+    if tensor_ranks(ds_config) == 1:
+        return None
+    from toolkit.layouts.tensor import tensor_groups
+
+    return tensor_groups(model, ds_config)
 
 
 def _refusal(error: Exception) -> ConfigError:

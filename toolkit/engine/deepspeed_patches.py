@@ -1,44 +1,32 @@
 """Every workaround of DeepSpeed or PyTorch, with the version in which it was seen; an import applies some."""
 
 import math
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Callable
 from functools import cache, partial
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cpuinfo
 import deepspeed
 import torch
-from deepspeed.module_inject import layers
-from deepspeed.module_inject.auto_tp import AutoTP
-from deepspeed.module_inject.autotp_config import AutoTPConfig
-from deepspeed.moe.layer import MoE
-from deepspeed.ops.adam import FusedAdam, ZenFlowSelectiveAdamW
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import utils
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.superoffload import superoffload_utils
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zenflow import zenflow_utils
-from deepspeed.runtime.zenflow.zenflow_stage_1_and_2 import ZenFlowZeroOptimizer
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import groups
-from peft.tuners.lora.dora import DoraLinearLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.utils import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from toolkit import children
-from toolkit.config import mesh, schema
+from toolkit.config import schema
 from toolkit.distributed import process_group
-from toolkit.engine.ds_config import tensor_ranks
 from toolkit.engine.parameters import is_muon
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import ConfigError
 
 # 1.2 s each time; for an op of the CPU DeepSpeed asks twice, to compare with what it was built on (0.19.8,
 # op_builder/builder.py, cpu_arch and simd_width).
@@ -73,195 +61,6 @@ def _sharing_steps(step: Callable[..., Any]) -> Callable[..., Any]:
 
 for _fused in (FusedAdam, FusedLion):
     _fused.step = _sharing_steps(_fused.step)
-
-
-_REGISTER, _REPLACE = AutoTP.register_replicated_grad_hooks, AutoTP._replace_with_config
-
-
-def _register_hooks(autotp: AutoTP, model: torch.nn.Module) -> None:
-    """Register them for what is trained: PyTorch rejects a hook on anything else (0.19.8, module_inject/auto_tp.py)."""
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    _REGISTER(autotp, SimpleNamespace(named_parameters=lambda: trained))
-
-
-def _replace_inside(autotp: AutoTP, child: torch.nn.Module, name: str) -> torch.nn.Module | None:
-    """Split what is within peft's layers: AutoTP takes each for a matrix, as it has a `weight` (0.19.8, peft 0.21)."""
-    if isinstance(child, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        found = autotp._replace_module(child, name)
-        _split_magnitudes(child, name)
-        return found
-    if hasattr(child.weight, "quant_state"):
-        return _split_4bit(child, f"{name}.weight")
-    return _REPLACE(autotp, child, name)
-
-
-class _SplitDora(DoraLinearLayer):
-    """DoRA's part of a matrix that is split: norms are of whole rows, which `split` columns have parts of.
-
-    peft (0.21) takes LoRA's product from the layers, which here exchange what is no part of a matrix, and multiplies
-    with the matrix itself where there is dropout.
-    """
-
-    split: mesh.Split
-
-    @torch.no_grad()
-    def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> torch.Tensor:  # noqa: N803
-        product: torch.Tensor = lora_B.weight @ lora_A.weight
-        return product
-
-    @torch.no_grad()
-    def get_weight_norm(
-        self, weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, adapter_name: str | None = None
-    ) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(weight + scaling * lora_weight, dim=1, dtype=torch.float32)
-        if self.split is mesh.Split.columns:
-            squares = norm.square()
-            torch.distributed.all_reduce(squares, group=process_group.tensor_group())
-            norm = squares.sqrt()
-        return norm.to(weight.dtype)
-
-    def forward(
-        self, x: torch.Tensor, *, base_layer: Any, base_result: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
-        result = base_layer(x) if base_result is None else base_result
-        if (added := getattr(base_layer, "added_bias", None)) is not None:
-            result = result - added
-        found: torch.Tensor = super().forward(x, base_layer=base_layer, base_result=result, **options)
-        return found
-
-
-def _split_magnitudes(layer: torch.nn.Module, name: str) -> None:
-    """Split what DoRA has beside a split matrix: a number for each of its rows."""
-    magnitudes, split = getattr(layer, "lora_magnitude_vector", {}), mesh.split_of(f"{name}.base_layer.weight")
-    if split is None:
-        return
-    for adapter, whole in list(magnitudes.items()):
-        part: Any = _SplitDora(whole.fan_in_fan_out)
-        place = process_group.tensor_rank(), process_group.tensor_group_size()
-        part.split, part.weight = split, whole.weight
-        if split is not mesh.Split.columns:
-            own = process_group.take_part(f"{name}.lora_magnitude_vector.{adapter}.weight", whole.weight.data, *place)
-            part.weight.data = own.contiguous()
-            part.weight.tensor_model_parallel = True
-        magnitudes[adapter] = part
-
-
-def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
-    """Return this rank's part of a layer that bitsandbytes (0.50) has in 4 bits, AutoTP's collectives around it.
-
-    Each block of 64 numbers keeps its codes and its scale where the parts hold whole blocks, for the largest of a block
-    is a code itself; the scales are not quantised again, which would change them: 4.5 bits in place of 4.13.
-    """
-    from bitsandbytes import functional, nn
-
-    split, group = mesh.split_of(name), process_group.tensor_group()
-    if split is None:
-        return layer
-    whole, rank, size = layer.weight, process_group.tensor_rank(), process_group.tensor_group_size()
-    state = copy(whole.quant_state)
-    state.dtype = torch.float32  # bf16 would round the scales
-    value = functional.dequantize_4bit(whole.data, state)
-    value = process_group.take_part(name, value, rank, size).contiguous()
-    part = nn.Linear4bit(*reversed(value.shape), bias=False, compute_dtype=layer.compute_dtype, quant_type="nf4")
-    part.weight = nn.Params4bit(value.cpu(), requires_grad=False, compress_statistics=False, quant_type="nf4")
-    part.support_avx512bf16_for_cpu = False
-    part = part.to(whole.device)
-    part.weight.quant_state.dtype = whole.quant_state.dtype
-    part.weight.tensor_model_parallel = True
-    bias = layer.bias
-    if split is mesh.Split.columns:
-
-        def add_up(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-            output = layers.RowParallel.apply(group, output, False)
-            return output if bias is None else output + bias
-
-        part.register_forward_hook(add_up)
-        part.added_bias = bias
-        return part
-    if bias is not None:
-        own = process_group.take_part(name.removesuffix("weight") + "bias", bias.data, rank, size)
-        part.bias = torch.nn.Parameter(own.contiguous(), requires_grad=False)
-        part.bias.tensor_model_parallel = True
-    part.register_forward_pre_hook(lambda _, inputs: (layers.ColumnParallel.apply(group, inputs[0]),))
-    return part
-
-
-AutoTP.register_replicated_grad_hooks, AutoTP._replace_with_config = _register_hooks, _replace_inside
-
-
-def patch_tensor_groups(model: PreTrainedModel, ds_config: dict[str, Any]) -> ModuleType | None:
-    """Return what knows a rank's place where layers are split over ranks, None elsewhere.
-
-    Without it DeepSpeed 0.19.8 divides the global batch by all ranks (runtime/config.py).
-    """
-    size = tensor_ranks(ds_config)
-    if size == 1:
-        return None
-    check_split(model, size)
-    groups._init_tp_mesh_device(size)
-    if (prefix := getattr(model, "prefix_encoder", None)) is not None:
-        prefix.tensor_size = size
-    return groups
-
-
-class ExpertGroups(MoE):
-    """A part of a model that computes nothing, by which DeepSpeed knows that its ranks have different experts.
-
-    The engine looks for modules of this class or AutoEP's (0.19.8, engine._configure_distributed_model). AutoEP puts
-    routers and experts of its own into a model, under other names, and has none of GLM's.
-    """
-
-    def __init__(self) -> None:
-        torch.nn.Module.__init__(self)
-        self.num_experts = 0
-
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Leave groups as they are: the model's ranks have them (toolkit.layouts.experts)."""
-
-
-def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Split the layers that a pipeline's stage holds, if the config says so; return it without that section.
-
-    DeepSpeed 0.19.8 would take ranks of other stages for data-parallel ones (engine._configure_tensor_parallel_states).
-    """
-    section = ds_config.get("tensor_parallel")
-    if section is None:
-        return ds_config
-    size, group = tensor_ranks(ds_config), module.mpu().get_slice_parallel_group()
-    check_split(model, size)
-    groups._TENSOR_MODEL_PARALLEL_GROUP = group
-    layers.set_autotp_mode(training=True)
-    autotp = AutoTP(
-        module=model,
-        all_reduce_linears=(),
-        prefix="",
-        state_dict=None,
-        linear_layer_setting=(torch.nn.Linear, torch.nn.Embedding),
-        orig_layer_impl=None,
-        partition_config=AutoTPConfig.from_dict(section["partition_config"]),
-        model_config=model.config,
-        training_mode=True,
-    )
-    autotp.set_tensor_parallel_config(size, group)
-    autotp.update_linear_policies()
-    autotp._replace_module(model)
-    autotp.register_replicated_grad_hooks(model)
-    # Of what is whole on all, the norm counts the first rank's gradient.
-    for parameter in (one for one in module.parameters() if one.requires_grad):
-        parameter.model_parallel &= process_group.tensor_rank() == 0 or process_group.is_tensor_part(parameter)
-    rest = {name: value for name, value in ds_config.items() if name != "tensor_parallel"}
-    # Each rank sends its peer all of the hidden states: gathering them from parts fails on gloo (0.19.8,
-    # runtime/utils.py, PartitionedTensor).
-    return {**rest, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
-
-
-def check_split(model: PreTrainedModel, size: int) -> None:
-    """Check that a model's layers can be split over so many ranks; a ConfigError if not."""
-    config = model.config
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
-    mesh.check_split({"model_type": config.model_type, "heads": heads, "key_heads": key_heads, "inner": inner}, size)
 
 
 def count_parts(ds_config: dict[str, Any]) -> dict[str, Any]:
@@ -536,53 +335,6 @@ class UpdateVeto:
         own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
         counted = (p.grad for p in own if counts_replicated or process_group.is_tensor_part(p))
         return [gradient for gradient in counted if gradient is not None], {}
-
-
-_STEP = ZenFlowSelectiveAdamW._step_with_offload
-
-
-def patch_zenflow(trained: Sequence[torch.nn.Parameter]) -> None:
-    """Let parameters look at their own numbers, and update none twice.
-
-    ZenFlow lays matrices column by column into its flat buffer (zenflow_utils.py, _flatten_dense_tensors), but the
-    parameters are then made views of it row by row (stage_1_and_2.py, _update_model_bit16_weights): every matrix is
-    scrambled before the first step (measured). With this, an update of everything in every step is AdamW's. With
-    `zero.zenflow.offload` too: see `_step_with_offload`.
-    """
-    if any(parameter.dim() > 2 for parameter in trained):
-        raise ConfigError(
-            tr(
-                "zero.zenflow.enabled = true chooses columns of matrices, but this model trains "
-                "experts that are one tensor. Use zero=stage2_offload."
-            )
-        )
-    ZenFlowZeroOptimizer._update_model_bit16_weights = _update_model_bit16_weights
-    ZenFlowSelectiveAdamW._step_with_offload = _step_with_offload
-
-
-def _step_with_offload(self: Any) -> None:
-    """Put the chosen columns back to what they were before the CPU's optimizer updated them too.
-
-    DeepSpeed means to, but copies them into what indexing returned, a copy (zenflow_torch_adam.py, flush_bucket): with
-    `offload` the chosen columns were updated twice (measured).
-    """
-    for group in self.param_groups:
-        for parameter in group["params"]:
-            before = getattr(parameter, "temp_selected_param", None)
-            if before is not None and parameter.dim() == 2:
-                parameter.data[:, parameter.selected_indices] = before.to(parameter.device)
-    _STEP(self)
-
-
-def _update_model_bit16_weights(self: Any, group_index: int) -> None:
-    flat = self.bit16_groups_flat[group_index]
-    reordered = self.round_robin_bit16_groups[group_index]
-    metas, offsets = self.round_robin_bit16_meta[group_index], self.round_robin_bit16_offsets[group_index]
-    for parameter, meta, offset in zip(reordered, metas, offsets, strict=True):
-        piece = flat.narrow(0, offset, meta.numel()).data
-        parameter.data = piece.view(meta.shape[::-1]).t() if meta.dim() == 2 else piece.view(meta.shape)
-    for index, parameter in enumerate(self.bit16_groups[group_index]):
-        parameter.data = reordered[self.round_robin_bit16_indices[group_index][index]].data
 
 
 def follow_schedule(engine: deepspeed.DeepSpeedEngine) -> None:

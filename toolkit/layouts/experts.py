@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -91,3 +92,18 @@ def rows_exchanged(counts: torch.Tensor, received: torch.Tensor) -> tuple[list[i
     """Return how many rows go to each rank and come from it, of those for each of their and our experts [P, own]."""
     sent, came = torch.stack((counts.sum(1), received.sum(1))).tolist()  # the host waits here
     return sent, came
+
+
+class ExpertGroups(MoE):
+    """A part of a model that computes nothing, by which DeepSpeed knows that its ranks have different experts.
+
+    The engine looks for modules of this class or AutoEP's (0.19.8, engine._configure_distributed_model). AutoEP puts
+    routers and experts of its own into a model, under other names, and has none of GLM's.
+    """
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.num_experts = 0
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Leave groups as they are: the model's ranks have them (toolkit.layouts.experts)."""

@@ -217,7 +217,9 @@ def create_model(
 
         model = with_head(model, head, seed)
     if parts > 1:
-        attention.split_sequences(model, parts, tensor_ranks(ds_config or {}))
+        from toolkit.layouts.sequence import split_sequences
+
+        split_sequences(model, parts, tensor_ranks(ds_config or {}))
     else:
         attention.choose_attention(model, config.attention, packed, TORCH_DTYPES[dtype])
     model.config.use_cache = False

@@ -192,7 +192,11 @@ def balance(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, par
     size, counts = logits.size(-1), samples.float()
     probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
     sums = torch.cat((counts.sum()[None], load, counts @ probabilities))
-    total, often, probable = (attention.sum_over_parts(sums) if parts > 1 else sums).split((1, size, size))
+    if parts > 1:
+        from toolkit.layouts.sequence import sum_over_parts
+
+        sums = sum_over_parts(sums)
+    total, often, probable = sums.split((1, size, size))
     total = total.clamp(min=1)
     return size * torch.dot(often / total, probable / total)
 

@@ -35,7 +35,7 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
-from toolkit.models import attention, chat, directory, load, lora, loss, probe, stages, weights
+from toolkit.models import chat, directory, isolation, load, lora, loss, probe, stages, weights
 from toolkit.tasks import language, language_data
 from toolkit.tasks.distillation_losses import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
@@ -343,7 +343,7 @@ def load_teacher(
         teacher = build.initialize_untrained(model, values) if cfg.zero.stage == 3 else model.to(device)
     teacher.eval()
     if packed:
-        attention.check_isolation(
+        isolation.check_isolation(
             teacher, len(data.tokenizer), device, cfg.distill.teacher, shared=data.shares_prefixes
         )
     return teacher

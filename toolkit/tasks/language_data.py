@@ -23,7 +23,7 @@ from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, MismatchedCache, Sample, TokenizedCache
 from toolkit.data.targets import TokenTargets
 from toolkit.disk import check_no_symlinks
-from toolkit.distributed.process_group import check_alike, rank
+from toolkit.distributed.process_group import check_alike, rank, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say, tr, warn
 from toolkit.models import attention, chat, directory
@@ -327,8 +327,12 @@ def _loaded(
 
 
 def _parts_of(batches: Iterator[Batch], place: Mesh) -> Iterator[Batch]:
-    """Return this rank's parts of micro-batches whose sequences are divided over ranks."""
-    return map(partial(attention.local_part, part=place.part, parts=place.sequence), batches)
+    """Return this rank's parts of micro-batches, all of them where sequences are not divided over ranks."""
+    if place.sequence == 1:
+        return batches
+    from toolkit.layouts.sequence import local_part
+
+    return map(partial(local_part, part=place.part, parts=place.sequence), batches)
 
 
 def _with_columns(
@@ -456,7 +460,8 @@ def evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ran
     """Yield this rank's validation micro-batches, each sample once over all ranks, prepared ahead as in training;
     `sources`, int64 [T]: of each trained token the number of its source.
     """
-    return ahead(_evaluation_batches(cfg, prepared, ranks), 2)
+    place = mesh_of(cfg, ranks.world_size, ranks.rank)
+    return ahead(_parts_of(_evaluation_batches(cfg, prepared, ranks), place), 2)
 
 
 @contextmanager
@@ -488,7 +493,7 @@ def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ra
         for row, listed in enumerate(samples):
             of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
         given, of_token = attention.with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
-        yield attention.local_part({**given, "sources": of_token[given["places"]]}, place.part, place.sequence)
+        yield {**given, "sources": of_token[given["places"]]}
 
 
 def longest_batch(cfg: schema.RunConfig, prepared: LanguageData, world_size: int) -> Batch:
@@ -540,9 +545,9 @@ def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
 
 
 def _batch(cfg: schema.RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
-    parts = cfg.parallel.sequence
-    batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(parts))
-    return attention.local_part(batch, rank() % parts, parts)
+    batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(cfg.parallel.sequence))
+    place = mesh_of(cfg, world_size(), rank())
+    return next(_parts_of(iter([batch]), place))
 
 
 _BINS = 40

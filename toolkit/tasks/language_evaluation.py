@@ -21,7 +21,7 @@ from toolkit.engine import build, ds_config, memory, parameters
 from toolkit.evaluate import generate, metrics
 from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
-from toolkit.models import attention, load, loss, stages
+from toolkit.models import load, loss, stages
 from toolkit.tasks import language_data
 from toolkit.train import checkpointer
 
@@ -224,7 +224,9 @@ def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> No
     loaded = build.initialize_untrained(model, ds) if cfg.zero.stage == 3 else model.to(device)
     if packed:
         of_model = loaded, len(prepared.tokenizer), device, cfg.model.name or cfg.model.path
-        attention.check_isolation(*of_model, shared=prepared.shares_prefixes)
+        from toolkit.models.isolation import check_isolation
+
+        check_isolation(*of_model, shared=prepared.shares_prefixes)
     evaluation = Evaluation(cfg=cfg, prepared=prepared, ranks=ranks, questions=questions, model=loaded, adapter=adapter)
     evaluation.leave_out_too_long()
     figures = evaluation.run(file)

@@ -98,7 +98,9 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
 
         model = classifier.with_head(model, classifier.Head(labels, 0), cfg.run.seed)
     if parts > 1:
-        attention.check_splits(model, parts, cfg.parallel.tensor)
+        from toolkit.layouts.sequence import check_splits
+
+        check_splits(model, parts, cfg.parallel.tensor)
     else:
         packed = cfg.data.packing is Packing.packed
         attention.choose_attention(model, cfg.model.attention, packed, load.TORCH_DTYPES[cfg.precision.dtype])
@@ -185,9 +187,13 @@ def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_dat
     of_model = engine, len(data.tokenizer), engine.device, cfg.model.name or cfg.model.path
     if packed:
         remedy = "data.share_prefixes=false" if cfg.preference.is_paired else "data.packing=grouped"
-        attention.check_isolation(*of_model, forward, data.shares_prefixes, remedy)
+        from toolkit.models.isolation import check_isolation
+
+        check_isolation(*of_model, forward, data.shares_prefixes, remedy)
     if parts > 1:
-        attention.check_sequence_parallel(*of_model, forward, packed, data.shares_prefixes)
+        from toolkit.layouts.sequence import check_sequence_parallel
+
+        check_sequence_parallel(*of_model, forward, packed, data.shares_prefixes)
 
 
 def _check_tuned(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run_dir.RunSource) -> None:

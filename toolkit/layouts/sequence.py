@@ -1,0 +1,226 @@
+"""Sequence parallelism (`parallel.sequence`): of the tokens of each row a rank has a part.
+
+Ulysses: Jacobs et al. 2023, https://arxiv.org/abs/2309.14509; for transformers' models as in ALST, Bekman et al. 2025,
+https://arxiv.org/abs/2506.13996. For attention, parts of rows with all heads become whole rows with a part of the
+heads, and back. DeepSpeed 0.19.8's ulysses_sp.py takes one batch size per run, and packed rows by flash attention
+alone.
+
+B rows, S tokens of a whole row, P ranks of a group, H heads, D width of a head.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from toolkit.config.schema import Attention
+from toolkit.distributed.process_group import exchange_rows, sum_over_ranks
+from toolkit.messages import ModelError, tr
+from toolkit.models.attention import (
+    Batch,
+    own_places,
+    sample_attention,
+    segment_arguments,
+    training_mask,
+    unseen_mask,
+    with_label_positions,
+)
+from toolkit.models.isolation import evaluate_logits, isolation_rows
+
+SEQUENCE = "sequence"
+"""Rows whose tokens are divided over ranks."""
+_MOST_CHANGE_OF_PARTS = 0.1
+"""Root mean square by which logits of parts may differ, of their spread: rounding in bf16 makes up to 0.02 over twelve
+layers, a wrong layout 0.6 and more."""
+_group: dist.ProcessGroup | None = None
+
+
+def split_sequences(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None:
+    """Let a model take parts of rows (`local_part`) as well as whole ones. A collective of P `ranks`, which are
+    neighbours but for the `tensor` ranks that share each part.
+    """
+    global _group  # attention is called by transformers, with nothing of ours
+    check_splits(model, ranks, tensor)
+    model.set_attn_implementation(SEQUENCE)
+    members = torch.arange(dist.get_world_size()).view(-1, ranks, tensor).transpose(1, 2).reshape(-1, ranks)
+    _group, _ = dist.new_subgroups_by_enumeration(members.tolist())
+
+
+def check_splits(model: PreTrainedModel, ranks: int, tensor: int = 1) -> None:
+    """Reject a model whose attention cannot be divided so; a ModelError."""
+    config = model.config.get_text_config()
+    reason = ""
+    if config._attn_implementation != Attention.sdpa.value or getattr(config, "attn_logit_softcapping", None):
+        reason = tr("its attention is more than PyTorch's (sdpa)")
+    elif config.num_attention_heads % (ranks * tensor):
+        heads, divisor = config.num_attention_heads, ranks * tensor
+        reason = tr("its {heads} attention heads cannot be divided by {ranks}", heads=heads, ranks=divisor)
+    if reason:
+        raise ModelError(
+            "parallel.sequence = {ranks} is incompatible with {model}: {reason}.",
+            ranks=ranks,
+            model=type(model).__name__,
+            reason=reason,
+        )
+
+
+def part_arguments(module: Any, batch: Batch) -> dict[str, Any]:
+    """Return forward's arguments that hide padding and other samples from this rank's part of rows; with
+    `position_ids` for a model that has its own.
+    """
+    if module.config._attn_implementation != SEQUENCE:
+        raise RuntimeError("a model that does not attend over parts of rows got one")
+    if getattr(module, "builds_positions", False):
+        # Padding is on the right, where no token of a sample looks.
+        mask, positions = module.base_model.complete(batch["row_ids"], None, None)
+        mine = positions.chunk(dist.get_world_size(_group), dim=-1)[dist.get_rank(_group)]
+        return {"attention_mask": mask, "position_ids": mine, "in_parts": True}
+    arguments = {**unseen_mask(batch["segment_ids"]), "in_parts": True}
+    return arguments | (segment_arguments(batch) if "cu_seq_lens" in batch else {})
+
+
+def part_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    in_parts: bool = False,
+    learned: int = 0,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return causal attention over whole rows, of which this rank has S / P tokens, in segments or not, [B, S / P, H,
+    D]; not `in_parts` that of `sample_attention`. A module that is not causal attends by the mask, of whole rows. Keys
+    before those of the tokens are learned ones; the first `learned` of the tokens are, too. These see themselves
+    alone, so each rank computes them all: their gradients on each rank are those through its heads, or its tokens, and
+    add up over the group.
+
+    `query`: [B, H, S / P, D]; `key`, `value`: the same with as many heads as keys have.
+    """
+    if not in_parts:
+        return sample_attention(module, query, key, value, attention_mask, dropout, scaling, **options)
+    if learned:
+        first = [states[:, :, :learned] for states in (query, key, value)]
+        own, _ = sdpa_attention_forward(module, *first, None, dropout, scaling)
+        query = query[:, :, learned:]
+        others, _ = part_attention(module, query, key, value, attention_mask, dropout, scaling, in_parts)
+        return torch.cat((own, others), dim=1), None
+    ranks = dist.get_world_size(_group)
+    # Fewer heads of keys than ranks: each is sent to all ranks whose heads of queries need it.
+    copies = ranks // math.gcd(key.size(1), ranks)
+    if copies > 1:
+        key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
+    before = key.size(2) - query.size(2)
+    key, value = (_exchange(states, before) for states in (key, value))  # [B, heads / P, before + S, D]
+    query = _exchange(query)
+    if "cu_seq_lens_q" in options:
+        mixed, _ = sample_attention(module, query, key, value, attention_mask, dropout, scaling, **options)
+    else:
+        grouped, is_causal = key.size(1) != query.size(1), getattr(module, "is_causal", True)
+        mask = None if is_causal else attention_mask
+        before = key.size(2) - query.size(2) if is_causal else 0
+        # Queries for the learned ones too, whose results are dropped: it takes no mask, nor PyTorch's class of biases,
+        # which cannot be compiled.
+        query = functional.pad(query, (0, 0, before, 0)) if before else query
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=grouped
+        )[:, :, before:].transpose(1, 2)
+    return _exchange(mixed), None
+
+
+def local_part(batch: Batch, part: int, parts: int) -> Batch:
+    """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
+
+    There remain `input_ids`, `position_ids`, `segment_ids`, `seen_until` [B, S / P]; `places`, `targets`, and what else
+    is known of trained tokens, of those whose loss is this rank's, as a loss stands at the token before; what tells of
+    segments and of whole samples; `part`, int64 [2]; and of whole rows [B, S] `row_segments` and `row_ids`, in which
+    ChatGLM-6B finds positions and mask.
+    """
+    if parts == 1:
+        return batch
+    length = batch["input_ids"].size(1) // parts
+    given = {**with_label_positions(batch), "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
+    given["row_segments"] = given["segment_ids"]
+    mine, before = own_places(given, given["places"] - 1)
+    if "taught" in batch:
+        of_taught = mine[batch["taught"]]
+        given |= {name: batch[name][of_taught] for name in ("teacher_ids", "teacher_logs") if name in batch}
+    for name in ("input_ids", "position_ids", "segment_ids", "seen_until"):
+        if name in batch:
+            given[name] = batch[name].narrow(1, part * length, length).contiguous()
+    of_tokens: Batch = {name: given[name][mine] for name in ("targets", "sources", "taught") if name in given}
+    given.pop("labels", None)
+    return {**given, **of_tokens, "places": before + 1}
+
+
+def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
+    """Give each rank a piece of dimension 1, and join what comes along dimension 2. Of the `learned` in front, keys or
+    values that each rank has with all heads, [B, heads, learned + S / P, D], there remain those of its heads.
+    """
+    assert _group is not None
+    ranks = dist.get_world_size(_group)
+    if learned:
+        mine = states[:, :, :learned].chunk(ranks, dim=1)[dist.get_rank(_group)]
+        return torch.cat((mine, _exchange(states[:, :, learned:])), dim=2)
+    pieces = torch.stack(states.chunk(ranks, dim=1))
+    return torch.cat(exchange_rows(pieces, _group).unbind(), dim=2)
+
+
+def sum_over_parts(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of what the ranks of a group found in their parts of rows; its gradient is that of each summand. A
+    collective.
+    """
+    others = values.detach().clone()
+    dist.all_reduce(others, group=_group)
+    return values + (others - values.detach())
+
+
+def check_sequence_parallel(
+    engine: torch.nn.Module,
+    vocab_size: int,
+    device: torch.device,
+    name: str,
+    forward: Callable[[Batch], torch.Tensor] | None,
+    packed: bool,
+    shared: bool = False,
+) -> None:
+    """Measure on the loaded model that parts of rows give the logits of whole ones, else raise. A collective. `forward`
+    is that of `check_isolation`.
+    """
+    assert _group is not None
+    part, parts = dist.get_rank(_group), dist.get_world_size(_group)
+    batch = isolation_rows(vocab_size, parts, 8 if shared else 0)
+    if not packed:
+        batch = {"input_ids": batch["input_ids"], "segment_ids": torch.ones_like(batch["input_ids"])}
+        batch["position_ids"] = torch.arange(batch["input_ids"].size(1)).expand_as(batch["input_ids"])
+    module: Any = getattr(engine, "module", engine)
+    if getattr(module, "builds_positions", False):
+        # Contexts that end in the first part, in the middle and in the last part.
+        size = batch["input_ids"].size(1)
+        batch["input_ids"][torch.arange(3), torch.tensor([4, size // 2, size - 4])] = module.config.bos_token_id
+    given = local_part({**batch, "labels": batch["input_ids"]}, part, parts)
+    whole, mine = (evaluate_logits(engine, one, device) if forward is None else forward(one) for one in (batch, given))
+    length = mine.size(1)
+    other = (mine - whole[:, part * length :][:, :length]).square().mean()
+    # The mean, as single logits in bf16 differ by several per cent between kernels; of all ranks, to act alike.
+    sums = sum_over_ranks(torch.stack((other, whole.var())), device)
+    change = float((sums[0] / sums[1]).sqrt())
+    if not change <= _MOST_CHANGE_OF_PARTS:
+        raise ModelError(
+            "{name} cannot be trained with parallel.sequence = {ranks}: parts of rows give other logits than whole "
+            "rows (by {change} of their spread).",
+            name=name,
+            ranks=parts,
+            change=f"{change:.3g}",
+        )
+
+
+AttentionInterface.register(SEQUENCE, part_attention)
+AttentionMaskInterface.register(SEQUENCE, training_mask)
