@@ -24,8 +24,6 @@ LAYERS = {
     "toolkit.plan": 1,
     "toolkit.arguments": 1,
     "toolkit.report": 1,
-    "toolkit.extras.translate": 2,
-    "toolkit.extras.translate.read": 0,
     "toolkit.engine.ds_config": 1,
     "toolkit.engine.ds_import": 1,
     "toolkit.distributed": 2,
@@ -34,24 +32,33 @@ LAYERS = {
     "toolkit.data": 3,
     "toolkit.track": 3,
     "toolkit.engine": 3,
-    "toolkit.train": 5,
+    "toolkit.layouts": 4,
     "toolkit.evaluate": 4,
     "toolkit.export": 4,
-    "toolkit.extras.doctor": 6,
-    "toolkit.jobs": 6,
-    "toolkit.cli": 7,
-    "toolkit.custom": 6,
-    "toolkit.__main__": 8,
+    "toolkit.train": 5,
+    "toolkit.tasks": 6,
+    "toolkit.jobs": 7,
+    "toolkit.custom": 7,
+    "toolkit.cli": 8,
+    "toolkit.extras": 9,
+    "toolkit.__main__": 10,
 }
 SAME_LAYER = {
     ("toolkit.plan.speed", "toolkit.launch.environment"),  # a free port for its ranks
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
-    ("toolkit.jobs.nodes", "toolkit.extras.doctor.examine"),  # the nodes, before ranks are started there
-    ("toolkit.jobs.nodes", "toolkit.extras.doctor.findings"),
 }
 STRANGERS = [("models", "data"), ("evaluate", "export")]
-TASKLESS = ("trainer", "loop", "step", "dry_run", "task", "checkpointer", "run_dir", "tracking")
+LATE = "toolkit.layouts"
+"""A package whose modules are imported by the function that meets what a config names, so from lower layers, too."""
+EXTRAS_NAMED = {
+    "toolkit/cli/__init__.py": {"toolkit.extras.cli", "toolkit.extras.completion"},
+    "toolkit/cli/plan.py": {"toolkit.extras.trace"},
+    "toolkit/jobs/nodes.py": {"toolkit.extras.doctor.examine"},
+    "toolkit/plan/speed.py": {"toolkit.extras.calibration"},
+    "toolkit/tasks/language.py": {"toolkit.extras.serving"},
+}
+"""Where the core names what serves around a run, as a string: commands, and what a config or an argument asks for."""
 # file_lock.py, ended.py and failure.py serve processes that have no torch yet; the rest of their layer needs it.
 LARGEST_FILE, LARGEST_COMMAND, LARGEST_FUNCTION = 800, 120, 60
 
@@ -67,9 +74,11 @@ def files() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the toolkit modules that a file imports, inside functions too, but not for type checking only."""
+def imports(path: Path, late: bool = True) -> Iterator[str]:
+    """Yield the toolkit modules that a file imports, but not for type checking only; `late`: inside functions too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    in_functions = {inner for function in functions for inner in ast.walk(function)}
     typing_only = {
         inner
         for node in ast.walk(tree)
@@ -78,7 +87,7 @@ def imports(path: Path) -> Iterator[str]:
         for inner in ast.walk(statement)
     }
     for node in ast.walk(tree):
-        if node in typing_only:
+        if node in typing_only or (not late and node in in_functions):
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "toolkit")
@@ -105,6 +114,7 @@ def test_imports_run_downwards() -> None:
     for name, target in edges:
         same_package = package(name) == package(target)
         may = layer(target) < layer(name) or (same_package and layer(target) <= layer(name)) or layer(name) == 0
+        may = may or target.startswith(f"{LATE}.")  # see below
         assert may or (name, target) in SAME_LAYER, (
             f"{name} (layer {layer(name)}) imports {target} (layer {layer(target)})"
         )
@@ -115,12 +125,39 @@ def test_imports_run_downwards() -> None:
             assert pair != {f"toolkit.{left}", f"toolkit.{right}"}, f"{name} imports {target}"
 
 
-def test_what_runs_a_task_knows_no_task_by_name() -> None:
-    """A Task is handed to them: one that is added needs no change there."""
-    tasks = ("language_", "custom_")
-    for name in TASKLESS:
-        targets = [target.rpartition(".")[2] for target in imports(PACKAGE / "train" / f"{name}.py")]
-        assert not [target for target in targets if target.startswith(tasks)], name
+def test_layouts_are_imported_where_a_config_names_them() -> None:
+    for path in files():
+        if package(module_name(path)) not in (LATE, "toolkit.extras"):
+            assert not [name for name in imports(path, late=False) if name.startswith(LATE)], path
+
+
+def test_training_knows_no_task_by_name() -> None:
+    """A Task is handed to it: one that is added needs no change there, and its module alone is imported."""
+    for path in (PACKAGE / "train").glob("*.py"):
+        assert not [name for name in imports(path) if name.startswith("toolkit.tasks")], path
+    assert not [name for name in imports(PACKAGE / "tasks" / "registry.py") if name.startswith("toolkit.tasks")]
+
+
+def test_the_core_does_without_extras() -> None:
+    """What serves around a run could be deleted without breaking one: it is named where it is asked for, as a string."""
+    named = {}
+    for path in files():
+        name = module_name(path)
+        if name.startswith("toolkit.extras"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+        assert not [target for target in imports(path) if target.startswith("toolkit.extras")], path
+        assert not re.search(r"^\s*(from|import) toolkit\.extras", text, re.MULTILINE), path
+        found = {one for one in strings if isinstance(one, str) and re.fullmatch(r"toolkit\.extras[\w.]*", one)}
+        named |= {path.relative_to(ROOT).as_posix(): found} if found else {}
+    assert named == EXTRAS_NAMED
+    assert all(
+        (ROOT / f"{target.replace('.', '/')}{end}").exists()
+        for targets in named.values()
+        for target in targets
+        for end in ([""] if target == "toolkit.extras.cli" else [".py"])
+    )
 
 
 def test_every_package_is_in_the_table() -> None:

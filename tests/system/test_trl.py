@@ -21,7 +21,7 @@ from toolkit.config.schema import PreferenceConfig, PreferenceLoss
 from toolkit.data.loader import collate
 from toolkit.models import classifier
 from toolkit.models.loss import LossHead, answer_log_probabilities
-from toolkit.tasks import preference_losses
+from toolkit.tasks import preference, reward
 
 TRL = "1.16.0"
 PAIRS = 4
@@ -119,9 +119,7 @@ def batch_of(rows: list[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]
     return collate([[sample] for sample in samples], 0)
 
 
-def of_answers(
-    folders: dict[str, str], rows: list[tuple[list[int], list[int]]]
-) -> tuple[Any, preference_losses.Answers]:
+def of_answers(folders: dict[str, str], rows: list[tuple[list[int], list[int]]]) -> tuple[Any, preference.Answers]:
     """Return the model, and its log-probabilities of answers with the reference's."""
     found: list[Any] = []
     for name in ("reference", "model"):
@@ -130,7 +128,7 @@ def of_answers(
         with torch.set_grad_enabled(name == "model"):
             found.append((model, *answer_log_probabilities(model, batch_of(rows))))
     (_, reference, _), (model, values, tokens) = found
-    return model, preference_losses.Answers(values, tokens, reference)
+    return model, preference.Answers(values, tokens, reference)
 
 
 def ours(name: str, folders: dict[str, str], pairs: list[dict[str, Any]]) -> dict[str, float]:
@@ -147,7 +145,7 @@ def ours(name: str, folders: dict[str, str], pairs: list[dict[str, Any]]) -> dic
         model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(folders["scorer"])
         chosen, rejected = (classifier.scores(model, batch_of(rows))[:, 0] for rows in sides)
         margins = torch.tensor([pair["margin"] for pair in pairs])
-        losses = preference_losses.reward_losses(chosen, rejected, margins, settings["center_rewards_coefficient"])
+        losses = reward.reward_losses(chosen, rejected, margins, settings["center_rewards_coefficient"])
     elif kind == "KTO":
         answers = some_answers(pairs)
         _, others = of_answers(folders, [(one["prompt_ids"], one["KL_completion_ids"]) for one in answers])
@@ -155,11 +153,11 @@ def ours(name: str, folders: dict[str, str], pairs: list[dict[str, Any]]) -> dic
         more["kl"] = float(divergence)
         model, found = of_answers(folders, [(one["prompt_ids"], one["completion_ids"]) for one in answers])
         is_good = torch.tensor([one["label"] for one in answers])
-        losses = preference_losses.answer_losses(config, found.log_probabilities - found.reference, is_good, divergence)
+        losses = preference.answer_losses(config, found.log_probabilities - found.reference, is_good, divergence)
     else:
         model, found = of_answers(folders, [*sides[0], *sides[1]])
-        halves = [preference_losses.Answers(*(one[part] for one in found)) for part in (slice(most), slice(most, None))]
-        losses = preference_losses.pair_losses(config, *halves).losses
+        halves = [preference.Answers(*(one[part] for one in found)) for part in (slice(most), slice(most, None))]
+        losses = preference.pair_losses(config, *halves).losses
     losses.mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
     return {"loss": float(losses.mean().detach()), "norm": float(norm), **more}

@@ -15,8 +15,8 @@ from toolkit.messages import ModelError
 from toolkit.models import loss as loss_module
 from toolkit.models.loss import Scores
 from toolkit.plan import memory
-from toolkit.tasks import distill, distillation_losses
-from toolkit.tasks.distillation_losses import StoredScores, distilled, store
+from toolkit.tasks import distill, distill_losses
+from toolkit.tasks.distill_losses import StoredScores, distilled, store
 
 VOCAB, PADDED, TEACHERS, WIDTH, TOKENS, TAUGHT = 50, 56, 64, 8, 23, 17
 
@@ -184,7 +184,7 @@ def test_nothing_is_as_large_as_all_logits(loss: DistillLoss, top_k: int, monkey
 
 
 def test_the_plan_counts_the_same_chunks() -> None:
-    assert memory._DISTILLED_PART == distillation_losses._COPIES
+    assert memory._DISTILLED_PART == distill_losses._COPIES
 
 
 class Words:

@@ -19,17 +19,17 @@ from toolkit.data.loader import collate
 from toolkit.data.packing import plan_sequences
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import ConfigError, DataError, RowError
-from toolkit.tasks import embedding_losses
+from toolkit.tasks import embed
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_the_loss_is_that_of_the_paper(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In Python's own float64; queries a few at once. Texts are pairs, or each pair has three negatives."""
-    monkeypatch.setattr(embedding_losses, "_ROWS", 2)
+    monkeypatch.setattr(embed, "_ROWS", 2)
     draw = torch.Generator().manual_seed(1)
     texts = torch.randn(5 * size, 3, generator=draw, dtype=torch.float64)
     texts = (texts / texts.norm(dim=1, keepdim=True)).requires_grad_(True)
-    found = embedding_losses.pair_losses(texts, 0.1, size)
+    found = embed.pair_losses(texts, 0.1, size)
     rows = texts.tolist()
     others = [place for place in range(len(rows)) if place % size]
     similar = [
@@ -43,7 +43,7 @@ def test_the_loss_is_that_of_the_paper(size: int, monkeypatch: pytest.MonkeyPatc
     slope = sum((shares[j] - (j == 1)) * rows[j][0] for j in others) / 0.1
     assert float(slopes[0, 0]) == pytest.approx(slope, rel=1e-10)
     places = [1 + sum(value > row[size * i + 1] for value in row.values()) for i, row in enumerate(similar)]
-    assert embedding_losses.ranks_of(texts.detach(), size).tolist() == places and len(set(places)) > 1
+    assert embed.ranks_of(texts.detach(), size).tolist() == places and len(set(places)) > 1
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
@@ -55,7 +55,7 @@ def test_embeddings_are_the_states_of_transformers(kind: str, pooling: Pooling) 
     samples = [torch.randint(8, 128, (size,)) for size in (5, 1, 9)]
     marks = [torch.arange(len(ids)) == len(ids) - 1 for ids in samples]
     batch = collate([[(ids.numpy(), mark.numpy())] for ids, mark in zip(samples, marks, strict=True)], 0)
-    found = embedding_losses.embeddings(model, batch, pooling)
+    found = embed.embeddings(model, batch, pooling)
     for ids, vector in zip(samples, found, strict=True):
         states = model.base_model(input_ids=ids[None]).last_hidden_state[0]
         expected = states[-1] if pooling is Pooling.last else states.mean(dim=0)

@@ -32,7 +32,7 @@ from toolkit.data.tokenize import build_caches
 from toolkit.messages import DataError, RowError
 from toolkit.models import loss as loss_module
 from toolkit.models.loss import LossHead, answer_log_probabilities
-from toolkit.tasks.preference_losses import Answers, answer_losses, pair_losses
+from toolkit.tasks.preference import Answers, answer_losses, pair_losses
 
 # Log-probabilities of chosen and rejected, tokens of both, and the reference's, of four pairs.
 PAIRS = [

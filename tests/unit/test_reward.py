@@ -22,7 +22,7 @@ from toolkit.models.classifier import Head, with_head
 from toolkit.models.load import check_writes, load_model
 from toolkit.models.save import save_model
 from toolkit.plan.outline import outline_of
-from toolkit.tasks.preference_losses import reward_losses
+from toolkit.tasks.reward import reward_losses
 
 ROW = {"prompt": "q", "chosen": "a", "rejected": "b"}
 

@@ -44,12 +44,11 @@ from toolkit.messages import (
     system_text,
     tr,
 )
-from toolkit.models import adapters, base_model, chat, classifier, probe, structure, weights
+from toolkit.models import adapters, base_model, chat, classifier, embedding_files, probe, structure, weights
 from toolkit.models.directory import is_trusted, official_vocabulary, read_object
 from toolkit.models.load import check_structure, empty, load_model, stream, streamed_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR, Format, describe, save_model, stored_form
 from toolkit.models.stages import capture_probe, stage_model, unwrap_model
-from toolkit.tasks import embedding_losses
 
 CARD_FILE = "README.md"
 _PACKAGES = ("torch", "deepspeed", "transformers", "peft")
@@ -520,7 +519,7 @@ def export_any(
         model = load_model(path, dtype=wanted.precision)
         before = probe.read(path)
         probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
-        files = describe(model, _encoder(path, family)) | embedding_losses.read_files(path)
+        files = describe(model, _encoder(path, family)) | embedding_files.read_files(path)
         write_folder(model, files, folder, wanted.format, probed, max_shard_size=wanted.max_shard_size)
 
 
@@ -621,7 +620,7 @@ def export_adapter_folder(path: Path, folder: Path, wanted: ExportOptions, base:
     model = part.shaped(empty(part.base))
     model.to(precision)
     own_tokenizer = (path / "tokenizer_config.json").is_file()
-    files = describe(model, _encoder(path if own_tokenizer else part.base, family)) | embedding_losses.read_files(path)
+    files = describe(model, _encoder(path if own_tokenizer else part.base, family)) | embedding_files.read_files(path)
     if (path / CARD_FILE).is_file():
         files[CARD_FILE] = (path / CARD_FILE).read_bytes()
         if wanted.merge:

@@ -264,7 +264,7 @@ CHUNK_BYTES = 128 * 2**20
 _CHUNK_COPIES = 2.5
 """Times that a chunk's bytes are held: logits, probabilities, and their gradient in the model's type."""
 _DISTILLED_PART, _DISTILLED_COPIES = 4, 12.5
-"""Beside a teacher chunks are a fourth (models/distillation.py), and so many times their bytes are held."""
+"""Beside a teacher chunks are a fourth (distill_losses.py), and so many times their bytes are held."""
 _ALL_REDUCE = 500_000_000
 """Elements that DeepSpeed flattens at once where ZeRO does not (engine.py, MEMORY_OPT_ALLREDUCE_SIZE, 0.19.8)."""
 WIDTHS = {schema.Dtype.fp32: 4, schema.Dtype.bf16: 2, schema.Dtype.fp16: 2}

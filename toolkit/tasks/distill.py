@@ -1,4 +1,4 @@
-"""Distillation: trained tokens learn a teacher's distribution beside their labels (models/distillation.py).
+"""Distillation: trained tokens learn a teacher's distribution beside their labels (distill_losses.py).
 
 The teacher is another model, live or stored ahead, and teaches every trained token; or it is the model as it was
 before training, and teaches the samples of sources that are marked `general`: what it says of them is not to be
@@ -37,7 +37,7 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
 from toolkit.models import chat, directory, isolation, load, lora, loss, probe, stages, weights
 from toolkit.tasks import language, language_data
-from toolkit.tasks.distillation_losses import Distilled, StoredScores, distilled, store
+from toolkit.tasks.distill_losses import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
 from toolkit.train import run_dir, task
 

@@ -1,4 +1,8 @@
-"""Embeddings: InfoNCE over the pairs of the global batch (models/embedding.py).
+"""Embeddings: InfoNCE over the pairs of the global batch.
+
+InfoNCE, equation 4 of Oord, Li, Vinyals 2018, https://arxiv.org/abs/1807.03748, with the other positives of a batch in
+place of drawn ones: of a pair i, -log softmax_j(cos(query i, text j) / temperature) at its positive, over all positives
+and hard negatives of the batch, as sentence-transformers' MultipleNegativesRankingLoss has it.
 
 A pair, a query and its positive with `embed.negatives` hard negatives, is compared with those of all ranks and
 micro-batches. So all are embedded first, without gradients, and each rank computes the gradient of the whole loss by
@@ -7,21 +11,66 @@ https://arxiv.org/abs/2101.06983). It is the gradient of one large batch, on any
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from torch.nn import functional
 
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import SAMPLES
 from toolkit.messages import ModelError, tr
-from toolkit.models import loss, probe, stages
-from toolkit.tasks import embedding_losses, language_data, samples
+from toolkit.models import attention, embedding_files, loss, probe, stages
+from toolkit.tasks import language_data, samples
 from toolkit.train import checkpointer, run_dir
+
+_ROWS = 1024
+"""So many queries are compared at once."""
+
+
+def embeddings(engine: Any, batch: attention.Batch, pooling: schema.Pooling) -> torch.Tensor:
+    """Run forward and return the embedding of each row's sample, float32 `[B, H]`, of length 1."""
+    segments = attention.whole_segments(batch).cpu()
+    lengths = (segments > 0).sum(dim=1)
+    begins = torch.arange(len(lengths)) * segments.size(1)
+    counts = torch.ones_like(lengths) if pooling is schema.Pooling.last else lengths
+    spans = zip((begins + lengths - counts).tolist(), (begins + lengths).tolist(), strict=True)
+    places = torch.cat([torch.arange(begin, end) for begin, end in spans])
+    mine, own = attention.own_places(batch, places)
+    in_rows = torch.bincount(places[mine] // segments.size(1), minlength=len(lengths)).tolist()
+    head, given = loss.loss_head(engine), loss.on_device(engine, batch)
+    states = head.states(engine, given, own.to(engine.device, non_blocking=True)).float()
+    # Not index_add, whose order of additions is another one each time on a GPU.
+    sums = torch.stack([one.sum(dim=0) for one in states.split(in_rows)])
+    means = attention.of_whole_rows(sums, batch) / counts.to(sums, non_blocking=True)[:, None]
+    return functional.normalize(means, dim=1)
+
+
+def pair_losses(texts: torch.Tensor, temperature: float, size: int) -> torch.Tensor:
+    """Return the loss of each of N pairs, [N], of embeddings [N x size, H]: query, positive and negatives in turns."""
+    parts = [
+        functional.cross_entropy(similar / temperature, own, reduction="none")
+        for similar, own in _similarities(texts, size)
+    ]
+    return torch.cat(parts)
+
+
+def ranks_of(texts: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the place of each query's own positive among all texts but queries, by similarity, from 1: [N]."""
+    found = [(similar > similar.gather(1, own[:, None])).sum(dim=1) + 1 for similar, own in _similarities(texts, size)]
+    return torch.cat(found)
+
+
+def _similarities(texts: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield of some queries at once their cosines with all positives and negatives, and where their own positive is."""
+    groups = texts.unflatten(0, (-1, size))
+    others = groups[:, 1:].flatten(0, 1)
+    for part in torch.arange(len(groups), device=texts.device).split(_ROWS):
+        yield groups[part, 0] @ others.t(), part * (size - 1)
 
 
 class EmbedTask(samples.ScoreTask):
@@ -56,7 +105,7 @@ class EmbedTask(samples.ScoreTask):
         """Return also what sentence-transformers reads beside the model."""
         found = super().model_files(engine)
         width, longest = stages.unwrap_model(engine.module).config.hidden_size, self.cfg.data.max_length
-        own = embedding_losses.describe(self.cfg.embed.pooling, width, longest)
+        own = embedding_files.describe(self.cfg.embed.pooling, width, longest)
         return replace(found, files={**found.files, **own}) if found.files else found
 
     def _size_of_data(self) -> str:
@@ -79,9 +128,9 @@ class EmbedTask(samples.ScoreTask):
             mine = [found for _, found in stages.measured(engine, batches, self._embed)]
         everything, begin = self._of_all_ranks(mine, engine.device)
         everything.requires_grad_(True)
-        losses = embedding_losses.pair_losses(everything, self.cfg.embed.temperature, self._size)
+        losses = pair_losses(everything, self.cfg.embed.temperature, self._size)
         slopes = torch.autograd.grad(losses.sum(), everything)[0]
-        is_first = embedding_losses.ranks_of(everything.detach(), self._size) == 1
+        is_first = ranks_of(everything.detach(), self._size) == 1
         self._known = deque()
         for one in mine:
             end = begin + len(one)
@@ -100,15 +149,15 @@ class EmbedTask(samples.ScoreTask):
 
     def _embed(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the embeddings of a micro-batch's pairs, in turns, float32 [N x size, H]."""
-        return embedding_losses.embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count(batch)]
+        return embeddings(engine, batch, self.cfg.embed.pooling)[: self._size * self.count(batch)]
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
         with probe.evaluating(engine):
             mine = [found for _, found in stages.measured(engine, batches, self._embed)]
         everything, _ = self._of_all_ranks(mine, engine.device)
-        places = embedding_losses.ranks_of(everything, self._size)
-        losses = embedding_losses.pair_losses(everything, self.cfg.embed.temperature, self._size)
+        places = ranks_of(everything, self._size)
+        losses = pair_losses(everything, self.cfg.embed.temperature, self._size)
         recall, reciprocal = schema.EVAL_EMBED
         return {
             schema.EVAL_LOSS: float(losses.double().mean()),

@@ -1,4 +1,4 @@
-"""Preferences: a loss of pairs of a chosen and a rejected answer, both in one forward pass (models/preference.py).
+"""Preferences: a loss of pairs of a chosen and a rejected answer, both in one forward pass.
 
 Rows of a plan are pairs, so that sampler, accumulation and `batch` count these; in a micro-batch the answers alternate.
 Where the model can be trained on packed rows, the two are branches of a tree that begins with their prompt.
@@ -6,19 +6,41 @@ The reference is the model before training. With a new LoRA that is the model wi
 step; else its log-probabilities are computed before the first step, by the weights that training starts from, and kept
 in the run directory: there is never a second model.
 
-Reward models learn of the same pairs a score of conversations that is higher for the chosen answer.
+The losses are of pairs of a chosen and a rejected answer, or of answers marked good or bad.
+
+p, r: log-probabilities of an answer by the model and by the reference, the model before training, summed over the
+answer's tokens; bars: their means; b: beta; e: label_smoothing; S: log sigmoid; D = (p - r of the chosen) - (p - r of
+the rejected). What is added to each, sft_weight x the chosen answer's cross entropy, is a mean over its tokens.
+
+- sigmoid (DPO): -S(b D), equation 7 of Rafailov et al. 2023, https://arxiv.org/abs/2305.18290; with label smoothing
+  -(1 - e) S(b D) - e S(-b D) (conservative DPO, equation 9 of the next), and robust: that minus twice the swapped
+  term, unbiased, (-(1 - e) S(b D) + e S(-b D)) / (1 - 2e), equation 10 of Chowdhury et al. 2024,
+  https://arxiv.org/abs/2403.00409.
+- hinge: max(0, 1 - b D), the calibration loss of SLiC-HF, Zhao et al. 2023, https://arxiv.org/abs/2305.10425, with
+  DPO's ratios in place of log-probabilities, as TRL and LLaMA-Factory have it.
+- ipo: (D - 1 / (2b))^2, equation 17 of Azar et al. 2023, https://arxiv.org/abs/2310.12036, of means over tokens in
+  place of sums, as its authors advised (TRL, DPO Trainer, "ipo") and TRL and LLaMA-Factory do.
+- simpo: -S(b (bar p chosen - bar p rejected) - gamma), equation 6 of Meng et al. 2024,
+  https://arxiv.org/abs/2405.14734.
+- orpo: -S(log odds ratio) x b, odds = P / (1 - P) with P = exp(bar p), equations 6 and 7 of Hong et al. 2024,
+  https://arxiv.org/abs/2403.07691; b is its lambda.
+- cpo: -S(b (p chosen - p rejected)), equation 5 of Xu et al. 2024, https://arxiv.org/abs/2401.08417.
+- kto, of single answers: w sigmoid(-b (p - r - K)) of a good one, w sigmoid(-b (K - p + r)) of a bad one, equation 7 of
+  Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, as in TRL 1.16.0's KTOTrainer; w: desirable_weight,
+  undesirable_weight; K, without gradients: the mean of p - r of questions with others' answers, at least 0.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from numpy.typing import NDArray
+from torch.nn.functional import logsigmoid
 
 from toolkit import disk, terminal
 from toolkit.config import schema
@@ -26,9 +48,9 @@ from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.metrics import PAIRS, SAMPLES
 from toolkit.messages import tr
-from toolkit.models import classifier, lora, probe, stages
+from toolkit.models import lora, probe, stages
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
-from toolkit.tasks import language_data, preference_losses, samples as sample_task
+from toolkit.tasks import language_data, samples as sample_task
 from toolkit.train import run_dir
 
 REFERENCE = "reference"
@@ -46,6 +68,76 @@ FIGURES = (
 divergence on the data's answers, not on what the model writes itself, and can be below 0."""
 OF_ANSWERS = tuple(name for name in FIGURES if name != "rewards/margins")
 """The figures of KTO, whose `kl` is its K."""
+
+
+class Answers(NamedTuple):
+    """One side of some pairs, float32 [n] each."""
+
+    log_probabilities: torch.Tensor
+    """Sums over each answer's tokens, nats."""
+    tokens: torch.Tensor
+    reference: torch.Tensor
+    """Log-probabilities by the reference; unused where the loss needs none."""
+
+
+class PairLosses(NamedTuple):
+    """What some pairs give, float32 [n] each."""
+
+    losses: torch.Tensor
+    chosen_rewards: torch.Tensor
+    """Without gradients, like `rejected_rewards`."""
+    rejected_rewards: torch.Tensor
+
+
+def pair_losses(config: schema.PreferenceConfig, chosen: Answers, rejected: Answers) -> PairLosses:
+    """Return the loss of each pair, and the rewards of its answers: beta times what the loss compares."""
+    kind, beta = config.loss, config.beta
+    better, worse = (_compared(config, answers) for answers in (chosen, rejected))
+    margin = beta * (better - worse)
+    if kind is schema.PreferenceLoss.hinge:
+        losses = torch.relu(1 - margin)
+    elif kind is schema.PreferenceLoss.ipo:
+        losses = (better - worse - 1 / (2 * beta)) ** 2
+    elif kind is schema.PreferenceLoss.orpo:
+        losses = -beta * logsigmoid(_log_odds(better) - _log_odds(worse))
+    else:
+        losses = _smoothed(margin - config.gamma, config.label_smoothing, kind is schema.PreferenceLoss.robust)
+    if config.sft_weight:
+        losses = losses - config.sft_weight * chosen.log_probabilities / chosen.tokens
+    return PairLosses(losses, beta * better.detach(), beta * worse.detach())
+
+
+def answer_losses(
+    config: schema.PreferenceConfig, ratios: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
+) -> torch.Tensor:
+    """Return KTO's losses of answers, float32 [n]; `ratios`: p - r, [n]; `is_good`: bool [n]; `divergence`: K."""
+    gains = torch.where(is_good, ratios - divergence, divergence - ratios)
+    good = is_good.to(ratios.dtype)
+    return (config.desirable_weight * good + config.undesirable_weight * (1 - good)) * torch.sigmoid(
+        -config.beta * gains
+    )
+
+
+def _compared(config: schema.PreferenceConfig, answers: Answers) -> torch.Tensor:
+    """Return what a loss compares of the two answers: log-probabilities or their ratios, sums or means."""
+    values = answers.log_probabilities
+    if config.needs_reference:
+        values = values - answers.reference
+    by_token = config.loss in (schema.PreferenceLoss.ipo, schema.PreferenceLoss.simpo, schema.PreferenceLoss.orpo)
+    return values / answers.tokens if by_token else values
+
+
+def _smoothed(margin: torch.Tensor, swapped: float, is_robust: bool) -> torch.Tensor:
+    as_labelled, other_way = (1 - swapped) * logsigmoid(margin), swapped * logsigmoid(-margin)
+    if is_robust:
+        return (other_way - as_labelled) / (1 - 2 * swapped)
+    return -as_labelled - other_way
+
+
+def _log_odds(means: torch.Tensor) -> torch.Tensor:
+    """Return log(P / (1 - P)) of P = exp(means); an answer that is certain gets that of the nearest below."""
+    means = means.clamp(max=-torch.finfo(means.dtype).eps)
+    return means - torch.log(-torch.expm1(means))
 
 
 class PreferenceTask(sample_task.SampleTask):
@@ -129,10 +221,8 @@ class PreferenceTask(sample_task.SampleTask):
         reference = self._reference(engine, batch)
         values, tokens = answer_log_probabilities(engine, batch)
         end = 2 * self.count(batch)
-        chosen, rejected = (
-            preference_losses.Answers(*(one[place:end:2] for one in (values, tokens, reference))) for place in (0, 1)
-        )
-        found: preference_losses.PairLosses = preference_losses.pair_losses(self.cfg.preference, chosen, rejected)
+        chosen, rejected = (Answers(*(one[place:end:2] for one in (values, tokens, reference))) for place in (0, 1))
+        found: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
         margins = found.chosen_rewards - found.rejected_rewards
         answers = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
         apart = (answers[0] + answers[1] - chosen.reference - rejected.reference) / 2
@@ -209,7 +299,7 @@ class KtoTask(PreferenceTask):
         self, ratios: torch.Tensor, values: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of each answer, and of its figures sums with counts, [2] each."""
-        losses = preference_losses.answer_losses(self.cfg.preference, ratios, is_good, divergence)
+        losses = answer_losses(self.cfg.preference, ratios, is_good, divergence)
         rewards, good = self.cfg.preference.beta * ratios.detach(), is_good.float()
         all_of_them = torch.ones_like(ratios)
         in_order = torch.where(is_good, ratios > divergence, ratios < divergence).float()
@@ -272,23 +362,3 @@ def _rows(batch: language_data.Batch, first: int) -> language_data.Batch:
 
 def _mean_above_zero(sums: torch.Tensor) -> torch.Tensor:
     return (sums[0] / sums[1]).clamp(min=0).float()
-
-
-class RewardTask(PreferenceTask, sample_task.ScoreTask):
-    """Trains a model to score conversations, on pairs of answers."""
-
-    names = FIGURES[:4]
-
-    def _pairs(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the sum of the losses of a micro-batch's pairs, and the sums of their figures."""
-        scores = classifier.scores(engine, batch)[:, 0]
-        end = 2 * self.count(batch)
-        chosen, rejected = scores[0:end:2], scores[1:end:2]
-        margins = batch["value"].to(scores)[0:end:2]
-        losses = preference_losses.reward_losses(chosen, rejected, margins, self.cfg.task.center)
-        given = chosen.detach(), rejected.detach()
-        gains = given[0] - given[1]
-        figures = (*given, gains, (gains > 0).float())
-        # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
-        loss = losses.sum() if end else 0 * scores.sum()
-        return loss, {name: value.sum() for name, value in zip(self.names, figures, strict=True)}

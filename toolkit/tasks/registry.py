@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _OF_KIND = {
     TaskKind.language: "language.LanguageTask",
     TaskKind.distill: "distill.DistillTask",
-    TaskKind.reward: "preference.RewardTask",
+    TaskKind.reward: "reward.RewardTask",
     TaskKind.classify: "classify.ClassifyTask",
     TaskKind.embed: "embed.EmbedTask",
 }
