@@ -566,7 +566,7 @@ def test_parts_of_layers_become_other_parts(name: str, shape: tuple[int, int], t
 @pytest.mark.parametrize(("length", "ranks"), [(7, 2), (64, 4), (3, 4)])
 def test_what_all_ranks_have_is_written_once_and_whole(length: int, ranks: int) -> None:
     """Whatever the length: without ZeRO each rank writes a share."""
-    piece = engine_state._Piece(torch.nn.Parameter(torch.empty(length)), 5, 9, length)
+    piece = engine_state.Piece(torch.nn.Parameter(torch.empty(length)), 5, 9, length)
     shares = [engine_state._share(piece, rank, ranks) for rank in range(ranks)]
     assert [number for one in shares for number in range(one.place, one.place + one.length)] == [*range(5, 5 + length)]
     assert all(one.offset - one.place == 4 for one in shares)
@@ -1026,7 +1026,7 @@ def test_a_count_of_steps_is_where_the_optimizer_reads_it(fused: bool, device: s
     """PyTorch's fused kernel takes its address for one of the GPU's; "meta" stands for a GPU here."""
     parameter = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.AdamW([parameter], fused=fused)
-    flat = engine_state._Flat(torch.ones(6, device="meta"), optimizer, [engine_state._Piece(parameter, 0, 0, 6)])
+    flat = engine_state._Flat(torch.ones(6, device="meta"), optimizer, [engine_state.Piece(parameter, 0, 0, 6)])
     found = mock.Mock(facts={}, **{"read.return_value": torch.ones(6), "states.return_value": set()})
     found.numbers.return_value = {"step": 7.0}
     engine_state._fill(flat, flat.pieces[0], "w", found, bound=False)

@@ -12,7 +12,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import is_optimized_parameter
 from torch import distributed
 
@@ -20,11 +19,14 @@ from toolkit.checkpoint.fragments import BLOCK, WEIGHT, Content, Fragment, Fragm
 from toolkit.distributed import process_group
 from toolkit.messages import CheckpointError
 
+ZENFLOW_SUM = "zenflow_sum"
+"""State under which gradients are saved that ZenFlow has added up since it last updated all columns."""
+
 _Order = Iterable[tuple[Sequence[torch.nn.Parameter], Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """A stretch of a parameter in a flat tensor."""
 
     parameter: torch.nn.Parameter
@@ -41,7 +43,7 @@ class _Flat:
 
     tensor: torch.Tensor
     optimizer: torch.optim.Optimizer
-    pieces: list[_Piece]
+    pieces: list[Piece]
     shared: bool = False
     """Whether all ranks of the data-parallel group have all of it."""
     wholes: dict[int, int] = field(default_factory=dict)
@@ -59,14 +61,14 @@ class _Flat:
         """Whether bitsandbytes (0.50) made the optimizer: of large tensors it keeps states as codes of 8 bits."""
         return type(self.optimizer).__module__.startswith("bitsandbytes")
 
-    def turned(self, piece: _Piece) -> bool:
+    def turned(self, piece: Piece) -> bool:
         """Whether a piece is a stretch of a matrix's columns."""
         return self.turns and piece.parameter.dim() == 2
 
-    def in_states(self, piece: _Piece) -> _Piece:
+    def in_states(self, piece: Piece) -> Piece:
         """Return what of a piece's parameter the states have."""
         begin = self.wholes.get(id(piece.parameter))
-        return piece if begin is None else _Piece(piece.parameter, 0, begin, piece.parameter.numel())
+        return piece if begin is None else Piece(piece.parameter, 0, begin, piece.parameter.numel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def _flats(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator
         masters = getattr(optimizer, "fp32_groups", None) or [group["params"] for group in basic.param_groups]
         models = getattr(optimizer, "fp16_groups", masters)
         for master, parameter in zip(chain.from_iterable(masters), chain.from_iterable(models), strict=True):
-            yield _Flat(master, basic, [_Piece(parameter, 0, 0, parameter.numel())], shared=True)
+            yield _Flat(master, basic, [Piece(parameter, 0, 0, parameter.numel())], shared=True)
 
 
 def _partitioned(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -> Iterator[_Flat]:
@@ -127,13 +129,13 @@ def _offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
     return list(accumulate((one.numel() for one in parameters), initial=0))[:-1]
 
 
-def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], begin: int, size: int) -> list[_Piece]:
+def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], begin: int, size: int) -> list[Piece]:
     """Return what a partition, which begins at a number of a group's flat tensor, has of the group's parameters."""
     pieces = []
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
         if first < end:
-            pieces.append(_Piece(parameter, first - offset, first - begin, end - first))
+            pieces.append(Piece(parameter, first - offset, first - begin, end - first))
     return pieces
 
 
@@ -148,7 +150,7 @@ def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
             place = distributed.get_rank(parameter.ds_process_group) * size
             length = min(size, parameter.ds_numel - place)  # the last partitions are padded
             if length > 0:
-                pieces.append(_Piece(parameter, place, offset, length))
+                pieces.append(Piece(parameter, place, offset, length))
         # Of partly offloaded sub-groups, those on the GPU are another optimizer's.
         on_gpu = hasattr(optimizer, "backup_optimizer") and optimizer.subgroup_to_device[number] != "cpu"
         yield _Flat(flat, optimizer.backup_optimizer if on_gpu else optimizer.optimizer, pieces)
@@ -189,12 +191,14 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
             if is_own(name, piece.parameter):
                 there = flat.in_states(piece)
                 begin = there.offset + piece.place - there.place
-                values = {WEIGHT: _stretch(flat.tensor, piece.offset, piece.length)}
-                values |= {state: _stretch(tensor, begin, piece.length) for state, tensor in states.items()}
+                values = {WEIGHT: stretch(flat.tensor, piece.offset, piece.length)}
+                values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.items()}
                 fragment = _fragment(name, piece.parameter, piece.place, values, numbers)
                 if flat.turns:
+                    from toolkit.checkpoint.zenflow_state import add_to_fragment
+
                     fragment.turned = flat.turned(piece)
-                    _add_zenflow(engine.optimizer, fragment, piece)
+                    add_to_fragment(engine.optimizer, fragment, piece)
                 if flat.has_8_bits:
                     block, fragment.phase = divmod(piece.offset, BLOCK)
                     end = -(-(piece.offset + piece.length) // BLOCK)
@@ -211,8 +215,8 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
         group = _replicas(engine, parameter)
         own, size = distributed.get_rank(group), distributed.get_world_size(group)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            piece = _share(_Piece(parameter, 0, 0, parameter.numel()), own, size)
-            value = _stretch(parameter, piece.offset, piece.length)
+            piece = _share(Piece(parameter, 0, 0, parameter.numel()), own, size)
+            value = stretch(parameter, piece.offset, piece.length)
             value = value.clone() if hasattr(parameter, "ds_id") else value
         fragments.append(_fragment(name, parameter, piece.place, {WEIGHT: value}, {}))
     if fragments:
@@ -226,13 +230,14 @@ def _replicas(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) 
     return engine.seq_data_parallel_group
 
 
-def _share(piece: _Piece, rank: int, size: int) -> _Piece:
+def _share(piece: Piece, rank: int, size: int) -> Piece:
     """Return the stretch that this rank writes of one that all ranks have."""
     begin, end = piece.length * rank // size, piece.length * (rank + 1) // size
-    return _Piece(piece.parameter, piece.place + begin, piece.offset + begin, end - begin)
+    return Piece(piece.parameter, piece.place + begin, piece.offset + begin, end - begin)
 
 
-def _stretch(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+def stretch(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+    """Return a view of so many numbers of a flattened tensor from one on."""
     return tensor.detach().reshape(-1).narrow(0, begin, length)
 
 
@@ -283,16 +288,18 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> 
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
         if engine.zenflow:
-            _restore_zenflow(engine, names, found)
+            from toolkit.checkpoint.zenflow_state import restore
+
+            restore(engine.optimizer, [piece for flat in _flats(engine) for piece in flat.pieces], names, found)
     elif hasattr(optimizer, "fp16_groups"):
         for flat in _flats(engine):
             for piece in flat.pieces:
-                stretch = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
-                piece.parameter.data.copy_(stretch.view_as(piece.parameter))
+                weights = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
+                piece.parameter.data.copy_(weights.view_as(piece.parameter))
     _restore_stored(held, found)
 
 
-def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) -> None:
+def _fill(flat: _Flat, piece: Piece, name: str, found: Fragments, bound: bool) -> None:
     part, shape = process_group.part_of(piece.parameter), process_group.full_shape(name, piece.parameter)
     if (saved := tuple(found.facts.get(name, {}).get("shape", shape))) != shape:
         raise CheckpointError(
@@ -302,7 +309,7 @@ def _fill(flat: _Flat, piece: _Piece, name: str, found: Fragments, bound: bool) 
             saved=saved,
             shape=shape,
         )
-    numbers, states = found.numbers(name), set() if bound or flat.has_8_bits else found.states(name) - {_SUM}
+    numbers, states = found.numbers(name), set() if bound or flat.has_8_bits else found.states(name) - {ZENFLOW_SUM}
     flat.state.update(numbers)
     if bound:
         flat.state.update((state, one.to(flat.tensor.device)) for state, one in found.bound(name).items())
@@ -354,11 +361,11 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Frag
     else:
         flat.state[codes] = torch.zeros_like(tensor, requires_grad=False)
 
-    def read(state: str, piece: _Piece) -> torch.Tensor:
+    def read(state: str, piece: Piece) -> torch.Tensor:
         part = process_group.part_of(piece.parameter)
         return found.read(names[id(piece.parameter)], state, piece.place, piece.length, part).to(tensor.device)
 
-    def scales_of(piece: _Piece) -> torch.Tensor:
+    def scales_of(piece: Piece) -> torch.Tensor:
         has_codes = scales in found.states(names[id(piece.parameter)])
         return read(scales, piece) if has_codes else read(codes, piece).abs()
 
@@ -379,123 +386,6 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Frag
         own = spread(flat.state[scales][block : (piece.offset + piece.length) // BLOCK + 1], phase, piece.length)
         value *= (scale / own).nan_to_num(1.0)  # 0 / 0: a block of zeros
         target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2, out_int32=True))
-
-
-_SUM = "zenflow_sum"
-"""State under which gradients are saved that ZenFlow has added up since it last updated all columns."""
-_CHOSEN = "columns"
-"""State of the columns of a matrix that ZenFlow updates in every step."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _add_zenflow(optimizer: Any, fragment: Fragment, piece: _Piece) -> None:
-    """Add to a fragment what ZenFlow keeps elsewhere (0.19.8, zenflow_stage_1_and_2.py, zenflow_torch_adam.py).
-
-    Of vectors and chosen columns the model has the weights, and the master something old; nothing reads that until it
-    is written over, before columns are chosen anew, so that it may be done here.
-    """
-    parameter: Any = piece.parameter
-    offloaded = optimizer.offload_selective_optimizer
-    total = optimizer.accumulated_grads_in_cpu.get(optimizer.get_param_id(parameter))
-    if optimizer.micro_step_id >= 0 and total is not None:  # there is none without a gradient
-        fragment.values[_SUM] = _stretch(total, piece.place, piece.length)
-    state = optimizer.selective_optimizer.state.get(parameter)
-    if not state:
-        return
-    here = torch.full(parameter.shape[-1:], not fragment.turned)
-    if fragment.turned:
-        here[parameter.selected_indices.long().cpu()] = True
-    here = _stretch(here.repeat_interleave(parameter.numel() // len(here)), piece.place, piece.length)
-    live, master = _stretch(parameter.t(), piece.place, piece.length), fragment.values[WEIGHT]
-    if hasattr(optimizer, "process_optimizer_established"):  # another process may be writing to the master
-        fragment.values[WEIGHT] = live.to(master, copy=True)
-    else:
-        master[here] = live[here.to(live.device)].to(master)
-    if piece.place == 0:
-        moments = {one: getattr(parameter, f"{one}_cpu_data") if offloaded else state[one] for one in _MOMENTS}
-        columns = {_CHOSEN: parameter.selected_indices} if fragment.turned else {}
-        fragment.bound = {
-            f"zenflow_{one}": value for one, value in {**moments, "step": state["step"], **columns}.items()
-        }
-
-
-def _choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -> Iterator[tuple[int, int, int]]:
-    """Yield for each rank that has some of a matrix its first whole column, the one after its last, how many it chooses
-    of them; nothing for a vector.
-    """
-    if parameter.dim() != 2:
-        return
-    number, rows = optimizer.get_param_id(parameter), parameter.shape[0]
-    begins = optimizer.grad_start_offset[group]
-    edges = sorted(begins[rank][number] for rank in optimizer.param_to_partition_ids[group][number])
-    for edge, after in zip(edges, (*edges[1:], parameter.numel()), strict=True):
-        begin, end = -(-edge // rows), after // rows
-        yield begin, end, max(1, int((end - begin) * optimizer.topk_ratio)) if begin < end else 0
-
-
-def _restore_zenflow(engine: deepspeed.DeepSpeedEngine, names: Mapping[int, str], found: Fragments) -> None:
-    """Put back what `_add_zenflow` added. Where ranks would choose otherwise, or ZenFlow saved nothing, the next step
-    chooses columns, and their moments begin anew.
-    """
-    optimizer: Any = engine.optimizer
-    for piece in (piece for flat in _flats(engine) for piece in flat.pieces):
-        parameter, name = piece.parameter, names[id(piece.parameter)]
-        if _SUM in found.states(name):
-            total = _on_host(optimizer, torch.zeros(parameter.numel(), dtype=parameter.dtype))
-            value = found.read(name, _SUM, piece.place, piece.length, turned=parameter.dim() == 2)
-            _stretch(total, piece.place, piece.length).copy_(value)
-            optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)] = total
-    chosen = []
-    for group, parameters in enumerate(optimizer.bit16_groups):
-        for parameter in parameters:
-            saved = {key.removeprefix("zenflow_"): one for key, one in found.bound(names[id(parameter)]).items()}
-            parts = _parts(saved.get(_CHOSEN), list(_choices(optimizer, group, parameter)))
-            if not saved or parts is None:
-                _choose_next(optimizer)
-                return
-            chosen.append((parameter, saved, parts))
-    for parameter, saved, parts in chosen:
-        saved = {state: one.to(parameter.device) for state, one in saved.items()}
-        state = optimizer.selective_optimizer.state[parameter]
-        state["step"] = saved["step"]
-        if parts:
-            parameter.partition_selected_indices = [part.to(parameter.device) for part in parts]
-            columns, rows = len(saved[_CHOSEN]), parameter.shape[0]
-            parameter.selected_indices = saved[_CHOSEN]
-            parameter.selected_shape = (columns, rows) if rows > 1 else (columns,)
-        for one in _MOMENTS:
-            if optimizer.offload_selective_optimizer:
-                setattr(parameter, f"{one}_cpu_data", _on_host(optimizer, saved[one]))
-            else:
-                state[one] = saved[one].view(parameter.shape[0], -1) if parts else saved[one]
-
-
-def _on_host(optimizer: Any, value: torch.Tensor) -> torch.Tensor:
-    value = value.flatten().to(optimizer.device)
-    return get_accelerator().pin_memory(value) if optimizer.cpu_offload_pin_memory else value
-
-
-def _parts(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) -> list[torch.Tensor] | None:
-    """Return the saved columns by the rank that chose them, None if ranks choose others here. None of a vector."""
-    counts = [count for *_, count in choices]
-    if columns is None or len(columns) != sum(counts):
-        return None if choices else []
-    parts = list(columns.split(counts))
-    ends = zip(parts, choices, strict=True)
-    fits = all(not len(part) or begin <= int(part[0]) <= int(part[-1]) < end for part, (begin, end, _) in ends)
-    return parts if fits else None
-
-
-def _choose_next(optimizer: Any) -> None:
-    """Let ZenFlow choose columns in the next step, too; it does so once in `select_interval` steps."""
-    is_due, steps = optimizer.is_zenflow_select_boundary, list[int]()
-
-    def is_due_or_next() -> bool:
-        if not steps:
-            steps.append(optimizer.micro_step)
-        return bool(is_due()) or (optimizer.micro_step == steps[0] >= optimizer.full_warm_up_rounds)
-
-    optimizer.is_zenflow_select_boundary = is_due_or_next
 
 
 def _restore_stored(held: Held, found: Fragments) -> None:
@@ -526,22 +416,19 @@ def _scaler(engine: deepspeed.DeepSpeedEngine) -> Any:
 def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
     """Return what an engine counts, for `restore_counts`: plain values."""
     scaler, first = _scaler(engine), engine.basic_optimizer.param_groups[0]
-    return {
+    counts = {
         "global_steps": engine.micro_steps if engine.zenflow else engine.global_steps,
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "schedule": engine.lr_scheduler.state_dict() if engine.lr_scheduler else {},
         "group_step": first.get("step"),
         "loss_scaler": {name: getattr(scaler, name) for name in SCALER if hasattr(scaler, name)},
-        **({"zenflow": _zenflow_counts(engine)} if engine.zenflow else {}),
     }
+    if engine.zenflow:
+        from toolkit.checkpoint import zenflow_state
 
-
-def _zenflow_counts(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
-    """Return what ZenFlow counts by itself: updates of all columns, gradients added up since (from -1), rates."""
-    optimizer: Any = engine.optimizer
-    rates = [group["lr"] for group in optimizer.selective_optimizer.param_groups]
-    return {"updates": engine.global_steps, "added": optimizer.micro_step_id, "rates": rates}
+        counts["zenflow"] = zenflow_state.counts_of(engine)
+    return counts
 
 
 def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any]) -> None:
@@ -559,17 +446,8 @@ def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any])
             for group in engine.basic_optimizer.param_groups:
                 group["step"] = int(counts["group_step"])
         if engine.zenflow:
-            _restore_zenflow_counts(engine, counts.get("zenflow", {}))
+            from toolkit.checkpoint import zenflow_state
+
+            zenflow_state.restore_counts(engine, counts.get("zenflow", {}))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError("{file} cannot be read: {reason}.", file=COUNTS, reason=error) from None
-
-
-def _restore_zenflow_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any]) -> None:
-    """Set what ZenFlow counts; after a run without it, as if all columns had been updated in each step."""
-    optimizer: Any = engine.optimizer
-    engine.micro_steps = engine.global_steps
-    engine.global_steps = counts.get("updates", engine.global_steps)
-    optimizer.micro_step, optimizer.micro_step_id = engine.micro_steps - 1, counts.get("added", -1)
-    optimizer._sync_selective_optimizer_lr()
-    for group, rate in zip(optimizer.selective_optimizer.param_groups, counts.get("rates", ()), strict=False):
-        group["lr"] = rate

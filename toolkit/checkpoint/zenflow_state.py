@@ -1,0 +1,144 @@
+"""ZenFlow's state in checkpoints (DeepSpeed 0.19.8): chosen columns, their moments, gradients not applied yet."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from toolkit.checkpoint.engine_state import ZENFLOW_SUM, Piece, stretch
+from toolkit.checkpoint.fragments import WEIGHT, Fragment, Fragments
+
+_CHOSEN = "columns"
+"""State of the columns of a matrix that ZenFlow updates in every step."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
+    """Add to a fragment what ZenFlow keeps elsewhere (0.19.8, zenflow_stage_1_and_2.py, zenflow_torch_adam.py).
+
+    Of vectors and chosen columns the model has the weights, and the master something old; nothing reads that until it
+    is written over, before columns are chosen anew, so that it may be done here.
+    """
+    parameter: Any = piece.parameter
+    offloaded = optimizer.offload_selective_optimizer
+    total = optimizer.accumulated_grads_in_cpu.get(optimizer.get_param_id(parameter))
+    if optimizer.micro_step_id >= 0 and total is not None:  # there is none without a gradient
+        fragment.values[ZENFLOW_SUM] = stretch(total, piece.place, piece.length)
+    state = optimizer.selective_optimizer.state.get(parameter)
+    if not state:
+        return
+    here = torch.full(parameter.shape[-1:], not fragment.turned)
+    if fragment.turned:
+        here[parameter.selected_indices.long().cpu()] = True
+    here = stretch(here.repeat_interleave(parameter.numel() // len(here)), piece.place, piece.length)
+    live, master = stretch(parameter.t(), piece.place, piece.length), fragment.values[WEIGHT]
+    if hasattr(optimizer, "process_optimizer_established"):  # another process may be writing to the master
+        fragment.values[WEIGHT] = live.to(master, copy=True)
+    else:
+        master[here] = live[here.to(live.device)].to(master)
+    if piece.place == 0:
+        moments = {one: getattr(parameter, f"{one}_cpu_data") if offloaded else state[one] for one in _MOMENTS}
+        columns = {_CHOSEN: parameter.selected_indices} if fragment.turned else {}
+        fragment.bound = {
+            f"zenflow_{one}": value for one, value in {**moments, "step": state["step"], **columns}.items()
+        }
+
+
+def _choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -> Iterator[tuple[int, int, int]]:
+    """Yield for each rank that has some of a matrix its first whole column, the one after its last, how many it chooses
+    of them; nothing for a vector.
+    """
+    if parameter.dim() != 2:
+        return
+    number, rows = optimizer.get_param_id(parameter), parameter.shape[0]
+    begins = optimizer.grad_start_offset[group]
+    edges = sorted(begins[rank][number] for rank in optimizer.param_to_partition_ids[group][number])
+    for edge, after in zip(edges, (*edges[1:], parameter.numel()), strict=True):
+        begin, end = -(-edge // rows), after // rows
+        yield begin, end, max(1, int((end - begin) * optimizer.topk_ratio)) if begin < end else 0
+
+
+def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], found: Fragments) -> None:
+    """Put back what `add_to_fragment` added to the fragments of a rank's `pieces`; `names`: of parameters by their id.
+
+    Where ranks would choose otherwise, or ZenFlow saved nothing, the next step chooses columns, and their moments begin
+    anew.
+    """
+    for piece in pieces:
+        parameter, name = piece.parameter, names[id(piece.parameter)]
+        if ZENFLOW_SUM in found.states(name):
+            total = _on_host(optimizer, torch.zeros(parameter.numel(), dtype=parameter.dtype))
+            value = found.read(name, ZENFLOW_SUM, piece.place, piece.length, turned=parameter.dim() == 2)
+            stretch(total, piece.place, piece.length).copy_(value)
+            optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)] = total
+    chosen = []
+    for group, parameters in enumerate(optimizer.bit16_groups):
+        for parameter in parameters:
+            saved = {key.removeprefix("zenflow_"): one for key, one in found.bound(names[id(parameter)]).items()}
+            parts = _parts(saved.get(_CHOSEN), list(_choices(optimizer, group, parameter)))
+            if not saved or parts is None:
+                _choose_next(optimizer)
+                return
+            chosen.append((parameter, saved, parts))
+    for parameter, saved, parts in chosen:
+        saved = {state: one.to(parameter.device) for state, one in saved.items()}
+        state = optimizer.selective_optimizer.state[parameter]
+        state["step"] = saved["step"]
+        if parts:
+            parameter.partition_selected_indices = [part.to(parameter.device) for part in parts]
+            columns, rows = len(saved[_CHOSEN]), parameter.shape[0]
+            parameter.selected_indices = saved[_CHOSEN]
+            parameter.selected_shape = (columns, rows) if rows > 1 else (columns,)
+        for one in _MOMENTS:
+            if optimizer.offload_selective_optimizer:
+                setattr(parameter, f"{one}_cpu_data", _on_host(optimizer, saved[one]))
+            else:
+                state[one] = saved[one].view(parameter.shape[0], -1) if parts else saved[one]
+
+
+def _on_host(optimizer: Any, value: torch.Tensor) -> torch.Tensor:
+    value = value.flatten().to(optimizer.device)
+    return get_accelerator().pin_memory(value) if optimizer.cpu_offload_pin_memory else value
+
+
+def _parts(columns: torch.Tensor | None, choices: list[tuple[int, int, int]]) -> list[torch.Tensor] | None:
+    """Return the saved columns by the rank that chose them, None if ranks choose others here. None of a vector."""
+    counts = [count for *_, count in choices]
+    if columns is None or len(columns) != sum(counts):
+        return None if choices else []
+    parts = list(columns.split(counts))
+    ends = zip(parts, choices, strict=True)
+    fits = all(not len(part) or begin <= int(part[0]) <= int(part[-1]) < end for part, (begin, end, _) in ends)
+    return parts if fits else None
+
+
+def _choose_next(optimizer: Any) -> None:
+    """Let ZenFlow choose columns in the next step, too; it does so once in `select_interval` steps."""
+    is_due, steps = optimizer.is_zenflow_select_boundary, list[int]()
+
+    def is_due_or_next() -> bool:
+        if not steps:
+            steps.append(optimizer.micro_step)
+        return bool(is_due()) or (optimizer.micro_step == steps[0] >= optimizer.full_warm_up_rounds)
+
+    optimizer.is_zenflow_select_boundary = is_due_or_next
+
+
+def counts_of(engine: deepspeed.DeepSpeedEngine) -> dict[str, Any]:
+    """Return what ZenFlow counts by itself: updates of all columns, gradients added up since (from -1), rates."""
+    optimizer: Any = engine.optimizer
+    rates = [group["lr"] for group in optimizer.selective_optimizer.param_groups]
+    return {"updates": engine.global_steps, "added": optimizer.micro_step_id, "rates": rates}
+
+
+def restore_counts(engine: deepspeed.DeepSpeedEngine, counts: Mapping[str, Any]) -> None:
+    """Set what ZenFlow counts; after a run without it, as if all columns had been updated in each step."""
+    optimizer: Any = engine.optimizer
+    engine.micro_steps = engine.global_steps
+    engine.global_steps = counts.get("updates", engine.global_steps)
+    optimizer.micro_step, optimizer.micro_step_id = engine.micro_steps - 1, counts.get("added", -1)
+    optimizer._sync_selective_optimizer_lr()
+    for group, rate in zip(optimizer.selective_optimizer.param_groups, counts.get("rates", ()), strict=False):
+        group["lr"] = rate
