@@ -139,7 +139,7 @@ def test_training_knows_no_task_by_name() -> None:
 
 
 def test_the_core_does_without_extras() -> None:
-    """What serves around a run could be deleted without breaking one: it is named where it is asked for, as a string."""
+    """What serves around a run could be deleted without breaking one: a string names it where it is asked for."""
     named = {}
     for path in files():
         name = module_name(path)
