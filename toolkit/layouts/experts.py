@@ -35,7 +35,7 @@ def divide(model: PreTrainedModel, ranks: int) -> dict[str, slice]:
 
 def check_divides(model: PreTrainedModel, ranks: int) -> None:
     """Check that a model's experts can be divided over so many ranks; a ModelError if not."""
-    numbers = {one.size(0) for one in parameters_of(model).values()}
+    numbers = {weight.size(0) for weight in parameters_of(model).values()}
     reason = ""
     if not numbers or not model._can_set_experts_implementation():
         reason = tr("it has no routed experts that transformers computes by an interface")
@@ -53,12 +53,12 @@ def check_divides(model: PreTrainedModel, ranks: int) -> None:
 def keep(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str, slice]:
     """Leave of each layer's experts those of one of `ranks`, whose group DeepSpeed knows by a name; see `divide`."""
     stored = dict.fromkeys(weights.shapes_of(model), slice(None))
-    for name, whole in parameters_of(model).items():
+    for name, parameter in parameters_of(model).items():
         module, _, leaf = name.rpartition(".")
-        layer, size = model.get_submodule(module), whole.size(0) // ranks
+        layer, size = model.get_submodule(module), parameter.size(0) // ranks
         stored[name] = slice(rank * size, (rank + 1) * size)
-        own = whole.data[stored[name]].clone()  # or what others have would stay, too
-        setattr(layer, leaf, mark(nn.Parameter(own, requires_grad=whole.requires_grad), group))
+        own_experts = parameter.data[stored[name]].clone()  # or what others have would stay, too
+        setattr(layer, leaf, mark(nn.Parameter(own_experts, requires_grad=parameter.requires_grad), group))
         layer.num_experts, layer.expert_group, layer.compute_elsewhere = size, group, compute_elsewhere
     model.set_experts_implementation(SORTED)
     return stored
@@ -71,20 +71,20 @@ def compute_elsewhere(self: Any, rows: torch.Tensor, chosen: torch.Tensor) -> to
     from deepspeed.utils import groups
 
     group = groups._get_expert_parallel_group(self.expert_group)
-    own, ranks = self.num_experts, dist.get_world_size(group)
-    counts = count(chosen.clamp(min=-1) + 1, own * ranks + 1)[1:]
+    num_experts, ranks = self.num_experts, dist.get_world_size(group)
+    counts = count(chosen.clamp(min=-1) + 1, num_experts * ranks + 1)[1:]
     received = torch.empty_like(counts)  # [P, own]: rows from each rank for each expert
     dist.all_to_all_single(received, counts, group=group)
-    received = received.view(ranks, own)
-    sent, came = rows_exchanged(counts.view(ranks, own), received)
+    received = received.view(ranks, num_experts)
+    sent, came = rows_exchanged(counts.view(ranks, num_experts), received)
     dropped = len(rows) - sum(sent)  # the first ones
     rows = process_group.exchange_rows(rows[dropped:], group, sent, came)  # [N, H], by rank and expert
-    expert = torch.arange(own, device=rows.device).repeat(ranks)
+    expert = torch.arange(num_experts, device=rows.device).repeat(ranks)
     expert = expert.repeat_interleave(received.flatten(), output_size=sum(came))
-    place = expert.argsort(stable=True)
-    rows = rows[place]
-    rows = compute(self, rows, Groups(received.sum(0)), expert[place])
-    back = process_group.exchange_rows(rows[place.argsort()], group, came, sent)
+    order = expert.argsort(stable=True)
+    rows = rows[order]
+    rows = compute(self, rows, Groups(received.sum(0)), expert[order])
+    back = process_group.exchange_rows(rows[order.argsort()], group, came, sent)
     return functional.pad(back, (0, 0, dropped, 0)) if dropped else back
 
 

@@ -60,7 +60,7 @@ def stage_bounds(model: PreTrainedModel, num_stages: int, num_scores: int = 0) -
     """
     parts = [model.get_submodule(name) for name in part_names(model, num_stages)]
     layers = sum(isinstance(part, GradientCheckpointingLayer) for part in parts)
-    sizes = [sum(one.numel() for one in part.parameters()) for part in parts]
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
     if num_scores:
         sizes[-1] = num_scores * model.config.hidden_size
     return outline.stage_bounds(sizes, layers, num_stages)
@@ -83,9 +83,9 @@ def stage_parameters(
     elif tuning and tuning.method is schema.TuningMethod.freeze:
         fine_tuning.freeze(model, tuning)
         check_trained(model, bounds)
-    own = names[bounds[stage] : bounds[stage + 1]]
-    held = {id(one) for name in own for one in model.get_submodule(name).parameters()}
-    return {name: slice(None) for name, one in model.named_parameters() if id(one) in held}
+    own_parts = names[bounds[stage] : bounds[stage + 1]]
+    held = {id(parameter) for name in own_parts for parameter in model.get_submodule(name).parameters()}
+    return {name: slice(None) for name, parameter in model.named_parameters() if id(parameter) in held}
 
 
 def check_trained(model: PreTrainedModel, bounds: list[int]) -> None:
@@ -93,17 +93,19 @@ def check_trained(model: PreTrainedModel, bounds: list[int]) -> None:
     stages = len(bounds) - 1
     names = part_names(model, stages)
     for stage in range(stages):
-        own = names[bounds[stage] : bounds[stage + 1]]
-        if not any(one.requires_grad for name in own for one in model.get_submodule(name).parameters()):
-            raise outline.untrained_stage(stages, stage + 1, own[0], own[-1])
+        own_parts = names[bounds[stage] : bounds[stage + 1]]
+        if not any(
+            parameter.requires_grad for name in own_parts for parameter in model.get_submodule(name).parameters()
+        ):
+            raise outline.untrained_stage(stages, stage + 1, own_parts[0], own_parts[-1])
 
 
-def keep_only(model: PreTrainedModel, names: list[str], own: list[str]) -> None:
-    """Let a model compute what its parts `own`, of all `names`, compute from the hidden states before them."""
+def keep_only(model: PreTrainedModel, names: list[str], own_parts: list[str]) -> None:
+    """Let a model compute what its parts `own_parts`, of all `names`, compute from the hidden states before them."""
     for name in names:
-        if name not in own:
+        if name not in own_parts:
             model.set_submodule(name, _HandOn(model.get_submodule(name)))
-    model.begins = names[0] in own
+    model.begins = names[0] in own_parts
 
 
 class PipelineStage(PipelineModule):
@@ -125,12 +127,12 @@ class PipelineStage(PipelineModule):
             if tuned.settings:
                 adapters.attach_adapter(full, tuned.settings, tuned.base)
             trained = {*structure.trained_names(model)}
-            for name, one in full.named_parameters():
-                one.requires_grad_(name in trained)
+            for name, each in full.named_parameters():
+                each.requires_grad_(name in trained)
         parts = [model.get_submodule(name) for name in names]
         specs: list[LayerSpec] = [LayerSpec(_Named, name, part) for name, part in zip(names, parts, strict=True)]
-        in_head = {id(one) for one in parts[-1].parameters()}
-        if any(one.requires_grad and id(one) in in_head for one in parts[0].parameters()):
+        in_head = {id(each) for each in parts[-1].parameters()}
+        if any(each.requires_grad and id(each) in in_head for each in parts[0].parameters()):
             # A head that is the embedding stands in it twice, under the embedding's name. Frozen it needs no exchange.
             for index in (0, -1):
                 weight = f"{names[0]}.weight"
@@ -186,21 +188,24 @@ class PipelineStage(PipelineModule):
         tensor by tensor.
         """
         named = self.__dict__["stage"].named_parameters()
-        own = {name: one for name, one in named if only is None or name in only}
+        parameters = {name: parameter for name, parameter in named if only is None or name in only}
         rank, per_stage = dist.get_rank(), dist.get_world_size() // self.num_stages
         for source in range(0, dist.get_world_size(), per_stage):
-            listed = [[(name, process_group.full_shape(name, one), one.dtype) for name, one in own.items()]]
+            described = [
+                (name, process_group.full_shape(name, tensor), tensor.dtype) for name, tensor in parameters.items()
+            ]
+            listed = [described]
             dist.broadcast_object_list(listed, src=source)
             for name, shape, dtype in listed[0]:
                 value, full = torch.empty(0), torch.empty(0)
                 if rank // per_stage == source // per_stage:
-                    full = process_group.gather_parts(name, own[name])
+                    full = process_group.gather_parts(name, parameters[name])
                 if source == 0 == rank:
                     value = full.to("cpu", copy=True)
                 elif rank == source:
                     dist.send(full.contiguous(), dst=0)
                 elif rank == 0:
-                    received = torch.empty(shape, dtype=dtype, device=next(iter(own.values())).device)
+                    received = torch.empty(shape, dtype=dtype, device=next(iter(parameters.values())).device)
                     dist.recv(received, src=source)
                     value = received.cpu()
                 yield name, value
@@ -218,9 +223,9 @@ class PipelineStage(PipelineModule):
         of the model and a micro-batch with `inputs_embeds`; `before_update` is called on every rank.
         """
 
-        def update(one: PipelineEngine, **options: Any) -> None:
+        def update(pipeline: PipelineEngine, **options: Any) -> None:
             before_update()
-            PipelineEngine._exec_optimizer_step(one, **options)
+            PipelineEngine._exec_optimizer_step(pipeline, **options)
 
         engine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, OptimizerStep: update}
         engine.train_batch(self._hand_over(micro_batches, finish))
@@ -235,16 +240,16 @@ class PipelineStage(PipelineModule):
         """Run micro-batches forward, as many on each rank; return what `measure` made, [] but on the last stage. A
         collective.
         """
-        found: list[Found] = []
+        measurements: list[Found] = []
 
         def keep(model: PreTrainedModel, batch: attention.Batch) -> torch.Tensor:
-            found.append(measure(model, batch))
+            measurements.append(measure(model, batch))
             return torch.zeros((), device=engine.device)
 
         engine.total_loss = None  # a sum that it would continue
         pairs = self._hand_over(micro_batches, keep)
         engine.eval_batch(pairs, reduce_output=None, bcast_loss=False, num_micro_batches=len(micro_batches))
-        return found
+        return measurements
 
     def _hand_over(self, micro_batches: Sequence[attention.Batch], finish: Finish) -> Any:
         """Take the batches; yield input and labels, which the first and the last stage want to see."""

@@ -78,8 +78,8 @@ def part_arguments(module: Any, batch: Batch) -> dict[str, Any]:
     if getattr(module, "builds_positions", False):
         # Padding is on the right, where no token of a sample looks.
         mask, positions = module.base_model.complete(batch["row_ids"], None, None)
-        mine = positions.chunk(dist.get_world_size(_group), dim=-1)[dist.get_rank(_group)]
-        return {"attention_mask": mask, "position_ids": mine, "in_parts": True}
+        own_positions = positions.chunk(dist.get_world_size(_group), dim=-1)[dist.get_rank(_group)]
+        return {"attention_mask": mask, "position_ids": own_positions, "in_parts": True}
     arguments = {**unseen_mask(batch["segment_ids"]), "in_parts": True}
     return arguments | (segment_arguments(batch) if "cu_seq_lens" in batch else {})
 
@@ -108,10 +108,10 @@ def part_attention(
         return sample_attention(module, query, key, value, attention_mask, dropout, scaling, **options)
     if learned:
         first = [states[:, :, :learned] for states in (query, key, value)]
-        own, _ = sdpa_attention_forward(module, *first, None, dropout, scaling)
+        of_learned, _ = sdpa_attention_forward(module, *first, None, dropout, scaling)
         query = query[:, :, learned:]
-        others, _ = part_attention(module, query, key, value, attention_mask, dropout, scaling, in_parts)
-        return torch.cat((own, others), dim=1), None
+        of_tokens, _ = part_attention(module, query, key, value, attention_mask, dropout, scaling, in_parts)
+        return torch.cat((of_learned, of_tokens), dim=1), None
     ranks = dist.get_world_size(_group)
     # Fewer heads of keys than ranks: each is sent to all ranks whose heads of queries need it.
     copies = ranks // math.gcd(key.size(1), ranks)
@@ -146,18 +146,20 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
     if parts == 1:
         return batch
     length = batch["input_ids"].size(1) // parts
-    given = {**with_label_positions(batch), "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
-    given["row_segments"] = given["segment_ids"]
-    mine, before = own_places(given, given["places"] - 1)
+    part_batch = {**with_label_positions(batch), "part": torch.tensor([part, parts]), "row_ids": batch["input_ids"]}
+    part_batch["row_segments"] = part_batch["segment_ids"]
+    is_own, before = own_places(part_batch, part_batch["places"] - 1)
     if "taught" in batch:
-        of_taught = mine[batch["taught"]]
-        given |= {name: batch[name][of_taught] for name in ("teacher_ids", "teacher_logs") if name in batch}
+        of_taught = is_own[batch["taught"]]
+        part_batch |= {name: batch[name][of_taught] for name in ("teacher_ids", "teacher_logs") if name in batch}
     for name in ("input_ids", "position_ids", "segment_ids", "seen_until"):
         if name in batch:
-            given[name] = batch[name].narrow(1, part * length, length).contiguous()
-    of_tokens: Batch = {name: given[name][mine] for name in ("targets", "sources", "taught") if name in given}
-    given.pop("labels", None)
-    return {**given, **of_tokens, "places": before + 1}
+            part_batch[name] = batch[name].narrow(1, part * length, length).contiguous()
+    of_tokens: Batch = {
+        name: part_batch[name][is_own] for name in ("targets", "sources", "taught") if name in part_batch
+    }
+    part_batch.pop("labels", None)
+    return {**part_batch, **of_tokens, "places": before + 1}
 
 
 def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
@@ -167,8 +169,8 @@ def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
     assert _group is not None
     ranks = dist.get_world_size(_group)
     if learned:
-        mine = states[:, :, :learned].chunk(ranks, dim=1)[dist.get_rank(_group)]
-        return torch.cat((mine, _exchange(states[:, :, learned:])), dim=2)
+        own_heads = states[:, :, :learned].chunk(ranks, dim=1)[dist.get_rank(_group)]
+        return torch.cat((own_heads, _exchange(states[:, :, learned:])), dim=2)
     pieces = torch.stack(states.chunk(ranks, dim=1))
     return torch.cat(exchange_rows(pieces, _group).unbind(), dim=2)
 
@@ -205,12 +207,14 @@ def check_sequence_parallel(
         # Contexts that end in the first part, in the middle and in the last part.
         size = batch["input_ids"].size(1)
         batch["input_ids"][torch.arange(3), torch.tensor([4, size // 2, size - 4])] = module.config.bos_token_id
-    given = local_part({**batch, "labels": batch["input_ids"]}, part, parts)
-    whole, mine = (evaluate_logits(engine, one, device) if forward is None else forward(one) for one in (batch, given))
-    length = mine.size(1)
-    other = (mine - whole[:, part * length :][:, :length]).square().mean()
+    part_batch = local_part({**batch, "labels": batch["input_ids"]}, part, parts)
+    logits, part_logits = (
+        evaluate_logits(engine, rows, device) if forward is None else forward(rows) for rows in (batch, part_batch)
+    )
+    length = part_logits.size(1)
+    other = (part_logits - logits[:, part * length :][:, :length]).square().mean()
     # The mean, as single logits in bf16 differ by several per cent between kernels; of all ranks, to act alike.
-    sums = sum_over_ranks(torch.stack((other, whole.var())), device)
+    sums = sum_over_ranks(torch.stack((other, logits.var())), device)
     change = float((sums[0] / sums[1]).sqrt())
     if not change <= _MOST_CHANGE_OF_PARTS:
         raise ModelError(

@@ -26,16 +26,16 @@ _REGISTER, _REPLACE = AutoTP.register_replicated_grad_hooks, AutoTP._replace_wit
 
 def _register_hooks(autotp: AutoTP, model: torch.nn.Module) -> None:
     """Register them for what is trained: PyTorch rejects a hook on anything else (0.19.8, module_inject/auto_tp.py)."""
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     _REGISTER(autotp, SimpleNamespace(named_parameters=lambda: trained))
 
 
 def _replace_inside(autotp: AutoTP, child: torch.nn.Module, name: str) -> torch.nn.Module | None:
     """Split what is within peft's layers: AutoTP takes each for a matrix, as it has a `weight` (0.19.8, peft 0.21)."""
     if isinstance(child, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        found = autotp._replace_module(child, name)
+        replaced = autotp._replace_module(child, name)
         _split_magnitudes(child, name)
-        return found
+        return replaced
     if hasattr(child.weight, "quant_state"):
         return _split_4bit(child, f"{name}.weight")
     return _REPLACE(autotp, child, name)
@@ -72,8 +72,8 @@ class _SplitDora(DoraLinearLayer):
         result = base_layer(x) if base_result is None else base_result
         if (added := getattr(base_layer, "added_bias", None)) is not None:
             result = result - added
-        found: torch.Tensor = super().forward(x, base_layer=base_layer, base_result=result, **options)
-        return found
+        output: torch.Tensor = super().forward(x, base_layer=base_layer, base_result=result, **options)
+        return output
 
 
 def _split_magnitudes(layer: torch.nn.Module, name: str) -> None:
@@ -81,13 +81,15 @@ def _split_magnitudes(layer: torch.nn.Module, name: str) -> None:
     magnitudes, split = getattr(layer, "lora_magnitude_vector", {}), mesh.split_of(f"{name}.base_layer.weight")
     if split is None:
         return
-    for adapter, whole in list(magnitudes.items()):
-        part: Any = _SplitDora(whole.fan_in_fan_out)
-        place = process_group.tensor_rank(), process_group.tensor_group_size()
-        part.split, part.weight = split, whole.weight
+    for adapter, magnitude in list(magnitudes.items()):
+        part: Any = _SplitDora(magnitude.fan_in_fan_out)
+        rank_and_size = process_group.tensor_rank(), process_group.tensor_group_size()
+        part.split, part.weight = split, magnitude.weight
         if split is not mesh.Split.columns:
-            own = process_group.take_part(f"{name}.lora_magnitude_vector.{adapter}.weight", whole.weight.data, *place)
-            part.weight.data = own.contiguous()
+            own_rows = process_group.take_part(
+                f"{name}.lora_magnitude_vector.{adapter}.weight", magnitude.weight.data, *rank_and_size
+            )
+            part.weight.data = own_rows.contiguous()
             part.weight.tensor_model_parallel = True
         magnitudes[adapter] = part
 
@@ -103,16 +105,16 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
     split, group = mesh.split_of(name), process_group.tensor_group()
     if split is None:
         return layer
-    whole, rank, size = layer.weight, process_group.tensor_rank(), process_group.tensor_group_size()
-    state = copy(whole.quant_state)
+    weight, rank, size = layer.weight, process_group.tensor_rank(), process_group.tensor_group_size()
+    state = copy(weight.quant_state)
     state.dtype = torch.float32  # bf16 would round the scales
-    value = functional.dequantize_4bit(whole.data, state)
+    value = functional.dequantize_4bit(weight.data, state)
     value = process_group.take_part(name, value, rank, size).contiguous()
     part = nn.Linear4bit(*reversed(value.shape), bias=False, compute_dtype=layer.compute_dtype, quant_type="nf4")
     part.weight = nn.Params4bit(value.cpu(), requires_grad=False, compress_statistics=False, quant_type="nf4")
     part.support_avx512bf16_for_cpu = False
-    part = part.to(whole.device)
-    part.weight.quant_state.dtype = whole.quant_state.dtype
+    part = part.to(weight.device)
+    part.weight.quant_state.dtype = weight.quant_state.dtype
     part.weight.tensor_model_parallel = True
     bias = layer.bias
     if split is mesh.Split.columns:
@@ -125,8 +127,8 @@ def _split_4bit(layer: Any, name: str) -> torch.nn.Module:
         part.added_bias = bias
         return part
     if bias is not None:
-        own = process_group.take_part(name.removesuffix("weight") + "bias", bias.data, rank, size)
-        part.bias = torch.nn.Parameter(own.contiguous(), requires_grad=False)
+        own_bias = process_group.take_part(name.removesuffix("weight") + "bias", bias.data, rank, size)
+        part.bias = torch.nn.Parameter(own_bias.contiguous(), requires_grad=False)
         part.bias.tensor_model_parallel = True
     part.register_forward_pre_hook(lambda _, inputs: (layers.ColumnParallel.apply(group, inputs[0]),))
     return part
@@ -174,7 +176,7 @@ def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[
     autotp._replace_module(model)
     autotp.register_replicated_grad_hooks(model)
     # Of what is whole on all, the norm counts the first rank's gradient.
-    for parameter in (one for one in module.parameters() if one.requires_grad):
+    for parameter in (each for each in module.parameters() if each.requires_grad):
         parameter.model_parallel &= process_group.tensor_rank() == 0 or process_group.is_tensor_part(parameter)
     rest = {name: value for name, value in ds_config.items() if name != "tensor_parallel"}
     # Each rank sends its peer all of the hidden states: gathering them from parts fails on gloo (0.19.8,

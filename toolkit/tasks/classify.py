@@ -63,11 +63,11 @@ def figures_of(pairs: torch.Tensor) -> dict[str, float]:
     """Return the figures of how often each label [rows] was taken for which [columns]. F1 is the mean over the labels
     that samples have or were given.
     """
-    right, wanted, given = pairs.diagonal(), pairs.sum(dim=1), pairs.sum(dim=0)
-    there = (wanted + given) > 0
+    right, wanted, predicted = pairs.diagonal(), pairs.sum(dim=1), pairs.sum(dim=0)
+    there = (wanted + predicted) > 0
     accuracy, f1 = schema.EVAL_LABELS
     return {
         SAMPLES: int(pairs.sum()),
         accuracy: float(right.sum() / pairs.sum()),
-        f1: float((2 * right[there] / (wanted + given)[there]).mean()),
+        f1: float((2 * right[there] / (wanted + predicted)[there]).mean()),
     }

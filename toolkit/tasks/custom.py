@@ -109,8 +109,8 @@ def open_dataset(spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> "Cust
 
 def digest(model: nn.Module) -> str:
     """Return what tells two models apart by the names and shapes of what a checkpoint holds."""
-    shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in model.named_parameters()}
-    shapes |= {name: tuple(one.shape) for name, one in model.named_buffers()}
+    shapes = {name: tuple(getattr(sample, "ds_shape", sample.shape)) for name, sample in model.named_parameters()}
+    shapes |= {name: tuple(sample.shape) for name, sample in model.named_buffers()}
     return blake2b(repr(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
 
 
@@ -146,11 +146,11 @@ class _MapSamples:
         self.steps_per_epoch = steps_per_epoch(self.size, cfg.batch.global_size)
         self.total_steps = cfg.train.max_steps or cfg.train.epochs * self.steps_per_epoch
 
-    def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
+    def batches_from(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
         seed, workers = self.cfg.run.seed, self.cfg.data.num_workers
         loader: DataLoader[Any] = DataLoader(
             _Rows(self.spec.dataset, self.spec.collate, seed),  # type: ignore[arg-type]
-            sampler=_with_epochs(self._sampler(self.ranks.rank, place, num_steps)),
+            sampler=_with_epochs(self._sampler(self.ranks.rank, position, num_steps)),
             batch_size=None,  # a micro-batch is an item
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # torch takes it for a list's
             num_workers=workers,
@@ -159,15 +159,15 @@ class _MapSamples:
         )
         return iter(loader)
 
-    def position_after(self, place: Position) -> Position:
-        return next_position(place, self.size, self.cfg.batch.global_size)
+    def position_after(self, position: Position) -> Position:
+        return next_position(position, self.size, self.cfg.batch.global_size)
 
-    def samples_at(self, place: Position) -> list[list[list[str]]]:
+    def samples_at(self, position: Position) -> list[list[list[str]]]:
         """Return what the samples of a step are called: of each rank, of each micro-batch."""
-        by_rank = [self._sampler(rank, place, 1) for rank in range(self.ranks.world_size)]
+        by_rank = [self._sampler(rank, position, 1) for rank in range(self.ranks.world_size)]
         return [[[tr("sample {row}", row=row) for row in rows] for rows in sampler] for sampler in by_rank]
 
-    def _sampler(self, rank: int, place: Position, num_steps: int) -> GlobalBatchSampler:
+    def _sampler(self, rank: int, position: Position, num_steps: int) -> GlobalBatchSampler:
         return GlobalBatchSampler(
             num_rows=self.size,
             global_size=self.cfg.batch.global_size,
@@ -175,7 +175,7 @@ class _MapSamples:
             rank=rank,
             world_size=self.ranks.world_size,
             key=f"{self.cfg.run.seed} {self.identity['samples']}",
-            start=place,
+            start=position,
             num_steps=num_steps,
         )
 
@@ -185,11 +185,11 @@ def _as_it_is(item: MicroBatch) -> MicroBatch:
 
 
 def _with_epochs(sampler: GlobalBatchSampler) -> Iterator[tuple[int, list[int]]]:
-    place = sampler.start
+    epoch_and_step = sampler.start
     for number, rows in enumerate(sampler, start=1):
-        yield place.epoch, rows
+        yield epoch_and_step.epoch, rows
         if number % sampler.accumulation == 0:
-            place = sampler.after(place)
+            epoch_and_step = sampler.after(epoch_and_step)
 
 
 class _Rows:
@@ -244,8 +244,8 @@ class _StreamSamples:
     def __init__(self, spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> None:
         self.spec, self.cfg, self.ranks = spec, cfg, ranks
         size, name = cfg.batch.global_size, type(spec.dataset).__name__
-        known = self.size = len(spec.dataset) if hasattr(spec.dataset, "__len__") else 0
-        if not (cfg.train.max_steps or known):
+        length = self.size = len(spec.dataset) if hasattr(spec.dataset, "__len__") else 0
+        if not (cfg.train.max_steps or length):
             raise DataError("{kind} has no length: say how long to train, train.max_steps=1000.", kind=name)
         if cfg.data.num_workers:
             raise DataError(
@@ -257,32 +257,32 @@ class _StreamSamples:
         whose = f"{ranks.world_size} parts" if spec.shards_itself else "shared out"
         self.identity = {"samples": f"{name}, {whose}"}
         self.described = tr("A stream of {kind}", kind=name)
-        self.total_steps = cfg.train.max_steps or steps_per_epoch(cfg.train.epochs * known, size)
-        self.steps_per_epoch = steps_per_epoch(known, size) if known else self.total_steps
+        self.total_steps = cfg.train.max_steps or steps_per_epoch(cfg.train.epochs * length, size)
+        self.steps_per_epoch = steps_per_epoch(length, size) if length else self.total_steps
 
-    def batches_from(self, place: Position, num_steps: int) -> Iterator[MicroBatch]:
+    def batches_from(self, position: Position, num_steps: int) -> Iterator[MicroBatch]:
         ranks, size = self.ranks.world_size, mesh.micro_rows(self.cfg)
         first, every = (0, 1) if self.spec.shards_itself else (self.ranks.rank, ranks)
-        skipped = place.row // ranks if self.spec.shards_itself else place.row
-        mine: list[Any] = []
+        skipped = position.row // ranks if self.spec.shards_itself else position.row
+        samples: list[Any] = []
         wanted = num_steps * mesh.accumulation(self.cfg, ranks)
         for number, sample in enumerate(self._samples()):
             if number < skipped or (number - skipped) % every != first:
                 continue
-            mine.append(sample)
-            if len(mine) == size:
-                yield MicroBatch(self.spec.collate(mine), size)
-                mine, wanted = [], wanted - 1
+            samples.append(sample)
+            if len(samples) == size:
+                yield MicroBatch(self.spec.collate(samples), size)
+                samples, wanted = [], wanted - 1
                 if not wanted:
                     return
 
-    def position_after(self, place: Position) -> Position:
-        return Position(0, place.row + self.cfg.batch.global_size)
+    def position_after(self, position: Position) -> Position:
+        return Position(0, position.row + self.cfg.batch.global_size)
 
-    def samples_at(self, place: Position) -> list[list[list[str]]]:
+    def samples_at(self, position: Position) -> list[list[list[str]]]:
         ranks, size = self.ranks.world_size, mesh.micro_rows(self.cfg)
         times = mesh.accumulation(self.cfg, ranks)
-        name = tr("sample {row}", row=f"{place.row} - {place.row + self.cfg.batch.global_size - 1}")
+        name = tr("sample {row}", row=f"{position.row} - {position.row + self.cfg.batch.global_size - 1}")
         return [[[name] * min(size, 1) for _ in range(times)] for _ in range(ranks)]
 
     def _samples(self) -> Iterator[Any]:
@@ -375,22 +375,24 @@ class CustomTask(task.Task):
             "model": type(model).__name__,
             "program": sys.argv[0],
             "digest": digest(model),
-            "parameters": sum(one.numel() for one in parameters.values()),
-            "trained_parameters": sum(one.numel() for one in parameters.values() if one.requires_grad),
+            "parameters": sum(parameter.numel() for parameter in parameters.values()),
+            "trained_parameters": sum(
+                parameter.numel() for parameter in parameters.values() if parameter.requires_grad
+            ),
             "names": [*parameters, *(name for name, _ in model.named_buffers() if name in stored)],
         }
 
     def settle(self, cfg: schema.RunConfig) -> None:
         """Check that all ranks train the same model on the same data: else they would wait for each other for ever."""
         self.cfg = cfg
-        mine = {
+        facts = {
             **{f"data: {name}": str(value) for name, value in self.data.identity.items()},
             "data: steps": f"{self.data.total_steps:,}",
             "model: trained parameters": f"{self.card['trained_parameters']:,}",
             "model: names and shapes": self.card["digest"],
         }
         try:
-            process_group.check_alike(cfg.distributed, mine, DataError)
+            process_group.check_alike(cfg.distributed, facts, DataError)
         except DataError as error:
             advice = tr(
                 "Give every rank the whole dataset, which is divided among the ranks here, and build the same model on "
@@ -577,7 +579,7 @@ def share_buffers(model: nn.Module) -> None:
         buffers = [buffer for buffer in model.buffers() if buffer.dtype is dtype]
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(flat, 0)
-        for buffer, value in zip(buffers, flat.split([one.numel() for one in buffers]), strict=True):
+        for buffer, value in zip(buffers, flat.split([part.numel() for part in buffers]), strict=True):
             buffer.copy_(value.view_as(buffer))
 
 
@@ -606,19 +608,19 @@ def evaluate(
     the program's functions return something else than they should, or not what `evaluate.keep_best` names.
     """
     sums: dict[str, float] = {schema.EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
-    kept: list[dict[str, torch.Tensor]] = []
+    metrics_of_batches: list[dict[str, torch.Tensor]] = []
     generators = state_files.capture_generators()
     share_buffers(engine.module)
     try:
         with probe.evaluating(engine):
-            for place, (numbers, micro) in enumerate(validation_batches(spec, cfg, ranks)):
-                if place == most:
+            for index, (numbers, micro) in enumerate(validation_batches(spec, cfg, ranks)):
+                if index == most:
                     break
                 sums[schema.EVAL_LOSS] += float(losses_of(spec.loss, engine, micro)[: micro.size].double().sum())
                 sums[metrics.SAMPLES] += micro.size
                 values = _metrics(spec, engine, micro)
                 if spec.score is not None:
-                    kept.append({_NUMBER: torch.tensor(numbers, dtype=torch.long), **values})
+                    metrics_of_batches.append({_NUMBER: torch.tensor(numbers, dtype=torch.long), **values})
                 else:
                     for name, value in values.items():
                         sums[f"eval_{name}"] = sums.get(f"eval_{name}", 0.0) + float(value.double().sum())
@@ -629,8 +631,10 @@ def evaluate(
     count = totals.pop(metrics.SAMPLES)
     figures = {name: value / count for name, value in totals.items()}
     if spec.score is not None and most is None:
-        own = {name: torch.cat([part[name] for part in kept]) for name in kept[0]}
-        together = process_group.gather_metrics(own, engine.device)
+        metrics_of_rank = {
+            name: torch.cat([part[name] for part in metrics_of_batches]) for name in metrics_of_batches[0]
+        }
+        together = process_group.gather_metrics(metrics_of_rank, engine.device)
         order = together.pop(_NUMBER).argsort()
         scores = spec.score({name: values[order] for name, values in together.items()})
         figures |= {f"eval_{name}": float(value) for name, value in scores.items()}

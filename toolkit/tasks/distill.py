@@ -98,12 +98,12 @@ class DistillTask(language.LanguageTask):
 
     def _token_targets(self) -> dict[str, targets.TokenTargets]:
         """Return by split which samples have a teacher: those marked `general` if it is the model before training."""
-        found = {}
+        tables = {}
         for split, cache in (("train", self.data.train), ("validation", self.data.validation)):
             if cache is not None:
                 taught = np.ones(len(cache), np.bool_) if self.cfg.distill.teacher else general_of(self.cfg, cache)
-                found[split] = targets.TokenTargets(cache, taught)
-        return found
+                tables[split] = targets.TokenTargets(cache, taught)
+        return tables
 
     # Model
 
@@ -123,9 +123,9 @@ class DistillTask(language.LanguageTask):
         """Take what the teacher says of each token, computed unless it is stored already; return the teacher if
         `get_teacher` was called for that. A collective.
         """
-        cfg, data, found, teacher = self.cfg, self.data, self._token_targets(), None
+        cfg, data, tables, teacher = self.cfg, self.data, self._token_targets(), None
         folder, whose = Path(cfg.distill.dir or run_folder / "teacher"), process_group.on_rank0(lambda: _identity(cfg))
-        for split, table in found.items():
+        for split, table in tables.items():
             cache, plan = data.split(split)
             members = np.arange(len(cache)) if plan.members is None else np.unique(plan.members).astype(np.int64)
             samples = table.samples(members)
@@ -136,7 +136,7 @@ class DistillTask(language.LanguageTask):
                 teacher = teacher or get_teacher()
                 self._compute(teacher, table, samples, split, target)
             table.open(target)
-        self.data = replace(data, targets=found)
+        self.data = replace(data, targets=tables)
         return teacher
 
     def _compute(
@@ -146,17 +146,17 @@ class DistillTask(language.LanguageTask):
         cfg, ranks, vocabulary = self.cfg, self.ranks, len(self.data.tokenizer)
         top_k = min(cfg.distill.top_k, vocabulary)
         part, num_parts = language_data.sample_place(cfg, ranks)
-        place = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
-        is_writer = ranks.rank % place.tensor == 0 and place.stage == place.pipeline - 1
+        layout = mesh.mesh_of(cfg, ranks.world_size, ranks.rank)
+        is_writer = ranks.rank % layout.tensor == 0 and layout.stage == layout.pipeline - 1
         building = target.with_name(f".{target.name}-{cfg.run.name or ranks.world_size}")
         size = int(table.counts[samples].sum()) * targets.record(top_k).itemsize
         process_group.on_rank0(lambda: _begin(building, size))
         numbers, batches = language_data.sample_batches(cfg, self.data, split, ranks, samples)
 
         def measure(model: Any, batch: language_data.Batch) -> StoredScores:
-            given = loss.on_device(model, batch)
-            scores = loss.loss_head(model).scores(model, given, given["places"])
-            with weights.full_params([one for one in scores[1:] if one is not None]):
+            inputs = loss.on_device(model, batch)
+            scores = loss.loss_head(model).scores(model, inputs, inputs["places"])
+            with weights.full_params([weight for weight in scores[1:] if weight is not None]):
                 return store(scores, vocabulary, top_k)
 
         try:
@@ -165,9 +165,9 @@ class DistillTask(language.LanguageTask):
                 probe.evaluating(teacher),
                 phase(tr("Storing what the teacher says"), len(numbers), tr("batches")) as advance,
             ):
-                for _, found in stages.measured(teacher, batches, measure):
+                for _, stored in stages.measured(teacher, batches, measure):
                     if writer:
-                        writer.append(*found)
+                        writer.append(*stored)
                     advance(1)
             if writer:
                 writer.close()
@@ -200,50 +200,56 @@ class DistillTask(language.LanguageTask):
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of trained tokens, and add up their two parts."""
-        total, found, _ = self._distil(engine, batch)
-        parts = {KL: found.divergences, CE: found.cross_entropies}
-        self._add({name: torch.stack((one.sum(), one.new_full((), len(one)))) for name, one in parts.items()})
+        total, losses, _ = self._distil(engine, batch)
+        parts = {KL: losses.divergences, CE: losses.cross_entropies}
+        self._add(
+            {name: torch.stack((values.sum(), values.new_full((), len(values)))) for name, values in parts.items()}
+        )
         return total
 
     def _distil(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
         """Return the sum of a micro-batch's losses, with gradients, what it is made of, and the places of its tokens:
         those that have a teacher come first.
         """
-        given = loss.on_device(engine, batch)
-        places, wanted = given["places"], given["targets"]
+        inputs = loss.on_device(engine, batch)
+        places, wanted = inputs["places"], inputs["targets"]
         count = len(places)
         if "taught" in batch:
             taught = batch["taught"].cpu()
             order = torch.cat((taught.nonzero()[:, 0], (~taught).nonzero()[:, 0])).to(places.device, non_blocking=True)
             places, wanted, count = places[order], wanted[order], int(taught.sum())
-        whose = self._scores(engine, batch, given, places[:count])
+        teacher_scores = self._scores(engine, batch, inputs, places[:count])
         vocabulary = len(self.data.tokenizer)
-        found: list[Distilled] = []
+        results: list[Distilled] = []
 
         def compute(student: loss.Scores) -> torch.Tensor:
-            apart = isinstance(whose, loss.Scores) and whose.weight is not student.weight
-            with weights.full_params([one for one in whose[1:] if one is not None] if apart else []):
-                found.append(distilled(student, wanted, whose, vocabulary, self.cfg.distill))
-            return found[0].loss
+            apart = isinstance(teacher_scores, loss.Scores) and teacher_scores.weight is not student.weight
+            with weights.full_params([weight for weight in teacher_scores[1:] if weight is not None] if apart else []):
+                results.append(distilled(student, wanted, teacher_scores, vocabulary, self.cfg.distill))
+            return results[0].loss
 
-        total = loss.loss_head(engine).total(engine, given, places, compute)
-        return total, found[0], places
+        total = loss.loss_head(engine).total(engine, inputs, places, compute)
+        return total, results[0], places
 
     def _scores(
-        self, engine: Any, batch: language_data.Batch, given: language_data.Batch, places: torch.Tensor
+        self, engine: Any, batch: language_data.Batch, inputs: language_data.Batch, places: torch.Tensor
     ) -> loss.Scores | StoredScores:
         """Return what the teacher says of the tokens at some places, without gradients."""
-        if "teacher_ids" in given:
-            return StoredScores(given["teacher_ids"].long(), given["teacher_logs"])
+        if "teacher_ids" in inputs:
+            return StoredScores(inputs["teacher_ids"].long(), inputs["teacher_logs"])
         if schema.has_own_teacher(self.cfg):
             # Where all ranks compute together none may be missing.
             if not (len(places) or "part" in batch or parameters.is_partitioned(engine)):
                 return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=places.device))
             with probe.evaluating(engine), lora.without_adapter(engine.module):
-                return loss.loss_head(engine).scores(engine, given, places)
+                return loss.loss_head(engine).scores(engine, inputs, places)
         with probe.evaluating(self.teacher):
-            own = {name: one for name, one in given.items() if name != "inputs_embeds"}  # a stage's, of the student
-            return loss.loss_head(self.teacher).scores(self.teacher, loss.on_device(self.teacher, own), places)
+            teacher_inputs = {
+                name: tensor for name, tensor in inputs.items() if name != "inputs_embeds"
+            }  # a stage's, of the student
+            return loss.loss_head(self.teacher).scores(
+                self.teacher, loss.on_device(self.teacher, teacher_inputs), places
+            )
 
     # Evaluation
 
@@ -252,13 +258,13 @@ class DistillTask(language.LanguageTask):
         the cross entropies of general samples.
         """
         with torch.compiler.set_stance("force_eager"):
-            _, found, places = self._distil(engine, batch)
-        labels = found.cross_entropies
+            _, losses, places = self._distil(engine, batch)
+        labels = losses.cross_entropies
         everywhere = labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, places - 1, labels)
-        general = labels[: 0 if self.cfg.distill.teacher else len(found.divergences)]
-        for place, values in ((0, found.divergences), (2, general)):
-            self._evaluated[place] += float(values.double().sum())
-            self._evaluated[place + 1] += len(values)
+        general = labels[: 0 if self.cfg.distill.teacher else len(losses.divergences)]
+        for index, values in ((0, losses.divergences), (2, general)):
+            self._evaluated[index] += float(values.double().sum())
+            self._evaluated[index + 1] += len(values)
         return everywhere.view(batch["input_ids"].shape)
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
@@ -312,16 +318,18 @@ def check_teacher(cfg: schema.RunConfig, tokenizer: PreTrainedTokenizerBase) -> 
         directory.trust_code(folder)
     directory.read_config(folder)
     other = chat.load_tokenizer(folder, family=cfg.model.family)
-    for place in range(max(len(tokenizer), len(other))):
-        mine, theirs = (one.convert_ids_to_tokens(place) if place < len(one) else None for one in (tokenizer, other))
-        if mine != theirs:
+    for token_id in range(max(len(tokenizer), len(other))):
+        own_token, teacher_token = (
+            each.convert_ids_to_tokens(token_id) if token_id < len(each) else None for each in (tokenizer, other)
+        )
+        if own_token != teacher_token:
             raise ModelError(
                 "distill.teacher = {teacher} has another tokenizer than the student: token {place} is {theirs} there "
                 "and {mine} here. Both must have the same tokens, as their probabilities are compared.",
                 teacher=folder,
-                place=place,
-                theirs=repr(theirs),
-                mine=repr(mine),
+                place=token_id,
+                theirs=repr(teacher_token),
+                mine=repr(own_token),
             )
 
 
@@ -397,20 +405,20 @@ def _identity(cfg: schema.RunConfig) -> list[str]:
         return [_digest(Path(folder)), cfg.precision.dtype.value]
     plain = to_dict(cfg)
     model = {name: plain["model"][name] for name in ("init", "shape", "path", "tokenizer")}
-    found = [json.dumps(model, sort_keys=True), str(cfg.run.seed), cfg.precision.dtype.value]
-    return found + [_digest(Path(path)) for path in (cfg.model.path, cfg.tuning.adapter) if path]
+    parts = [json.dumps(model, sort_keys=True), str(cfg.run.seed), cfg.precision.dtype.value]
+    return parts + [_digest(Path(path)) for path in (cfg.model.path, cfg.tuning.adapter) if path]
 
 
 def _digest(folder: Path) -> str:
     """Return a digest of a model directory: its config, and of each weight file size and parts from all over it."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.name in ("config.json", "adapter_config.json"):
-            whole.update(path.name.encode() + path.read_bytes())
+            digest.update(path.name.encode() + path.read_bytes())
         elif path.suffix in (".safetensors", ".bin", ".pt"):
             size = path.stat().st_size
-            whole.update(f"{path.name} {size}".encode())
+            digest.update(f"{path.name} {size}".encode())
             with open(path, "rb") as file:
                 for begin in np.linspace(0, max(0, size - _SPOT_BYTES), _SPOTS).astype(int).tolist():
-                    whole.update(os.pread(file.fileno(), _SPOT_BYTES, begin))
-    return whole.hexdigest()
+                    digest.update(os.pread(file.fileno(), _SPOT_BYTES, begin))
+    return digest.hexdigest()

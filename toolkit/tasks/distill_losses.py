@@ -57,7 +57,7 @@ def distilled(
     student's scores hold.
     """
     if not torch.is_grad_enabled():
-        weight, bias = (one if one is None else one.detach() for one in student[1:])
+        weight, bias = (tensor if tensor is None else tensor.detach() for tensor in student[1:])
         student = Scores(student.states.detach(), weight, bias)
     return Distilled(*_Distilled.apply(*student, targets, teacher, vocabulary, config))
 
@@ -97,16 +97,16 @@ class _Distilled(torch.autograd.Function):
             labels[part] = -gradient.gather(1, wanted)[:, 0]
             gradient.exp_()
             gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
-            mine = slice(part.start, min(part.stop, taught))
-            count = max(0, mine.stop - mine.start)
+            taught_part = slice(part.start, min(part.stop, taught))
+            count = max(0, taught_part.stop - taught_part.start)
             if not count:
                 total.add_(labels[part].sum())
                 return gradient
-            found, of_divergence = _compare(logits[:count, :vocabulary], teacher, mine, config)
-            divergences[mine] = found
+            divergence_of_tokens, of_divergence = _compare(logits[:count, :vocabulary], teacher, taught_part, config)
+            divergences[taught_part] = divergence_of_tokens
             share = config.weight
-            total.add_((1 - share) * labels[mine].sum() + labels[part][count:].sum())
-            total.add_(share * config.temperature**2 * found.sum())
+            total.add_((1 - share) * labels[taught_part].sum() + labels[part][count:].sum())
+            total.add_(share * config.temperature**2 * divergence_of_tokens.sum())
             gradient[:count] *= 1 - share
             gradient[:count, :vocabulary].add_(of_divergence, alpha=share * config.temperature)
             return gradient
@@ -136,10 +136,10 @@ def _compare(
     ids = teacher.ids[part]
     masses = _grouped(logits, ids)
     log_p = (teacher.logs[part] / config.temperature).log_softmax(1)
-    found, of_masses = divergence(log_p, (masses / config.temperature).log_softmax(1), config)
+    divergences, of_masses = divergence(log_p, (masses / config.temperature).log_softmax(1), config)
     # Of the logits that are grouped each has its share in the group.
     gradient = (logits - masses[:, -1:]).exp_().mul_(of_masses[:, -1:])
-    return found, gradient.scatter_(1, ids, of_masses[:, :-1])
+    return divergences, gradient.scatter_(1, ids, of_masses[:, :-1])
 
 
 def _grouped(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -160,10 +160,10 @@ def divergence(log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig) 
         log_m = torch.logaddexp(log_p + math.log(config.beta), log_q + math.log(share))
     parts = share * _times(q, log_q - log_m)
     of_q = parts.sum(1, keepdim=True)
-    found = of_q[:, 0]
+    divergences = of_q[:, 0]
     if config.loss is DistillLoss.jsd:
-        found = found + config.beta * _times(p, log_p - log_m).sum(1)
-    return found, parts - q * of_q
+        divergences = divergences + config.beta * _times(p, log_p - log_m).sum(1)
+    return divergences, parts - q * of_q
 
 
 def _times(masses: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -40,12 +40,12 @@ def embeddings(engine: Any, batch: attention.Batch, pooling: schema.Pooling) -> 
     counts = torch.ones_like(lengths) if pooling is schema.Pooling.last else lengths
     spans = zip((begins + lengths - counts).tolist(), (begins + lengths).tolist(), strict=True)
     places = torch.cat([torch.arange(begin, end) for begin, end in spans])
-    mine, own = attention.own_places(batch, places)
-    in_rows = torch.bincount(places[mine] // segments.size(1), minlength=len(lengths)).tolist()
-    head, given = loss.loss_head(engine), loss.on_device(engine, batch)
-    states = head.states(engine, given, own.to(engine.device, non_blocking=True)).float()
+    is_own, own_positions = attention.own_places(batch, places)
+    in_rows = torch.bincount(places[is_own] // segments.size(1), minlength=len(lengths)).tolist()
+    head, inputs = loss.loss_head(engine), loss.on_device(engine, batch)
+    states = head.states(engine, inputs, own_positions.to(engine.device, non_blocking=True)).float()
     # Not index_add, whose order of additions is another one each time on a GPU.
-    sums = torch.stack([one.sum(dim=0) for one in states.split(in_rows)])
+    sums = torch.stack([of_sample.sum(dim=0) for of_sample in states.split(in_rows)])
     means = attention.of_whole_rows(sums, batch) / counts.to(sums, non_blocking=True)[:, None]
     return functional.normalize(means, dim=1)
 
@@ -53,16 +53,19 @@ def embeddings(engine: Any, batch: attention.Batch, pooling: schema.Pooling) -> 
 def pair_losses(texts: torch.Tensor, temperature: float, size: int) -> torch.Tensor:
     """Return the loss of each of N pairs, [N], of embeddings [N x size, H]: query, positive and negatives in turns."""
     parts = [
-        functional.cross_entropy(similar / temperature, own, reduction="none")
-        for similar, own in _similarities(texts, size)
+        functional.cross_entropy(similar / temperature, positives, reduction="none")
+        for similar, positives in _similarities(texts, size)
     ]
     return torch.cat(parts)
 
 
 def ranks_of(texts: torch.Tensor, size: int) -> torch.Tensor:
     """Return the place of each query's own positive among all texts but queries, by similarity, from 1: [N]."""
-    found = [(similar > similar.gather(1, own[:, None])).sum(dim=1) + 1 for similar, own in _similarities(texts, size)]
-    return torch.cat(found)
+    ranks = [
+        (similar > similar.gather(1, positives[:, None])).sum(dim=1) + 1
+        for similar, positives in _similarities(texts, size)
+    ]
+    return torch.cat(ranks)
 
 
 def _similarities(texts: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -79,7 +82,7 @@ class EmbedTask(samples.ScoreTask):
     counted = "pairs"
     names = ("recall_at_1",)
     reported = ((schema.EVAL_EMBED[0], schema.EVAL_EMBED[0]),)
-    _known: deque[tuple[torch.Tensor, ...]]
+    _pair_results: deque[tuple[torch.Tensor, ...]]
     """Of each micro-batch of a step that is to come: the losses of its pairs, their gradients by the embeddings, and
     whether a query's own positive was the most similar one."""
 
@@ -103,10 +106,12 @@ class EmbedTask(samples.ScoreTask):
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return also what sentence-transformers reads beside the model."""
-        found = super().model_files(engine)
+        model_files = super().model_files(engine)
         width, longest = stages.unwrap_model(engine.module).config.hidden_size, self.cfg.data.max_length
-        own = embedding_files.describe(self.cfg.embed.pooling, width, longest)
-        return replace(found, files={**found.files, **own}) if found.files else found
+        embedding_config = embedding_files.describe(self.cfg.embed.pooling, width, longest)
+        return (
+            replace(model_files, files={**model_files.files, **embedding_config}) if model_files.files else model_files
+        )
 
     def _size_of_data(self) -> str:
         return tr("{pairs} pairs of texts", pairs=f"{len(self.data.train) // self._size:,}")
@@ -125,26 +130,26 @@ class EmbedTask(samples.ScoreTask):
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Embed the pairs of all ranks, and compute the loss and its gradient by each embedding. A collective."""
         with probe.evaluating(engine):
-            mine = [found for _, found in stages.measured(engine, batches, self._embed)]
-        everything, begin = self._of_all_ranks(mine, engine.device)
-        everything.requires_grad_(True)
-        losses = pair_losses(everything, self.cfg.embed.temperature, self._size)
-        slopes = torch.autograd.grad(losses.sum(), everything)[0]
-        is_first = ranks_of(everything.detach(), self._size) == 1
-        self._known = deque()
-        for one in mine:
-            end = begin + len(one)
-            own = slice(begin // self._size, end // self._size)
-            self._known.append((losses.detach()[own], slopes[begin:end], is_first[own]))
+            own_texts = [texts for _, texts in stages.measured(engine, batches, self._embed)]
+        all_texts, begin = self._of_all_ranks(own_texts, engine.device)
+        all_texts.requires_grad_(True)
+        losses = pair_losses(all_texts, self.cfg.embed.temperature, self._size)
+        slopes = torch.autograd.grad(losses.sum(), all_texts)[0]
+        is_first = ranks_of(all_texts.detach(), self._size) == 1
+        self._pair_results = deque()
+        for batch_texts in own_texts:
+            end = begin + len(batch_texts)
+            pairs = slice(begin // self._size, end // self._size)
+            self._pair_results.append((losses.detach()[pairs], slopes[begin:end], is_first[pairs]))
             begin = end
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of pairs, whose gradients are those of the whole step."""
-        found = self._embed(engine, batch)
-        losses, slopes, is_first = self._known.popleft()
+        texts = self._embed(engine, batch)
+        losses, slopes, is_first = self._pair_results.popleft()
         count = losses.new_full((), len(losses))
         self._add({"recall_at_1": torch.stack((is_first.sum().to(losses), count))})
-        carried = (found * slopes).sum()
+        carried = (texts * slopes).sum()
         return carried + (losses.sum() - carried).detach()
 
     def _embed(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
@@ -154,10 +159,10 @@ class EmbedTask(samples.ScoreTask):
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return loss, recall and reciprocal rank, each query among the positives of all ranks. A collective."""
         with probe.evaluating(engine):
-            mine = [found for _, found in stages.measured(engine, batches, self._embed)]
-        everything, _ = self._of_all_ranks(mine, engine.device)
-        places = ranks_of(everything, self._size)
-        losses = pair_losses(everything, self.cfg.embed.temperature, self._size)
+            own_texts = [texts for _, texts in stages.measured(engine, batches, self._embed)]
+        all_texts, _ = self._of_all_ranks(own_texts, engine.device)
+        places = ranks_of(all_texts, self._size)
+        losses = pair_losses(all_texts, self.cfg.embed.temperature, self._size)
         recall, reciprocal = schema.EVAL_EMBED
         return {
             schema.EVAL_LOSS: float(losses.double().mean()),
@@ -166,11 +171,11 @@ class EmbedTask(samples.ScoreTask):
             reciprocal: float((1 / places.double()).mean()),
         }
 
-    def _of_all_ranks(self, mine: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
+    def _of_all_ranks(self, texts: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
         """Return the rows of all ranks that work on different ones, and where this rank's begin. A collective."""
-        own = torch.cat(mine) if self._is_leader else torch.zeros(0)
-        sizes = process_group.gather(len(own))
-        rows = process_group.gather_metrics({"rows": own}, device)["rows"]
+        own_rows = torch.cat(texts) if self._is_leader else torch.zeros(0)
+        sizes = process_group.gather(len(own_rows))
+        rows = process_group.gather_metrics({"rows": own_rows}, device)["rows"]
         leader = mesh.mesh_of(self.cfg, self.ranks.world_size, self.ranks.rank).leader
         return rows.to(device), sum(sizes[:leader])
 

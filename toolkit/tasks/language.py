@@ -200,11 +200,16 @@ class LanguageTask(task.Task):
 
     def start_lines(self, run: task.RunContext) -> str:
         store, counts = self.data.train, parameters.count_parameters(stages.unwrap_model(run.engine.module))
-        trained, total = sum(one.trained for one in counts.values()), sum(one.total for one in counts.values())
+        trained, total = (
+            sum(group_count.trained for group_count in counts.values()),
+            sum(group_count.total for group_count in counts.values()),
+        )
         parts = [
-            f"{group} {one.trained:,} / {one.total:,}" if one.trained < one.total else f"{group} {one.total:,}"
-            for group, one in counts.items()
-            if one.trained
+            f"{group} {group_count.trained:,} / {group_count.total:,}"
+            if group_count.trained < group_count.total
+            else f"{group} {group_count.total:,}"
+            for group, group_count in counts.items()
+            if group_count.trained
         ]
         line = tr(
             "{trained} of {parameters} parameters are trained ({parts}). {samples} with "
@@ -349,8 +354,8 @@ class LanguageTask(task.Task):
         """Return parameters, tokens, what the first and the last evaluation gave, and the losses of n-grams."""
         counts = parameters.count_parameters(stages.unwrap_model(run.engine.module)).values()
         summary: dict[str, Any] = {
-            "parameters": sum(one.total for one in counts),
-            "trained_parameters": sum(one.trained for one in counts),
+            "parameters": sum(count.total for count in counts),
+            "trained_parameters": sum(count.trained for count in counts),
             "trained_tokens": result.state.trained_tokens,
             "total_tokens": result.state.total_tokens,
         }

@@ -148,7 +148,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         layout = Layout.joined
 
     def plan(store: TokenizedCache, sources: list[schema.SourceConfig]) -> PackingPlan:
-        found = plan_sequences(
+        planned = plan_sequences(
             store,
             packing,
             max_length=cfg.data.max_length,
@@ -163,7 +163,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
             cache_dir=Path(cfg.prepare.dir),
         )
         is_tree = schema.shares_prompts(cfg) and layout is not Layout.alone
-        return share_prompts(store, found, Path(cfg.prepare.dir)) if is_tree else found
+        return share_prompts(store, planned, Path(cfg.prepare.dir)) if is_tree else planned
 
     return LanguageData(
         encoder=encoder,
@@ -302,11 +302,11 @@ def training_batches(
     start: sampler.Position = sampler.BEGINNING,
 ) -> Iterator[Batch]:
     """Return this rank's accumulation x total_steps micro-batches from a position on; a thread prepares them ahead."""
-    place = mesh_of(cfg, ranks.world_size, ranks.rank)
-    shares = _sampler(cfg, prepared, place, start, total_steps, changing_order(cfg, prepared))
+    mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
+    shares = _sampler(cfg, prepared, mesh, start, total_steps, changing_order(cfg, prepared))
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
     batches = _with_columns(_loaded(cfg, prepared, "train", shares, cfg.data.num_workers), shares, prepared, "train")
-    return ahead(_parts_of(batches, place), accumulation(cfg, ranks.world_size))
+    return ahead(_parts_of(batches, mesh), accumulation(cfg, ranks.world_size))
 
 
 def _loaded(
@@ -326,13 +326,13 @@ def _loaded(
     )
 
 
-def _parts_of(batches: Iterator[Batch], place: Mesh) -> Iterator[Batch]:
+def _parts_of(batches: Iterator[Batch], mesh: Mesh) -> Iterator[Batch]:
     """Return this rank's parts of micro-batches, all of them where sequences are not divided over ranks."""
-    if place.sequence == 1:
+    if mesh.sequence == 1:
         return batches
     from toolkit.layouts.sequence import local_part
 
-    return map(partial(local_part, part=place.part, parts=place.sequence), batches)
+    return map(partial(local_part, part=mesh.part, parts=mesh.sequence), batches)
 
 
 def _with_columns(
@@ -362,11 +362,11 @@ def answer_batches(
     """
     _, plan = prepared.split(split)
     assert plan.members is not None
-    place = mesh_of(cfg, ranks.world_size, ranks.rank)
+    mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     _, rows = np.unique(plan.members[::2], return_index=True)
-    shares = sampler.sequential(len(rows), micro_rows(cfg), place.data_rank, place.data_ranks)
+    shares = sampler.sequential(len(rows), micro_rows(cfg), mesh.data_rank, mesh.data_ranks)
     planned = [rows[share].tolist() for share in shares]
-    parts = _parts_of(_loaded(cfg, prepared, split, planned), place)
+    parts = _parts_of(_loaded(cfg, prepared, split, planned), mesh)
     return [[sample for row in share for sample in plan[row]] for share in planned], ahead(parts, 2)
 
 
@@ -419,15 +419,15 @@ def step_samples(
 ) -> list[list[list[int]]]:
     """Return the samples of the step at a position: of each rank, of each micro-batch, their numbers in the split."""
     plan, order = prepared.train_plan, changing_order(cfg, prepared)
-    places = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
-    by_rank = [_sampler(cfg, prepared, place, start, 1, order) for place in places]
+    meshes = [mesh_of(cfg, world_size, rank) for rank in range(world_size)]
+    by_rank = [_sampler(cfg, prepared, mesh, start, 1, order) for mesh in meshes]
     return [[[sample for row in rows for sample in plan[row]] for rows in share] for share in by_rank]
 
 
 def _sampler(
     cfg: schema.RunConfig,
     prepared: LanguageData,
-    place: Mesh,
+    mesh: Mesh,
     start: sampler.Position,
     num_steps: int,
     order: sampler.Order | None,
@@ -439,15 +439,15 @@ def _sampler(
         if plan.members is None or plan.offsets is None:
             return store.lengths(rows if plan.members is None else plan.members[rows])
         begins = plan.offsets[rows]  # of two answers, as long as the longer one makes them
-        first, second = (store.lengths(plan.members[begins + place]) for place in (0, 1))
+        first, second = (store.lengths(plan.members[begins + answer]) for answer in (0, 1))
         return np.maximum(first, second) if plan.shared is None else first + second - plan.shared[begins + 1]
 
     return sampler.GlobalBatchSampler(
         num_rows=order.num_rows if order else len(plan),
         global_size=global_size,
         micro_per_gpu=micro,
-        rank=place.data_rank,
-        world_size=place.data_ranks,
+        rank=mesh.data_rank,
+        world_size=mesh.data_ranks,
         key=_key(cfg, prepared),
         start=start,
         num_steps=num_steps,
@@ -460,8 +460,8 @@ def evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ran
     """Yield this rank's validation micro-batches, each sample once over all ranks, prepared ahead as in training;
     `sources`, int64 [T]: of each trained token the number of its source.
     """
-    place = mesh_of(cfg, ranks.world_size, ranks.rank)
-    return ahead(_parts_of(_evaluation_batches(cfg, prepared, ranks), place), 2)
+    mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
+    return ahead(_parts_of(_evaluation_batches(cfg, prepared, ranks), mesh), 2)
 
 
 @contextmanager
@@ -484,16 +484,16 @@ def shown_evaluation(
 
 def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
     store, plan = prepared.split("validation")
-    place = mesh_of(cfg, ranks.world_size, ranks.rank)
-    shares = sampler.sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], place.data_rank, place.data_ranks)
+    mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
+    shares = sampler.sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], mesh.data_rank, mesh.data_ranks)
     sources, loaded = store.sources(), _loaded(cfg, prepared, "validation", shares)
     for rows, batch in zip(shares, _with_columns(loaded, shares, prepared, "validation"), strict=True):
         samples = laid_out([plan[row] for row in rows], prepared.layout)
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
-        given, of_token = attention.with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
-        yield {**given, "sources": of_token[given["places"]]}
+        labelled, of_token = attention.with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
+        yield {**labelled, "sources": of_token[labelled["places"]]}
 
 
 def longest_batch(cfg: schema.RunConfig, prepared: LanguageData, world_size: int) -> Batch:
@@ -535,19 +535,19 @@ def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
     one. ChatGLM-6B takes no row without <sop>, which is at the end of the prompt. Branches stay some, in proportion.
     """
     ids, trained = sample[:2]
-    kept = max(2, int(len(ids) * share))
+    length = max(2, int(len(ids) * share))
     if isinstance(sample, Branch):
-        return Branch(ids[:kept], np.arange(kept) == kept - 1, min(int(sample.shared * share), kept - 2))
-    end = max(kept, int(trained.argmax()) + 1)
-    trained = trained[end - kept : end].copy()
+        return Branch(ids[:length], np.arange(length) == length - 1, min(int(sample.shared * share), length - 2))
+    end = max(length, int(trained.argmax()) + 1)
+    trained = trained[end - length : end].copy()
     trained[-1] = True
-    return ids[end - kept : end], trained
+    return ids[end - length : end], trained
 
 
 def _batch(cfg: schema.RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
     batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(cfg.parallel.sequence))
-    place = mesh_of(cfg, world_size(), rank())
-    return next(_parts_of(iter([batch]), place))
+    mesh = mesh_of(cfg, world_size(), rank())
+    return next(_parts_of(iter([batch]), mesh))
 
 
 _BINS = 40
@@ -576,10 +576,10 @@ def split_card(store: TokenizedCache) -> dict[str, Any]:
 def check_same_data(cfg: schema.RunConfig, prepared: LanguageData) -> None:
     """Raise DataError on every rank where files of one name differ from node to node. A collective."""
     identity = prepared.identity
-    found = {
+    facts = {
         "data: training samples": f"{len(prepared.train):,} ({identity['store'][:12]})",
         "data: training sequences": f"{len(prepared.train_plan):,} ({identity['rows'][:12]})",
     }
     if (validation := prepared.validation) is not None:
-        found["data: validation samples"] = f"{len(validation):,} ({validation.fingerprint[:12]})"
-    check_alike(cfg.distributed, found, DataError)
+        facts["data: validation samples"] = f"{len(validation):,} ({validation.fingerprint[:12]})"
+    check_alike(cfg.distributed, facts, DataError)

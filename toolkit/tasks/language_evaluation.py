@@ -182,7 +182,7 @@ class Evaluation:
             lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in results.rows]
             file.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
             config = to_dict(self.cfg)
-            whole = {
+            record = {
                 "figures": figures | results.values,
                 "tokenization": results.tokenize,
                 "signatures": results.signatures,
@@ -191,7 +191,7 @@ class Evaluation:
                 "adapter": self.adapter,
                 "evaluate": config["evaluate"],
             }
-            text = json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+            text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
             file.with_suffix(".json").write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             warn("{file} cannot be written: {reason}.", file=file, reason=error.strerror or str(error))

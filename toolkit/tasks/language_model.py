@@ -151,16 +151,16 @@ def build_engine(
 def _load(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig) -> PreTrainedModel:
     """Return the model of a recipe's directory, of divided ones this rank's part. A collective."""
     mesh = mesh_of(cfg, process_group.world_size(), process_group.rank())
-    head, own, ready = language_data.head_of(cfg, data), None, None
+    head, part_of, ready = language_data.head_of(cfg, data), None, None
     if cfg.parallel.pipeline > 1:
         from toolkit.layouts.pipeline import stage_parameters
 
-        own = partial(stage_parameters, num_stages=cfg.parallel.pipeline, stage=mesh.stage, tuning=cfg.tuning)
-        own = partial(own, num_scores=len(head.labels)) if head else own
+        part_of = partial(stage_parameters, num_stages=cfg.parallel.pipeline, stage=mesh.stage, tuning=cfg.tuning)
+        part_of = partial(part_of, num_scores=len(head.labels)) if head else part_of
     elif mesh.expert > 1:
         from toolkit.layouts.experts import divide
 
-        own = partial(divide, ranks=mesh.expert)
+        part_of = partial(divide, ranks=mesh.expert)
     if cfg.precision.fp8 is not Fp8.none:
         from toolkit.layouts import fp8
 
@@ -171,7 +171,9 @@ def _load(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConf
         ready = quantize_layer  # each layer as soon as it is read: a model in 16 bits need not fit into host memory
     packed, dtype = data.layout is not loader.Layout.alone, cfg.precision.dtype
     parts = cfg.parallel.sequence
-    return load.create_model(cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, own, head, ready)
+    return load.create_model(
+        cfg.model, dtype, data.tokenizer, cfg.run.seed, ds.values, packed, parts, part_of, head, ready
+    )
 
 
 def _check_attention(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.LanguageData) -> None:
@@ -201,8 +203,8 @@ def _check_tuned(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run
     from toolkit.models import base_model
 
     tuned = model.tuned
-    if source.checkpoint and (known := base_model.read_base(source.checkpoint / save.MODEL_DIR)):
-        base_model.check_base(known, tuned.base, source.checkpoint)
+    if source.checkpoint and (trained_base := base_model.read_base(source.checkpoint / save.MODEL_DIR)):
+        base_model.check_base(trained_base, tuned.base, source.checkpoint)
     if cfg.tuning.method in (TuningMethod.lora, TuningMethod.qlora):
         from toolkit.export import merge
 

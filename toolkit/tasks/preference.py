@@ -164,8 +164,8 @@ class PreferenceTask(sample_task.SampleTask):
         engine = super().build(ds, source)
         if self._is_reference_ahead:
             splits = ["train", "validation"] if self.has_validation else ["train"]
-            found = {split: self._reference_of_split(engine, split, source.folder) for split in splits}
-            self.data = replace(self.data, reference=found)
+            reference = {split: self._reference_of_split(engine, split, source.folder) for split in splits}
+            self.data = replace(self.data, reference=reference)
         return engine
 
     @property
@@ -177,17 +177,17 @@ class PreferenceTask(sample_task.SampleTask):
         store, _ = self.data.split(split)
         # KTO's without "-2" may be of a question with another answer to itself.
         file = folder / REFERENCE / f"{store.fingerprint}-{split}{'-2' * (store.num_numbers > len(store))}.f32"
-        kept = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
-        if kept is not None and len(kept) == store.num_numbers:
-            return kept
+        stored = process_group.on_rank0(lambda: np.fromfile(file, np.float32) if file.exists() else None)
+        if stored is not None and len(stored) == store.num_numbers:
+            return stored
         numbers, batches = language_data.answer_batches(self.cfg, self.data, split, self.ranks)
         values = np.zeros(store.num_numbers, np.float32)
         with (
             probe.evaluating(engine),
             terminal.phase(tr("Computing reference log-probabilities"), len(numbers), tr("batches")) as advance,
         ):
-            found = stages.measured(engine, batches, answer_log_probabilities)
-            for samples, (_, (of_answers, _)) in zip(numbers, found, strict=False):
+            measured = stages.measured(engine, batches, answer_log_probabilities)
+            for samples, (_, (of_answers, _)) in zip(numbers, measured, strict=False):
                 if self._is_leader:
                     values[samples] = of_answers[: len(samples)].float().cpu().numpy()
                 advance(1)
@@ -221,14 +221,16 @@ class PreferenceTask(sample_task.SampleTask):
         reference = self._reference(engine, batch)
         values, tokens = answer_log_probabilities(engine, batch)
         end = 2 * self.count(batch)
-        chosen, rejected = (Answers(*(one[place:end:2] for one in (values, tokens, reference))) for place in (0, 1))
-        found: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
-        margins = found.chosen_rewards - found.rejected_rewards
+        chosen, rejected = (
+            Answers(*(column[offset:end:2] for column in (values, tokens, reference))) for offset in (0, 1)
+        )
+        pairs: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
+        margins = pairs.chosen_rewards - pairs.rejected_rewards
         answers = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
         apart = (answers[0] + answers[1] - chosen.reference - rejected.reference) / 2
-        figures = (found.chosen_rewards, found.rejected_rewards, margins, (margins > 0).float(), *answers, apart)
+        figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, (margins > 0).float(), *answers, apart)
         # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
-        loss = found.losses.sum() if end else 0 * values.sum()
+        loss = pairs.losses.sum() if end else 0 * values.sum()
         return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True) if name in self.names}
 
     def _reference(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
@@ -245,8 +247,8 @@ class PreferenceTask(sample_task.SampleTask):
         sums = torch.zeros(2 + len(self.names), dtype=torch.float64)
         with probe.evaluating(engine):
             for batch, (loss, figures) in stages.measured(engine, batches, self._pairs):
-                found = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
-                sums += self._is_leader * found.cpu()
+                batch_sums = torch.stack((loss.new_tensor(self.count(batch)), loss, *figures.values()))
+                sums += self._is_leader * batch_sums.cpu()
         pairs, *totals = process_group.sum_over_ranks(sums, engine.device).tolist()
         means = [total / pairs for total in totals]
         return {schema.EVAL_LOSS: means[0], PAIRS: int(pairs)} | {
@@ -273,18 +275,18 @@ class KtoTask(PreferenceTask):
 
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
         """Compute the divergence of model and reference on questions with others' answers. A collective."""
-        others, found = [_rows(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
+        others, sums = [_rows(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
         with probe.evaluating(engine):
             passes = stages.measured(engine, others, self._ratios)
             for batch, (_, (ratios, _)) in zip(batches, passes, strict=False):
-                found += torch.stack((ratios.sum(), ratios.new_full((), self.count(batch))))
-        self._divergence = _mean_above_zero(process_group.sum_over_ranks(found, engine.device))
+                sums += torch.stack((ratios.sum(), ratios.new_full((), self.count(batch))))
+        self._divergence = _mean_above_zero(process_group.sum_over_ranks(sums, engine.device))
 
     def loss_sum(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
         """Return the sum of the losses of answers, and add up their figures."""
-        mine = _rows(batch, 0)
-        ratios, values = self._ratios(engine, mine)
-        is_good = mine["value"].to(engine.device, non_blocking=True)[: self.count(batch)] > 0
+        answers = _rows(batch, 0)
+        ratios, values = self._ratios(engine, answers)
+        is_good = answers["value"].to(engine.device, non_blocking=True)[: self.count(batch)] > 0
         losses, figures = self._losses(ratios[: len(is_good)], values[: len(is_good)], is_good, self._divergence)
         self._add(figures)
         return losses.sum() if len(is_good) else 0 * ratios.sum()
@@ -311,7 +313,7 @@ class KtoTask(PreferenceTask):
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
         """Return the means over all ranks' answers; the divergence is that of all of them. A collective."""
-        found = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
+        parts = [(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool))]
         sums = torch.zeros(2, dtype=torch.float64)
 
         def measure(model: Any, batch: language_data.Batch) -> tuple[torch.Tensor, ...]:
@@ -321,10 +323,10 @@ class KtoTask(PreferenceTask):
         with probe.evaluating(engine):
             for batch, (ratios, values, of_others) in stages.measured(engine, batches, measure):
                 count = self.count(batch)
-                found.append((ratios[:count].cpu(), values[:count].cpu(), _rows(batch, 0)["value"][:count] > 0))
+                parts.append((ratios[:count].cpu(), values[:count].cpu(), _rows(batch, 0)["value"][:count] > 0))
                 sums += torch.stack((of_others.cpu(), torch.tensor(float(count))))
         divergence = _mean_above_zero(process_group.sum_over_ranks(sums, engine.device)).cpu()
-        ratios, values, is_good = (torch.cat(column) for column in zip(*found, strict=True))
+        ratios, values, is_good = (torch.cat(column) for column in zip(*parts, strict=True))
         losses, figures = self._losses(ratios, values, is_good, divergence)
         totals = torch.cat((torch.stack((losses.sum(), torch.tensor(float(len(losses))))), *figures.values())).double()
         means = process_group.sum_over_ranks(self._is_leader * totals, engine.device).view(-1, 2)
@@ -350,14 +352,14 @@ def _rows(batch: language_data.Batch, first: int) -> language_data.Batch:
     """Return every second row of a micro-batch as one of its own; the filler of one that is empty as it is."""
     if len(batch["input_ids"]) == 1:
         return batch
-    found = {name: batch[name][first::2] for name in _COLUMNS if name in batch}
+    rows = {name: batch[name][first::2] for name in _COLUMNS if name in batch}
     if "part" in batch:
         length = batch["input_ids"].size(1)
         row, column = (batch["places"] - 1) // length, (batch["places"] - 1) % length
-        mine = row % 2 == first
-        places = row[mine] // 2 * length + column[mine] + 1
-        found |= {"part": batch["part"], "targets": batch["targets"][mine], "places": places}
-    return found
+        is_own = row % 2 == first
+        places = row[is_own] // 2 * length + column[is_own] + 1
+        rows |= {"part": batch["part"], "targets": batch["targets"][is_own], "places": places}
+    return rows
 
 
 def _mean_above_zero(sums: torch.Tensor) -> torch.Tensor:

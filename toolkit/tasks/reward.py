@@ -34,9 +34,9 @@ class RewardTask(PreferenceTask, samples.ScoreTask):
         chosen, rejected = scores[0:end:2], scores[1:end:2]
         margins = batch["value"].to(scores)[0:end:2]
         losses = reward_losses(chosen, rejected, margins, self.cfg.task.center)
-        given = chosen.detach(), rejected.detach()
-        gains = given[0] - given[1]
-        figures = (*given, gains, (gains > 0).float())
+        scores_of_sides = chosen.detach(), rejected.detach()
+        gains = scores_of_sides[0] - scores_of_sides[1]
+        figures = (*scores_of_sides, gains, (gains > 0).float())
         # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
         loss = losses.sum() if end else 0 * scores.sum()
         return loss, {name: value.sum() for name, value in zip(self.names, figures, strict=True)}
