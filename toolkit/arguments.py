@@ -94,18 +94,18 @@ def unknown_option(
     word: str,
     following: str,
     names: Sequence[str],
-    known: Sequence[str],
+    options: Sequence[str],
     meant: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> ConfigError:
     """Return the error about `--name value`, or `--name=value`, with the `key=value` to write where one is meant.
 
-    `names` are the command's own `name=value` arguments, `known` its options; `meant` gives the keys that a name means.
+    `names`: the command's own `name=value` arguments; `options`: its options; `meant` gives the keys that a name means.
     """
     name, _, value = word.lstrip("-").partition("=")
     name = name.replace("-", "_")
     written = [f"{key}={value or following or 'VALUE'}" for key in ([name] if name in names else meant(name))]
     if not written:
-        return ConfigError("unknown option {word}. Known here: {known}.", word=word, known=", ".join(known))
+        return ConfigError("unknown option {word}. Known here: {known}.", word=word, known=", ".join(options))
     return ConfigError("unknown option {word}. Write {words}", word=word, words=tr(" or ").join(written))
 
 
@@ -156,23 +156,23 @@ def named_arguments(
     `usage` is an example, shown if a required one is missing; the value of `bare`, such as a path, may stand alone: a
     directory above its name may hold a =, as that of a sweep's run does.
     """
-    given: dict[str, str] = {}
-    known = [*required, *optional]
+    values: dict[str, str] = {}
+    names = [*required, *optional]
     rest = choose_language(words)
     for word, following in zip_longest(rest, rest[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if word.startswith("-"):
-            raise unknown_option(word, following, known, [f"{name}=" for name in known])
-        if bare and bare not in given and (not equals or "/" in name):
-            given[bare] = word
+            raise unknown_option(word, following, names, [f"{name}=" for name in names])
+        if bare and bare not in values and (not equals or "/" in name):
+            values[bare] = word
             continue
-        if not equals or name not in known:
-            raise ConfigError("unknown argument '{word}'. Known: {known}.", word=word, known=", ".join(known))
-        given[name] = value
+        if not equals or name not in names:
+            raise ConfigError("unknown argument '{word}'. Known: {known}.", word=word, known=", ".join(names))
+        values[name] = value
     for name in required:
-        if not given.get(name):
+        if not values.get(name):
             raise ConfigError("{name} is missing: {usage}", name=name, usage=usage)
-    return given
+    return values
 
 
 def check_output(values: dict[str, str]) -> None:
@@ -230,9 +230,9 @@ def number(values: dict[str, str], name: str, default: float, most: float = math
     return value
 
 
-def one_of(values: dict[str, str], name: str, known: Sequence[str]) -> str:
+def one_of(values: dict[str, str], name: str, choices: Sequence[str]) -> str:
     """Return an argument that is one of the known values, the first of them if it was not given."""
-    value = values.get(name, known[0])
-    if value not in known:
-        raise ConfigError("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(known))
+    value = values.get(name, choices[0])
+    if value not in choices:
+        raise ConfigError("{name} = {value} is none of {known}.", name=name, value=value, known=", ".join(choices))
     return value

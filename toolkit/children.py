@@ -217,10 +217,10 @@ def _below(root: int) -> set[int]:
             with suppress(OSError, IndexError, ValueError):
                 text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
                 parents[int(folder.name)] = int(text.rpartition(")")[2].split()[1])
-    found: set[int] = set()
-    while new := {pid for pid, parent in parents.items() if parent in {root, *found}} - found:
-        found |= new
-    return found
+    below: set[int] = set()
+    while new := {pid for pid, parent in parents.items() if parent in {root, *below}} - below:
+        below |= new
+    return below
 
 
 if __name__ == "__main__":

@@ -81,14 +81,14 @@ def train(
         "shards_itself": shards_itself,
     }
     typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
-    found: list[Path] = []
-    code = failure.run_guarded(lambda: _run(parts, [f"recipe={recipe or _BASE}", *overrides, *typed], found))
-    if code or not found:
+    folders: list[Path] = []
+    code = failure.run_guarded(lambda: _run(parts, [f"recipe={recipe or _BASE}", *overrides, *typed], folders))
+    if code or not folders:
         raise SystemExit(code)
-    return found[0]
+    return folders[0]
 
 
-def _run(parts: dict[str, Any], words: list[str], found: list[Path]) -> int:
+def _run(parts: dict[str, Any], words: list[str], folders: list[Path]) -> int:
     if parts["score"] is not None and parts["metrics"] is None:
         raise ConfigError(tr("score= makes figures of what metrics= returns: give both."))
     if parts["metrics"] is not None and parts["validation"] is None:
@@ -107,7 +107,7 @@ def _run(parts: dict[str, Any], words: list[str], found: list[Path]) -> int:
     spec = CustomSpec(**parts)
     if ranks.rank == 0:
         greet(arguments, ranks, spec.model_name)
-    found.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - deepspeed.age_s()).train())
+    folders.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - deepspeed.age_s()).train())
     return 0
 
 

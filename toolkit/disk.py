@@ -40,10 +40,10 @@ _PASSING = (
 """Of a file server that does not answer for a while, and of a system without room."""
 
 
-def pickled_code(file: Path, found: pickle.UnpicklingError) -> str:
+def pickled_code(file: Path, error: pickle.UnpicklingError) -> str:
     """Return the error about a pickle that wants to run code, which torch has not done."""
     # Of torch's long advice, which suggests the very thing that must not be done, the sentence that names the code.
-    lines = str(found).strip().splitlines()
+    lines = str(error).strip().splitlines()
     reason = next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])
     return tr(
         "{file} is a pickle that wants to run code, which is rejected: {reason}. Nothing was executed. Get the weights "
@@ -110,9 +110,9 @@ def umask() -> int:
     """Return the umask of this process."""
     with suppress(OSError):
         # Asking the system means changing it for a moment, in which another thread may make a file.
-        found = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
-        if found:
-            return int(found[1], 8)
+        match = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+        if match:
+            return int(match[1], 8)
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -151,13 +151,13 @@ def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[s
 
     def check(path: Path) -> None:
         with suppress(OSError):
-            found = path.lstat()
-            if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.getuid()):
+            status = path.lstat()
+            if stat.S_ISLNK(status.st_mode) and status.st_uid not in (0, os.getuid()):
                 sentence = tr(
                     "{path} is a symbolic link that belongs to {owner}, and writing through it would "
                     "change {target}. Remove it, or choose another directory.",
                     path=path,
-                    owner=user_name(found.st_uid),
+                    owner=user_name(status.st_uid),
                     target=path.resolve(),
                 )
                 raise error(sentence)
@@ -182,10 +182,10 @@ def walk(
     """
     seen: set[str] = set()
     count = 0
-    for place, folders, names in os.walk(folder, onerror=onerror, followlinks=True):
+    for directory, folders, names in os.walk(folder, onerror=onerror, followlinks=True):
         real = ""
         with suppress(OSError):  # a link that has just been removed
-            real = os.path.realpath(place)
+            real = os.path.realpath(directory)
         if not real or real in seen:
             folders.clear()
             continue
@@ -197,18 +197,18 @@ def walk(
                 path=shown,
                 most=f"{_MOST_ENTRIES:,}",
             )
-        folders[:] = [name for name in folders if enter(Path(place, name))]
-        yield Path(place), names
+        folders[:] = [name for name in folders if enter(Path(directory, name))]
+        yield Path(directory), names
 
 
 def matching(pattern: str) -> list[Path]:
     """Return the files that a pattern with `*`, `?`, `[…]` and `**` means; as the module glob, but within bounds."""
     parts = Path(pattern).parts
-    first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), None)
+    first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), None)
     if first is None:
         return []
     folder, wanted = Path(*parts[:first]), parts[first:]
-    wanted = tuple(part for place, part in enumerate(wanted) if wanted[place : place + 2] != ("**", "**"))
+    wanted = tuple(part for index, part in enumerate(wanted) if wanted[index : index + 2] != ("**", "**"))
 
     @cache
     def fits(left: tuple[str, ...], names: tuple[str, ...], is_folder: bool) -> bool:
@@ -223,7 +223,7 @@ def matching(pattern: str) -> list[Path]:
 
     walked = walk(folder, pattern, lambda path: fits(wanted, path.parts[len(folder.parts) :], True))
     files: list[Path] = []
-    for place, names in list(walked):  # first whether there are too many
-        above = place.parts[len(folder.parts) :]
-        files += [place / name for name in names if fits(wanted, (*above, name), False)]
+    for directory, names in list(walked):  # first whether there are too many
+        above = directory.parts[len(folder.parts) :]
+        files += [directory / name for name in names if fits(wanted, (*above, name), False)]
     return [path for path in files if os.path.isfile(path)]

@@ -62,7 +62,7 @@ _LONGEST_LINE = 1000
 
 
 def _fill(english: str, values: dict[str, object]) -> str:
-    return hide(printable(translated(english).format(**{name: _bounded(one) for name, one in values.items()})))
+    return hide(printable(translated(english).format(**{name: _bounded(value) for name, value in values.items()})))
 
 
 def _bounded(value: object) -> object:
@@ -78,7 +78,7 @@ def _bounded(value: object) -> object:
 def filled(english: str, value_of: Callable[[str], object]) -> str:
     """Return a message of a table, as `tr` does: each {placeholder} is a name whose value `value_of` gives."""
     return hide(
-        printable(re.sub(r"\{([\w.]+)\}", lambda found: str(_bounded(value_of(found[1]))), translated(english)))
+        printable(re.sub(r"\{([\w.]+)\}", lambda match: str(_bounded(value_of(match[1]))), translated(english)))
     )
 
 
@@ -123,8 +123,8 @@ def read_table(path: str) -> Any:
 @functools.cache
 def chinese() -> dict[str, dict[str, str]]:
     """Return the sections of locale/zh.yaml: English -> Chinese. It is read once, when Chinese is first needed."""
-    found: dict[str, dict[str, str]] = read_table("locale/zh.yaml")  # 20 ms
-    return found
+    catalogue: dict[str, dict[str, str]] = read_table("locale/zh.yaml")  # 20 ms
+    return catalogue
 
 
 def printable(text: str) -> str:
@@ -133,7 +133,7 @@ def printable(text: str) -> str:
     Names of files and texts of samples come from elsewhere; lines and tabs stay. Nor halves of characters, which JSON's
     escapes and names of files may hold: stdout cannot write them.
     """
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def say(line: str, /, **values: object) -> None:
@@ -205,14 +205,14 @@ _logger.propagate = False
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most like `name`, None if none is like it."""
-    found = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return matches[0] if matches else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return "Did you mean 'x'?", or "" without a candidate that is like `name`."""
-    found = nearest(name, candidates)
-    return "" if found is None else tr("Did you mean '{name}'?", name=found)
+    candidate = nearest(name, candidates)
+    return "" if candidate is None else tr("Did you mean '{name}'?", name=candidate)
 
 
 class ToolkitError(Exception):
@@ -372,13 +372,13 @@ class Problems:
     def add(self, error: ToolkitError) -> None:
         """Keep an error, unless it is known already or follows from a value that is wrong anyway; see `settle`."""
         self.more += error.more
-        for one in error.parts or (error,):
-            text = str(one)
+        for part in error.parts or (error,):
+            text = str(part)
             if text in self._texts or any(_mentions(text, key) for key in self._doubtful):
                 continue
             if len(self.errors) < MOST:
                 self._texts.add(text)
-                self.errors.append(one)
+                self.errors.append(part)
             else:
                 self.more += 1
 
@@ -474,18 +474,18 @@ def system_text(error: OSError) -> str:
     file, reason = os.fsdecode(error.filename), error.strerror or ""
     if error.errno in (errno.EACCES, errno.EPERM):
         path = Path(file).absolute()
-        for place in (path, *path.parents):
+        for directory in (path, *path.parents):
             with suppress(OSError):  # hidden by a directory above
-                found = place.stat()
+                status = directory.stat()
                 return tr(
                     "{file}: {reason}. {place} belongs to user {owner} (mode {mode}), and this process runs as user "
                     "{user}. Ask for access, or choose another directory: run.dir, prepare.dir, data.sources, "
                     "model.path, TMPDIR or TORCH_EXTENSIONS_DIR.",
                     file=file,
                     reason=reason,
-                    place=place,
-                    owner=user_name(found.st_uid),
-                    mode=f"{found.st_mode & 0o7777:o}",
+                    place=directory,
+                    owner=user_name(status.st_uid),
+                    mode=f"{status.st_mode & 0o7777:o}",
                     user=user_name(os.geteuid()),
                 )
     return tr("{file}: {reason}.", file=file, reason=reason)
@@ -521,10 +521,10 @@ def parsed_json(text: str | bytes, once: bool = False, nan: bool = False) -> Any
             raise ValueError(tr("{value} is no number", value=name))
         return float(name)
 
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(found)
-        if once and len(made) < len(found):
-            names = [name for name, _ in found]
+    def pairs(members: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(members)
+        if once and len(made) < len(members):
+            names = [name for name, _ in members]
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(tr("the key '{key}' stands twice", key=twice))
         return made

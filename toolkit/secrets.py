@@ -88,8 +88,8 @@ def is_under_secret_name(name: str, value: str) -> bool:
 
 def _hidden(value: Any, secrets: list[str]) -> Any:
     if isinstance(value, str):
-        spans = [found.span() for found in _FORMS.finditer(value)]
-        spans += [found.span() for secret in secrets for found in re.finditer(re.escape(secret), value)]
+        spans = [match.span() for match in _FORMS.finditer(value)]
+        spans += [match.span() for secret in secrets for match in re.finditer(re.escape(secret), value)]
         shown, end = "", 0
         for begin, last in sorted(spans):
             if begin >= end:  # where two overlap all of both is hidden, or a rest would be seen

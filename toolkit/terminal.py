@@ -206,5 +206,5 @@ def _text_width(text: str) -> int:
 
 def clock(seconds: float) -> str:
     """Return hours:minutes:seconds."""
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+    rounded = int(seconds)
+    return f"{rounded // 3600}:{rounded % 3600 // 60:02d}:{rounded % 60:02d}"

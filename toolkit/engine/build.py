@@ -138,12 +138,12 @@ def initialize_engine(
 
 
 def _compile(engine: deepspeed.DeepSpeedEngine, compiling: schema.CompileConfig) -> None:
-    known = torch.compiler.list_backends(exclude_tags=())
-    if compiling.backend not in known:
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if compiling.backend not in backends:
         raise ConfigError(
             "compile.backend = {backend} is not installed. There are: {known}.",
             backend=compiling.backend,
-            known=", ".join(known),
+            known=", ".join(backends),
         )
     if compiling.deepcompile and not is_deepcompile_supported():
         raise ConfigError(tr("compile.deepcompile = true needs NVIDIA GPUs, and there are none here. Set it to false."))
@@ -242,18 +242,18 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
     )
 
 
-def _apart(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return groups in which experts that are divided over ranks are apart, as their gradients are summed over others.
 
     Marked as in DeepSpeed's own (0.19.8, moe/utils.py, split_params_into_different_moe_groups_for_optimizer).
     """
-    found = []
-    for group in given:
-        experts = [one for one in group["params"] if is_expert_part(one)]
-        others = [one for one in group["params"] if not is_expert_part(one)]
-        found += [group | {"params": others}] if others else []
-        found += [group | {"params": experts, "moe": True, "name": experts[0].group_name}] if experts else []
-    return found
+    divided = []
+    for group in groups:
+        experts = [parameter for parameter in group["params"] if is_expert_part(parameter)]
+        others = [parameter for parameter in group["params"] if not is_expert_part(parameter)]
+        divided += [group | {"params": others}] if others else []
+        divided += [group | {"params": experts, "moe": True, "name": experts[0].group_name}] if experts else []
+    return divided
 
 
 def client_optimizer(optim: schema.OptimConfig, is_offloaded: bool) -> Callable[[Any], torch.optim.Optimizer] | None:

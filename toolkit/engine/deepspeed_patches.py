@@ -139,7 +139,7 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
     Not for frozen layers below all that is trained: they keep nothing, and it would keep their inputs in host memory,
     with cpu_checkpointing, for a backward pass that never comes (0.19.8, checkpointing.py, CheckpointFunction).
     """
-    if not any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs):
+    if not any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in inputs):
         return function(*inputs)
     return deepspeed.checkpointing.checkpoint(function, *inputs)
 
@@ -185,9 +185,9 @@ def keep_compiled_gradients() -> None:
     name = "speculate_subgraph_with_auto_output_flattening"
     trace = getattr(higher_order_ops, name)
 
-    def without_aliases(*given: Any, **options: Any) -> Any:
-        is_forward = given[4] == "autograd.Function" and options.get("set_subgraph_inputs") == "automatic"
-        return trace(*given, **{"filter_aliased_intermediates": is_forward, **options})
+    def without_aliases(*arguments: Any, **options: Any) -> Any:
+        is_forward = arguments[4] == "autograd.Function" and options.get("set_subgraph_inputs") == "automatic"
+        return trace(*arguments, **{"filter_aliased_intermediates": is_forward, **options})
 
     setattr(higher_order_ops, name, without_aliases)
 
@@ -299,8 +299,8 @@ class UpdateVeto:
         def judge_first(lr_kwargs: Any) -> None:
             gradients, experts = self._gradients()
             norm = self._norm_of(gradients)
-            for name, own in experts.items():  # over the ranks that share one copy of all experts
-                total = self._norm_of(own).square()
+            for name, expert_gradients in experts.items():  # over the ranks that share one copy of all experts
+                total = self._norm_of(expert_gradients).square()
                 torch.distributed.all_reduce(total, group=groups._get_expert_parallel_group(name))
                 norm = (norm.square() + total).sqrt()
             if self.engine.pipeline_parallelism or process_group.tensor_group_size() > 1:
@@ -332,8 +332,8 @@ class UpdateVeto:
             gradients: tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]] = self.optimizer.get_grads_for_norm()
             return gradients
         counts_replicated = process_group.tensor_rank() == 0
-        own = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
-        counted = (p.grad for p in own if counts_replicated or process_group.is_tensor_part(p))
+        parameters = (p for p in self.engine.module.parameters() if not getattr(p, "ds_pipe_replicated", False))
+        counted = (p.grad for p in parameters if counts_replicated or process_group.is_tensor_part(p))
         return [gradient for gradient in counted if gradient is not None], {}
 
 

@@ -50,10 +50,10 @@ def dotted_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterato
 
 def wrong_names(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
     """Yield the dotted key of every name below `section` that cannot be in DeepSpeed's JSON; see `wrong_name`."""
-    known: dict[str, Any] = KEYS if tree is None else tree
+    keys: dict[str, Any] = KEYS if tree is None else tree
     for name, value in section.items():
-        key, below = prefix + name, known.get(name)
-        if key == "data_efficiency" or name not in known or (below and not isinstance(value, dict | None)):
+        key, below = prefix + name, keys.get(name)
+        if key == "data_efficiency" or name not in keys or (below and not isinstance(value, dict | None)):
             yield key
         elif below and value:
             yield from wrong_names(value, below, f"{key}.")
@@ -122,11 +122,13 @@ def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[
             )
         else:
             sentence = wrong_name(key)
-        full, place = f"ds_extra.{key}", ""
-        for known, position in (where or {}).items():  # its own position, or the first one above or below it
-            if not place and (full == known or full.startswith(f"{known}.") or known.startswith(f"{full}.")):
-                place = tr("{place}: ", place=position)
-        errors.append(ConfigError(f"{place}{full}: {sentence}"))
+        full, prefix = f"ds_extra.{key}", ""
+        for key_in_file, position in (where or {}).items():  # its own position, or the first one above or below it
+            if not prefix and (
+                full == key_in_file or full.startswith(f"{key_in_file}.") or key_in_file.startswith(f"{full}.")
+            ):
+                prefix = tr("{place}: ", place=position)
+        errors.append(ConfigError(f"{prefix}{full}: {sentence}"))
     if len(wrong) > MOST_PROBLEMS:
         errors.append(ConfigError("… and {count} more.", count=f"{len(wrong) - MOST_PROBLEMS:,}"))
     raise_all(errors)
@@ -354,8 +356,10 @@ def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
     offloaded = cfg.zero.offload_optimizer.device is not schema.Device.none
     if dtype is schema.Dtype.bf16 and (stage == 3 or (stage in (1, 2) and not offloaded)):
         return ("fp32", tr("= fp32: bf16 sums lose small gradients, and stage {stage} can add up in fp32", stage=stage))
-    own = tr("= precision.dtype {dtype}: stage {stage} adds up in the model's own type", dtype=dtype.value, stage=stage)
-    return (dtype.value, own)
+    reason = tr(
+        "= precision.dtype {dtype}: stage {stage} adds up in the model's own type", dtype=dtype.value, stage=stage
+    )
+    return (dtype.value, reason)
 
 
 def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
@@ -434,8 +438,8 @@ def warmup_steps(cfg: schema.RunConfig, total_steps: int) -> int:
 
 def warmup_lowest(schedule: schema.ScheduleConfig, steps: int) -> float:
     """Return the first learning rate of a warm-up of so many steps as a fraction of the peak."""
-    given = schedule.warmup_min_ratio
-    return given if given >= 0 else 1.0 / max(2, steps)  # DeepSpeed warms up for 2 steps at least
+    ratio = schedule.warmup_min_ratio
+    return ratio if ratio >= 0 else 1.0 / max(2, steps)  # DeepSpeed warms up for 2 steps at least
 
 
 def scheduler_section(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | None) -> None:

@@ -125,8 +125,8 @@ class SectionImport:
     def take(self, schema_key: str, value: Any, key: str) -> None:
         """Set a schema key from a DeepSpeed key: it beats the recipe, and loses to the command line."""
         value = self._typed(schema_key, value, key)
-        mine = ds_config.read_key(self.loaded.cfg, schema_key)
-        if schema_key in self.loaded.explicit and not equal(mine, value):
+        ours = ds_config.read_key(self.loaded.cfg, schema_key)
+        if schema_key in self.loaded.explicit and not equal(ours, value):
             if self.strict:
                 self.contradictions.append(
                     tr(
@@ -137,7 +137,7 @@ class SectionImport:
                         schema=schema_key,
                         theirs=value,
                         origin=self.origin(schema_key),
-                        mine=mine,
+                        mine=ours,
                     )
                 )
             elif self.is_typed(schema_key):
@@ -147,23 +147,23 @@ class SectionImport:
                     key=key,
                     theirs=value,
                     schema=schema_key,
-                    mine=mine,
+                    mine=ours,
                 )
                 return
             else:
-                self.replaced.append(f"{schema_key} = {mine} ({self.origin(schema_key)}) -> {value}")
+                self.replaced.append(f"{schema_key} = {ours} ({self.origin(schema_key)}) -> {value}")
         self.taken[schema_key] = (value, self.position(key))
 
     def _typed(self, schema_key: str, value: Any, key: str) -> Any:
         """Return the value as the schema's type; 1e9 is a whole number, "true" is no boolean."""
-        mine = schema.get_value(self.loaded.cfg, schema_key)
-        if isinstance(mine, Enum):
-            members = [member.value for member in type(mine)]
+        ours = schema.get_value(self.loaded.cfg, schema_key)
+        if isinstance(ours, Enum):
+            members = [member.value for member in type(ours)]
             if value not in members:
                 names = ", ".join(members)
                 raise self.error(key, "{key} = {value} must be one of {names}.", key=key, value=value, names=names)
             return value
-        kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(mine))
+        kind: type = {"batch.micro_per_gpu": int, "optim.torch": bool}.get(schema_key, type(ours))
         return self.as_type(kind, value, key)
 
     def as_type(self, kind: type, value: Any, key: str) -> Any:
@@ -180,7 +180,7 @@ class SectionImport:
                     wanted = joined(wanted, tr("(write {number})", number=str(value).lower()))
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=wanted)
         item = str if key == "comms_logger.prof_ops" else (int, float)
-        if isinstance(value, list) and not all(isinstance(one, item) and not isinstance(one, bool) for one in value):
+        if isinstance(value, list) and not all(isinstance(part, item) and not isinstance(part, bool) for part in value):
             wanted = tr("a list of texts") if item is str else tr("a list of numbers")
             raise self.error(key, "{key} = {value} must be {kind}.", key=key, value=_shown(value), kind=wanted)
         return value
@@ -295,19 +295,19 @@ def _compare(task: SectionImport, result: load.LoadedConfig) -> None:
     """Compare the JSON that the result makes with the file; note what "auto" became and what has no effect."""
     cfg = mesh.with_micro_batch(result.cfg)
     ranks = task.world_size or max(1, cfg.batch.global_size // mesh.micro_rows(cfg)) * mesh.model_ranks(cfg)
-    known = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks).values))
+    ours = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
-        known |= dict.fromkeys((MICRO, STEPS), schema.AUTO)
+        ours |= dict.fromkeys((MICRO, STEPS), schema.AUTO)
     # Where the data decides how many steps there are, a scheduler has its settings all the same.
     any_steps = cfg.train.max_steps or 10**9
-    made = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks, any_steps).values)) | known
+    made = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks, any_steps).values)) | ours
     idle = []
     for key, value in task.given.items():
         if value == {} or key in task.noted or (key == STEPS and task.world_size is None):
             continue
         schema_key = ds_config.OWNED.get(key, f"ds_extra.{key}")
         if value == "auto":
-            shown = known.get(key, ds_config.read_key(result.cfg, schema_key))
+            shown = ours.get(key, ds_config.read_key(result.cfg, schema_key))
             if schema_key == "schedule.warmup_steps" and not shown and cfg.schedule.warmup_ratio:
                 schema_key, shown = "schedule.warmup_ratio", cfg.schedule.warmup_ratio
             if schema_key == "train.max_steps" and not shown:
@@ -404,14 +404,14 @@ def _accumulate(task: SectionImport, times: int, shares: int) -> None:
 
 def _precision(task: SectionImport) -> None:
     """fp16 and bf16 sections become precision.dtype; neither of them means fp32."""
-    given = {f"{dtype}.enabled": task.given.get(f"{dtype}.enabled", False) for dtype in ("fp16", "bf16")}
-    enabled = [key for key, value in given.items() if value is True]
+    switches = {f"{dtype}.enabled": task.given.get(f"{dtype}.enabled", False) for dtype in ("fp16", "bf16")}
+    enabled = [key for key, value in switches.items() if value is True]
     if len(enabled) > 1:
         raise task.error("bf16.enabled", "fp16 and bf16 are both enabled. Keep one of them.")
     if enabled:
         task.take("precision.dtype", enabled[0].partition(".")[0], enabled[0])
-    elif "auto" not in given.values():
-        stated = [key for key in given if key in task.given]
+    elif "auto" not in switches.values():
+        stated = [key for key in switches if key in task.given]
         if stated or "precision.dtype" not in task.loaded.explicit:
             task.take("precision.dtype", "fp32", (stated or ["fp16.enabled"])[0])
 
@@ -430,8 +430,8 @@ def _optimizer(task: SectionImport) -> None:
         if kind.ds_type
     }
     if name not in names:
-        known = ", ".join(shown for _, shown in names.values())
-        raise task.error(key, "{value} is not available. There are {names}.", value=task.given[key], names=known)
+        shown_names = ", ".join(shown for _, shown in names.values())
+        raise task.error(key, "{value} is not available. There are {names}.", value=task.given[key], names=shown_names)
     task.given[key] = names[name][1]  # DeepSpeed does not tell upper case from lower
     is_adamw = name == "adam" and task.given.get(mode) is not False
     task.take("optim.name", "adamw" if is_adamw else names[name][0], key)
@@ -444,13 +444,17 @@ def _optimizer(task: SectionImport) -> None:
     if name != "muon":
         return
     # Muon's own rate beats lr, which is Adam's then; ZeRO-3 has no reduce-scatter for it.
-    own, adam, scatter = "optimizer.params.muon_lr", "optimizer.params.adam_lr", "zero_optimization.reduce_scatter"
-    if task.has(own):
-        others = task.given.get(adam, task.now("optim.lr"))
-        task.take("optim.lr", task.given[own], own)
-        if not equal(others, task.given[own]):
-            task.take("optim.adam_lr", others, adam)
-        task.noted |= {own, adam, "optimizer.params.lr"}
+    muon_lr, adam_lr, scatter = (
+        "optimizer.params.muon_lr",
+        "optimizer.params.adam_lr",
+        "zero_optimization.reduce_scatter",
+    )
+    if task.has(muon_lr):
+        others = task.given.get(adam_lr, task.now("optim.lr"))
+        task.take("optim.lr", task.given[muon_lr], muon_lr)
+        if not equal(others, task.given[muon_lr]):
+            task.take("optim.adam_lr", others, adam_lr)
+        task.noted |= {muon_lr, adam_lr, "optimizer.params.lr"}
     if task.given.get(scatter) is True and task.now("zero.stage") == 3:
         task.note(scatter, "reduce_scatter is off: Muon needs whole gradients under ZeRO-3.")
 
@@ -462,8 +466,8 @@ def _scheduler(task: SectionImport) -> None:
         return
     name = str(task.given[key])
     if name not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise task.error(key, "scheduler {value} is not available. There are {names}.", value=name, names=known)
+        shown_names = ", ".join(SCHEDULES)
+        raise task.error(key, "scheduler {value} is not available. There are {names}.", value=name, names=shown_names)
     task.take("schedule.name", SCHEDULES[name], key)
     is_cosine, rate = name == "WarmupCosineLR", task.now("optim.lr")
     _peak(task, name, rate)
@@ -528,18 +532,21 @@ def _peak(task: SectionImport, name: str, rate: float) -> None:
 
 def _switches(task: SectionImport) -> None:
     """Sections that are on where they are present, and keys that have no effect here."""
-    kept, zenflow = "activation_checkpointing", "zero_optimization.zenflow"
-    if task.has_section(kept):
+    recomputation, zenflow = "activation_checkpointing", "zero_optimization.zenflow"
+    if task.has_section(recomputation):
         if not task.now("train.activation_checkpointing.enabled"):
-            task.note(kept, "the section turns recomputation on: train.activation_checkpointing.enabled = true.")
-        task.take("train.activation_checkpointing.enabled", True, kept)
-    if task.given.get(f"{kept}.partition_activations") is True:
+            task.note(
+                recomputation, "the section turns recomputation on: train.activation_checkpointing.enabled = true."
+            )
+        task.take("train.activation_checkpointing.enabled", True, recomputation)
+    if task.given.get(f"{recomputation}.partition_activations") is True:
         task.note(
-            f"{kept}.partition_activations", "partition_activations has no effect: there is no model parallelism."
+            f"{recomputation}.partition_activations",
+            "partition_activations has no effect: there is no model parallelism.",
         )
-    if task.given.get(f"{kept}.cpu_checkpointing") is True:
+    if task.given.get(f"{recomputation}.cpu_checkpointing") is True:
         task.note(
-            f"{kept}.cpu_checkpointing",
+            f"{recomputation}.cpu_checkpointing",
             "cpu_checkpointing moves the kept activations to host memory; on CPU ranks it has no effect.",
         )
     unread = {"zero_optimization.allgather_partitions": False, "zero_optimization.offload_optimizer.fast_init": True}
@@ -645,26 +652,26 @@ def _lines_of_keys(text: str, path: str) -> dict[str, str]:
             opened.pop()
         elif mark == ":" and inside is not None:
             here = inside + json.loads(word)
-            place = f"{path}:{text.count(chr(10), 0, token.start()) + 1}"
+            position = f"{path}:{text.count(chr(10), 0, token.start()) + 1}"
             if here in where:
                 raise ConfigError(
-                    "{place}: '{key}' stands twice, first at {first}.", place=place, key=here, first=where[here]
+                    "{place}: '{key}' stands twice, first at {first}.", place=position, key=here, first=where[here]
                 )
-            where[here] = place
+            where[here] = position
         elif mark not in ":,":
             word = mark
     return where
 
 
 def _without_ignored(
-    section: dict[str, Any], known: dict[str, Any], prefix: str, where: dict[str, str], notes: dict[str, str]
+    section: dict[str, Any], keys: dict[str, Any], prefix: str, where: dict[str, str], notes: dict[str, str]
 ) -> dict[str, Any]:
     """Return a section of a DeepSpeed JSON without what DeepSpeed ignores in it, and with today's names.
 
     `where` (dotted key -> "file:line") receives the lines of renamed keys, `notes` (dotted key -> sentence) what became
     of keys.
     """
-    kept: dict[str, Any] = {}
+    used: dict[str, Any] = {}
     is_disabled = bool(prefix) and section.get("enabled") is False
     for name, value in section.items():
         key = prefix + name
@@ -673,33 +680,33 @@ def _without_ignored(
         elif " or " not in ds_config.RENAMED.get(key, " or "):
             today = shown = ds_config.RENAMED[key]
             short, new = today.removeprefix(prefix), value
-            for place, line in list(where.items()):
-                if place.startswith(key):
-                    where.setdefault(today + place.removeprefix(key), line)
+            for path, line in list(where.items()):
+                if path.startswith(key):
+                    where.setdefault(today + path.removeprefix(key), line)
             if name.startswith("cpu_offload"):  # a switch, and a section today
                 new = {"device": "cpu"} if value is True else None
                 shown = f"{today}.device = {'cpu' if value is True else 'none'}"
             elif isinstance(value, dict):
-                new = _without_ignored(value, known[short], f"{today}.", where, notes)
+                new = _without_ignored(value, keys[short], f"{today}.", where, notes)
             if new is not None:
-                kept.setdefault(short, new)
+                used.setdefault(short, new)
             notes[key] = tr("{key} is an old name, read as {today}.", key=key, today=shown)
         elif key == "data_efficiency" and isinstance(value, dict) and value.get("enabled") is False:
             notes[key] = tr("DeepSpeed ignores {key}.", key=key)  # known to it, and not used here if it is on
-        elif name in known and isinstance(value, dict) and known[name]:
-            kept[name] = _without_ignored(value, known[name], f"{key}.", where, notes)
-        elif name in known or not _is_ignored(key, name, known):
-            kept[name] = value
+        elif name in keys and isinstance(value, dict) and keys[name]:
+            used[name] = _without_ignored(value, keys[name], f"{key}.", where, notes)
+        elif name in keys or not _is_ignored(key, name, keys):
+            used[name] = value
         elif key in ds_config.INSTEAD:
             notes[key] = tr(
                 "DeepSpeed ignores {key}; {schema} does what it did.", key=key, schema=ds_config.INSTEAD[key][0]
             )
         else:
             notes[key] = tr("DeepSpeed ignores {key}.", key=key)
-    return kept
+    return used
 
 
-def _is_ignored(key: str, name: str, known: dict[str, Any]) -> bool:
+def _is_ignored(key: str, name: str, keys: dict[str, Any]) -> bool:
     """Whether an unknown name is no more than that: a comment, a removed feature, what others read."""
     if (
         key in ds_config.REMOVED
@@ -709,6 +716,6 @@ def _is_ignored(key: str, name: str, known: dict[str, Any]) -> bool:
     ):
         return True
     elsewhere = {other.rpartition(".")[2] for other in ds_config.dotted_keys()}
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=_LIKELY)
-    begins = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in known)
+    close = difflib.get_close_matches(name, list(keys), n=1, cutoff=_LIKELY)
+    begins = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in keys)
     return name not in elsewhere and name != "learning_rate" and not close and not begins

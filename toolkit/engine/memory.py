@@ -35,12 +35,12 @@ class LiveBytes(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
+        counted = self._sizes.get(key)
+        if counted is None:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-        if known != size:
+        if counted != size:
             self._sizes[key] = size
-            self._change(key, size - (known or 0), tensor)
+            self._change(key, size - (counted or 0), tensor)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         # Meta storages are also those of the fake tensors that torch.compile leaves behind.
@@ -74,10 +74,12 @@ class PeakMemory:
 
     def __enter__(self) -> "PeakMemory":
         if self._live is not None:
-            for one in [] if self._only_new else gc.get_objects():
-                if issubclass(type(one), torch.Tensor):  # the type: asking some objects for it would import packages
+            for candidate in [] if self._only_new else gc.get_objects():
+                if issubclass(
+                    type(candidate), torch.Tensor
+                ):  # the type: asking some objects for it would import packages
                     with suppress(NotImplementedError):  # sparse tensors have no storage
-                        self._live.see(one)
+                        self._live.see(candidate)
             self._live.__enter__()
         self.restart()
         self._before = 0  # what was before the context

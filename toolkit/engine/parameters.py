@@ -108,6 +108,6 @@ def are_finite(engine: deepspeed.DeepSpeedEngine) -> bool:
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for state in states:
         sums.setdefault(state.device, []).append(state.sum(dtype=torch.float32))
-    if all(bool(torch.stack(found).isfinite().all()) for found in sums.values()):
+    if all(bool(torch.stack(sums_of_device).isfinite().all()) for sums_of_device in sums.values()):
         return True
     return all(bool(state.isfinite().all()) for state in states)  # finite numbers may have a sum that is not

@@ -26,21 +26,21 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     """
     problems = Problems()
     arguments = parse(words, names=("world_size", "gpus"), problems=problems)
-    cfg, given = arguments.loaded.cfg, arguments.values
-    machine = problems.attempt(_machine, given, cfg)
-    world_size = arguments.world_size or (machine.world_size if machine and "gpus" in given else None)
-    is_other = "gpus" in given and not (machine and machine.on_cpu)
+    cfg, values = arguments.loaded.cfg, arguments.values
+    machine = problems.attempt(_machine, values, cfg)
+    world_size = arguments.world_size or (machine.world_size if machine and "gpus" in values else None)
+    is_other = "gpus" in values and not (machine and machine.on_cpu)
     check_parsed(arguments.loaded, world_size, problems, devices=not is_other)
     problems.attempt(rules.check_time_left, arguments.loaded)
     problems.attempt(preflight.check_track_here, arguments.loaded)
     problems.attempt(preflight.check_compiler, arguments.loaded)
-    known = {key for error in problems.errors for key in error.keys}
-    unread = check_sources(cfg.data, known, problems)
-    if not any(key.startswith("data.") for key in known):
+    wrong_keys = {key for error in problems.errors for key in error.keys}
+    unread = check_sources(cfg.data, wrong_keys, problems)
+    if not any(key.startswith("data.") for key in wrong_keys):
         problems.attempt(lambda: check_distinct(cfg.data, local_files(cfg.data)))
     problems.settle()
     is_here = not files.is_hub_name(cfg.model.path)  # the Hub is asked only once the config is right
-    may_read = not known & {"model", "model.path"} and (is_here or (fetch and not problems.errors))
+    may_read = not wrong_keys & {"model", "model.path"} and (is_here or (fetch and not problems.errors))
     encoder = problems.attempt(_try_model, arguments.loaded, problems) if may_read else None
     outlines = problems.attempt(_outlines, arguments.loaded) if may_read and not problems.errors else None
     problems.raise_all()
@@ -59,18 +59,18 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
         resolved = preflight.resolve_model_path(arguments.loaded, config_only=True)
         merge.tell_unmergeable(merge.part_of_recipe(resolved.cfg))
     if outlines:
-        whole, mine = outlines
-        trained, total = f"{whole.num_trained:,}", f"{whole.num_parameters:,}"
+        model_outline, rank_outline = outlines
+        trained, total = f"{model_outline.num_trained:,}", f"{model_outline.num_parameters:,}"
         say(tr("{trained} of {total} parameters are trained.", trained=trained, total=total))
-        for line in active_line(whole):
+        for line in active_line(model_outline):
             say(line)
-        if mine is not whole:
-            say(tr("{count} of all parameters are on each rank.", count=f"{mine.num_parameters:,}"))
+        if rank_outline is not model_outline:
+            say(tr("{count} of all parameters are on each rank.", count=f"{rank_outline.num_parameters:,}"))
     name = cfg.tuning.method.value
     say(tr("Learning rate: {rate:g} at its peak (tuning.method = {method}).", rate=cfg.optim.lr, method=name))
     size, steps = cfg.batch.global_size, cfg.train.max_steps  # what is wrong with the steps, as far as files show it
-    found = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
-    epoch = Epoch(samples=found[0], sequences=found[1], per_step=size) if found and found[1] else None
+    sizes = None if steps else estimate(cfg.data, size * -(-FEWEST_STEPS // cfg.train.epochs))
+    epoch = Epoch(samples=sizes[0], sequences=sizes[1], per_step=size) if sizes and sizes[1] else None
     tell_length(mesh.with_micro_batch(cfg), epoch, epoch.steps * cfg.train.epochs if epoch else steps, world_size or 1)
     say(tr("{recipe}: config and files are in order.", recipe=cfg.recipe))
     if line := files.notice(cfg.data):
@@ -106,10 +106,10 @@ def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
     cfg = preflight.resolve_model_path(loaded, config_only=True).cfg
     if cfg.model.init is not schema.Init.pretrained:
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
-    whole = cached_outline(replace(cfg, task=schema.TaskConfig()))  # no other model, and no head
-    if not whole or cfg.tuning.adapter:
+    outline = cached_outline(replace(cfg, task=schema.TaskConfig()))  # no other model, and no head
+    if not outline or cfg.tuning.adapter:
         return None
-    return whole, rank_part(whole, cfg)
+    return outline, rank_part(outline, cfg)
 
 
 def _may_be_unmergeable(cfg: schema.RunConfig) -> bool:
@@ -156,19 +156,19 @@ def _rows(cfg: schema.RunConfig, world_size: int) -> str:
     )
 
 
-def _machine(given: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
+def _machine(values: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
     """Return the GPUs of the argument, else those here on which ranks would run; ConfigError if they cannot run it."""
-    here = None if "gpus" in given or preflight.device_here() != "cuda" else this_machine()
-    machine = parse_machine(given["gpus"], 1, "") if "gpus" in given else here
+    here = None if "gpus" in values or preflight.device_here() != "cuda" else this_machine()
+    machine = parse_machine(values["gpus"], 1, "") if "gpus" in values else here
     check_precision(machine.card if machine else None, cfg.precision)
     return machine
 
 
-def machine_for(given: dict[str, str], cfg: schema.RunConfig) -> Machine:
+def machine_for(values: dict[str, str], cfg: schema.RunConfig) -> Machine:
     """Return the nodes to plan for: those of the arguments gpus, nodes and host_memory, else this one."""
-    nodes = positive_int(given, "nodes") or 1
-    host = given.get("host_memory", "")
-    machine = this_machine(nodes) if "gpus" not in given else parse_machine(given["gpus"], nodes, host)
+    nodes = positive_int(values, "nodes") or 1
+    host = values.get("host_memory", "")
+    machine = this_machine(nodes) if "gpus" not in values else parse_machine(values["gpus"], nodes, host)
     if machine is None:
         say("No GPU here and no gpus=: planned for {gpus}.", gpus=_USUAL)
         machine = parse_machine(_USUAL, nodes, host)

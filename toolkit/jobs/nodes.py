@@ -67,7 +67,7 @@ class Nodes:
 
     def choose_again(self, is_asked: Callable[[], bool]) -> None:
         """Choose again after the ranks have ended; wait until enough nodes can, or this process `is_asked` to stop."""
-        said = ""
+        last_reason = ""
         while self.is_elastic and not is_asked():
             try:
                 there = self._that_answer(self._named())
@@ -77,9 +77,9 @@ class Nodes:
                 before = self.hosts
                 self._take({host: gpus for host, gpus in there.items() if host not in unfit})
             except LaunchError as error:
-                if said != str(error):
-                    said = str(error)
-                    say("Waiting for nodes: {reason}", reason=said)
+                if last_reason != str(error):
+                    last_reason = str(error)
+                    say("Waiting for nodes: {reason}", reason=last_reason)
                 _pause(is_asked)
                 continue
             if self.hosts != before:
@@ -162,16 +162,16 @@ class Nodes:
             return set()
 
         def errors(host: str) -> list[str]:
-            one = _examination(self._as_several, self.words, self.cfg, {host: hosts[host]})
-            one.run(quick=True)
-            return one.lines("error")
+            examination = _examination(self._as_several, self.words, self.cfg, {host: hosts[host]})
+            examination.run(quick=True)
+            return examination.lines("error")
 
         with ThreadPoolExecutor(64) as pool:
-            found = {host: lines for host, lines in zip(hosts, pool.map(errors, hosts), strict=True) if lines}
-        for host in sorted(found.keys() - self._refused):
-            say("{host} would break the run, left out:\n{lines}", host=host, lines="\n".join(found[host]))
-        self._refused = {*self._refused.difference(hosts), *found}
-        return set(found)
+            errors_by_host = {host: lines for host, lines in zip(hosts, pool.map(errors, hosts), strict=True) if lines}
+        for host in sorted(errors_by_host.keys() - self._refused):
+            say("{host} would break the run, left out:\n{lines}", host=host, lines="\n".join(errors_by_host[host]))
+        self._refused = {*self._refused.difference(hosts), *errors_by_host}
+        return set(errors_by_host)
 
     def _take(self, hosts: Resources) -> None:
         """Let the next start take these nodes, or as many of them as the batch divides over."""
