@@ -108,7 +108,7 @@ def test_each_call_has_a_literal_template_and_fills_it() -> None:
 def test_each_finding_of_the_doctor_is_in_its_table_and_filled() -> None:
     """finding("NAME", …), whose name may have a placeholder itself: f"{key} not shared"."""
     table, used = read_table("extras/doctor/findings.yaml"), set()
-    for path in (ROOT / "toolkit" / "doctor").glob("*.py"):
+    for path in (ROOT / "toolkit" / "extras" / "doctor").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "finding":
                 pattern = re.sub(r"\{\w+\}", ".+", ast.literal_eval(ast.unparse(node.args[0]).removeprefix("f")))
