@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from benchmarks import results
 from toolkit import children
 from toolkit.arguments import one_of, positive_int
+from toolkit.disk import json_lines
 from toolkit.messages import ConfigError
-from toolkit.report.run import json_lines
 
 ROOT = Path(__file__).absolute().parents[1]
 

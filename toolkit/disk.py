@@ -1,10 +1,11 @@
-"""Files on their way to the disk and back: what caches and checkpoints both need."""
+"""Files on their way to the disk and back: what caches, checkpoints and metrics need."""
 
 import errno
 import fcntl
 import fnmatch
 import glob
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, BinaryIO
 
 from toolkit.messages import DataError, ToolkitError, tr, user_name, warn
 
@@ -227,3 +228,29 @@ def matching(pattern: str) -> list[Path]:
         above = directory.parts[len(folder.parts) :]
         files += [directory / name for name in names if fits(wanted, (*above, name), False)]
     return [path for path in files if os.path.isfile(path)]
+
+
+LONGEST_LINE = 1 << 20
+"""Bytes: no row of a run is as long, so more is another file's."""
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the objects of a file of JSON lines, one in memory at a time; None for a line that is none."""
+    with open_regular_file(path) as file:
+        while line := file.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+                while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+                    pass
+                yield None
+            elif line.strip():
+                value = None
+                with suppress(ValueError, RecursionError):
+                    value = json.loads(line)
+                yield value if isinstance(value, dict) else None
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a file to read; an OSError if it is none, such as a FIFO, which would block."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, tr("it is no file"), str(path))
+    return path.open("rb")

@@ -14,6 +14,7 @@ import pytest
 
 from tests.unit.fake_runs import HOSTILE, fake_run, lines, row
 from tests.unit.made_processes import make_processes
+from toolkit import disk
 from toolkit.cli import main
 from toolkit.config.schema import Metric
 from toolkit.launch.deepspeed import typed_command
@@ -171,7 +172,7 @@ def test_what_is_no_number_is_an_event(tmp_path: Path) -> None:
     found += [{"step": "x"}, {"eval_loss": 3.0}, {"step": 5, "eval_loss": "nan"}]
     lines(tmp_path / "metrics.jsonl", [*found, [1], 7])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b"\xff\xfe not text\n" + b"[" * 100_000 + b"\n" + b" " * run_module.LONGEST_LINE + b"{}\n")
+        file.write(b"\xff\xfe not text\n" + b"[" * 100_000 + b"\n" + b" " * disk.LONGEST_LINE + b"{}\n")
     history = run_module.read_history(tmp_path / "metrics.jsonl")
     assert [(step, name) for name, step, _ in history.events] == [
         *((2, "grad_norm"), (2, "loss"), (3, "bad_steps"), (3, "skipped_steps")),

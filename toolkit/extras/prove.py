@@ -12,11 +12,11 @@ from typing import Any
 from toolkit import children, terminal
 from toolkit.arguments import check_output, check_parsed, parse, positive_int, write_output
 from toolkit.config import files, load, mesh, schema
+from toolkit.disk import json_lines
 from toolkit.extras import sweep as sweeping
 from toolkit.extras.sweep import DONE, SweepDir, SweepJob, SweepPlan
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import ConfigError, LaunchError, Problems, listed, say, tr
-from toolkit.report.run import json_lines
 
 _OWN = ("steps", "sweep", "output", "max_length")
 STEPS = 8

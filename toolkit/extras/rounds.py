@@ -23,11 +23,11 @@ from typing import Any
 from toolkit import children, disk, secrets, terminal
 from toolkit.config.files import quoted
 from toolkit.config.schema import Family, Init, RunConfig
+from toolkit.disk import json_lines
 from toolkit.evaluate import rewards
 from toolkit.extras.sweep import LAUNCH, digest
 from toolkit.launch.processes import SignalRequests, wait_for
 from toolkit.messages import ConfigError, DataError, LaunchError, Stopped, current_language, say, tr
-from toolkit.report.run import json_lines
 
 FILE = "rounds.json"
 

@@ -17,9 +17,10 @@ from typing import IO, Any
 
 from toolkit import arguments, children, disk, messages, secrets, terminal
 from toolkit.config import files, load, schema
+from toolkit.disk import json_lines
 from toolkit.launch import deepspeed, processes
 from toolkit.messages import say, tr
-from toolkit.report.run import json_lines, runs_of
+from toolkit.report.run import runs_of
 
 FILE = "sweep.json"
 STUDY = "optuna.log"

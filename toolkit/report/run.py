@@ -3,30 +3,28 @@
 metrics.jsonl is read once: few groups of rows keep mean, extremes and last value, so that a single spike is seen.
 """
 
-import errno
-import json
 import math
 import os
 import re
 import socket
-import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
 from numpy.typing import NDArray
 
 from toolkit.config import files
-from toolkit.messages import ConfigError, RunFolderError, parsed_json, printable, tr
+from toolkit.disk import json_lines, open_regular_file
+from toolkit.messages import ConfigError, RunFolderError, parsed_json, printable
 from toolkit.secrets import hide, hide_all
 
 T = TypeVar("T")
@@ -34,8 +32,6 @@ T = TypeVar("T")
 LIMIT = 400
 """Groups that a curve has at least, once there are as many rows; at most twice as many."""
 MOST_EVENTS = 200
-LONGEST_LINE = 1 << 20
-"""Bytes: no row of a run is as long, so more is another file's."""
 _CHUNK = 512
 COUNTERS = ("skipped_steps", "bad_steps", "rewinds")
 """Figures that only grow; where one does, something happened."""
@@ -264,13 +260,6 @@ def read_history(path: Path, from_step: float = 0.0) -> History:
     return history
 
 
-def _opened(path: Path) -> BinaryIO:
-    """Open a file to read; an OSError if it is none, such as a FIFO, which would block."""
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, tr("it is no file"), str(path))
-    return path.open("rb")
-
-
 def answered(work: Callable[[], T], folder: Path, seconds: float) -> T:
     """Return what reading a directory gives; a RunFolderError if that takes too long. The thread that reads cannot be
     ended where a file server does not answer, so nobody waits for it, at the end of the process neither.
@@ -301,21 +290,6 @@ def no_answer(folder: Path, seconds: float) -> RunFolderError:
         folder=folder,
         seconds=f"{seconds:g}",
     )
-
-
-def json_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects of a file of JSON lines, one in memory at a time; None for a line that is none."""
-    with _opened(path) as file:
-        while line := file.readline(LONGEST_LINE):
-            if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                while (rest := file.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                    pass
-                yield None
-            elif line.strip():
-                found = None
-                with suppress(ValueError, RecursionError):
-                    found = json.loads(line)
-                yield found if isinstance(found, dict) else None
 
 
 SAMPLES, STEPS, LINES, LETTERS = 6, 5, 200, 600
@@ -504,7 +478,7 @@ def distinct_names(runs: list[Run]) -> None:
 
 def _text(path: Path) -> str:
     """Return a small text file as it may be shown; "" if there is none."""
-    with suppress(OSError), _opened(path) as file:
+    with suppress(OSError), open_regular_file(path) as file:
         return file.read(_LARGEST_BYTES).decode("utf-8", errors="replace")
     return ""
 

@@ -29,7 +29,6 @@ from toolkit.config.schema import RunConfig
 from toolkit.distributed import failure
 from toolkit.launch import deepspeed, environment
 from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, joined, say, tr
-from toolkit.report.run import json_lines
 
 NEVER, AUTO, MUST = "never", "auto", "must"
 STOP = "stop"
@@ -400,7 +399,7 @@ def reached_step(folder: Path) -> int:
 def read_rows(path: Path, *errors: type[OSError]) -> list[dict[str, Any]]:
     """Return the objects of a file of JSON lines, [] if it is not there, or for `errors`; a line cut off is none."""
     with suppress(FileNotFoundError, *errors):
-        return [row for row in json_lines(path) if row is not None]
+        return [row for row in disk.json_lines(path) if row is not None]
     return []
 
 
