@@ -37,9 +37,10 @@ from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import Batch
+from toolkit.train.baseline import measure_baseline
 from toolkit.train.schedule import Schedule
 from toolkit.train.step import StepGuard, train_step
-from toolkit.train.tracking import ThroughputMeter, measure_baseline, memory_peaks
+from toolkit.train.throughput import ThroughputMeter, memory_peaks
 
 MEDIAN_TOKENS, SIGMA = 300, 0.8
 """Of the log-normal lengths of samples."""

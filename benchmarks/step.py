@@ -24,8 +24,9 @@ from toolkit.models.load import create_model
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import Batch, LanguageData, training_batches
 from toolkit.track.metrics import MetricsLog
+from toolkit.train.baseline import measure_baseline
 from toolkit.train.step import StepGuard, train_step
-from toolkit.train.tracking import ThroughputMeter, measure_baseline
+from toolkit.train.throughput import ThroughputMeter
 
 
 def compare(

@@ -241,11 +241,11 @@ def main() -> None:
 
     from toolkit.config import preflight
     from toolkit.distributed import failure, process_group
-    from toolkit.train import checkpointer, run_dir, tracking, trainer  # noqa: F401  # run_case uses them
+    from toolkit.train import baseline, checkpointer, run_dir, trainer  # noqa: F401  # run_case uses them
 
     gc.freeze()  # what was imported stays: no session looks through it again
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
-    tracking._CPU_S, tracking._CPU_SIZES = 0.0, (96,)  # one small matrix product: nobody reads how fast these ranks are
+    baseline._CPU_S, baseline._CPU_SIZES = 0.0, (96,)  # one small matrix product: nobody reads how fast these ranks are
     updates = copy_late()
     torch._dynamo.config.disable = (
         os.environ.get("TORCHDYNAMO_DISABLE") == "1"

@@ -16,9 +16,10 @@ from toolkit.plan.machine import find_gpu
 from toolkit.plan.speed import FlopRates, Formula, formula
 from toolkit.terminal import set_display
 from toolkit.track.metrics import Progress
-from toolkit.train import tracking
-from toolkit.train.step import StepResult
-from toolkit.train.tracking import Baseline, ThroughputMeter, measure_baseline
+from toolkit.train import baseline, throughput
+from toolkit.train.baseline import Baseline, measure_baseline
+from toolkit.train.step import StepResult, StepVote
+from toolkit.train.throughput import ThroughputMeter
 
 ENGINE: Any = SimpleNamespace(device=torch.device("cpu"), skipped_steps=0, fp16_enabled=lambda: False)
 FORMULA = Formula(FlopRates(10, 1, 5), FlopRates(20, 2, 10), FlopRates(10, 1, 0))
@@ -48,7 +49,7 @@ def a_step(loss: float = 2.0) -> StepResult:
         computed_tokens=10,
         pairs=20,
         grad_norm=1.0,
-        votes=[],
+        vote=StepVote(),
         micro_losses=torch.zeros(1),
         micro_counts=[4],
         rank_tokens=10,
@@ -61,7 +62,7 @@ def a_step(loss: float = 2.0) -> StepResult:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return the clock that the meter reads."""
     found = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(tracking.time, "perf_counter", lambda: found.now)
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: found.now)
     return found
 
 
@@ -98,15 +99,15 @@ def test_a_card_by_its_datasheet() -> None:
     card = find_gpu("NVIDIA H20")
     assert card
     known = an_account(device="NVIDIA H20", card=card)
-    assert known.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.flops("bf16")
+    assert known.speed(*2 * (baseline.Work(8, 20, 4),), 2.0)["mfu"] == 180 / card.flops("bf16")
     assert "the datasheet of the H20 says 148" in known.describe()
     assert (
         "What the datasheet of 'NVIDIA X1' says of that is not known here" in an_account(device="NVIDIA X1").describe()
     )
-    assert an_account(formula=None).speed(*2 * (tracking.Work(8, 20, 4),), 2.0) == {}
+    assert an_account(formula=None).speed(*2 * (baseline.Work(8, 20, 4),), 2.0) == {}
     v100 = find_gpu("Tesla V100-SXM2-16GB")
     beyond = an_account(device="V100", card=v100)
-    assert "mfu" not in beyond.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)
+    assert "mfu" not in beyond.speed(*2 * (baseline.Work(8, 20, 4),), 2.0)
     assert "What the datasheet of 'V100' says of that is not known here" in beyond.describe()
 
 
@@ -119,14 +120,14 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
             raise torch.OutOfMemoryError
         return 5.0
 
-    monkeypatch.setattr(tracking, "_measured", measured)
-    monkeypatch.setattr(tracking, "_sizes", lambda device, dtype: (4, 2))
+    monkeypatch.setattr(baseline, "_measured", measured)
+    monkeypatch.setattr(baseline, "_sizes", lambda device, dtype: (4, 2))
     for room, found in ((4, 5.0), (2, 5.0), (1, 0.0)):
         rooms.append(room)
-        assert tracking.median_of_ranks(torch.device("cpu"), torch.float32) == found
+        assert baseline.median_of_ranks(torch.device("cpu"), torch.float32) == found
     assert tried == [4, 4, 2, 4, 2]
     unmeasured = an_account(matmul_flops=0.0, device="NVIDIA X1")
-    assert set(unmeasured.speed(*2 * (tracking.Work(8, 20, 4),), 2.0)) == {
+    assert set(unmeasured.speed(*2 * (baseline.Work(8, 20, 4),), 2.0)) == {
         "model_flops_per_s",
         "hardware_flops_per_s",
     }
@@ -134,7 +135,7 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_account_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.train.tracking._CPU_S", 0.0)
+    monkeypatch.setattr("toolkit.train.baseline._CPU_S", 0.0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8
@@ -159,7 +160,7 @@ def test_account_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_account_of_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.train.tracking._CPU_S", 0.0)
+    monkeypatch.setattr("toolkit.train.baseline._CPU_S", 0.0)
     model: Any = AutoModelForCausalLM.from_config(CONFIGS["glm4_moe_lite"]())
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     engine: Any = SimpleNamespace(module=model, device=torch.device("cpu"))
@@ -214,6 +215,6 @@ def test_a_product_that_the_processor_can_do(per_s: float, size: int, monkeypatc
         def __matmul__(self, other: "Square") -> None:
             now[0] += 2 * self.rows**3 / per_s
 
-    monkeypatch.setattr(tracking.torch, "ones", lambda rows, columns, dtype: Square(rows))
-    monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
-    assert tracking._sizes(torch.device("cpu"), torch.bfloat16) == (size,)
+    monkeypatch.setattr(baseline.torch, "ones", lambda rows, columns, dtype: Square(rows))
+    monkeypatch.setattr(baseline.time, "perf_counter", lambda: now[0])
+    assert baseline._sizes(torch.device("cpu"), torch.bfloat16) == (size,)

@@ -18,7 +18,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.engine import build
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError, LaunchError
-from toolkit.train import startup, trainer
+from toolkit.train import settle, startup
 from toolkit.train.run_dir import RunSource
 
 GPU = {"DS_ACCELERATOR": "cuda", "TORCH_EXTENSIONS_DIR": "/nowhere"}
@@ -128,11 +128,11 @@ def test_a_build_ends_with_the_rank_that_started_it(tmp_path: Path) -> None:
 def test_all_ranks_and_sessions_take_the_same(
     others: list[tuple[bool, str]], before: bool | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.process_group, "gather", lambda value: others)
+    monkeypatch.setattr(settle.process_group, "gather", lambda value: others)
     state = SimpleNamespace(config={"optim": {"torch": before}})
-    monkeypatch.setattr(trainer.directory, "read_run_state", lambda checkpoint: state)
+    monkeypatch.setattr(settle.directory, "read_run_state", lambda checkpoint: state)
     source = RunSource(Path("run"), None if before is None else Path("step-1"))
-    cfg = trainer._with_optimizer(load(AUTO).cfg, source)
+    cfg = settle.with_optimizer(load(AUTO).cfg, source)
     assert cfg.optim.torch is expected
 
 
@@ -162,7 +162,7 @@ def with_ops(monkeypatch: pytest.MonkeyPatch, builders: Builders, *words: str) -
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ=None: [])
     given = load([*AUTO, *words]).cfg
-    return trainer._with_ops(preflight.with_optimizer(given)[0], given)
+    return settle.with_ops(preflight.with_optimizer(given)[0], given)
 
 
 @pytest.mark.parametrize(("error", "told"), [(NO_CUDA, "CUDA_HOME does not exist"), (NINJA, r"x.cu\(1\): error: no")])
@@ -170,7 +170,7 @@ def test_a_build_that_fails_is_a_warning_where_there_is_another_optimizer(
     error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(trainer, "warn", lambda line, **values: warnings.append(line.format(**values)))
+    monkeypatch.setattr(settle, "warn", lambda line, **values: warnings.append(line.format(**values)))
     cfg = with_ops(monkeypatch, Builders(error))
     assert cfg.optim.torch is True
     assert len(warnings) == 1 and re.search(rf"fused_adam: .*{told}.* PyTorch's fused one is used", warnings[0])

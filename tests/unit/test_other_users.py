@@ -13,7 +13,7 @@ from toolkit.config.load import load
 from toolkit.data.preview import BRACKETS, bad_step_lines
 from toolkit.export.model import cannot_write
 from toolkit.messages import LaunchError
-from toolkit.train import trainer
+from toolkit.train import settle
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path, denied: int) -> None:
@@ -68,12 +68,12 @@ def test_samples_that_cannot_be_read_are_no_broken_file(tmp_path: Path, monkeypa
 
 def test_a_folder_of_ops_of_another_user_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(trainer.process_group, "gather", lambda reason: [reason])
+    monkeypatch.setattr(settle.process_group, "gather", lambda reason: [reason])
     monkeypatch.setattr(
-        trainer, "build", SimpleNamespace(load_ops=lambda names: "cpu_adam: [Errno 13] Permission denied")
+        settle, "build", SimpleNamespace(load_ops=lambda names: "cpu_adam: [Errno 13] Permission denied")
     )
     forbid(monkeypatch, tmp_path, os.W_OK)
     cfg = load(["recipe=quickstart", "zero=stage2_offload", "optim.torch=false"]).cfg
     with pytest.raises(LaunchError, match="TORCH_EXTENSIONS_DIR name a directory of yours") as error:
-        trainer._with_ops(cfg, cfg)
+        settle.with_ops(cfg, cfg)
     assert "apt install" not in str(error.value) and str(tmp_path) in str(error.value)

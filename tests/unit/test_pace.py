@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from toolkit.train import step
-from toolkit.train.step import COMPARED_STEPS, IN_A_ROW, RankTimes, Stopwatch, StragglerDetector
+from toolkit.train.step import Stopwatch
+from toolkit.train.stragglers import COMPARED_STEPS, IN_A_ROW, StragglerDetector
+from toolkit.train.throughput import RankTimes
 
 HOSTS = ["a", "a", "b", "b"]
 

@@ -22,7 +22,7 @@ from toolkit.launch.environment import STATUS_VARIABLE, without_ranks
 from toolkit.report import page as page_module, run as run_module
 from toolkit.report.figures import NAMES, draw, events_of
 from toolkit.report.run import FAILED, RUNNING, UNFINISHED, distinct_names, read_run
-from toolkit.train.tracking import AutomaticReport
+from toolkit.train.report import AutomaticReport
 
 
 class Page(HTMLParser):

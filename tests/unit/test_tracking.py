@@ -9,8 +9,10 @@ import pytest
 
 from toolkit.cli import show
 from toolkit.config.schema import RunConfig
+from toolkit.tasks.language import LanguageTask
+from toolkit.track.queue import Trackers
 from toolkit.train.task import RunContext
-from toolkit.train.tracking import _mean_loss, log_answers, trackers_of
+from toolkit.train.tracking import Tracking, _mean_loss
 
 BREAKS = "one\u2028two\u2029three\x85four"
 """What str.splitlines cuts, and JSON does not escape."""
@@ -31,9 +33,12 @@ def evaluated(folder: Path, text: str, is_on: bool = True) -> list[tuple[int, st
     """Hand on the answers of a file."""
     (folder / "evaluations").mkdir()
     (folder / "evaluations" / "step-2.jsonl").write_text(text, encoding="utf-8")
-    trackers = Recorder(is_on)
-    session = SimpleNamespace(folder=folder, trackers=trackers, ranks=SimpleNamespace(rank=0))
-    log_answers(cast("RunContext", session), 2)
+    hook, trackers = Tracking(RunConfig()), Recorder(is_on)
+    hook.trackers = cast("Trackers", trackers)
+    run = SimpleNamespace(folder=folder, ranks=SimpleNamespace(rank=1))
+    hook.at_begin(cast("RunContext", run), LanguageTask())
+    hook.at_evaluation(1, {"eval_loss": 2.0}, 0.5)  # without answers
+    hook.at_evaluation(2, {"eval_loss": 2.0, "eval_answers": 1.0}, 0.5)
     return trackers.handed
 
 
@@ -91,4 +96,4 @@ def test_the_mean_loss_of_a_run_from_another_ones_checkpoint(tmp_path: Path) -> 
 def test_trackers_are_waited_for_no_longer_than_other_ranks_wait(timeout_s: int, patience_s: float) -> None:
     cfg = RunConfig()
     cfg.distributed.timeout_s = timeout_s
-    assert trackers_of(cfg).patience_s == patience_s
+    assert Tracking(cfg).trackers.patience_s == patience_s

@@ -29,7 +29,7 @@ def run(words: list[str]) -> None:
     )
     step, folder = positive_int(given, "step"), Path(given["run"])
     assert step is not None
-    from toolkit.train.replay import replay_words
+    from toolkit.train.replay import replay, replay_words
 
     again = replay_words(folder, step, environment.detect(os.environ))
     ready = make_ready([*again, *(word for word in words if word.startswith("language="))])
@@ -40,4 +40,4 @@ def run(words: list[str]) -> None:
     from toolkit.train.trainer import Trainer
 
     trainer = Trainer(task_of(loaded.cfg), loaded.cfg, ready[1], time.monotonic() - deepspeed.age_s())
-    trainer.replay(step, folder / "metrics.jsonl")
+    replay(trainer, step, folder / "metrics.jsonl")

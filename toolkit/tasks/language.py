@@ -36,7 +36,7 @@ from toolkit.models import (
 )
 from toolkit.models.loss import token_loss_sum
 from toolkit.tasks import language_data, language_evaluation, language_model
-from toolkit.train import checkpointer, run_dir, schedule, task, tracking
+from toolkit.train import checkpointer, run_dir, schedule, task
 from toolkit.train.step import Samples
 
 
@@ -296,12 +296,9 @@ class LanguageTask(task.Task):
         return getattr(engine.module, "routers", None)
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:
-        """Evaluate loss, answers and their scores; the answers are kept in evaluations/ and handed to trackers."""
+        """Evaluate loss, answers and their scores; the answers are kept in evaluations/."""
         assert self.evaluation is not None
-        figures = self.evaluation.run(run.folder / "evaluations" / f"step-{step}.jsonl", alive)
-        if "eval_answers" in figures:
-            tracking.log_answers(run, step)
-        return figures
+        return self.evaluation.run(run.folder / "evaluations" / f"step-{step}.jsonl", alive)
 
     # End
 

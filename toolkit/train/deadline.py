@@ -14,14 +14,21 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit import disk
 from toolkit.config import rules, schema
+from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, say, tr, warn
 from toolkit.terminal import clock
 from toolkit.track.metrics import MetricsLog
-from toolkit.train import run_dir
+from toolkit.train import dry_run, run_dir
+from toolkit.train.hooks import Hook
+from toolkit.train.step import StepResult, StepVote
+
+if TYPE_CHECKING:
+    from toolkit.train.loop import TrainLoop
+    from toolkit.train.task import RunContext, Task
 
 FILE, _KEPT = "deadline.jsonl", "deadline.json"
 _ENOUGH = 5
@@ -201,6 +208,69 @@ class Deadline:
             end=clock(self.end_s()),
             until=f"{datetime.fromtimestamp(time.time() + all_s):%Y-%m-%d %H:%M}",
         )
+
+
+class DeadlineHook(Hook):
+    """Ends a run in time: rank 0 decides, and all ranks hear it with the sums of a step. A collective."""
+
+    def __init__(self, cfg: schema.RunConfig, folder: Path) -> None:
+        self.at = process_group.on_rank0(lambda: deadline_of(cfg, folder))
+        self.deadline: Deadline | None = None
+        """On rank 0 only, once the engine is built."""
+
+    def at_begin(self, run: "RunContext", task: "Task") -> None:
+        """Take up what an earlier start of the run had decided."""
+        if run.ranks.rank:
+            return
+        assert self.at is not None
+        self.deadline = Deadline(
+            run.cfg,
+            run.folder,
+            self.at,
+            total_steps=run.total_steps,
+            start=run.start.step,
+            accumulation=run.accumulation,
+            sizes=(run.checkpointer.least_bytes(), dry_run.export_bytes(run.engine, run.cfg.checkpoint)),
+        )
+
+    def at_start(self, loop: "TrainLoop") -> None:
+        """Let the run end as was decided before."""
+        loop.end_at(process_group.on_rank0(lambda: self.deadline.last if self.deadline else 0))
+
+    def before_step(self, step: int, vote: StepVote) -> None:
+        """Say which step is the last, as it looks now."""
+        if self.deadline:
+            vote.last_step = self.deadline.decide(step)
+
+    def after_step(self, result: StepResult, seconds: float) -> None:
+        """Follow the pace."""
+        if self.deadline:
+            self.deadline.add_step(seconds)
+
+    def at_evaluation(self, step: int, figures: Mapping[str, float], seconds: float) -> None:
+        """Expect the next evaluation to take as long."""
+        if self.deadline:
+            self.deadline.costs.evaluation = seconds
+
+    def at_save(self, seconds: float) -> None:
+        """Expect the next save to hold training up for as long."""
+        if self.deadline:
+            self.deadline.costs.pause = seconds
+
+    def at_publish(self, seconds: float) -> None:
+        """Expect the next save to take as long."""
+        if self.deadline:
+            self.deadline.costs.save = seconds + self.deadline.costs.pause
+
+    def at_last_step(self) -> None:
+        """Write the decisions that a full disk has left in memory."""
+        if self.deadline:
+            self.deadline.log.finish()
+
+    def before_done(self, summary: dict[str, Any]) -> None:
+        """Tell how long before the deadline the run has ended."""
+        if self.deadline:
+            summary["deadline_spare_s"] = self.deadline.tell_end()
 
 
 def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:

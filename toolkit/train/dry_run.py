@@ -174,7 +174,8 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
             task.check_evaluation(run)
         highest = memory.highest()
     device_bytes = gather((highest, measured.before))
-    on_rank0(run.trackers.wait_begun)
+    for hook in run.hooks:
+        hook.at_dry_run()
     run.watchdog.enter(failure.START, start.step)
     peak, before = max(device_bytes)
     return tr(

@@ -1,16 +1,19 @@
 """A step of a run done again (`toolkit replay`): which checkpoint it begins at, and what is shown of it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from toolkit.checkpoint import directory
 from toolkit.config import files
+from toolkit.distributed import failure
 from toolkit.launch.environment import Ranks
-from toolkit.messages import ConfigError, tr
+from toolkit.messages import ConfigError, say, tr
 from toolkit.terminal import text_table
-from toolkit.train import run_dir, step as steps
+from toolkit.train import bad_steps, deadline, run_dir
+from toolkit.train.loop import TrainLoop
 from toolkit.train.step import Samples, StepResult
+from toolkit.train.trainer import Trainer
 
 _SHOWN = 20
 """Micro-batches of the step that are printed; the file has all."""
@@ -52,6 +55,50 @@ def replay_words(run: Path, step: int, ranks: Ranks) -> list[str]:
     ]
 
 
+def replay(trainer: Trainer, step: int, recorded: Path) -> Path:
+    """Do the steps from a run's start to one again, and show that one beside what the run recorded of it in its
+    metrics.jsonl; return the run directory, which holds its samples. A collective.
+    """
+    return trainer.work_in_group(lambda: _replay_in_group(trainer, step, recorded))
+
+
+def _replay_in_group(trainer: Trainer, step: int, recorded: Path) -> Path:
+    trainer.build()
+    run, task = trainer.run, trainer.task
+    try:
+        if step > run.total_steps:
+            raise ConfigError("step = {step}: the run has {total} steps.", step=step, total=run.total_steps)
+        loop = TrainLoop(task, run, trainer.measure_baseline(), trainer.progress)
+        results = _do_steps(loop, step, deadline.recorded(recorded.parent))
+    finally:
+        trainer.progress.close()
+        run.watchdog.stop()
+    file = run.folder / f"step-{step}.jsonl"
+    lines = step_lines(file, step, results, recorded, lambda: task.samples_at(loop.step_position))
+    if run.ranks.rank == 0:
+        say("\n".join(lines))
+        run_dir.mark_done(run.folder, {"replayed_step": step, "loss": results[-1].loss})
+    run_dir.release_run_dir()
+    return run.folder
+
+
+def _do_steps(loop: TrainLoop, step: int, ends: Mapping[int, int]) -> list[StepResult]:
+    """Do the steps up to one, without logging, evaluating and saving; return what each did. `ends`: of a run with a
+    deadline, the step to end with, by the step in which that was decided.
+    """
+    end = max((decision for decision in ends.items() if decision[0] <= loop.step), default=(0, loop.total_steps))[1]
+    loop.end_at(end)
+    loop.engine.train()
+    loop.progress.start()
+    results = []
+    while loop.step < step:
+        results.append(loop.compute_step()[0])
+        loop.end_at(end := ends.get(loop.step, end))
+        loop.guard.check()
+    loop.watchdog.enter(failure.END, loop.step)
+    return results
+
+
 def step_lines(
     file: Path, step: int, results: Sequence[StepResult], recorded: Path, samples: Callable[[], Samples]
 ) -> list[str]:
@@ -60,9 +107,9 @@ def step_lines(
     """
     last = results[-1]
     head = {"step": step, "what": "replay", "text": f"loss {last.loss}, gradient norm {last.grad_norm}"}
-    found, reason = steps.record_samples(file, head, last, samples)
-    places = dict.fromkeys((row["rank"], row["micro_batch"], row["loss"]) for row in found)
-    rows = [[str(rank), str(place), f"{loss:.6f}"] for rank, place, loss in places]
+    sample_rows, reason = bad_steps.record_samples(file, head, last, samples)
+    micro_batches = dict.fromkeys((row["rank"], row["micro_batch"], row["loss"]) for row in sample_rows)
+    rows = [[str(rank), str(number), f"{loss:.6f}"] for rank, number, loss in micro_batches]
     lines = [
         tr("Step {step}: loss {loss}, gradient norm {norm}.", step=step, loss=last.loss, norm=last.grad_norm),
         _compared(step, results, recorded),

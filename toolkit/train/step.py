@@ -1,21 +1,13 @@
-"""One optimizer step: its passes, what is wrong with its numbers, and which rank the others wait for.
+"""One optimizer step: its passes, what ranks tell one another with its first sum, what is wrong with its numbers."""
 
-Steps take equally long on all ranks, so each rank's own work is compared: the time from the end of a step to the next
-first sum over ranks (data, host), and the forward passes; backward passes reduce gradients. Under ZeRO-3 forward passes
-wait too, which hides most of a slow processor or GPU.
-"""
-
-import json
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
 from enum import Enum
-from pathlib import Path
-from statistics import median_low  # of two ranks, the one that is not slow
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -23,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
 from toolkit.config.schema import TrainConfig
-from toolkit.distributed.process_group import gather, on_rank0, sum_over_ranks
+from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.engine.deepspeed_patches import UpdateVeto
 from toolkit.messages import Diverged, tr
 from toolkit.models import stages
@@ -31,16 +23,6 @@ from toolkit.models.router_loss import Routers
 
 if TYPE_CHECKING:
     from toolkit.train.task import Task
-
-
-COMPARED_STEPS = 20
-"""Steps, at least, over which ranks are compared."""
-IN_A_ROW = 3
-"""Comparisons one after the other in which a rank has to be slow."""
-SLOWER = 1.2
-"""A slow rank's own work to the median of the ranks."""
-LEAST_SHARE = 0.03
-"""Of a step's time by which its own work has to be longer: less is not worth a warning."""
 
 
 class Stopwatch:
@@ -65,100 +47,6 @@ class Stopwatch:
         if self._is_cpu:
             return sum(end - begin for begin, end in pairs)
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
-
-
-@dataclass(frozen=True, slots=True)
-class RankTimes:
-    """Some steps, rank by rank. Sums over the steps."""
-
-    steps: int
-    seconds: float
-    """From the first to the last, the same for all but for the clocks."""
-    own_s: Sequence[float]
-    """Of each rank's own work, waiting for data included."""
-    data_wait_s: Sequence[float]
-    tokens: Sequence[float]
-    """Of each rank, padding included."""
-
-    def row(self) -> dict[str, float]:
-        """Return what metrics.jsonl says of it, in seconds per step."""
-        data_rank = _slowest(self.data_wait_s)
-        row: dict[str, float] = {
-            "data_wait_s": self.data_wait_s[data_rank] / self.steps,
-            "data_wait_fraction": self.data_wait_s[data_rank] / self.seconds,
-        }
-        if len(self.own_s) > 1:
-            slowest = _slowest(self.own_s)
-            row |= {
-                "data_wait_rank": data_rank,
-                "slowest_rank": slowest,
-                "slowest_rank_s": self.own_s[slowest] / self.steps,
-                "median_rank_s": median_low(self.own_s) / self.steps,
-                "fastest_rank_s": min(self.own_s) / self.steps,
-            }
-        return row
-
-    def __add__(self, other: "RankTimes") -> "RankTimes":
-
-        def both(name: str) -> list[float]:
-            return [one + more for one, more in zip(getattr(self, name), getattr(other, name), strict=True)]
-
-        per_rank = map(both, ("own_s", "data_wait_s", "tokens"))
-        return RankTimes(self.steps + other.steps, self.seconds + other.seconds, *per_rank)
-
-
-class StragglerDetector:
-    """Reports, once for each, ranks that are slow for long. `hosts` are those of the ranks."""
-
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self.hosts = hosts
-        self._times: RankTimes | None = None
-        self._suspect, self._in_a_row = -1, 0
-        self._reported: set[int] = set()
-
-    def see(self, times: RankTimes) -> str:
-        """Add the steps since the last call; return a warning for the user, "" if there is none."""
-        self._times = times = self._times + times if self._times else times
-        if times.steps < COMPARED_STEPS:
-            return ""
-        self._times = None
-        waits = times.own_s[slowest := _slowest(times.own_s)] - median_low(times.own_s)
-        per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]
-        # Slow per token too, as longer sequences take longer.
-        is_slow = all(values[slowest] > SLOWER * median_low(values) for values in (times.own_s, per_token))
-        suspect = slowest if is_slow and waits > LEAST_SHARE * times.seconds else -1
-        self._in_a_row = self._in_a_row + 1 if suspect == self._suspect else 1
-        self._suspect = suspect
-        if suspect < 0 or self._in_a_row < IN_A_ROW or suspect in self._reported:
-            return ""
-        self._reported.add(suspect)
-        own_s, median_s, host = times.own_s[suspect], median_low(times.own_s), self.hosts[suspect]
-        if times.data_wait_s[suspect] - median_low(times.data_wait_s) > (own_s - median_s) / 2:
-            where = tr(
-                "Most of that it waits for its data: look at the disk or the network that {host} reads from; more "
-                "data.num_workers may hide it.",
-                host=host,
-            )
-        else:
-            where = tr(
-                "It is not the data: look at what else runs on {host}, and at the clocks and the temperature of its "
-                "processors and GPUs (top, nvidia-smi).",
-                host=host,
-            )
-        return tr(
-            "all ranks wait for rank {rank} on {host}: its own work takes {own} s per step, {times} times "
-            "that of the median rank ({median} s). {where}",
-            rank=suspect,
-            host=host,
-            own=f"{own_s / times.steps:.3g}",
-            median=f"{median_s / times.steps:.3g}",
-            times=f"{own_s / median_s:.1f}",
-            where=where,
-        )
-
-
-def _slowest(values: Sequence[float]) -> int:
-    return max(range(len(values)), key=values.__getitem__)
 
 
 WINDOW = 100
@@ -289,58 +177,42 @@ def _median(values: Sequence[float]) -> float:
 
 Samples = list[list[list[dict[str, Any]]]]
 """Of each rank, of each micro-batch, each sample as something that JSON can say."""
-_NAMED = 3
 
 
-def record_bad_step(
-    file: Path, step: int, trouble: Anomaly, result: "StepResult", samples: Callable[[], Samples]
-) -> str:
-    """Write a step's samples to a file, as `record_samples` does; return a sentence. A collective."""
-    head = {"step": step, "what": trouble.kind.value, "text": trouble.text()}
-    found, reason = record_samples(file, head, result, samples)
-    worst = found[0]
-    named = [row["where"] + reason for row in found if all(row[key] == worst[key] for key in ("rank", "micro_batch"))]
-    return tr(
-        "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
-        step=step,
-        rank=worst["rank"],
-        micro_batch=worst["micro_batch"],
-        what=trouble.text(),
-        which=tr("it comes from") if trouble.kind is AnomalyKind.loss else tr("the highest loss is that of"),
-        samples=", ".join(named[:_NAMED]) + (", …" if len(named) > _NAMED else ""),
-    )
+@dataclass(slots=True)
+class StepVote:
+    """What a rank tells the others with the first sum of a step; afterwards the sum, the same on every rank."""
+
+    stops: int = 0
+    """1 where the rank was told to stop: by a signal, or by the file `stop`."""
+    proven: int = 0
+    """1 where the rank has written and proven its part of the checkpoint that is under way."""
+    lost_run_dir: int = 0
+    """1 where the rank no longer finds the run directory."""
+    save_due: int = 0
+    """1 on rank 0 where `checkpoint.minutes` have passed."""
+    last_step: int = 0
+    """On rank 0 the step that the run shall end with; 0 leaves it as it is."""
+
+    def pack(self) -> list[float]:
+        """Return the fields as numbers that can be summed over ranks."""
+        return [float(value) for value in astuple(self)]
+
+    @classmethod
+    def unpack(cls, sums: Sequence[float]) -> "StepVote":
+        """Return the vote that `pack` made numbers of."""
+        return cls(*map(int, sums))
 
 
-def record_samples(
-    file: Path, head: Mapping[str, Any], result: "StepResult", samples: Callable[[], Samples]
-) -> tuple[list[dict[str, Any]], str]:
-    """Write `head` (with its "step") and a step's samples, worst micro-batch first; return these, and why the file
-    could not be written, "" if it was. A collective; `samples` is called on rank 0 only.
-    """
-    sums = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
-    losses = gather([loss / count if count else 0.0 for loss, count in sums])
+class StepCounts(NamedTuple):
+    """Counts of a step: of a rank's micro-batches, or their sums over all ranks; the order is that of the one sum."""
 
-    def write() -> tuple[list[dict[str, Any]], str]:
-        found = [
-            {"step": head["step"], "rank": rank, "micro_batch": place, "loss": losses[rank][place], **sample}
-            for rank, micro_batches in enumerate(samples())
-            for place, micro_batch in enumerate(micro_batches)
-            for sample in micro_batch
-        ]
-        found.sort(key=lambda row: row["loss"] if math.isfinite(row["loss"]) else math.inf, reverse=True)
-        try:
-            with file.open("w", encoding="utf-8") as handle:
-                handle.write(json.dumps(head) + "\n")
-                for row in found:
-                    loss = row["loss"]
-                    row = row | {"loss": loss if math.isfinite(loss) else str(loss)}
-                    handle.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except OSError as error:  # a full disk is reported by what has to be saved
-            file.unlink(missing_ok=True)
-            return found, f" ({error.strerror})"
-        return found, ""
-
-    return on_rank0(write)
+    losses: float
+    """Of how many the loss is the mean: N."""
+    total_tokens: float
+    computed_tokens: float
+    pairs: float
+    trained_tokens: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -360,7 +232,8 @@ class StepResult:
     """Pairs of a token and one of its sample that is not behind it."""
     grad_norm: float
     """Norm of the gradient before clipping; inf where it overflowed."""
-    votes: list[int]
+    vote: StepVote
+    """The sum over all ranks."""
     micro_losses: torch.Tensor
     """Sums of the losses of this rank's micro-batches, float32 [accumulation] on the device."""
     micro_counts: list[int]
@@ -378,10 +251,18 @@ class StepResult:
     """Further sums over the global batch, each with over how many: `Task.take_figures`."""
 
 
-_Sums = tuple[torch.Tensor, float, float | None, torch.Tensor, dict[str, tuple[float, float]], list[float]]
-"""This rank's micro-batch losses; the global batch's loss, the sum of the routers' losses, the experts' tokens, the
-task's figures, and all other counts.
-"""
+@dataclass(kw_only=True, slots=True)
+class _StepSums:
+    """What the one wait for the device makes known: this rank's losses, and sums over all ranks."""
+
+    micro_losses: torch.Tensor
+    loss: float
+    router_sum: float | None
+    """Of the routers' losses; None where they have none."""
+    expert_loads: torch.Tensor
+    figures: dict[str, tuple[float, float]]
+    counts: StepCounts
+    vote: StepVote
 
 
 def train_step(
@@ -390,18 +271,17 @@ def train_step(
     micro_batches: list[Any],
     world_size: int,
     guard: StepGuard,
-    votes: Sequence[float] = (),
+    vote: StepVote | None = None,
     copies: int = 1,
     parts: int = 1,
 ) -> StepResult:
     """Do one optimizer step whose loss is exactly sum(losses) / N over the global batch, N (of tokens: those trained)
     known before any backward.
 
-    `micro_batches`: this rank's accumulation window on the CPU, the same on all stages of a pipeline; `votes`: answers
-    on which all ranks must agree, sent with a sum; `copies`: how many ranks compute the same tokens, `parts`: how many
-    have parts of the same sequences. N counts copies, as the engine averages gradients over fewer ranks; and parts
-    where it counts sequences. ValueError if no token is trained; Diverged if fp16's loss scale cannot be lowered any
-    more.
+    `micro_batches`: this rank's accumulation window on the CPU, the same on all stages of a pipeline; `vote`: this
+    rank's, sent with the counts; `copies`: how many ranks compute the same tokens, `parts`: how many have parts of the
+    same sequences. N counts copies, as the engine averages gradients over fewer ranks; and parts where it counts
+    sequences. ValueError if no token is trained; Diverged if fp16's loss scale cannot be lowered any more.
     """
     task.prepare_step(engine, micro_batches)
     micro_counts, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
@@ -409,31 +289,31 @@ def train_step(
     has_stages = stages.is_pipeline(engine)
     # A pipeline's last stage alone counts tokens and losses, so that each counts once.
     is_counted = not has_stages or engine.is_last_stage()
-    mine = [number if is_counted else 0 for number in (sum(micro_counts), *sizes)]
+    rank_counts = StepCounts(sum(micro_counts), *sizes) if is_counted else StepCounts(0, 0, 0, 0, 0)
     # Not read here: the host would wait for the last step's update before it queues any work of this one.
-    counts = sum_over_ranks([*mine, *map(float, votes)], engine.device)
+    counts = sum_over_ranks([*rank_counts, *(vote or StepVote()).pack()], engine.device)
     if has_stages:
         sums = _pipeline_passes(engine, task, micro_batches, guard, counts, copies)
     else:
         sums = _data_parallel_passes(engine, task, micro_batches, guard, counts, world_size, forward)
-    micro_losses, loss, router_sum, loads, figures, (count, total, computed, pairs, trained, *heard) = sums
+    router_sum, loads = sums.router_sum, sums.expert_loads
     return StepResult(
-        loss=loss,
-        count=int(count) // (copies * parts if task.counted else copies),
-        trained_tokens=int(trained) // copies,
-        total_tokens=int(total) // copies,
-        computed_tokens=int(computed) // copies,
-        pairs=int(pairs) // copies,
+        loss=sums.loss,
+        count=int(sums.counts.losses) // (copies * parts if task.counted else copies),
+        trained_tokens=int(sums.counts.trained_tokens) // copies,
+        total_tokens=int(sums.counts.total_tokens) // copies,
+        computed_tokens=int(sums.counts.computed_tokens) // copies,
+        pairs=int(sums.counts.pairs) // copies,
         grad_norm=guard.gate.grad_norm,
-        votes=[int(count) for count in heard],
-        micro_losses=micro_losses,
+        vote=sums.vote,
+        micro_losses=sums.micro_losses,
         micro_counts=micro_counts,
         rank_tokens=sizes[1],
         arrived=arrived,
         forward_s=forward.seconds(),
         router_loss=None if router_sum is None else router_sum / (world_size * len(micro_batches)),
         expert_loads=loads if len(loads) else None,
-        figures=figures,
+        figures=sums.figures,
     )
 
 
@@ -445,7 +325,7 @@ def _data_parallel_passes(
     counts: torch.Tensor,
     world_size: int,
     forward: Stopwatch,
-) -> _Sums:
+) -> _StepSums:
     """Pass each micro-batch forward and back, then update. The engine averages gradients over ranks, hence
     `world_size`; with `scale_wrt_gas=False` it divides by nothing else (deepspeed 0.19.8, backward).
     """
@@ -476,7 +356,7 @@ def _data_parallel_passes(
                 scale=engine.optimizer.loss_scale,
             ) from error
     if routers is not None and engine.skipped_steps == skipped:
-        routers.move_biases(sums[3])
+        routers.move_biases(sums.expert_loads)
     return sums
 
 
@@ -487,13 +367,13 @@ def _pipeline_passes(
     guard: StepGuard,
     counts: torch.Tensor,
     copies: int,
-) -> _Sums:
+) -> _StepSums:
     """Do the same through pipeline stages. PipelineEngine divides by the number of micro-batches and averages over
     pipelines (deepspeed 0.19.8), hence the factor.
     """
     factor = (engine.dp_world_size * copies * len(micro_batches) / counts[0]).float()
     micro_losses: list[torch.Tensor] = []
-    read: list[_Sums] = []
+    read: list[_StepSums] = []
 
     def finish(model: PreTrainedModel, batch: Any) -> torch.Tensor:
         micro_sum = task.loss_sum(model, batch)
@@ -510,18 +390,27 @@ def _pipeline_passes(
 
 def _read(
     task: "Task", micro_losses: torch.Tensor, routers: Routers | None, counts: torch.Tensor, guard: StepGuard
-) -> _Sums:
+) -> _StepSums:
     """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device."""
     of_routers = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)
     figures = task.take_figures()
     pairs = [pair.to(micro_losses) for pair in figures.values()]
     sums = sum_over_ranks(torch.cat((micro_losses.sum()[None], *pairs, of_routers)), micro_losses.device)
-    known, loads = sums.tensor_split([2 + 2 * len(figures)])
-    total, *others = torch.cat((known, counts)).tolist()
-    of_figures, (router_sum, *others) = others[: 2 * len(figures)], others[2 * len(figures) :]
-    if not others[0]:
+    scalars, expert_loads = sums.tensor_split([2 + 2 * len(figures)])
+    num_counts = len(StepCounts._fields)
+    loss_sum, *numbers = torch.cat((scalars, counts)).tolist()
+    of_figures, (router_sum, *numbers) = numbers[: 2 * len(figures)], numbers[2 * len(figures) :]
+    step_counts = StepCounts(*numbers[:num_counts])
+    if not step_counts.losses:
         raise ValueError("no token of this global batch is trained")
-    loss = total / others[0]
+    loss = loss_sum / step_counts.losses
     guard.see_loss(loss)
-    found = dict(zip(figures, zip(of_figures[::2], of_figures[1::2], strict=True), strict=True))
-    return micro_losses, loss, router_sum if routers and routers.coefficient else None, loads, found, others
+    return _StepSums(
+        micro_losses=micro_losses,
+        loss=loss,
+        router_sum=router_sum if routers and routers.coefficient else None,
+        expert_loads=expert_loads,
+        figures=dict(zip(figures, zip(of_figures[::2], of_figures[1::2], strict=True), strict=True)),
+        counts=step_counts,
+        vote=StepVote.unpack(numbers[num_counts:]),
+    )

@@ -18,10 +18,9 @@ from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
 from toolkit.models.router_loss import Routers
 from toolkit.terminal import phase
-from toolkit.track.queue import Trackers
 from toolkit.train import run_dir
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
-from toolkit.train.deadline import Deadline
+from toolkit.train.hooks import Hook
 from toolkit.train.schedule import Epoch, make_schedule
 from toolkit.train.step import Samples, StepGuard
 
@@ -56,12 +55,11 @@ class RunContext:
     checkpointer: Checkpointer
     start: RunState
     """Where the run begins, and what is the same in all its checkpoints."""
-    trackers: Trackers
+    hooks: list[Hook]
+    """What config and model add to the run, in the order in which they are called."""
     watchdog: Watchdog
     total_steps: int
-    """At most: with `run.deadline` it may end earlier."""
-    deadline: Deadline | None
-    """On rank 0 of a run with `run.deadline`."""
+    """At most: a hook may end the run earlier."""
     accumulation: int
     started: float
     """time.monotonic() when the command was started, with its launcher."""

@@ -1,7 +1,6 @@
 """A training run from its config to the DONE marker: build (data, run directory, engine), fit (the loop), finish."""
 
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from toolkit import secrets, terminal
 from toolkit.checkpoint import directory
-from toolkit.config import files as recipe_files, load, mesh, preflight, rule_tables, schema
+from toolkit.config import files as recipe_files, load, mesh, schema
 from toolkit.distributed import failure, process_group
 from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
-from toolkit.messages import ConfigError, LaunchError, RunFolderError, ToolkitError, say, tr, user_name, warn
+from toolkit.messages import RunFolderError, ToolkitError, say, tr, warn
 from toolkit.track.metrics import Progress
-from toolkit.train import deadline, dry_run, loop, replay, run_dir, schedule, startup, tracking
+from toolkit.train import baseline, dry_run, hooks, loop, run_dir, schedule, settle, startup
 from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
@@ -44,15 +42,10 @@ class Trainer:
 
     def train(self) -> Path:
         """Join the process group, train, leave; return the run directory."""
-        return self._with_group(self.train_in_group)
+        return self.work_in_group(self.train_in_group)
 
-    def replay(self, step: int, recorded: Path) -> Path:
-        """Do the steps from the run's start to one again, and show that one beside what a run recorded of it; return
-        the run directory, which holds its samples.
-        """
-        return self._with_group(lambda: self._replay(step, recorded))
-
-    def _with_group(self, work: Callable[[], Path]) -> Path:
+    def work_in_group(self, work: Callable[[], Path]) -> Path:
+        """Load the data, join the process group, do something there, leave; return the run directory."""
         failure.install_signals()
         terminal.set_display(self.cfg.run.display.value)
         check_settings(self.cfg)
@@ -76,7 +69,7 @@ class Trainer:
     def _train(self) -> Path:
         self.build()
         run = self.run
-        with tracking.tracking(run, self.task.data_summary()):
+        with hooks.running(run.hooks, run, self.task):
             try:
                 result = self.fit()
             finally:
@@ -93,20 +86,13 @@ class Trainer:
         failure.watch_failures(None, ranks.rank, process_group.gather(failure.me()))
         task.begin(self.cfg, ranks)
         source = self._open_run_dir()
-        at = process_group.on_rank0(lambda: deadline.deadline_of(self.cfg, source.folder))
-        cfg, built = self._settle(_with_ops(_with_optimizer(self.cfg, source), self.cfg), source)
+        run_hooks = hooks.hooks_of(self.cfg, ranks, source.folder)
+        cfg, built = settle.settle_config(self.cfg, task, ranks, source, self._build)
         self.cfg, total_steps = cfg, task.total_steps
         schedule.tell_length(cfg, task.epoch, total_steps, ranks.world_size)
         ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
         start = process_group.on_rank0(lambda: self._record_start(ds, source))
-        if built is None:
-            engine, guard = self._build(cfg, ds, source)
-        else:
-            engine, guard = built
-            dry_run.set_micro_batch(engine, cfg)
-            engine.lr_scheduler.set_length(total_steps, ds_config.warmup_steps(cfg, total_steps))
-            settled = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
-            engine.received_config |= {key: ds.values[key] for key in settled if key in ds.values}
+        engine, guard = self._build(cfg, ds, source) if built is None else self._settled(built, ds)
         # What the engine was given in the end: buckets that fit, and what layouts change for DeepSpeed to count right.
         process_group.on_rank0(lambda: run_dir.write_ds_config(source.folder, engine.received_config))
         files = task.model_files(engine)
@@ -125,77 +111,38 @@ class Trainer:
             guard=guard,
             checkpointer=checkpointer,
             start=start,
-            trackers=tracking.trackers_of(cfg),
+            hooks=[*run_hooks, *hooks.hooks_of_model(task.routers(engine), source.folder)],
             watchdog=self.watchdog,
             total_steps=total_steps,
-            deadline=self._deadline(at, source.folder, start.step, engine, checkpointer),
             accumulation=mesh.accumulation(cfg, ranks.world_size),
             started=self.started,
         )
         if task.vocab_size is not None:
             self.plan = dry_run.plan_run(cfg, task.vocab_size, ranks, engine.device, source.folder / "plan.json")
         task.prepare_evaluation(self.run)
-        self.reporter: tracking.AutomaticReport | None = None
-        if cfg.report.enabled and ranks.rank == 0:
-            patience_s = min(tracking.PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
-            self.reporter = tracking.AutomaticReport(source.folder, environment.without_ranks(os.environ), patience_s)
 
-    def _deadline(
-        self, at: float | None, folder: Path, start: int, engine: DeepSpeedEngine, checkpointer: Checkpointer
-    ) -> deadline.Deadline | None:
-        if at is None or self.ranks.rank:
-            return None
-        return deadline.Deadline(
-            self.cfg,
-            folder,
-            at,
-            total_steps=self.task.total_steps,
-            start=start,
-            accumulation=mesh.accumulation(self.cfg, self.ranks.world_size),
-            sizes=(checkpointer.least_bytes(), dry_run.export_bytes(engine, self.cfg.checkpoint)),
-        )
-
-    def _replay(self, step: int, recorded: Path) -> Path:
-        self.build()
-        run = self.run
-        try:
-            if step > run.total_steps:
-                raise ConfigError("step = {step}: the run has {total} steps.", step=step, total=run.total_steps)
-            steps = loop.TrainLoop(self.task, run, self._baseline(), self.progress, lambda: None)
-            results = steps.replay(step, deadline.recorded(recorded.parent))
-        finally:
-            self.progress.close()
-            run.watchdog.stop()
-        file = run.folder / f"step-{step}.jsonl"
-        lines = replay.step_lines(file, step, results, recorded, lambda: self.task.samples_at(steps.began))
-        if self.ranks.rank == 0:
-            say("\n".join(lines))
-            run_dir.mark_done(run.folder, {"replayed_step": step, "loss": results[-1].loss})
-        run_dir.release_run_dir()
-        return run.folder
-
-    def _baseline(self) -> tracking.Baseline:
+    def measure_baseline(self) -> baseline.Baseline:
+        """Return what the run's speed and memory are compared with. A collective."""
         cfg, planned_bytes = self.cfg, self.plan.process_bytes if self.plan else None
         recompute = cfg.train.activation_checkpointing.enabled
-        baseline = tracking.measure_baseline(self.run.engine, cfg.tuning, recompute, planned_bytes)
+        measured = baseline.measure_baseline(self.run.engine, cfg.tuning, recompute, planned_bytes)
         # FLOPs are known of language models alone.
-        return baseline if self.task.unit == TOKENS else replace(baseline, formula=None)
+        return measured if self.task.unit == TOKENS else replace(measured, formula=None)
 
     def fit(self) -> FitResult:
         """Try the run before its first step, then do all its steps."""
         run, progress, cfg = self.run, self.progress, self.cfg
-        baseline = self._baseline()
+        compared_with = self.measure_baseline()
         say(self.task.start_lines(run))
-        if self.task.unit == TOKENS and baseline.device:  # of a processor the figure says nothing that helps
-            say(baseline.describe())
+        if self.task.unit == TOKENS and compared_with.device:  # of a processor the figure says nothing that helps
+            say(compared_with.describe())
         if cfg.train.rehearse and run.start.step < run.total_steps:
             with terminal.phase(tr("Dry run")):
                 line = dry_run.dry_run(self.task, run, self.plan)
             say(line)
         seconds = f"{time.monotonic() - self.started:.0f}"
         say("Ready after {seconds} s, counted from the start of the command.", seconds=seconds)
-        begin_report = self.reporter.begin if self.reporter else lambda: None
-        return loop.TrainLoop(self.task, run, baseline, progress, begin_report).train()
+        return loop.TrainLoop(self.task, run, compared_with, progress).train()
 
     def finish(self, result: FitResult) -> None:
         """Answer, export, mark the run done and say what was achieved."""
@@ -215,17 +162,18 @@ class Trainer:
             "steps_done": result.steps,
             "steps_seconds": round(result.steps_s, 1),
         }
-        tracking.log_summary(run, result, samples)
+        for hook in run.hooks:
+            hook.at_end(result, samples)
         process_group.barrier()
         process_group.on_rank0(lambda: run_dir.check_not_lost(run.folder))
         if self.ranks.rank:
             return
         say("\n" + "\n".join(self._end_lines(result, summary, samples)))
-        if run.deadline:
-            summary["deadline_spare_s"] = run.deadline.tell_end()
+        for hook in run.hooks:
+            hook.before_done(summary)
         run_dir.mark_done(run.folder, summary)
-        if self.reporter:
-            self.reporter.finish()
+        for hook in run.hooks:
+            hook.after_done()
         if line := recipe_files.notice(run.cfg.data):
             say(line)
 
@@ -247,33 +195,19 @@ class Trainer:
         self.watchdog = failure.Watchdog(folder, ranks.rank, ranks.world_size, *limits, self.cfg.compile.enabled)
         return source
 
-    def _settle(
-        self, cfg: schema.RunConfig, source: run_dir.RunSource
-    ) -> tuple[schema.RunConfig, tuple[DeepSpeedEngine, StepGuard] | None]:
-        """Decide layout and micro-batch where they are `auto`; return the engine too if one was built for that."""
-        task, built = self.task, None
-        if cfg.plan.auto:
-            assert task.vocab_size is not None
-            device = torch.device(get_accelerator().current_device_name())
-            cfg = dry_run.choose_layout(cfg, task.vocab_size, self.ranks, device, source)
-        elif cfg.batch.micro_per_gpu == schema.AUTO:
-            rows = process_group.on_rank0(lambda: dry_run.micro_batch_before(cfg, self.ranks, source))
-            if not rows:
-                smallest = mesh.with_micro_batch(cfg)
-                task.settle(smallest)
-                ds = ds_config.build_ds_config(smallest, self.ranks.world_size, task.total_steps)
-                rows, built = dry_run.search_micro_batch(
-                    smallest, task, self.ranks, lambda: self._build(smallest, ds, source)
-                )
-            cfg = mesh.with_micro_batch(cfg, rows)
-        task.settle(cfg)
-        return cfg, built
-
-    def _build(
-        self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource
-    ) -> tuple[DeepSpeedEngine, StepGuard]:
+    def _build(self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource) -> settle.BuiltEngine:
         engine = self.task.build(ds, source)
         return engine, StepGuard(engine, cfg.train)
+
+    def _settled(self, built: settle.BuiltEngine, ds: ds_config.DsConfig) -> settle.BuiltEngine:
+        """Tell an engine that was built to find the micro-batch what has been found."""
+        engine, _ = built
+        cfg, total_steps = self.cfg, self.task.total_steps
+        dry_run.set_micro_batch(engine, cfg)
+        engine.lr_scheduler.set_length(total_steps, ds_config.warmup_steps(cfg, total_steps))
+        settled = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
+        engine.received_config |= {key: ds.values[key] for key in settled if key in ds.values}
+        return built
 
     def _record_start(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> directory.RunState:
         """Return the starting state, and write down what the run is. For rank 0 only."""
@@ -374,55 +308,3 @@ def _peers_that_see(folder: Path) -> list[failure.Peer]:
             say("Waiting until {folder} can be seen on {hosts}.", folder=folder, hosts=", ".join(blind))
         is_told = True
         time.sleep(_LOOK_EVERY_S)
-
-
-def _with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:
-    """Return the config with `optim.torch` decided, the same on all ranks and in every start of a run. A collective."""
-    if cfg.optim.torch != schema.AUTO:
-        return cfg
-    mine, reason = preflight.with_optimizer(cfg)
-    found = process_group.gather((bool(mine.optim.torch), reason))
-    checkpoint = source.checkpoint
-    before = process_group.on_rank0(
-        lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {}
-    )
-    known = before.get("torch")  # what the run decided when it began; None in a new one
-    is_torch = any(torch for torch, _ in found) or known is True  # a node without a compiler decides for all
-    reason = next((reason for torch, reason in found if torch == is_torch), tr("as before"))
-    if rule_tables.OPTIMIZERS[cfg.optim.name].takes_adam:
-        whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
-        say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
-    return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
-
-
-def _with_ops(cfg: schema.RunConfig, given: schema.RunConfig) -> schema.RunConfig:
-    """Build and load DeepSpeed's ops, before its engine would; return the config, with PyTorch's optimizer where
-    DeepSpeed's cannot be built and `given`, the user's config, leaves the choice. A collective; LaunchError otherwise.
-    """
-    names = preflight.needed_ops(cfg)
-    if missing := [name for name in names if name not in preflight.built_ops(names)]:
-        folder = preflight.extensions_dir()
-        say("Building DeepSpeed's {ops} in {folder}, once: 1 to 3 minutes.", ops=", ".join(missing), folder=folder)
-    reason = next(filter(None, process_group.gather(build.load_ops(names))), "")
-    if not reason:
-        return cfg
-    if given.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
-        warn("DeepSpeed's optimizer cannot be built ({reason}): PyTorch's fused one is used.", reason=reason)
-        return replace(cfg, optim=replace(cfg.optim, torch=True))
-    name, folder = reason.partition(":")[0], preflight.extensions_dir()
-    if folder.exists() and not os.access(folder, os.W_OK):  # PyTorch locks it to load from it, too
-        raise LaunchError(
-            "DeepSpeed cannot build or load {reason}. {folder} cannot be written to by user {user}: let "
-            "TORCH_EXTENSIONS_DIR name a directory of yours, or set {other}.",
-            reason=reason,
-            folder=folder,
-            user=user_name(os.geteuid()),
-            other=preflight.without_ops([name]),
-        )
-    raise LaunchError(
-        "DeepSpeed cannot build or load {reason}. It needs: {commands}. Or set {other}. The whole output is in "
-        "logs/rank_*.log in the run directory.",
-        reason=reason,
-        commands=preflight.how_to_install(preflight.tools_for([name])),
-        other=preflight.without_ops([name]),
-    )

@@ -1,0 +1,99 @@
+"""A step that went wrong: its samples in a file, and the checkpoint that the run goes back to."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit import disk
+from toolkit.checkpoint import directory
+from toolkit.distributed.process_group import gather, on_rank0
+from toolkit.messages import Diverged, tr, warn
+from toolkit.train.checkpointer import Checkpointer
+from toolkit.train.step import Anomaly, AnomalyKind, Samples, StepResult
+
+MOST_REWINDS = 3
+"""Times that a run rewinds to one and the same checkpoint."""
+_MOST_NAMED = 3
+
+
+def warn_of_bad_step(
+    logs: Path, step: int, trouble: Anomaly, result: StepResult, samples: Callable[[], Samples]
+) -> str:
+    """Write a step's samples to a file, as `record_samples` does, and warn; return what went wrong. A collective."""
+    file = disk.unused_path(logs / f"bad-step-{step}.jsonl")
+    head = {"step": step, "what": trouble.kind.value, "text": trouble.text()}
+    rows, reason = record_samples(file, head, result, samples)
+    worst = rows[0]
+    named = [row["where"] + reason for row in rows if all(row[key] == worst[key] for key in ("rank", "micro_batch"))]
+    what = tr(
+        "step {step}: {what}; {which} rank {rank}, micro-batch {micro_batch}: {samples}",
+        step=step,
+        rank=worst["rank"],
+        micro_batch=worst["micro_batch"],
+        what=trouble.text(),
+        which=tr("it comes from") if trouble.kind is AnomalyKind.loss else tr("the highest loss is that of"),
+        samples=", ".join(named[:_MOST_NAMED]) + (", …" if len(named) > _MOST_NAMED else ""),
+    )
+    warn(
+        "{what}. It did not change the weights. See the samples of this step:  toolkit show {file}",
+        what=what,
+        file=file,
+    )
+    return what
+
+
+def record_samples(
+    file: Path, head: Mapping[str, Any], result: StepResult, samples: Callable[[], Samples]
+) -> tuple[list[dict[str, Any]], str]:
+    """Write `head` (with its "step") and a step's samples, worst micro-batch first; return these, and why the file
+    could not be written, "" if it was. A collective; `samples` is called on rank 0 only.
+    """
+    sums = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
+    losses = gather([loss / count if count else 0.0 for loss, count in sums])
+
+    def write() -> tuple[list[dict[str, Any]], str]:
+        rows = [
+            {"step": head["step"], "rank": rank, "micro_batch": number, "loss": losses[rank][number], **sample}
+            for rank, micro_batches in enumerate(samples())
+            for number, micro_batch in enumerate(micro_batches)
+            for sample in micro_batch
+        ]
+        rows.sort(key=lambda row: row["loss"] if math.isfinite(row["loss"]) else math.inf, reverse=True)
+        try:
+            with file.open("w", encoding="utf-8") as handle:
+                handle.write(json.dumps(head) + "\n")
+                for row in rows:
+                    loss = row["loss"]
+                    row = row | {"loss": loss if math.isfinite(loss) else str(loss)}
+                    handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:  # a full disk is reported by what has to be saved
+            file.unlink(missing_ok=True)
+            return rows, f" ({error.strerror})"
+        return rows, ""
+
+    return on_rank0(write)
+
+
+def checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], trouble: str) -> Path:
+    """Return the checkpoint to go back to, and count it in `rewinds`; Diverged where none helps. A collective."""
+    good, checkpoint = checkpointer.good, checkpointer.newest
+    if checkpoint is not None and good is not None and good != checkpoint and rewinds[checkpoint]:
+        # No good step has followed it, and going back to it did not help: its weights may be the trouble.
+        checkpoint = good
+        on_rank0(lambda: directory.move_aside_after(good))
+    if checkpoint is None:
+        raise Diverged(
+            "{what}; there is no checkpoint to go back to: set checkpoint.every or checkpoint.minutes.", what=trouble
+        )
+    rewinds[checkpoint] += 1
+    if rewinds[checkpoint] > MOST_REWINDS:
+        raise Diverged(
+            "{what}; rewinding to {checkpoint} did not help ({count} times).",
+            what=trouble,
+            checkpoint=checkpoint,
+            count=MOST_REWINDS,
+        )
+    return checkpoint

@@ -1,0 +1,158 @@
+"""What a run's speed is compared with: the model's FLOPs, and this machine's matrix products, as not every datasheet is
+known, or true.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+
+from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.distributed.process_group import full_shape, gather
+from toolkit.engine.memory import is_out_of_memory
+from toolkit.messages import tr
+from toolkit.models import load, stages
+from toolkit.plan import machine, outline
+from toolkit.plan.speed import Formula, Work, formula, is_countable
+
+_GPU_SIZES = (8192, 4096, 2048)
+"""Of the matrices; the later ones where memory is too little for the first."""
+_CPU_SIZES = (96, 192, 384, 768)
+"""The first that takes long enough to be timed: one of 768 in bf16 takes 2.8 s where the processor has no such unit."""
+_LONG_ENOUGH_S = 0.005
+_GPU_S, _CPU_S = 0.3, 0.1
+_AT_ONCE = 5
+
+
+def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the median rank's FLOP/s in large matrix products, 0 without memory for one. A collective. All measure at
+    once, under a second; a GPU needs 0.4 GiB, in fp32 0.8 GiB, a 16th of it at least.
+    """
+    mine = 0.0
+    for size in _sizes(device, dtype):
+        try:
+            mine = _measured(size, device, dtype)
+            break
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        get_accelerator().empty_cache()
+    speeds = [speed for speed in gather(mine) if speed]
+    get_accelerator().empty_cache()
+    return float(statistics.median_low(speeds)) if speeds else 0.0
+
+
+def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return what to try: on a GPU one after another where memory is too little, on a CPU what takes long enough."""
+    if device.type != "cpu":
+        return _GPU_SIZES
+    for size in _CPU_SIZES:
+        square = torch.ones(size, size, dtype=dtype)
+        seconds = []
+        for _ in range(2):  # the first loads libraries
+            started = time.perf_counter()
+            square @ square
+            seconds.append(time.perf_counter() - started)
+        if min(seconds) > _LONG_ENOUGH_S:
+            break
+    return (size,)
+
+
+def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    seconds, times = (_CPU_S, 1) if device.type == "cpu" else (_GPU_S, _AT_ONCE)
+    # Equal numbers would take less power, so a GPU would be faster. A generator of its own: the run's stays as it is.
+    random = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=random, device=device, dtype=dtype) for _ in range(2))
+    out = left @ right  # warms up: libraries are loaded, kernels are chosen
+    fastest, begun = float("inf"), time.perf_counter()
+    while time.perf_counter() - begun < seconds or fastest == float("inf"):
+        get_accelerator().synchronize()
+        started = time.perf_counter()
+        for _ in range(times):
+            torch.mm(left, right, out=out)
+        get_accelerator().synchronize()
+        fastest = min(fastest, (time.perf_counter() - started) / times)
+    return 2.0 * size**3 / fastest
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What one rank's speed and memory are compared with."""
+
+    formula: Formula | None
+    """FLOPs of the model; None if they are not known."""
+    recomputes: bool
+    dtype: str
+    matmul_flops: float
+    """FLOP/s of a large matrix product, measured; 0 where there was no memory for it."""
+    device: str
+    """What the driver calls the card; "" is a processor."""
+    card: machine.Gpu | None
+    planned_bytes: int | None
+
+    def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
+        """Return a rank's FLOP/s and MFU, {} without FLOPs; `needed` (no padding) and `rank_seconds`: all ranks'."""
+        if self.formula is None:
+            return {}
+        hardware = self.formula.hardware_flops if self.recomputes else self.formula.model_flops
+        model_speed, hardware_speed = self.formula.model_flops(needed) / rank_seconds, hardware(computed) / rank_seconds
+        row = {"model_flops_per_s": model_speed, "hardware_flops_per_s": hardware_speed}
+        if self.matmul_flops:
+            row |= {"mfu_matmul": model_speed / self.matmul_flops, "hfu_matmul": hardware_speed / self.matmul_flops}
+        if peak := self.card and self.card.flops(self.dtype):
+            row |= {"mfu": model_speed / peak, "hfu": hardware_speed / peak}
+        return row
+
+    def describe(self) -> str:
+        """Return a line on what the shares are of, on GPUs."""
+        values = {"dtype": self.dtype, "measured": f"{self.matmul_flops / 1e12:.3g}" if self.matmul_flops else "?"}
+        if not (self.card and self.card.flops(self.dtype)):
+            return tr(
+                "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank. What the datasheet of '{device}' says "
+                "of that is not known here: the FLOPs of training are compared with the matrix product alone.",
+                device=self.device,
+                **values,
+            )
+        return tr(
+            "A matrix product ({dtype}) runs at {measured} TFLOP/s per rank; the datasheet of the {card} says {peak}.",
+            card=self.card.name,
+            peak=f"{self.card.flops(self.dtype) / 1e12:.4g}",
+            **values,
+        )
+
+
+def measure_baseline(
+    engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
+) -> Baseline:
+    """Return what runs are compared with. A collective; `planned_bytes` per rank: of its GPU, on CPUs its process."""
+    model, device = stages.unwrap_model(engine.module), engine.device
+    shapes: outline.Shapes = {}  # of all parameters as they are before they are partitioned or quantised
+    trained: set[str] = set()
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):
+            shapes[name] = (owner.out_features, owner.in_features)
+        else:
+            shapes[name] = full_shape(name, parameter)
+        if parameter.requires_grad:
+            trained.add(name)
+    config = getattr(model, "config", None)
+    sizes = outline.flop_sizes(lambda name: getattr(config, name, None))
+    flops = None
+    if sizes and is_countable(shapes, sizes):
+        prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
+        flops = formula(shapes, sizes, trained, prefix)
+    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Baseline(
+        formula=flops,
+        recomputes=recomputes,
+        dtype=next(known.value for known, torch_dtype in load.TORCH_DTYPES.items() if torch_dtype == dtype),
+        matmul_flops=median_of_ranks(device, dtype),
+        device=device_name,
+        card=machine.find_gpu(device_name),
+        planned_bytes=planned_bytes,
+    )

@@ -1,0 +1,102 @@
+"""The report of a run, made beside it and at its end."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from toolkit import children
+from toolkit.config.schema import RunConfig
+from toolkit.launch.environment import without_ranks
+from toolkit.messages import current_language, say, tr, warn
+from toolkit.report.run import PAGE
+from toolkit.train.hooks import Hook
+
+PATIENCE_S = 60.0
+"""Seconds that the end of a run waits for its report."""
+_LONGEST_S = 600
+"""Seconds after which a report ends itself, whoever started it, and whether that is still there or not."""
+_LOG = "report.log"
+_CODE = (
+    "import os, signal, sys; os.nice(10); signal.alarm(int(sys.argv[1]))\n"
+    "from toolkit.cli import main; sys.exit(main(sys.argv[2:]))"
+)
+
+
+def automatic_report(cfg: RunConfig, folder: Path) -> "AutomaticReport":
+    """Return the report of a run in a directory."""
+    patience_s = min(PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
+    return AutomaticReport(folder, without_ranks(os.environ), patience_s, cfg.report.every)
+
+
+class AutomaticReport(Hook):
+    """Makes RUN/report.html during a run, after each `every` steps, and at its end, which waits for it; `environ` is no
+    rank's. Rank 0 only.
+    """
+
+    def __init__(
+        self, folder: Path, environ: Mapping[str, str], patience_s: float = PATIENCE_S, every: int = 0
+    ) -> None:
+        self.folder, self.environ, self.patience_s, self.every = folder, environ, patience_s, every
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def between_steps(self, step: int) -> None:
+        """Begin to make it where it is due."""
+        if self.every and step % self.every == 0:
+            self.begin()
+
+    def after_done(self) -> None:
+        """Make it of the run that is complete."""
+        self.finish()
+
+    def begin(self) -> None:
+        """Begin to make it, unless the one before is not ready yet."""
+        if self._process is None or self._process.poll() is not None:
+            with suppress(OSError):  # reported at the end, if it is so then too
+                self._process = self._start()
+
+    def finish(self) -> None:
+        """Make it a last time, and say where it is; or that it could not be made, and how to make it."""
+        reason = ""
+        try:
+            self._end()
+            self._process = self._start()
+            if code := self._process.wait(self.patience_s):
+                text = (self.folder / "logs" / _LOG).read_text(encoding="utf-8", errors="replace")
+                lines = [line for line in text.splitlines() if line.strip()]
+                reason = lines[-1] if lines else tr("exit code {code}", code=code)
+        except subprocess.TimeoutExpired:
+            reason = tr("it is not ready after {seconds} s", seconds=f"{self.patience_s:g}")
+        except OSError as error:
+            reason = error.strerror or str(error)
+        finally:
+            self._end()
+        if not reason:
+            say("The report: {file}", file=self.folder / PAGE)
+            return
+        warn(
+            "the report could not be made: {reason}. The run itself is complete; to make the report:  toolkit report "
+            "{folder}",
+            reason=reason.rstrip("."),
+            folder=self.folder,
+        )
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        package = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (package, self.environ.get("PYTHONPATH", ""))))
+        words = ["report", str(self.folder), f"language={current_language()}"]
+        with open(self.folder / "logs" / _LOG, "wb") as log:
+            return children.start(
+                [sys.executable, "-c", _CODE, str(_LONGEST_S), *words],
+                env={**self.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()

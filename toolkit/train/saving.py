@@ -1,0 +1,96 @@
+"""After which steps a checkpoint is saved; its save beside training, and its end."""
+
+import time
+
+from toolkit import terminal
+from toolkit.checkpoint.directory import RunState
+from toolkit.distributed import failure, process_group
+from toolkit.messages import CheckpointError, Diverged, RunFolderError, tr
+from toolkit.track.metrics import Progress
+from toolkit.train import run_dir
+from toolkit.train.task import RunContext
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps, or never (0), is done after a step."""
+    return every > 0 and step % every == 0
+
+
+class Saving:
+    """Saves and publishes the checkpoints of a run. Methods are collectives where they say so."""
+
+    def __init__(self, run: RunContext, progress: Progress) -> None:
+        self.config, self.checkpointer, self.guard = run.cfg.checkpoint, run.checkpointer, run.guard
+        self.folder, self.watchdog, self.hooks, self.progress = run.folder, run.watchdog, run.hooks, progress
+        self.is_postponed = False
+        """Whether a checkpoint is due as soon as a step is good again."""
+        self.saved_at = time.monotonic()
+
+    def is_time(self, now: float) -> bool:
+        """Whether `checkpoint.minutes` have passed by a time of time.monotonic()."""
+        # A save that failed is tried again after a tenth of the time.
+        patience_s = 60 * self.config.minutes / (10 if self.checkpointer.failed else 1)
+        return 0 < patience_s <= now - self.saved_at
+
+    def is_due(self, step: int, stops: bool, is_time: bool, last: bool) -> bool:
+        """Whether a checkpoint is saved after a step; one that is due after a bad loss is postponed."""
+        config, failed = self.config, self.checkpointer.failed
+        retries = failed and is_due(step, min(config.every, max(1, config.every // 10)))  # ten times as often
+        due = is_due(step, config.every) or is_time or (last and config.at_end) or retries or self.is_postponed
+        # The loss of the step after an update is what shows whether the update has spoilt the weights.
+        self.is_postponed = due and (self.guard.is_spoilt if last else self.guard.has_bad_loss)
+        return stops or (due and not self.is_postponed)
+
+    def save(self, state: RunState, last: bool) -> None:
+        """Begin to save; what can be done beside training is. A collective."""
+        began = time.monotonic()
+        with terminal.phase(tr("Saving the checkpoint of step {step}", step=state.step)):
+            self.checkpointer.begin(state, is_last=last)
+        self.saved_at = time.monotonic()
+        for hook in self.hooks:
+            hook.at_save(self.saved_at - began)
+
+    def publish(self) -> None:
+        """Prove and publish what is written. A collective."""
+        self.checkpointer.finish()
+        for hook in self.hooks:
+            hook.at_publish(time.monotonic() - self.saved_at)
+        self.progress.note(checkpoint=self.checkpointer.newest)
+
+    def publish_last(self, step: int, is_saved: bool) -> None:
+        """Publish at once, as no step follows; CheckpointError or Diverged if what was saved after it failed. A
+        collective.
+        """
+        with terminal.phase(tr("Proving the checkpoint of step {step}", step=step)):
+            self.publish()
+        if is_saved and self.checkpointer.failed:
+            if not self.checkpointer.ruin:
+                raise CheckpointError(tr("the last checkpoint could not be saved; see the warning above."))
+            raise Diverged(
+                "after step {step} {reason}, and nothing is saved. Lower optim.lr, or use precision=bf16 or "
+                "precision=fp32. The last checkpoint is {checkpoint}.",
+                step=step,
+                reason=self.checkpointer.ruin,
+                checkpoint=self.checkpointer.good or self.checkpointer.newest or tr("none"),
+            )
+
+    def rescue(self, state: RunState) -> RunFolderError:
+        """Save what the run has learned next to its directory, which is gone; return the error that ends the run. A
+        collective.
+        """
+        checkpointer, folder = self.checkpointer, self.folder
+        self.watchdog.enter("checkpoint", state.step)
+        rescued = process_group.on_rank0(lambda: run_dir.rescue(folder))
+        failure.watch_failures(rescued)
+        checkpointer.folder = rescued / "checkpoints"
+        checkpointer.begin(state)
+        checkpointer.finish()
+        what = run_dir.lost_text(folder)
+        if checkpointer.failed:
+            return RunFolderError(what)
+        return RunFolderError(
+            "{what} The state after step {step} is saved: resume={checkpoint} continues from it.",
+            what=what,
+            step=state.step,
+            checkpoint=checkpointer.newest,
+        )

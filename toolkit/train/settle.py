@@ -1,0 +1,99 @@
+"""What a run decides before it begins, where its config leaves that open: optimizer, ops, layout and micro-batch."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+
+from toolkit.checkpoint import directory
+from toolkit.config import mesh, preflight, rule_tables, schema
+from toolkit.distributed import process_group
+from toolkit.engine import build, ds_config
+from toolkit.launch.environment import Ranks
+from toolkit.messages import LaunchError, say, tr, user_name, warn
+from toolkit.train import dry_run, run_dir
+from toolkit.train.step import StepGuard
+from toolkit.train.task import Task
+
+BuiltEngine = tuple[DeepSpeedEngine, StepGuard]
+Build = Callable[[schema.RunConfig, ds_config.DsConfig, run_dir.RunSource], BuiltEngine]
+
+
+def settle_config(
+    cfg: schema.RunConfig, task: Task, ranks: Ranks, source: run_dir.RunSource, build_engine: Build
+) -> tuple[schema.RunConfig, BuiltEngine | None]:
+    """Return the config with nothing left that is `auto`, and the engine if one was built for that; the task takes the
+    config over. A collective.
+    """
+    built = None
+    cfg = with_ops(with_optimizer(cfg, source), cfg)
+    if cfg.plan.auto:
+        assert task.vocab_size is not None
+        device = torch.device(get_accelerator().current_device_name())
+        cfg = dry_run.choose_layout(cfg, task.vocab_size, ranks, device, source)
+    elif cfg.batch.micro_per_gpu == schema.AUTO:
+        open_cfg = cfg
+        rows = process_group.on_rank0(lambda: dry_run.micro_batch_before(open_cfg, ranks, source))
+        if not rows:
+            smallest = mesh.with_micro_batch(cfg)
+            task.settle(smallest)
+            ds = ds_config.build_ds_config(smallest, ranks.world_size, task.total_steps)
+            rows, built = dry_run.search_micro_batch(smallest, task, ranks, lambda: build_engine(smallest, ds, source))
+        cfg = mesh.with_micro_batch(cfg, rows)
+    task.settle(cfg)
+    return cfg, built
+
+
+def with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.RunConfig:
+    """Return the config with `optim.torch` decided, the same on all ranks and in every start of a run. A collective."""
+    if cfg.optim.torch != schema.AUTO:
+        return cfg
+    rank_cfg, reason = preflight.with_optimizer(cfg)
+    choices = process_group.gather((bool(rank_cfg.optim.torch), reason))
+    checkpoint = source.checkpoint
+    before = process_group.on_rank0(
+        lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {}
+    )
+    decided = before.get("torch")  # when the run began; None in a new one
+    is_torch = any(torch for torch, _ in choices) or decided is True  # a node without a compiler decides for all
+    reason = next((reason for torch, reason in choices if torch == is_torch), tr("as before"))
+    if rule_tables.OPTIMIZERS[cfg.optim.name].takes_adam:
+        whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
+        say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
+    return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
+
+
+def with_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig:
+    """Build and load DeepSpeed's ops, before its engine would; return the config, with PyTorch's optimizer where
+    DeepSpeed's cannot be built and `typed`, the user's config, leaves the choice. A collective; LaunchError otherwise.
+    """
+    names = preflight.needed_ops(cfg)
+    if missing := [name for name in names if name not in preflight.built_ops(names)]:
+        folder = preflight.extensions_dir()
+        say("Building DeepSpeed's {ops} in {folder}, once: 1 to 3 minutes.", ops=", ".join(missing), folder=folder)
+    reason = next(filter(None, process_group.gather(build.load_ops(names))), "")
+    if not reason:
+        return cfg
+    if typed.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
+        warn("DeepSpeed's optimizer cannot be built ({reason}): PyTorch's fused one is used.", reason=reason)
+        return replace(cfg, optim=replace(cfg.optim, torch=True))
+    name, folder = reason.partition(":")[0], preflight.extensions_dir()
+    if folder.exists() and not os.access(folder, os.W_OK):  # PyTorch locks it to load from it, too
+        raise LaunchError(
+            "DeepSpeed cannot build or load {reason}. {folder} cannot be written to by user {user}: let "
+            "TORCH_EXTENSIONS_DIR name a directory of yours, or set {other}.",
+            reason=reason,
+            folder=folder,
+            user=user_name(os.geteuid()),
+            other=preflight.without_ops([name]),
+        )
+    raise LaunchError(
+        "DeepSpeed cannot build or load {reason}. It needs: {commands}. Or set {other}. The whole output is in "
+        "logs/rank_*.log in the run directory.",
+        reason=reason,
+        commands=preflight.how_to_install(preflight.tools_for([name])),
+        other=preflight.without_ops([name]),
+    )

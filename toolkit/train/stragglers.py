@@ -1,0 +1,87 @@
+"""Which rank the others wait for.
+
+Steps take equally long on all ranks, so each rank's own work is compared: the time from the end of a step to the next
+first sum over ranks (data, host), and the forward passes; backward passes reduce gradients. Under ZeRO-3 forward passes
+wait too, which hides most of a slow processor or GPU.
+"""
+
+import socket
+from collections.abc import Sequence
+from statistics import median_low  # of two ranks, the one that is not slow
+from typing import TYPE_CHECKING
+
+from toolkit.distributed import process_group
+from toolkit.messages import tr, warn
+from toolkit.train.hooks import Hook
+from toolkit.train.throughput import RankTimes, slowest_rank
+
+if TYPE_CHECKING:
+    from toolkit.train.loop import TrainLoop
+
+COMPARED_STEPS = 20
+"""Steps, at least, over which ranks are compared."""
+IN_A_ROW = 3
+"""Comparisons one after the other in which a rank has to be slow."""
+SLOWER = 1.2
+"""A slow rank's own work to the median of the ranks."""
+LEAST_SHARE = 0.03
+"""Of a step's time by which its own work has to be longer: less is not worth a warning."""
+
+
+class StragglerDetector(Hook):
+    """Reports, once for each, ranks that are slow for long. `hosts` are those of the ranks."""
+
+    def __init__(self, hosts: Sequence[str] = ()) -> None:
+        self.hosts = hosts
+        self._times: RankTimes | None = None
+        self._suspect, self._in_a_row = -1, 0
+        self._reported: set[int] = set()
+
+    def at_start(self, loop: "TrainLoop") -> None:
+        """Learn the names of the ranks' hosts."""
+        self.hosts = process_group.gather(socket.gethostname())
+
+    def after_log(self, times: RankTimes) -> None:
+        """Warn of a slow rank, below the line of the steps in which it showed."""
+        if slow := self.see(times):
+            warn(slow)
+
+    def see(self, times: RankTimes) -> str:
+        """Add the steps since the last call; return a warning for the user, "" if there is none."""
+        self._times = times = self._times + times if self._times else times
+        if times.steps < COMPARED_STEPS:
+            return ""
+        self._times = None
+        waits = times.own_s[slowest := slowest_rank(times.own_s)] - median_low(times.own_s)
+        per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]
+        # Slow per token too, as longer sequences take longer.
+        is_slow = all(values[slowest] > SLOWER * median_low(values) for values in (times.own_s, per_token))
+        suspect = slowest if is_slow and waits > LEAST_SHARE * times.seconds else -1
+        self._in_a_row = self._in_a_row + 1 if suspect == self._suspect else 1
+        self._suspect = suspect
+        if suspect < 0 or self._in_a_row < IN_A_ROW or suspect in self._reported:
+            return ""
+        self._reported.add(suspect)
+        own_s, median_s, host = times.own_s[suspect], median_low(times.own_s), self.hosts[suspect]
+        if times.data_wait_s[suspect] - median_low(times.data_wait_s) > (own_s - median_s) / 2:
+            where = tr(
+                "Most of that it waits for its data: look at the disk or the network that {host} reads from; more "
+                "data.num_workers may hide it.",
+                host=host,
+            )
+        else:
+            where = tr(
+                "It is not the data: look at what else runs on {host}, and at the clocks and the temperature of its "
+                "processors and GPUs (top, nvidia-smi).",
+                host=host,
+            )
+        return tr(
+            "all ranks wait for rank {rank} on {host}: its own work takes {own} s per step, {times} times "
+            "that of the median rank ({median} s). {where}",
+            rank=suspect,
+            host=host,
+            own=f"{own_s / times.steps:.3g}",
+            median=f"{median_s / times.steps:.3g}",
+            times=f"{own_s / median_s:.1f}",
+            where=where,
+        )

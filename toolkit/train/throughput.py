@@ -1,0 +1,193 @@
+"""How fast steps are, on each rank, and what metrics.jsonl says of them."""
+
+import math
+import resource
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median_low  # of two ranks, the one that is not slow
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from toolkit.distributed.process_group import rank, sum_over_ranks, world_size
+from toolkit.plan.speed import Work
+from toolkit.train import task
+from toolkit.train.baseline import Baseline
+from toolkit.train.step import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Some steps, rank by rank. Sums over the steps."""
+
+    steps: int
+    seconds: float
+    """From the first to the last, the same for all but for the clocks."""
+    own_s: Sequence[float]
+    """Of each rank's own work, waiting for data included."""
+    data_wait_s: Sequence[float]
+    tokens: Sequence[float]
+    """Of each rank, padding included."""
+    figures: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What hooks measured on each rank (`Hook.rank_figures`)."""
+
+    def row(self) -> dict[str, float]:
+        """Return what metrics.jsonl says of it, in seconds per step."""
+        data_rank = slowest_rank(self.data_wait_s)
+        row: dict[str, float] = {
+            "data_wait_s": self.data_wait_s[data_rank] / self.steps,
+            "data_wait_fraction": self.data_wait_s[data_rank] / self.seconds,
+        }
+        if len(self.own_s) > 1:
+            slowest = slowest_rank(self.own_s)
+            row |= {
+                "data_wait_rank": data_rank,
+                "slowest_rank": slowest,
+                "slowest_rank_s": self.own_s[slowest] / self.steps,
+                "median_rank_s": median_low(self.own_s) / self.steps,
+                "fastest_rank_s": min(self.own_s) / self.steps,
+            }
+        return row
+
+    def __add__(self, other: "RankTimes") -> "RankTimes":
+
+        def both(name: str) -> list[float]:
+            return [first + second for first, second in zip(getattr(self, name), getattr(other, name), strict=True)]
+
+        sums = both("own_s"), both("data_wait_s"), both("tokens")
+        return RankTimes(self.steps + other.steps, self.seconds + other.seconds, *sums)
+
+
+def slowest_rank(values: Sequence[float]) -> int:
+    """Return the rank whose value is the highest."""
+    return max(range(len(values)), key=values.__getitem__)
+
+
+_IN_SAMPLES = {"tokens_per_s": "samples_per_s", "rank_tokens_per_s": "rank_samples_per_s", "total_tokens": "samples"}
+_OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
+
+
+class ThroughputMeter:
+    """Adds up steps; the tokens (or samples, by `unit`) given are those of the run so far."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        baseline: Baseline,
+        trained_tokens: int = 0,
+        total_tokens: int = 0,
+        unit: str = task.TOKENS,
+        counted_in: str = "",
+    ) -> None:
+        self.engine, self.baseline, self.unit, self.counted_in = engine, baseline, unit, counted_in
+        self.trained_tokens_so_far, self.total_tokens_so_far = trained_tokens, total_tokens
+        self.paused = 0.0
+        self.on_its_own_since = time.perf_counter()
+        """When ranks last waited for one another."""
+        self._reset()
+
+    def _reset(self) -> None:
+        self.results: list[StepResult] = []
+        self.step_seconds: list[float] = []
+        self.own_s = self.data_wait_s = 0.0
+        self.started = self.step_began = time.perf_counter()
+
+    def add(self, result: StepResult) -> None:
+        """Count one step."""
+        self.results.append(result)
+        self.trained_tokens_so_far += result.trained_tokens
+        self.total_tokens_so_far += result.total_tokens
+        self.own_s += result.arrived - self.on_its_own_since + result.forward_s
+        now = self.on_its_own_since = time.perf_counter()
+        self.step_seconds.append(now - self.step_began)
+        self.step_began = now
+
+    def pace(self, figures: Mapping[str, float] | None = None) -> RankTimes:
+        """Return how fast each rank was since the last row; `figures`: more of this rank. A collective."""
+        seconds, device, figures = time.perf_counter() - self.started, self.engine.device, figures or {}
+        rank_tokens = sum(result.rank_tokens for result in self.results)
+        mine = [self.own_s, self.data_wait_s, rank_tokens, *memory_peaks(device), *figures.values()]
+        values = torch.zeros(len(mine), world_size(), dtype=torch.float64)  # sums of tokens are too large for float32
+        values[:, rank()] = torch.tensor(mine, dtype=torch.float64)
+        of_ranks = sum_over_ranks(values.flatten(), device).view(len(mine), -1).tolist()
+        own_s, data_wait_s, tokens, host_bytes, device_bytes, *more = of_ranks
+        self.peaks = host_bytes, device_bytes
+        return RankTimes(len(self.results), seconds, own_s, data_wait_s, tokens, dict(zip(figures, more, strict=True)))
+
+    def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
+        """Return a row of metrics.jsonl and reset the sums. `loss` is exact: sum of losses / their number (of trained
+        tokens) over all ranks since the last row, without steps that are not finite; so are the task's figures. `lr` is
+        what this step used, `pace` that of the call just before.
+        """
+        results, seconds, ranks = self.results, pace.seconds, world_size()
+        trained, total, computed, pairs = (
+            sum(getattr(result, name) for result in results)
+            for name in ("trained_tokens", "total_tokens", "computed_tokens", "pairs")
+        )
+        finite = [result for result in results if math.isfinite(result.loss)]
+        counted = sum(result.count for result in finite)
+        loss_sum = sum(result.loss * result.count for result in finite)
+        router_losses = [result.router_loss for result in results if result.router_loss is not None]
+        host_bytes, device_bytes = (int(max(peaks)) for peaks in self.peaks)
+        row = {
+            "step": step,
+            "epoch": round(epoch, 6),
+            "loss": loss_sum / counted if finite else results[-1].loss,
+            "lr": lr,
+            "grad_norm": results[-1].grad_norm,
+            "tokens_per_s": total / seconds,
+            "trained_tokens_per_s": trained / seconds,
+            "rank_tokens_per_s": total / seconds / ranks,
+            "step_s": seconds / len(results),
+            "step_median_s": statistics.median(self.step_seconds),
+            "step_p95_s": sorted(self.step_seconds)[math.ceil(0.95 * len(results)) - 1],
+            "trained_tokens": self.trained_tokens_so_far,
+            "total_tokens": self.total_tokens_so_far,
+            "padding_fraction": 1 - total / computed,
+            "skipped_steps": self.engine.skipped_steps,
+            "time": round(time.time(), 3),
+            **pace.row(),
+            **self.baseline.speed(
+                Work(total, pairs, trained),
+                Work(computed, pairs, trained),
+                seconds * ranks,
+            ),
+            "host_memory_peak_bytes": host_bytes,
+        }
+        if device_bytes:
+            row["device_memory_peak_bytes"] = device_bytes
+        if self.baseline.planned_bytes is not None:
+            row["planned_memory_bytes"] = self.baseline.planned_bytes
+        if self.counted_in:
+            row[self.counted_in] = counted
+        for name in results[-1].figures:
+            total, number = (sum(result.figures[name][place] for result in finite) for place in (0, 1))
+            if number:
+                row[name] = total / number
+        if router_losses:
+            row["router_loss"] = statistics.fmean(router_losses)
+        if self.engine.fp16_enabled():
+            row["loss_scale"] = float(self.engine.optimizer.loss_scale)
+        self._reset()
+        if self.unit == task.SAMPLES:
+            return {_IN_SAMPLES.get(name, name): row[name] for name in row if name not in _OF_TOKENS}
+        return row
+
+    def pause(self) -> None:
+        """Leave out what happens before `resume`: evaluation, saving."""
+        self.paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Count time again."""
+        gone = time.perf_counter() - self.paused
+        self.started += gone
+        self.step_began += gone
+        self.on_its_own_since += gone
+
+
+def memory_peaks(device: torch.device) -> tuple[float, float]:
+    """Return the most bytes so far that this process had in memory, and its tensors on a GPU (0 without one)."""
+    host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
