@@ -145,12 +145,12 @@ def measure_baseline(
     if sizes and is_countable(shapes, sizes):
         prefix = tuning.num_tokens if tuning.method is TuningMethod.ptuning_v2 else 0
         flops = formula(shapes, sizes, trained, prefix)
-    dtype = next(one.dtype for one in model.parameters() if one.is_floating_point())
+    dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Baseline(
         formula=flops,
         recomputes=recomputes,
-        dtype=next(known.value for known, torch_dtype in load.TORCH_DTYPES.items() if torch_dtype == dtype),
+        dtype=next(name.value for name, torch_dtype in load.TORCH_DTYPES.items() if torch_dtype == dtype),
         matmul_flops=median_of_ranks(device, dtype),
         device=device_name,
         card=machine.find_gpu(device_name),

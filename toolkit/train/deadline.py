@@ -147,17 +147,17 @@ class Deadline:
         jump_s = offset - self._offset
         if abs(jump_s) < _JUMP_S:
             return
-        self._offset, given = offset, self.cfg.run.deadline
+        self._offset, typed = offset, self.cfg.run.deadline
         jump, way = clock(abs(jump_s)), tr("forward") if jump_s > 0 else tr("back")
-        if rules.is_duration(given):
+        if rules.is_duration(typed):
             self.at += jump_s
             with suppress(OSError):  # of a disk that is full: the next start takes what was known before
-                _keep(self.folder, given, self.at)
+                _keep(self.folder, typed, self.at)
             warn(
                 "the clock was set {way} by {jump}. run.deadline = {given} counts on: it is at {at} now.",
                 way=way,
                 jump=jump,
-                given=given,
+                given=typed,
                 at=f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M}",
             )
         else:
@@ -165,7 +165,7 @@ class Deadline:
                 "the clock was set {way} by {jump}. run.deadline = {given} follows it; a duration (2h30m) would not.",
                 way=way,
                 jump=jump,
-                given=given,
+                given=typed,
             )
 
     def _steps_left(self, seconds: float) -> int:
@@ -282,15 +282,15 @@ def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
     if not cfg.run.deadline:
         return None
     file, now = folder / _KEPT, datetime.now()
-    known: Mapping[str, Any] = {}
+    row: Mapping[str, Any] = {}
     with suppress(FileNotFoundError, ValueError):
-        known = json.loads(file.read_text(encoding="utf-8"))
-    if known.get("given") == cfg.run.deadline:
-        at = _at_now(known)
+        row = json.loads(file.read_text(encoding="utf-8"))
+    if row.get("given") == cfg.run.deadline:
+        at = _at_now(row)
     else:
-        found = rules.parse_deadline(cfg.run.deadline, now)
-        assert found is not None  # the check of the config has seen to that
-        at = found.timestamp()
+        moment = rules.parse_deadline(cfg.run.deadline, now)
+        assert moment is not None  # the check of the config has seen to that
+        at = moment.timestamp()
         _keep(folder, cfg.run.deadline, at)
     if at <= time.time():
         raise ConfigError(
@@ -303,19 +303,19 @@ def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
     return at
 
 
-def _keep(folder: Path, given: str, at: float) -> None:
+def _keep(folder: Path, typed: str, at: float) -> None:
     """Write down when a deadline is; also by the clock that counts since the machine's start, which nobody sets."""
     since = at - time.time() + time.clock_gettime(time.CLOCK_BOOTTIME)
-    row = {"given": given, "at": at, "boot": _boot(), "since_boot": since}
+    row = {"given": typed, "at": at, "boot": _boot(), "since_boot": since}
     disk.write_atomically(folder / _KEPT, (json.dumps(row) + "\n").encode())
 
 
-def _at_now(known: Mapping[str, Any]) -> float:
+def _at_now(row: Mapping[str, Any]) -> float:
     """Return the kept time; of a duration as the clock is now, where it was set since, on a machine that stayed on."""
-    at, boot = float(known["at"]), _boot()
-    if not rules.is_duration(known["given"]) or not boot or known.get("boot") != boot:
+    at, boot = float(row["at"]), _boot()
+    if not rules.is_duration(row["given"]) or not boot or row.get("boot") != boot:
         return at
-    now = time.time() + float(known["since_boot"]) - time.clock_gettime(time.CLOCK_BOOTTIME)
+    now = time.time() + float(row["since_boot"]) - time.clock_gettime(time.CLOCK_BOOTTIME)
     return at if abs(now - at) < _JUMP_S else now
 
 

@@ -26,8 +26,8 @@ def replay_words(run: Path, step: int, ranks: Ranks) -> list[str]:
     files.check_directory(run)
     if not (run / "config.yaml").is_file():
         raise ConfigError("{folder} is no run directory: it has no config.yaml.", folder=run)
-    found = directory.published_checkpoints(run / "checkpoints")
-    checkpoint = next((path for path in found if directory.step_of(path) < step), None)
+    checkpoints = directory.published_checkpoints(run / "checkpoints")
+    checkpoint = next((path for path in checkpoints if directory.step_of(path) < step), None)
     if checkpoint is not None:
         before = directory.read_run_state(checkpoint).world_size
         if before != ranks.world_size:
@@ -123,12 +123,8 @@ def step_lines(
 def _compared(step: int, results: Sequence[StepResult], recorded: Path) -> str:
     """Compare with the row of metrics.jsonl, which is a mean over the steps since the one before it."""
     rows = [row for row in run_dir.read_rows(recorded) if "loss" in row]
-    before, row = 0, None
-    for one in rows:
-        if int(one["step"]) >= step:
-            row = one
-            break
-        before = int(one["step"])
+    row = next((row for row in rows if int(row["step"]) >= step), None)
+    before = max((int(row["step"]) for row in rows if int(row["step"]) < step), default=0)
     since = results[len(results) - (step - before) :] if step - before <= len(results) else []
     if row is None or int(row["step"]) != step or not since:
         return tr("metrics.jsonl has no row that ends with this step and begins after the checkpoint.")

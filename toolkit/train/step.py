@@ -334,7 +334,7 @@ def _data_parallel_passes(
     skipped = engine.skipped_steps
     if routers is not None:
         routers.collect(engine.device)  # drops what a step that failed has left, as in a dry run without enough memory
-    for place, batch in enumerate(micro_batches):
+    for number, batch in enumerate(micro_batches):
         forward.mark()
         if routers is not None:  # their gradient comes from no loss that the engine could scale
             loss_scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
@@ -342,8 +342,8 @@ def _data_parallel_passes(
         micro_sum = task.loss_sum(engine, batch)
         forward.mark()
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
-        micro_losses[place] = micro_sum.detach()
-        if place == len(micro_batches) - 1:
+        micro_losses[number] = micro_sum.detach()
+        if number == len(micro_batches) - 1:
             sums = _read(task, micro_losses, routers, counts, guard)
         try:
             engine.step()

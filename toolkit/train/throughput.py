@@ -163,7 +163,7 @@ class ThroughputMeter:
         if self.counted_in:
             row[self.counted_in] = counted
         for name in results[-1].figures:
-            total, number = (sum(result.figures[name][place] for result in finite) for place in (0, 1))
+            total, number = (sum(result.figures[name][column] for result in finite) for column in (0, 1))
             if number:
                 row[name] = total / number
         if router_losses:

@@ -187,8 +187,8 @@ class Trainer:
             environment.report_status(folder=str(folder))
         peers = _peers_that_see(folder)
         # Of an earlier start, put aside: file servers may still show it to other nodes under its old name.
-        known = process_group.on_rank0(lambda: {file.stat().st_ino for file in (folder / "logs").glob("FAILED*")})
-        failure.watch_failures(folder, known=known)
+        old_markers = process_group.on_rank0(lambda: {file.stat().st_ino for file in (folder / "logs").glob("FAILED*")})
+        failure.watch_failures(folder, known=old_markers)
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         self.hosts = [peer.host for peer in peers]
         limits = self.cfg.distributed.hang_after_s, float(self.cfg.distributed.timeout_s)
@@ -293,11 +293,11 @@ def _peers_that_see(folder: Path) -> list[failure.Peer]:
     """
     started, is_told = time.monotonic(), False
     while True:
-        found = process_group.gather((failure.me(), folder.is_dir(), time.monotonic() - started))
-        blind = sorted({peer.host for peer, sees, _ in found if not sees})
+        answers = process_group.gather((failure.me(), folder.is_dir(), time.monotonic() - started))
+        blind = sorted({peer.host for peer, sees, _ in answers if not sees})
         if not blind:
-            return [peer for peer, *_ in found]
-        if found[0][2] > build.STALE_S:  # rank 0's clock counts: all end together
+            return [peer for peer, *_ in answers]
+        if answers[0][2] > build.STALE_S:  # rank 0's clock counts: all end together
             raise RunFolderError(
                 "the run directory {folder} is not there on {hosts}: checkpoints need a disk that all "
                 "nodes share. Set run.dir to a directory on one.",
