@@ -1,16 +1,21 @@
 """What a config adds to a run, in which order, and what a run that asks for nothing does not import."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from toolkit.checkpoint.directory import RunState
 from toolkit.config.load import load
+from toolkit.config.schema import RunConfig
 from toolkit.launch.environment import Ranks
-from toolkit.train import hooks
+from toolkit.train import hooks, loop
 from toolkit.train.hooks import Hook
 from toolkit.train.step import StepVote
 
@@ -82,3 +87,16 @@ def test_votes_add_up_by_name() -> None:
     votes = [StepVote(stops=1, proven=1, last_step=70), StepVote(proven=1, lost_run_dir=1), StepVote(save_due=1)]
     sums = [sum(numbers) for numbers in zip(*(vote.pack() for vote in votes), strict=True)]
     assert StepVote.unpack(sums) == StepVote(stops=1, proven=2, lost_run_dir=1, save_due=1, last_step=70)
+
+
+def test_nothing_keeps_a_loop_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay drops its loop before the data ends; the batches' threads, which wait for it, would never end."""
+    start = Mock(epoch=0, row=0, step=3, trained_tokens=0, total_tokens=0, evaluations=[], spec=RunState)
+    monkeypatch.setattr(loop, "replace", lambda state, **changes: state)
+    run: Any = Mock(cfg=RunConfig(), folder=tmp_path, hooks=[Hook()], start=start, total_steps=9)
+    gc.disable()
+    try:
+        ended = weakref.ref(loop.TrainLoop(Mock(), run, Mock(), Mock()))
+        assert ended() is None
+    finally:
+        gc.enable()

@@ -3,9 +3,10 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from toolkit.train import run_dir
 from toolkit.train.bad_steps import checkpoint_before, warn_of_bad_step
 from toolkit.train.baseline import Baseline
 from toolkit.train.checkpointer import resume_from, trim_metrics
+from toolkit.train.hooks import Hook
 from toolkit.train.saving import Saving, is_due
 from toolkit.train.step import Anomaly, StepResult, StepVote, train_step
 from toolkit.train.task import FitResult, RunContext, Task
@@ -40,7 +42,8 @@ class TrainLoop:
         """The step that ends the run: earlier than planned where a hook decides so."""
         self.copies = mesh.mesh_of(run.cfg, process_group.world_size()).copies, run.cfg.parallel.sequence
         self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
-        self.metrics = MetricsLog(run.folder / "metrics.jsonl", self._hand_on)
+        # Not a method of the loop: in a cycle of references, its batches would outlive it, and their threads the run.
+        self.metrics = MetricsLog(run.folder / "metrics.jsonl", partial(_hand_on, run.hooks))
         self.steps, self.steps_s = 0, 0.0
         self.rewinds: Counter[Path] = Counter()
         """Times that the run has gone back, by checkpoint."""
@@ -204,10 +207,6 @@ class TrainLoop:
             self.state.first_loss = row["loss"]
         self.state.last_loss = row["loss"]
 
-    def _hand_on(self, row: Mapping[str, object]) -> None:
-        for hook in self.hooks:
-            hook.at_row(row)
-
     def _finish_logs(self) -> None:
         self.metrics.finish()
         for hook in self.hooks:
@@ -292,3 +291,8 @@ class TrainLoop:
             grad_norms=list(self.guard.grad_norms),
             metrics_bytes=metrics.stat().st_size if metrics.exists() else 0,
         )
+
+
+def _hand_on(hooks: Sequence[Hook], row: Mapping[str, object]) -> None:
+    for hook in hooks:
+        hook.at_row(row)
