@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -29,7 +29,6 @@ from toolkit.models import (
     chat,
     loss,
     probe,
-    router_loss,
     save,
     stages,
     structure,
@@ -38,6 +37,9 @@ from toolkit.models.loss import token_loss_sum
 from toolkit.tasks import language_data, language_evaluation, language_model
 from toolkit.train import checkpointer, run_dir, schedule, task
 from toolkit.train.step import Samples
+
+if TYPE_CHECKING:
+    from toolkit.models.router_loss import Routers
 
 
 class LanguageTask(task.Task):
@@ -292,7 +294,7 @@ class LanguageTask(task.Task):
         taken, self._figures = self._figures, self._zeros()
         return taken
 
-    def routers(self, engine: DeepSpeedEngine) -> router_loss.Routers | None:
+    def routers(self, engine: DeepSpeedEngine) -> "Routers | None":
         return getattr(engine.module, "routers", None)
 
     def evaluate(self, run: task.RunContext, step: int, alive: Callable[[], None]) -> dict[str, float]:

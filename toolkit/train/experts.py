@@ -10,7 +10,7 @@ import torch
 from toolkit import disk
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
-from toolkit.models.loss import Routers, load_metrics
+from toolkit.models.router_loss import Routers, load_metrics
 from toolkit.train.hooks import Hook
 from toolkit.train.step import StepResult
 

@@ -10,7 +10,7 @@ from toolkit.data.sampler import Position
 from toolkit.launch.environment import Ranks
 
 if TYPE_CHECKING:
-    from toolkit.models.loss import Routers
+    from toolkit.models.router_loss import Routers
     from toolkit.train.loop import TrainLoop
     from toolkit.train.step import StepResult, StepVote
     from toolkit.train.task import FitResult, RunContext, Task

@@ -19,9 +19,9 @@ from toolkit.distributed.process_group import sum_over_ranks
 from toolkit.engine.deepspeed_patches import UpdateVeto
 from toolkit.messages import Diverged, tr
 from toolkit.models import stages
-from toolkit.models.router_loss import Routers
 
 if TYPE_CHECKING:
+    from toolkit.models.router_loss import Routers
     from toolkit.train.task import Task
 
 
@@ -389,7 +389,7 @@ def _pipeline_passes(
 
 
 def _read(
-    task: "Task", micro_losses: torch.Tensor, routers: Routers | None, counts: torch.Tensor, guard: StepGuard
+    task: "Task", micro_losses: torch.Tensor, routers: "Routers | None", counts: torch.Tensor, guard: StepGuard
 ) -> _StepSums:
     """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device."""
     of_routers = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -16,13 +16,16 @@ from toolkit.distributed.failure import Watchdog
 from toolkit.engine import build, ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr
-from toolkit.models.router_loss import Routers
 from toolkit.terminal import phase
 from toolkit.train import run_dir
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.hooks import Hook
 from toolkit.train.schedule import Epoch, make_schedule
 from toolkit.train.step import Samples, StepGuard
+
+if TYPE_CHECKING:
+    from toolkit.models.router_loss import Routers
+
 
 TOKENS, SAMPLES = "tokens", "samples"
 
@@ -206,7 +209,7 @@ class Task(ABC):
         """
         return {}
 
-    def routers(self, engine: DeepSpeedEngine) -> Routers | None:
+    def routers(self, engine: DeepSpeedEngine) -> "Routers | None":
         """Return what adds a load-balancing loss to each micro-batch's and counts experts' tokens; None without any."""
         return None
 
