@@ -267,7 +267,7 @@ class WandbRun(_LoggedRun):
 
     def answers(self, step: int, name: str, answers: Sequence[Mapping[str, str]]) -> None:
         columns = ["prompt", "answer", "reference"]
-        data = [[answer.get(one, "") for one in columns] for answer in answers]
+        data = [[answer.get(column, "") for column in columns] for answer in answers]
         self.run.log({name: self.wandb.Table(columns=columns, data=data)}, step=step)
 
     def summary(self, step: int, values: Mapping[str, float]) -> None:
@@ -363,17 +363,17 @@ class MlflowRun(Backend):
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # mlflow 3 would rather have a database
         self.client = self.connect(tracking_uri=uri)
         experiment = self._experiment(run.settings["experiment"])
-        found = self.client.search_runs([experiment], filter_string=f"tags.`{_OURS}` = '{run.id}'", max_results=1)
-        if found:
-            self.id, known = found[0].info.run_id, set(found[0].data.params)
+        runs = self.client.search_runs([experiment], filter_string=f"tags.`{_OURS}` = '{run.id}'", max_results=1)
+        if runs:
+            self.id, logged = runs[0].info.run_id, set(runs[0].data.params)
             self.client.update_run(self.id, status="RUNNING")
         else:
             tags = {_OURS: run.id, "mlflow.source.git.commit": str(run.hyperparameters.get("commit", ""))}
-            self.id, known = self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id, set()
+            self.id, logged = self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id, set()
         parameters = [
             self.entities.Param(name, str(value)[:_LONGEST_PARAMETER])
             for name, value in run.hyperparameters.items()
-            if name not in known  # what a run began with cannot be changed
+            if name not in logged  # what a run began with cannot be changed
         ]
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             self.client.log_batch(self.id, params=parameters[first : first + _MOST_PARAMETERS])
@@ -406,15 +406,15 @@ class MlflowRun(Backend):
         self.client.set_terminated(self.id, _STATUS[status])
 
     def _experiment(self, name: str) -> str:
-        found = self.client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self.client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self.client.create_experiment(name))
             except self.error:  # another run has made it meanwhile
-                found = self.client.get_experiment_by_name(name)
-                if found is None:
+                experiment = self.client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {

@@ -54,11 +54,11 @@ def is_evaluation(row: Mapping[str, object]) -> bool:
 
 def metric_values(row: Mapping[str, object]) -> dict[str, float]:
     """Return the numbers of a row; "nan" and "inf" are numbers that JSON does not have."""
-    found = {}
+    values = {}
     for name, value in row.items():
         with suppress(TypeError, ValueError):
-            found[name] = float(value)  # type: ignore[arg-type]
-    return found
+            values[name] = float(value)  # type: ignore[arg-type]
+    return values
 
 
 class MetricsLog:

@@ -299,13 +299,13 @@ class BackendQueue:
     def _missing(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Row]]:
         """Return the rows that the tracker does not have from an earlier attempt at their steps, with TRAIN or EVAL."""
         last = dict(self.record.steps)
-        found: list[tuple[str, Row]] = []
+        rows_of_parts: list[tuple[str, Row]] = []
         for row in map(metric_values, rows):
             step, part = int(row["step"]), EVAL if is_evaluation(row) else TRAIN
             if step > last[part]:
                 last[part] = step
-                found.append((part, (step, {name: value for name, value in row.items() if name != "step"})))
-        return found
+                rows_of_parts.append((part, (step, {name: value for name, value in row.items() if name != "step"})))
+        return rows_of_parts
 
     def _deliver(self, kind: str, message: dict[str, Any]) -> None:
         step = int(message.get("step", 0))
@@ -439,7 +439,7 @@ def main() -> None:
     with suppress(OSError):
         sys.stderr.flush()
     # Not sys.exit: a library may wait at exit for a server that does not answer.
-    os._exit(0 if all(one.is_done for one in queues) else 1)
+    os._exit(0 if all(queue.is_done for queue in queues) else 1)
 
 
 def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
@@ -471,13 +471,13 @@ def _serve(folder: Path, replies: TextIO) -> list[BackendQueue]:
             status, patience_s = message["status"], message["patience_s"]
             break
         else:
-            for one in queues:
-                one.put(kind, message)
+            for queue in queues:
+                queue.put(kind, message)
     until = time.monotonic() + patience_s
-    for one in queues:
-        one.close(status)
-    for one in queues:
-        one.wait(until)
+    for queue in queues:
+        queue.close(status)
+    for queue in queues:
+        queue.wait(until)
     return queues
 
 

@@ -31,16 +31,16 @@ def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
     """Return the median rank's FLOP/s in large matrix products, 0 without memory for one. A collective. All measure at
     once, under a second; a GPU needs 0.4 GiB, in fp32 0.8 GiB, a 16th of it at least.
     """
-    mine = 0.0
+    own_speed = 0.0
     for size in _sizes(device, dtype):
         try:
-            mine = _measured(size, device, dtype)
+            own_speed = _measured(size, device, dtype)
             break
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         get_accelerator().empty_cache()
-    speeds = [speed for speed in gather(mine) if speed]
+    speeds = [speed for speed in gather(own_speed) if speed]
     get_accelerator().empty_cache()
     return float(statistics.median_low(speeds)) if speeds else 0.0
 

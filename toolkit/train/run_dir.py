@@ -160,12 +160,12 @@ def _checkpoint_at(path: Path) -> Path:
                 "the checkpoint {folder} is damaged: {reason}.", folder=path, reason=clauses(wrong[:3])
             )
         return path
-    found = directory.newest_complete(path / "checkpoints") if path.is_dir() else None
-    if found is None:
+    checkpoint = directory.newest_complete(path / "checkpoints") if path.is_dir() else None
+    if checkpoint is None:
         raise ConfigError(
             "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.", path=path
         )
-    return found
+    return checkpoint
 
 
 def _claim(folder: Path) -> None:
@@ -260,12 +260,12 @@ def _make_dated(parent: Path, recipe: str) -> Path:
 
 def rescue(folder: Path) -> Path:
     """Make a directory next to a run directory that was removed, for what can still be saved. For rank 0 only."""
-    place = disk.unused_path(folder.with_name(f"{folder.name}.rescued"))
+    rescued = disk.unused_path(folder.with_name(f"{folder.name}.rescued"))
     try:
-        (place / "logs").mkdir(parents=True)
+        (rescued / "logs").mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(joined(lost_text(folder), str(_not_made(place.parent, error)))) from error
-    return place
+        raise RunFolderError(joined(lost_text(folder), str(_not_made(rescued.parent, error)))) from error
+    return rescued
 
 
 def write_settings(
@@ -274,9 +274,9 @@ def write_settings(
     """Write config.yaml, ds_config.json and environment.json, without secrets, or raise CheckpointError. For rank 0
     only. `device`: its GPU, "" on CPUs.
     """
-    known = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
+    environment = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
     _write(folder / "config.yaml", config_yaml)
-    _write(folder / "environment.json", json.dumps(secrets.hide_all(known), indent=2) + "\n")
+    _write(folder / "environment.json", json.dumps(secrets.hide_all(environment), indent=2) + "\n")
     write_ds_config(folder, ds_config)
 
 
@@ -300,11 +300,11 @@ def describe_environment(world_size: int) -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide what a run computes."""
-    found = dict.fromkeys(RECORDED_PACKAGES, "not installed")
+    installed = dict.fromkeys(RECORDED_PACKAGES, "not installed")
     for name in RECORDED_PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 @cache
@@ -381,8 +381,8 @@ def check_repeated_death(folder: Path, step: int) -> None:
 
 def newest_step(folder: Path) -> int:
     """Return the step of a run's newest checkpoint, 0 if there is none; whether it is whole is not looked at."""
-    found = directory.published_checkpoints(folder / "checkpoints")
-    return directory.step_of(found[0]) if found else 0
+    checkpoints = directory.published_checkpoints(folder / "checkpoints")
+    return directory.step_of(checkpoints[0]) if checkpoints else 0
 
 
 def reached_step(folder: Path) -> int:
@@ -490,7 +490,7 @@ def _look(lock: _Lock) -> bool:
             return True
         if not path.exists() and not (lock.folder / "config.yaml").exists():
             return True  # emptied: `rm -r` could not remove the directory because a rank wrote into it
-        if path.exists() and any(os.path.samestat(os.fstat(one.fileno()), path.stat()) for one in lock.files):
+        if path.exists() and any(os.path.samestat(os.fstat(held.fileno()), path.stat()) for held in lock.files):
             return False
         file = open(path, "a+", encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -537,8 +537,8 @@ def _who_counts(folder: Path) -> str:
 
 
 def _heartbeats(folder: Path) -> dict[str, dict[str, Any]]:
-    found = {}
+    heartbeats = {}
     for path in sorted((folder / "logs").glob(failure.heartbeat_file("*"))):
         with suppress(OSError, ValueError):
-            found[path.name] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+            heartbeats[path.name] = json.loads(path.read_text(encoding="utf-8"))
+    return heartbeats

@@ -45,8 +45,8 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(preflight.extensions_dir()))
     if "--cfg" in words:
-        place = words.index("--cfg")
-        others = words[:place] + words[place + 2 :]
+        index = words.index("--cfg")
+        others = words[:index] + words[index + 2 :]
         say(load.to_yaml(parse(others, world_size=ranks.world_size).loaded.cfg).rstrip("\n"))
         return None
     problems = Problems()
@@ -111,8 +111,8 @@ def greet(arguments: Arguments, ranks: environment.Ranks, model: str) -> None:
         parts=mesh.mesh_of(cfg, ranks.world_size).data_ranks,
         size=cfg.batch.global_size,
     )
-    if found := {name: os.environ[name] for name in _ALLOCATOR if name in os.environ}:
-        shown = " ".join(f"{name}={value}" for name, value in found.items())
+    if variables := {name: os.environ[name] for name in _ALLOCATOR if name in os.environ}:
+        shown = " ".join(f"{name}={value}" for name, value in variables.items())
         say("PyTorch's allocator of GPU memory: {settings}. A value of your own takes its place.", settings=shown)
     warn_remote_code(cfg.model)
 
@@ -196,8 +196,8 @@ def pass_on_warnings(file: Path, out: "IO[str] | _Stderr", ended: threading.Even
         lines.seek(0, os.SEEK_END)
         rest = ""
         while True:
-            *whole, rest = (rest + lines.read()).split("\n")
-            for line in whole:
+            *complete, rest = (rest + lines.read()).split("\n")
+            for line in complete:
                 if _NCCL_WARNING.search(line):
                     out.write(hide(line) + "\n")
                     out.flush()

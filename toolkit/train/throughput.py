@@ -108,10 +108,12 @@ class ThroughputMeter:
         """Return how fast each rank was since the last row; `figures`: more of this rank. A collective."""
         seconds, device, figures = time.perf_counter() - self.started, self.engine.device, figures or {}
         rank_tokens = sum(result.rank_tokens for result in self.results)
-        mine = [self.own_s, self.data_wait_s, rank_tokens, *memory_peaks(device), *figures.values()]
-        values = torch.zeros(len(mine), world_size(), dtype=torch.float64)  # sums of tokens are too large for float32
-        values[:, rank()] = torch.tensor(mine, dtype=torch.float64)
-        of_ranks = sum_over_ranks(values.flatten(), device).view(len(mine), -1).tolist()
+        own_figures = [self.own_s, self.data_wait_s, rank_tokens, *memory_peaks(device), *figures.values()]
+        values = torch.zeros(
+            len(own_figures), world_size(), dtype=torch.float64
+        )  # sums of tokens are too large for float32
+        values[:, rank()] = torch.tensor(own_figures, dtype=torch.float64)
+        of_ranks = sum_over_ranks(values.flatten(), device).view(len(own_figures), -1).tolist()
         own_s, data_wait_s, tokens, host_bytes, device_bytes, *more = of_ranks
         self.peaks = host_bytes, device_bytes
         return RankTimes(len(self.results), seconds, own_s, data_wait_s, tokens, dict(zip(figures, more, strict=True)))
