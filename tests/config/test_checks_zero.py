@@ -23,7 +23,7 @@ from toolkit.plan.machine import parse_machine
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of, published_models, shapes_of_config, tuned
 from toolkit.plan.speed import assumed
-from toolkit.train.checkpointer import _check_layout
+from toolkit.train.resume import _check_layout
 
 ZENFLOW = "zero=stage2_zenflow train.rehearse=false train.on_bad_step=stop batch.global_size=8"
 WHY = " cannot be with the other settings; docs/zero.md says why. Add "

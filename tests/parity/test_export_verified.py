@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import main
-from toolkit.export import model as export
+from toolkit.export import verify
 from toolkit.messages import ModelError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chatglm"
@@ -15,13 +15,13 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "chatglm"
 def test_an_export_has_its_name_once_it_is_proven(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, real, seen = tmp_path / "new" / "out", export.verify_logits, list[tuple[bool, str]]()
+    output, real, seen = tmp_path / "new" / "out", verify.verify_logits, list[tuple[bool, str]]()
 
-    def verify(folder: Path) -> str:
+    def compare(folder: Path) -> str:
         seen.append((output.exists(), capsys.readouterr().out))
         return real(folder)
 
-    monkeypatch.setattr(export, "verify_logits", verify)
+    monkeypatch.setattr(verify, "verify_logits", compare)
     assert main(["export-model", str(GOLDEN / "v2"), f"output={output}"]) == 0
     assert seen == [(False, "")]
     lines = capsys.readouterr().out.splitlines()
@@ -35,10 +35,10 @@ def test_what_is_not_proven_is_not_there(
 ) -> None:
     """Wrong, or ended while it was compared."""
 
-    def verify(folder: Path) -> str:
+    def compare(folder: Path) -> str:
         raise ModelError("{folder} is wrong", folder=folder) if isinstance(error, ModelError) else error
 
-    monkeypatch.setattr(export, "verify_logits", verify)
+    monkeypatch.setattr(verify, "verify_logits", compare)
     assert main(["export-model", str(GOLDEN / "v2"), f"output={tmp_path}/out"]) != 0
     told = capsys.readouterr()
     assert "wrote" not in told.out and list(tmp_path.iterdir()) == []

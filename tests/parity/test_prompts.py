@@ -10,7 +10,8 @@ import torch
 from golden import GOLDEN, lines
 from hypothesis import given, settings, strategies as st
 
-from toolkit.evaluate.generate import AnswerStream, decode_answer, has_system_role
+from toolkit.evaluate.chat_session import AnswerStream
+from toolkit.evaluate.generate import decode_answer, has_system_role
 from toolkit.models import load_chat_encoder
 from toolkit.models.chat import fit_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder

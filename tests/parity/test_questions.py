@@ -7,7 +7,7 @@ from golden import GOLDEN, vocabulary
 from test_tokenizers import NAMES, TOOLS, saved
 
 from toolkit.evaluate.generate import decode_answer
-from toolkit.evaluate.metrics import split_sample
+from toolkit.evaluate.questions import split_sample
 from toolkit.models import load_chat_encoder
 from toolkit.models.chat_template import TemplateChatEncoder
 

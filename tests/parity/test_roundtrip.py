@@ -13,7 +13,7 @@ from official import write
 from safetensors import SafetensorError
 
 from toolkit.cli import main
-from toolkit.export import model as folder_module
+from toolkit.export import write as export_write
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import load_model, load_tokenizer, save_model
 from toolkit.models.weights import WeightFiles
@@ -192,13 +192,13 @@ def test_a_full_disk_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """safetensors reports it as an error of its own, after some files were written."""
-    real = folder_module.save_model
+    real = export_write.save_model
 
     def full(model: object, path: Path, *rest: object, **options: object) -> None:
         real(model, path, *rest, **options)
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(folder_module, "save_model", full)
+    monkeypatch.setattr(export_write, "save_model", full)
     source = write(tmp_path / "in", "v3", tokenizer=True)
     assert main(["export-model", f"model.path={source}", "format=hf", f"output={tmp_path}/hf"]) == 74
     assert "No space left on device" in capsys.readouterr().err

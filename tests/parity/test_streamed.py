@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.tiny_model import SIZES
 from toolkit.engine.memory import PeakMemory
-from toolkit.export.model import check_exportable, verify_logits, write_folder
+from toolkit.export.engine import check_exportable
+from toolkit.export.verify import verify_logits
+from toolkit.export.write import write_folder
 from toolkit.messages import CheckpointError, ModelError
 from toolkit.models import load_model, probe
 from toolkit.models.load import streamed_model
@@ -102,7 +104,7 @@ def test_an_export_is_proven_without_loading_it(tmp_path: Path, monkeypatch: pyt
     model, folder = model_of("llama"), tmp_path / "export"
     taken = probe.capture(model, probe.spread_ids(model.config))
     write_folder(model, describe(model, None), folder, "hf", taken)
-    monkeypatch.setattr("toolkit.export.model.load_model", lambda path: pytest.fail("it was loaded whole"))
+    monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: pytest.fail("it was loaded whole"))
     assert "the logits are those of the save" in verify_logits(folder)
     values = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -128,7 +130,7 @@ def test_one_bit_that_is_written_otherwise_is_found(
         save_file(values, file, {"format": "pt"})
 
     write_folder(model, describe(model, None), folder, "hf", None, state=state)
-    monkeypatch.setattr("toolkit.export.model.save_model", save)
+    monkeypatch.setattr("toolkit.export.write.save_model", save)
     with pytest.raises(
         CheckpointError, match=r"does not hold what was trained: .*layers\.1\.mlp\.experts\.gate_up_proj"
     ):
@@ -146,8 +148,8 @@ def test_a_model_that_uses_a_layer_elsewhere_is_loaded(tmp_path: Path, monkeypat
         return owner[head].model.layers[0].mlp.down_proj.weight.sum() if head in owner else torch.zeros(())
 
     owner: dict[Any, Any] = {model.lm_head: model}
-    monkeypatch.setattr("toolkit.export.model.streamed_model", lambda path: _linked(streamed_model(path), owner))
-    monkeypatch.setattr("toolkit.export.model.load_model", lambda path: _linked(load_model(path), owner))
+    monkeypatch.setattr("toolkit.export.verify.streamed_model", lambda path: _linked(streamed_model(path), owner))
+    monkeypatch.setattr("toolkit.export.verify.load_model", lambda path: _linked(load_model(path), owner))
     taken = probe.capture(model, probe.spread_ids(model.config))
     write_folder(model, describe(model, None), folder, "hf", taken)
     with monkeypatch.context() as patched:

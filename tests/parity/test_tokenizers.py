@@ -14,7 +14,7 @@ from hypothesis import example, given, settings, strategies as st
 from official import write
 
 from toolkit.config.schema import Family
-from toolkit.export.model import write_folder
+from toolkit.export.write import write_folder
 from toolkit.messages import ModelError, RowError
 from toolkit.models import load_chat_encoder, load_model, load_tokenizer
 from toolkit.models.chatglm.formats import FamilyChatEncoder, Piece

@@ -20,9 +20,9 @@ from tests.unit.tiny_model import SIZES
 from toolkit.cli import main
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.parameters import count_parameters
-from toolkit.export import model as export_adapter
+from toolkit.export import adapter as export_adapter
+from toolkit.export.adapter import write_adapter
 from toolkit.export.load import load_any
-from toolkit.export.model import write_adapter
 from toolkit.messages import BaseMissing, CheckpointError, ConfigError, ModelError
 from toolkit.models import load as load_module, load_tokenizer, probe
 from toolkit.models.adapters import base_of_adapter, load_adapter, stored_names

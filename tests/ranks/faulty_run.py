@@ -203,13 +203,13 @@ def install() -> None:
     if FAULT.get("free_at") and RANK == 0:
         after_step(loop, FAULT["free_at"], lambda: Path(FAULT["ballast"]).unlink())
     if at == "export":
-        from toolkit.export import model as export
+        from toolkit.export import write
 
-        before(export, "write_files", lambda _files, folder, _probed: folder.name == "export")
+        before(write, "write_files", lambda _files, folder, _probed: folder.name == "export")
     elif at == "export.structure":
-        from toolkit.export import model as export
+        from toolkit.export import engine
 
-        before(export, "check_structure", lambda *_: True)
+        before(engine, "check_structure", lambda *_: True)
     elif at == "each life":  # the step's number, where "step" counts those of this life
         before(loop, "train_step", in_step(step))
     elif at == "step":

@@ -13,7 +13,7 @@ import transformers
 from toolkit.cli import main
 from toolkit.config.schema import DistributedConfig
 from toolkit.distributed import process_group
-from toolkit.evaluate.generate import FAMILIES, split_inference
+from toolkit.evaluate.inference_engine import FAMILIES, split_inference
 from toolkit.messages import ModelError
 
 SHAPE = {

@@ -146,7 +146,9 @@ def test_held_out_samples_get_their_labels_also_in_transformers_alone(name: str,
     import transformers
     from peft import PeftModel
 
-    from toolkit.export.model import ExportOptions, export_any, verify_logits
+    from toolkit.export.convert import export_any
+    from toolkit.export.verify import verify_logits
+    from toolkit.export.write import ExportOptions
     from toolkit.models import probe
 
     first, last = (rows_of(runs / name)[index] for index in (0, -1))

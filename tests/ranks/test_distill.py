@@ -81,7 +81,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, rows_file: Path) -> Path:
 
     from toolkit.config.load import load
     from toolkit.data.loader import collate
-    from toolkit.export.model import write_folder
+    from toolkit.export.write import write_folder
     from toolkit.models.load import random_config
     from toolkit.models.save import describe
     from toolkit.tasks.language_data import load_data

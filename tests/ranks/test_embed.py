@@ -154,7 +154,8 @@ def test_held_out_pairs_find_each_other_also_in_transformers_alone(name: str, ru
 
     from toolkit.config.load import load
     from toolkit.data.loader import collate
-    from toolkit.export.model import ExportOptions, export_any
+    from toolkit.export.convert import export_any
+    from toolkit.export.write import ExportOptions
     from toolkit.tasks.language_data import load_data
 
     first, last = (rows_of(runs / name)[index] for index in (0, -1))

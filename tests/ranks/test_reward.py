@@ -149,8 +149,10 @@ def test_transformers_alone_gives_the_same_scores(name: str, runs: Path, tmp_pat
     import transformers
     from peft import PeftModel
 
+    from toolkit.export.convert import export_any
     from toolkit.export.load import load_any
-    from toolkit.export.model import ExportOptions, export_any, verify_logits
+    from toolkit.export.verify import verify_logits
+    from toolkit.export.write import ExportOptions
     from toolkit.messages import ModelError
     from toolkit.models import probe
 

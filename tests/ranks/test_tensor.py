@@ -22,8 +22,8 @@ from shared import (
 
 from tests.probes import compare
 from toolkit.checkpoint import directory
+from toolkit.export.checkpoint import load_checkpoint
 from toolkit.export.load import load_any
-from toolkit.export.model import load_checkpoint
 from toolkit.models import probe
 
 STEPS, SAVED = 6, 4

@@ -109,7 +109,7 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Import what the commands import, so that each input is tried in a fork that has it; make good inputs."""
-    import toolkit.export.model
+    import toolkit.export.convert
     import toolkit.extras.board
     import toolkit.extras.cli.data_report
     import toolkit.extras.data_report

@@ -9,7 +9,7 @@ from pathlib import Path
 from ranks import free_port, kill_session, run, start
 
 from tests.unit.speaker import write_random
-from toolkit.evaluate.generate import BATCHES
+from toolkit.evaluate.answer_files import BATCHES
 
 
 def test_the_mean_reward_rises_and_nothing_is_done_twice(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shared import FAULTY, tiny
 
 from tests import series
 from toolkit.checkpoint.directory import manifest_problems
-from toolkit.export.model import verify_logits
+from toolkit.export.verify import verify_logits
 from toolkit.train.deadline import recorded
 
 SECONDS = 90

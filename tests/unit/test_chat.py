@@ -16,7 +16,8 @@ import pytest
 
 from tests.unit.speaker import SAYS, write_random, write_speaker
 from toolkit.cli import main
-from toolkit.evaluate.generate import ChatSession, Sampling
+from toolkit.evaluate.chat_session import ChatSession
+from toolkit.evaluate.generate import Sampling
 from toolkit.export.load import LoadedModel, load_any
 from toolkit.messages import ModelError
 

@@ -46,8 +46,9 @@ from toolkit.distributed import process_group
 from toolkit.engine.parameters import are_finite
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, RunFolderError
-from toolkit.train import checkpointer, run_dir
-from toolkit.train.checkpointer import Checkpointer, Rotation, _Pending
+from toolkit.train import changes, checkpointer, resume, run_dir
+from toolkit.train.checkpointer import Checkpointer, _Pending
+from toolkit.train.rotation import Rotation
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -724,38 +725,38 @@ CONFIG = {"run": {"seed": 1, "name": "a"}, "optim": {"lr": 0.1}, "zero": {"stage
 
 def test_changes_that_move_work_about_are_told() -> None:
     now = {"run": {"seed": 1, "name": "b"}, "optim": {"lr": 0.1}, "zero": {"stage": 2}, "data": {"sources": ["y"]}}
-    lines = checkpointer.check_changes(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
+    lines = changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "s"}, [])
     assert lines == ["  run.name: a -> b", "  data.sources: ['x'] -> ['y']"]
-    assert checkpointer.check_changes(CONFIG, CONFIG, {}, {}, []) == []
+    assert changes.check_changes(CONFIG, CONFIG, {}, {}, []) == []
 
 
 def test_a_key_that_has_been_removed_is_told_where_it_was_used() -> None:
     off, on = (CONFIG | {"checkpoint": {"memory_every": steps}} for steps in (0, 5))
-    assert checkpointer.check_changes(off, CONFIG, {}, {}, []) == []
-    assert checkpointer.check_changes(on, CONFIG, {}, {}, []) == ["  checkpoint.memory_every: 5 -> None"]
+    assert changes.check_changes(off, CONFIG, {}, {}, []) == []
+    assert changes.check_changes(on, CONFIG, {}, {}, []) == ["  checkpoint.memory_every: 5 -> None"]
     ltd = {"start_share": 0.5, "first_layers": 1, "last_layers": 1}
     off, on = (CONFIG | {"train": {"random_ltd": {"steps": steps, **ltd}}} for steps in (0, 9))
-    assert checkpointer.check_changes(off, CONFIG, {}, {}, []) == []
+    assert changes.check_changes(off, CONFIG, {}, {}, []) == []
     with pytest.raises(ConfigError, match=r"something else:\n  train.random_ltd.steps: 9 -> None\n"):
-        checkpointer.check_changes(on, CONFIG, {}, {}, [])
-    assert len(checkpointer.check_changes(on, CONFIG, {}, {}, ["train.random_ltd"])) == 1
+        changes.check_changes(on, CONFIG, {}, {}, [])
+    assert len(changes.check_changes(on, CONFIG, {}, {}, ["train.random_ltd"])) == 1
 
 
 @pytest.mark.fault("R2")
 def test_changes_that_change_the_mathematics_are_refused() -> None:
     now = {**CONFIG, "optim": {"lr": 0.2}, "run": {"seed": 2, "name": "a"}}
     with pytest.raises(ConfigError) as error:
-        checkpointer.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
+        changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, [])
     assert str(error.value) == (
         "the checkpoint belongs to a run that computes something else:\n"
         "  run.seed: 1 -> 2\n  optim.lr: 0.1 -> 0.2\n  the prepared data: store is another one\n"
         "Undo this, or allow it: checkpoint.allow_changes=[run.seed,optim.lr,data]; or start over under another "
         "run.name."
     )
-    lines = checkpointer.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
+    lines = changes.check_changes(CONFIG, now, {"store": "s"}, {"store": "t"}, ["run.seed", "optim", "data"])
     assert len(lines) == 3
     with pytest.raises(ConfigError):
-        checkpointer.check_changes(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
+        changes.check_changes(CONFIG, {**CONFIG, "new": 1}, {}, {}, [])
 
 
 @pytest.mark.fault("R2")
@@ -765,38 +766,38 @@ def test_another_tokenizer_is_refused_by_its_name_even_if_the_samples_are_the_sa
     now = {**before, "tokenizer: vocabulary": "w"}
     text = "  the tokenizer: another vocabulary than in the checkpoint's model/, which model.tokenizer may name"
     with pytest.raises(ConfigError) as error:
-        checkpointer.check_changes(CONFIG, CONFIG, before, now, ["data"])
+        changes.check_changes(CONFIG, CONFIG, before, now, ["data"])
     assert text in str(error.value) and "checkpoint.allow_changes=[model.tokenizer]" in str(error.value)
-    assert checkpointer.check_changes(CONFIG, CONFIG, before, now, ["model"]) == [text]
-    assert checkpointer.check_changes(CONFIG, CONFIG, {"store": "s"}, now, []) == []
+    assert changes.check_changes(CONFIG, CONFIG, before, now, ["model"]) == [text]
+    assert changes.check_changes(CONFIG, CONFIG, {"store": "s"}, now, []) == []
 
 
 def test_the_base_of_a_tuned_run_may_have_moved() -> None:
     """That it is the same one is told by its numbers, when it is loaded; with all of it trained, nothing tells."""
     old, new = {**CONFIG, "model": {"path": "/old"}}, {**CONFIG, "model": {"path": "/new"}}
     lora, full = {"tuning": {"method": "lora"}}, {"tuning": {"method": "full"}}
-    assert checkpointer.check_changes(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
+    assert changes.check_changes(old | lora, new | lora, {}, {}, []) == ["  model.path: /old -> /new"]
     with pytest.raises(ConfigError, match=r"allow_changes=\[model.path\]"):
-        checkpointer.check_changes(old | full, new | full, {}, {}, [])
+        changes.check_changes(old | full, new | full, {}, {}, [])
 
 
 def test_what_is_trained_never_changes() -> None:
     """A checkpoint holds the trained parameters alone. One of a version without a key says nothing about it."""
     before, now = ({**CONFIG, "tuning": {"method": "lora", "rank": rank}} for rank in (8, 4))
     with pytest.raises(ConfigError, match=r"trains other parameters:\n  tuning.rank: 8 -> 4\nUndo this, or start over"):
-        checkpointer.check_changes(before, now, {}, {}, ["tuning"])
+        changes.check_changes(before, now, {}, {}, ["tuning"])
     older = {**CONFIG, "tuning": {"method": "lora"}}
-    assert checkpointer.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
+    assert changes.check_changes(older, now, {}, {}, ["tuning"]) == ["  tuning.rank: None -> 4"]
 
 
 def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
     now = json.loads(json.dumps(to_dict(RunConfig())))
     before = json.loads(json.dumps(now))
     del before["parallel"], before["optim"]["decay"], before["train"]["neftune_alpha"]
-    assert checkpointer.check_changes(before, now, {}, {}, []) == []
+    assert changes.check_changes(before, now, {}, {}, []) == []
     now["train"]["neftune_alpha"] = 5.0
     with pytest.raises(ConfigError, match=r"train.neftune_alpha: 0.0 -> 5.0"):
-        checkpointer.check_changes(before, now, {}, {}, [])
+        changes.check_changes(before, now, {}, {}, [])
 
 
 def test_every_key_says_what_it_influences_or_cannot_change() -> None:
@@ -813,7 +814,7 @@ def test_every_key_says_what_it_influences_or_cannot_change() -> None:
         *("run", "model", "data", "batch", "optim", "parallel", "train", "distill")
     }, "of these sections single keys are free"
     for key in ("run.display", "run.name", "evaluate.every", "zero.stage", "distributed.timeout_s", "model.hub_id"):
-        assert checkpointer.is_allowed_change(key), key
+        assert changes.is_allowed_change(key), key
     for key in ("optim.lr", "run.seed", "batch.global_size", "model.path", "data.max_length", "train.epochs"):
         assert influence_of(key, RunConfig) is Influence.result, key
     assert influence_of("tuning.rank", RunConfig) is Influence.trained
@@ -839,7 +840,7 @@ def test_the_display_of_a_run_may_change() -> None:
     now = json.loads(json.dumps(to_dict(RunConfig())))
     now["run"]["display"], now["deepspeed_json"] = "plain", "other.json"
     before = json.loads(json.dumps(to_dict(RunConfig())))
-    assert sorted(checkpointer.check_changes(before, now, {}, {}, [])) == [
+    assert sorted(changes.check_changes(before, now, {}, {}, [])) == [
         "  deepspeed_json:  -> other.json",
         "  run.display: auto -> plain",
     ]
@@ -1246,5 +1247,5 @@ def test_ranks_of_one_model_draw_the_same_in_another_layout(tmp_path: Path, monk
     monkeypatch.setattr(state_files, "seed_all", seeds.append)
     for rank in range(4):
         saver: Any = SimpleNamespace(load=lambda _: None)
-        checkpointer.resume_from(saver, tmp_path, RunState(step=3), Ranks(rank, rank, 4, 4, "single"), cfg)
+        resume.resume_from(saver, tmp_path, RunState(step=3), Ranks(rank, rank, 4, 4, "single"), cfg)
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]

@@ -12,7 +12,8 @@ import torch
 from toolkit.checkpoint import directory
 from toolkit.checkpoint.fragments import WEIGHT, Fragments
 from toolkit.cli import main
-from toolkit.export.model import card, export_checkpoint
+from toolkit.export.card import card
+from toolkit.export.checkpoint import export_checkpoint
 from toolkit.extras import convert_checkpoint as convert
 from toolkit.messages import NotExportable, OtherFormat
 

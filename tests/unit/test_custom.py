@@ -18,7 +18,7 @@ from toolkit.config.rules import check_rules, check_without_validation
 from toolkit.data.sampler import Position
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import gather_metrics
-from toolkit.export import model as export
+from toolkit.export import custom as export
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError
 from toolkit.tasks import custom as custom_task
@@ -234,7 +234,7 @@ def test_the_best_is_chosen_by_a_figure_that_is_there() -> None:
 
 
 def test_a_model_that_is_not_made_again(tmp_path: Path) -> None:
-    export._write_custom(nn.Linear(1, 1).state_dict(), {}, tmp_path / "export")
+    export.write_custom(nn.Linear(1, 1).state_dict(), {}, tmp_path / "export")
     custom_task._verify_export(task([1]), 1, tmp_path / "export")
     with pytest.raises(
         CheckpointError, match="model= failed when it was called once more, ZeroDivisionError: division"
@@ -363,7 +363,7 @@ def test_onnx_by_torch_s_exporter(tmp_path: Path) -> None:
     from onnx.reference import ReferenceEvaluator
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
-    export._write_custom(model.state_dict(), {"model": "Sequential"}, tmp_path / "export")
+    export.write_custom(model.state_dict(), {"model": "Sequential"}, tmp_path / "export")
     load_model(model, tmp_path / "export" / "model.safetensors")
     images = torch.randn(2, 3, 8, 8)
     with warnings.catch_warnings():

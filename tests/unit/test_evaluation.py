@@ -18,7 +18,7 @@ from toolkit.config.schema import RunConfig
 from toolkit.data.loader import collate
 from toolkit.data.packing import evaluated_samples
 from toolkit.data.sampler import sequential
-from toolkit.evaluate import metrics
+from toolkit.evaluate import metrics, questions
 from toolkit.evaluate.generate import Sampling, decode_answer, generate
 from toolkit.launch.environment import Ranks
 from toolkit.messages import DataError, ModelError
@@ -151,12 +151,12 @@ def test_what_is_drawn_is_the_same_on_any_number_of_ranks(make: Made, monkeypatc
 
     def drawn(num_ranks: int, seed: int = 7) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
-        monkeypatch.setattr(metrics, "world_size", lambda: num_ranks)
+        monkeypatch.setattr(questions, "world_size", lambda: num_ranks)
         turns = []
         for rank in range(num_ranks):
-            monkeypatch.setattr(metrics, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(questions, "rank", lambda rank=rank: rank)
             count: list[None] = []
-            own = metrics.generate_all(
+            own = questions.generate_all(
                 evaluation.model,
                 evaluation.prepared.encoder,
                 prompts,
@@ -213,7 +213,7 @@ def test_whatever_fails_is_told_and_ends_nothing(make: Made, tmp_path: Path, mon
     def broken(*_: Any, **__: Any) -> metrics.Scores:
         raise ZeroDivisionError("none")
 
-    monkeypatch.setattr(metrics, "generate", spoilt)
+    monkeypatch.setattr(questions, "generate", spoilt)
     monkeypatch.setitem(metrics._METRICS, metrics.Metric.chrf, broken)
     (tmp_path / "file").write_text("")
     said.clear()
@@ -226,7 +226,7 @@ def test_whatever_fails_is_told_and_ends_nothing(make: Made, tmp_path: Path, mon
         "WARNING: the metric chrf failed and is skipped: ZeroDivisionError: none.",
         f"WARNING: {tmp_path}/file/x.jsonl cannot be written: File exists.",
     ]
-    monkeypatch.setattr(metrics, "generate", broken)
+    monkeypatch.setattr(questions, "generate", broken)
     assert set(evaluation.run(tmp_path / "x.jsonl")) >= {"eval_loss", "eval_perplexity", "eval_tokens"}
     assert said[-1].endswith(f"{count} of {count} validation samples could not be answered: ZeroDivisionError: none.")
 

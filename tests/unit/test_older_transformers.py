@@ -13,7 +13,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from toolkit.export.model import write_folder
+from toolkit.export.write import write_folder
 from toolkit.models import save
 from toolkit.models.chat_template import TemplateChatEncoder
 

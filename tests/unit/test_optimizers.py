@@ -24,7 +24,7 @@ from toolkit.messages import ConfigError
 from toolkit.models.load import random_config
 from toolkit.plan.memory import plan_rank
 from toolkit.plan.outline import outline_of
-from toolkit.train import checkpointer
+from toolkit.train import changes
 from toolkit.train.schedule import Schedule
 
 LAYERS = 2
@@ -222,7 +222,7 @@ def test_what_a_json_cannot_say() -> None:
 )
 def test_states_of_another_optimizer(before: dict[str, Any], now: dict[str, Any], refused: bool) -> None:
     def compare() -> None:
-        checkpointer.check_changes({"optim": before}, {"optim": now}, {}, {}, ["optim"])
+        changes.check_changes({"optim": before}, {"optim": now}, {}, {}, ["optim"])
 
     if refused:
         with pytest.raises(ConfigError, match="states of another optimizer, or of other parameter groups:\n  optim"):

@@ -11,7 +11,7 @@ import pytest
 from toolkit.config import preflight
 from toolkit.config.load import load
 from toolkit.data.preview import BRACKETS, bad_step_lines
-from toolkit.export.model import cannot_write
+from toolkit.export.write import cannot_write
 from toolkit.messages import LaunchError
 from toolkit.train import settle
 

@@ -13,8 +13,8 @@ from transformers import GlmConfig
 from tests.probes import compare
 from toolkit.config.schema import PrecisionConfig
 from toolkit.engine.build import use_tf32
-from toolkit.export import model as export_model
-from toolkit.export.model import verify_logits
+from toolkit.export import verify
+from toolkit.export.verify import verify_logits
 from toolkit.messages import CheckpointError, ModelError, ProofDiffers
 from toolkit.models import probe
 from toolkit.models.chatglm.modeling import ChatGLMConfig
@@ -245,7 +245,7 @@ def test_a_model_that_rounds_far_in_float32_has_bounds_of_its_own(tmp_path: Path
     saved = probe.Probe(ids, logits, "float32")
     probe.write(saved, tmp_path / "export")
     assert "the logits are those of the save" in verify_logits(tmp_path / "export")
-    assert export_model._bounds(copy.deepcopy(model), None, found, saved, far)[0] > far, "of a checkpoint"
+    assert verify._bounds(copy.deepcopy(model), None, found, saved, far)[0] > far, "of a checkpoint"
     model.model.layers[6].self_attn.v_proj.weight.data.zero_()
     save_model(model, tmp_path / "damaged")
     probe.write(saved, tmp_path / "damaged")

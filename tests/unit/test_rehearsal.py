@@ -16,7 +16,9 @@ from toolkit.config.rules import check_rules
 from toolkit.config.schema import CheckpointConfig, Packing, TuningConfig, TuningMethod
 from toolkit.data.loader import Layout
 from toolkit.data.packing import PackingPlan
-from toolkit.export.model import check_custom_exportable, check_exportable
+from toolkit.export.adapter import check_adapter_exportable
+from toolkit.export.custom import check_custom_exportable
+from toolkit.export.engine import check_exportable
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ModelError, OutOfMemory
 from toolkit.models import fine_tuning
@@ -94,10 +96,10 @@ def test_a_model_that_is_not_read_back_as_it_is_written_is_named_before_training
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     fine_tuning.apply_tuning(model, TuningConfig(method=TuningMethod.lora), base, None, seed=1)
     files = describe(model, None) | model.tuned.describe()
-    check_exportable(model, files, folder)
+    check_adapter_exportable(model, files, folder)
     model.tuned = replace(model.tuned, settings=model.tuned.settings | {"r": 4})
     with pytest.raises(ModelError, match=r"could not be exported after training: .*lora_A"):
-        check_exportable(model, describe(model, None) | model.tuned.describe(), folder)
+        check_adapter_exportable(model, describe(model, None) | model.tuned.describe(), folder)
     assert not list(folder.parent.iterdir())
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from toolkit.config.load import load
-from toolkit.export.model import TunedPart
+from toolkit.export.merge import TunedPart
 from toolkit.jobs import launch
 from toolkit.messages import ConfigError, tr
 from toolkit.models.base_model import base_of
 from toolkit.secrets import HidingFilter, are_same, hide, hide_all, hide_word, learn
-from toolkit.train.checkpointer import check_changes, differences
+from toolkit.train.changes import check_changes, differences
 
 PASSWORD = "pa\"ss\\wörd'1"
 

@@ -17,7 +17,7 @@ from tests.unit.test_templates import KNOWN, tokenizer_of
 from toolkit.cli import main
 from toolkit.config.schema import TrainOn
 from toolkit.data.formats import Conversation
-from toolkit.export.model import write_folder
+from toolkit.export.write import write_folder
 from toolkit.extras import serving
 from toolkit.extras.serving import FAILED, PASSED, SKIPPED, require_serving, verify_serving
 from toolkit.messages import CheckpointError

@@ -42,7 +42,7 @@ def run(words: list[str]) -> None:
     check_model(given, USAGE)
     sampling = sampling_arguments(given, max_new_tokens=512)
     path, family, template, adapter = (given.get(name, "") for name in MODEL)
-    from toolkit.evaluate.generate import ChatSession
+    from toolkit.evaluate.chat_session import ChatSession
     from toolkit.export.load import load_any
 
     with notes_to_stderr():  # which checkpoint of a run it is: answers alone go to a pipe

@@ -58,8 +58,8 @@ def run(words: list[str]) -> None:
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
     import transformers
 
-    from toolkit.export.model import ExportOptions
-    from toolkit.export.verified import export_verified
+    from toolkit.export.convert import export_verified
+    from toolkit.export.write import ExportOptions
 
     transformers.utils.logging.disable_progress_bar()
     shards = {"max_shard_size": size} if size else {}

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from toolkit.evaluate.generate import Sampling
     from toolkit.models.chat import AnyChatEncoder
 
-ENGINES = ("transformers", "deepspeed")
 USAGE = 'toolkit generate PATH prompt="…"'
 _FOR_FILES = ("output", "format", "columns", "batch_size", "samples", "shard")
 
@@ -50,7 +49,7 @@ def run(words: list[str]) -> None:
     optional = (*MODEL, "prompt", "input", *_FOR_FILES, "system", *SAMPLING, "engine")
     given = named_arguments(words, required=(), optional=optional, usage=USAGE, bare="model.path")
     check_model(given, USAGE)
-    is_split = one_of(given, "engine", ENGINES) == "deepspeed"
+    is_split = one_of(given, "engine", ("transformers", "deepspeed")) == "deepspeed"
     if bool(given.get("prompt")) == bool(given.get("input")):
         raise ConfigError(tr('either prompt="…", or input=FILE and output=FILE.'))
     (_ask_file if given.get("input") else _ask)(given, sampling_arguments(given, max_new_tokens=64), is_split)
@@ -81,7 +80,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
     if is_split and "shard" in given:
         raise ConfigError(tr("shard= and engine=deepspeed do not go together. Keep one of them."))
     row_format = RowFormat(one_of(given, "format", [known.value for known in RowFormat]))
-    from toolkit.evaluate.generate import answer_source, parse_shard, question_source
+    from toolkit.evaluate.answer_files import answer_source, parse_shard, question_source
 
     answer_source(
         question_source(given["input"], row_format, given.get("columns", "{}")),
@@ -98,7 +97,7 @@ def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> No
 
 
 def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyChatEncoder]":
-    from toolkit.evaluate.generate import check_system, split_inference
+    from toolkit.evaluate.generate import check_system
     from toolkit.export.load import load_any, usual_precision
 
     path, family, template, adapter = (given.get(name, "") for name in MODEL)
@@ -108,6 +107,7 @@ def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyC
         from deepspeed.accelerator import get_accelerator
 
         from toolkit.distributed import process_group
+        from toolkit.evaluate.inference_engine import split_inference
 
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             process_group.start(DistributedConfig())

@@ -59,7 +59,7 @@ def _is_whole(folder: Path, forward: bool) -> bool:
         if forward and not wrong:
             import transformers
 
-            from toolkit.export.model import verify_logits
+            from toolkit.export.verify import verify_logits
 
             transformers.utils.logging.disable_progress_bar()
             note = verify_logits(folder)

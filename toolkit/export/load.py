@@ -70,7 +70,7 @@ def load_any(
             print(note, file=sys.stderr)  # noqa: T201  # stdout is for answers
     elif (folder / directory.MANIFEST).is_file() and (folder / save.MODEL_DIR).is_dir():
         with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for answers
-            from toolkit.export.model import load_checkpoint
+            from toolkit.export.checkpoint import load_checkpoint
 
         encoder = chat.load_chat_encoder(folder / save.MODEL_DIR, family=family, chat_template=chat_template)
         model = load_checkpoint(folder)

@@ -46,7 +46,7 @@ class TunedPart:
     """Checkpoint or adapter, for messages."""
     settings: dict[str, Any]
     """Content of adapter_config.json; {} where parameters of the model itself were trained."""
-    known: base_model.BaseModel | None
+    identity: base_model.BaseModel | None
     """Identifies the model; None where an adapter of other programs says nothing."""
     base: Path
     values: dict[str, torch.Tensor]
@@ -62,7 +62,7 @@ class TunedPart:
     def describe(self) -> dict[str, bytes]:
         """Return the files that describe an adapter, and where its base is now."""
         path = secrets.hide(str(self.base.absolute()))
-        base = base_model.BaseModel(path, {} if self.known is None else self.known.numbers)
+        base = base_model.BaseModel(path, {} if self.identity is None else self.identity.numbers)
         settings = self.settings | {"base_model_name_or_path": path}
         return adapters.AdapterState(adapters.method_of(self.settings), settings, base, self.head).describe()
 
@@ -97,7 +97,7 @@ def plan_merge(part: TunedPart) -> MergePlan:
     shell = part.shaped(empty(part.base))
     plain, tied = weights.shapes_of(shell), dict(weights.tied_names(shell))
     with reading(part.source, ModelError):
-        adapters.attach_adapter(shell, part.settings, part.known or base_model.BaseModel(str(part.base), {}))
+        adapters.attach_adapter(shell, part.settings, part.identity or base_model.BaseModel(str(part.base), {}))
     changes, stored = _changes(shell), adapters.stored_names(shell)
     apart = {second: first for second, first in tied.items() if {second, first} & changes.keys()}
     if apart and part.values and _stays_tied(part, changes, stored, apart):
@@ -376,8 +376,8 @@ def _merged(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     shapes, unused = weights.shapes_of(plan.model), {*plan.changes}
     for name, value in values if part.head is None else _with_score(values, shapes):
-        if part.known is not None and name in part.known.numbers:
-            base_model.check_numbers(part.known, name, base_model.fingerprint_of(value), part.base, part.source)
+        if part.identity is not None and name in part.identity.numbers:
+            base_model.check_numbers(part.identity, name, base_model.fingerprint_of(value), part.base, part.source)
         for each in (name, *(second for second, first in plan.copied.items() if first == name)):
             unused.discard(each)
             yield each, _changed(each, value, plan.changes, trained)

@@ -20,7 +20,7 @@ from toolkit.config.load import load
 from toolkit.data import loader, sampler, store
 from toolkit.engine.build import parameter_groups, use_tf32
 from toolkit.export.load import load_any
-from toolkit.export.model import write_folder
+from toolkit.export.write import write_folder
 from toolkit.extras import shrink
 from toolkit.layouts import fp8
 from toolkit.models import fine_tuning, save

@@ -34,7 +34,7 @@ from toolkit.checkpoint import directory
 from toolkit.config.schema import DataConfig, TrainOn
 from toolkit.data import preview, sources
 from toolkit.data.formats import Conversation, Message, mark_trained
-from toolkit.export.model import judge_logits, run_folder
+from toolkit.export.verify import judge_logits, run_folder
 from toolkit.launch.environment import free_port, without_ranks
 from toolkit.launch.processes import last_line
 from toolkit.messages import CheckpointError, DataError, ModelError, RowError, ToolkitError, say, tr, warn

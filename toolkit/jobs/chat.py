@@ -36,7 +36,8 @@ def main(path: str) -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     ends, notes = Lines(pipe, "end"), Lines(pipe, "note")
     try:
-        from toolkit.evaluate.generate import COMMANDS, ChatSession, Sampling
+        from toolkit.evaluate.chat_session import COMMANDS, ChatSession
+        from toolkit.evaluate.generate import Sampling
         from toolkit.export.load import load_any
 
         loaded = load_any(path)

@@ -6,8 +6,7 @@ chunk of tokens at a time: nothing of the size [T, V] is ever held, and no logit
 (Liger Kernel), https://arxiv.org/abs/2410.10989, section 3.2.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -119,14 +118,14 @@ class Scores(NamedTuple):
 
 
 class LossHead:
-    """A model's output layer while a loss is computed; `model.loss_head`."""
+    """What is computed in the place of a model's output layer while a loss is computed; `model.loss_head`."""
 
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
         self._path: LossPath | None = None
-        self._answer: Callable[[torch.Tensor], torch.Tensor]
+        self._compute: Callable[[torch.Tensor], torch.Tensor]
         # One and the same function in all passes, which a compiled model calls but does not look into.
-        self._forward = torch.compiler.disable(lambda states: self._answer(states))
+        self._forward = torch.compiler.disable(lambda states: self._compute(states))
 
     @property
     def name(self) -> str:
@@ -143,39 +142,32 @@ class LossHead:
         """Run forward on a batch on its device with label positions; float32 [T], or for a gradient their sum, [1],
         unless `each` is wanted.
         """
-        path, targets = self.path(engine), batch["targets"]
-        if path is LossPath.all_logits:
-            logits = logits_of(engine, batch).flatten(0, 1).index_select(0, batch["places"] - 1)
-        else:
-            with self._requested(engine, batch, path, each):
-                logits = logits_of(engine, batch).flatten(0, 1)
-            if path is LossPath.losses:
-                return logits.flatten()
+        path, targets, places = self.path(engine), batch["targets"], batch["places"]
+        if path is LossPath.losses:
+            layer = _output_layer(engine)
+            return self._run_with(
+                engine, batch, places, lambda states: self._losses_of(states, layer, targets, each)
+            ).flatten()
+        logits = self._picked_logits(engine, batch, places, path)
         return functional.cross_entropy(logits.float(), targets, reduction="none")
 
     def scores(self, engine: Any, batch: attention.Batch, places: torch.Tensor) -> Scores:
         """Run forward on a batch on its device; return what gives the logits of the tokens at some places of B x S."""
         path = self.path(engine)
-        if path is LossPath.all_logits:
-            return Scores(logits_of(engine, batch).flatten(0, 1).index_select(0, places - 1))
-        layer: Any = getattr(engine, "module", engine).get_output_embeddings()
-        own_forward = layer.forward
-        as_they_are = path is LossPath.losses
-        with self._answering(
-            layer, batch, places, lambda states: states[:, None] if as_they_are else own_forward(states[:, None])
-        ):
-            found = logits_of(engine, batch).flatten(0, 1)
-        return Scores(found, layer.weight, layer.bias) if as_they_are else Scores(found)
+        if path is not LossPath.losses:
+            return Scores(self._picked_logits(engine, batch, places, path))
+        layer = _output_layer(engine)
+        states = self._run_with(engine, batch, places, lambda states: states[:, None]).flatten(0, 1)
+        return Scores(states, layer.weight, layer.bias)
 
     def states(self, engine: Any, batch: attention.Batch, places: torch.Tensor) -> torch.Tensor:
         """Run forward on a batch on its device; return the output layer's inputs at some places of B x S, [places, H].
         Its weight gets gradients of 0, which ZeRO waits for.
         """
-        layer: Any = getattr(engine, "module", engine).get_output_embeddings()
-        with self._answering(
-            layer, batch, places + 1, lambda states: (states + 0 * layer.weight.flatten()[0])[:, None]
-        ):
-            return logits_of(engine, batch).flatten(0, 1)
+        layer = _output_layer(engine)
+        return self._run_with(
+            engine, batch, places + 1, lambda states: (states + 0 * layer.weight.flatten()[0])[:, None]
+        ).flatten(0, 1)
 
     def total(
         self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
@@ -185,68 +177,70 @@ class LossHead:
         """
         if self.path(engine) is not LossPath.losses:
             return compute(self.scores(engine, batch, places))
-        layer: Any = getattr(engine, "module", engine).get_output_embeddings()
+        layer = _output_layer(engine)
+        return self._run_with(
+            engine,
+            batch,
+            places,
+            lambda states: compute(Scores(states, layer.weight, layer.bias))[None, None, None],
+        ).sum()
 
-        def answer(states: torch.Tensor) -> torch.Tensor:
-            return compute(Scores(states, layer.weight, layer.bias))[None, None, None]
+    def _losses_of(self, states: torch.Tensor, layer: Any, targets: torch.Tensor, each: bool) -> torch.Tensor:
+        """Return the losses [T, 1, 1] of states [T, H], or their sum [1, 1, 1]."""
+        if not torch.is_grad_enabled():
+            return chunked_losses(states, layer.weight, layer.bias, targets)[:, None, None]
+        if each:
+            return _ChunkedLosses.apply(states, layer.weight, layer.bias, targets)[:, None, None]
+        if self.kernel is not LossKernel.liger or not len(states):
+            return chunked_loss_sum(states, layer.weight, layer.bias, targets)[None, None, None]
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        with self._answering(layer, batch, places, answer):
-            return logits_of(engine, batch).sum()
+        # It makes the host wait for the device once.
+        kernel = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
+        loss: torch.Tensor = kernel(layer.weight, states, targets, layer.bias)
+        return loss[None, None, None]
 
-    @contextmanager
-    def _requested(self, engine: Any, batch: attention.Batch, path: LossPath, each: bool = False) -> Iterator[None]:
-        """Let the output layer compute losses, or logits of trained tokens, in place of its own forward pass."""
-        layer: Any = getattr(engine, "module", engine).get_output_embeddings()
-        own_forward, targets = layer.forward, batch["targets"]
+    def _picked_logits(self, engine: Any, batch: attention.Batch, places: torch.Tensor, path: LossPath) -> torch.Tensor:
+        """Run forward and return the logits before some places [T, V], computed alone unless the path is another."""
+        if path is LossPath.all_logits:
+            return logits_of(engine, batch).flatten(0, 1).index_select(0, places - 1)
+        layer_forward = _output_layer(engine).forward
+        return self._run_with(engine, batch, places, lambda states: layer_forward(states[:, None])).flatten(0, 1)
 
-        def answer(states: torch.Tensor) -> torch.Tensor:
-            """Return the losses [T, 1, 1], their sum [1, 1, 1], or the logits [T, 1, V]; of states [T, H]. Three
-            dimensions, as tuning=prompt cuts [B, S, V] by the second.
-            """
-            if path is LossPath.picked:
-                return own_forward(states[:, None])
-            if not torch.is_grad_enabled():
-                return chunked_losses(states, layer.weight, layer.bias, targets)[:, None, None]
-            if each:
-                return _ChunkedLosses.apply(states, layer.weight, layer.bias, targets)[:, None, None]
-            if self.kernel is not LossKernel.liger or not len(states):
-                return chunked_loss_sum(states, layer.weight, layer.bias, targets)[None, None, None]
-            from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    def _run_with(
+        self,
+        engine: Any,
+        batch: attention.Batch,
+        places: torch.Tensor,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Run forward on a batch on its device with a function in the place of the output layer's own forward; return
+        what the function made of the states [T, H] before some places, which the model takes for its logits.
 
-            # It makes the host wait for the device once.
-            kernel = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
-            loss: torch.Tensor = kernel(layer.weight, states, targets, layer.bias)
-            return loss[None, None, None]
-
-        with self._answering(layer, batch, batch["places"], answer):
-            yield
-
-    @contextmanager
-    def _answering(
-        self, layer: Any, batch: attention.Batch, places: torch.Tensor, answer: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Iterator[None]:
-        """Let the output layer give what `answer` makes of the states [T, H] before some places."""
+        What it makes has three dimensions, as tuning=prompt cuts [B, S, V] by the second.
+        """
+        layer = _output_layer(engine)
         length, instance_forward = batch["input_ids"].size(1), layer.__dict__.get("forward")
 
-        def pick(states: torch.Tensor) -> torch.Tensor:
+        def compute_picked(states: torch.Tensor) -> torch.Tensor:
             # What is learned before the first token, as in tuning=prompt, is in front.
-            return answer(states[:, -length:].flatten(0, 1).index_select(0, places - 1))
+            return compute(states[:, -length:].flatten(0, 1).index_select(0, places - 1))
 
-        self._answer = pick
+        self._compute = compute_picked
         layer.forward = self._forward
         try:
-            yield
+            return _forward_output(engine, batch)
         finally:
-            del layer.forward, self._answer
+            del layer.forward, self._compute
             if instance_forward is not None:
                 layer.forward = instance_forward
 
     def _find_path(self, engine: Any) -> LossPath:
         """Find out, by one pass over a few tokens, what the model does with what its output layer returns."""
-        module = getattr(engine, "module", engine)
-        layer = module.get_output_embeddings()
+        module, layer = getattr(engine, "module", engine), _output_layer(engine)
         if layer is None:
             return LossPath.all_logits
+        layer_forward = layer.forward
         # A row of eight tokens of which the last five are trained.
         token = module.config.pad_token_id if getattr(module, "builds_positions", False) else 0
         ids = torch.full((1, 8), token, device=engine.device)
@@ -270,8 +264,8 @@ class LossHead:
         hooks = layer.register_forward_hook(see), module.register_forward_hook(compare, prepend=True)
         eagerly = torch.compiler.set_stance("force_eager")
         try:
-            with probe.evaluating(engine), eagerly, self._requested(engine, batch, LossPath.picked):
-                logits = logits_of(engine, batch)
+            with probe.evaluating(engine), eagerly:
+                logits = self._run_with(engine, batch, batch["places"], lambda states: layer_forward(states[:, None]))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -284,8 +278,17 @@ class LossHead:
 
 def logits_of(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Run an engine or a model on rows as `hidden_states` takes them and return the logits `[B, S, V]`."""
-    logits: torch.Tensor = engine(**_arguments(getattr(engine, "module", engine), batch)).logits
-    return logits
+    return _forward_output(engine, batch)
+
+
+def _forward_output(engine: Any, batch: attention.Batch) -> torch.Tensor:
+    """Run an engine or a model and return what its output layer gave: logits, or what `LossHead` computes there."""
+    output: torch.Tensor = engine(**_arguments(getattr(engine, "module", engine), batch)).logits
+    return output
+
+
+def _output_layer(engine: Any) -> Any:
+    return getattr(engine, "module", engine).get_output_embeddings()
 
 
 def hidden_states(model: Any, batch: attention.Batch) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from toolkit.config import schema
 from toolkit.distributed import process_group
-from toolkit.evaluate.metrics import SAMPLES
+from toolkit.evaluate.loss import SAMPLES
 from toolkit.messages import tr
 from toolkit.models import classifier, probe, stages
 from toolkit.tasks import language_data, samples

@@ -27,15 +27,10 @@ from toolkit.config import mesh, schema
 from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, sequential, steps_per_epoch
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
-from toolkit.evaluate import metrics
-from toolkit.export.model import (
-    CUSTOM_CARD,
-    WEIGHTS,
-    aside_if_wrong,
-    check_custom_exportable,
-    export_custom,
-    export_in_background,
-)
+from toolkit.evaluate.loss import SAMPLES
+from toolkit.export.background import export_in_background
+from toolkit.export.custom import CUSTOM_CARD, WEIGHTS, check_custom_exportable, export_custom
+from toolkit.export.verify import aside_if_wrong
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn
 from toolkit.models import load, probe, save
@@ -607,7 +602,7 @@ def evaluate(
     `most` it tries so many micro-batches, without `score`: of a few samples there may be no such figure. DataError if
     the program's functions return something else than they should, or not what `evaluate.keep_best` names.
     """
-    sums: dict[str, float] = {schema.EVAL_LOSS: 0.0, metrics.SAMPLES: 0.0}
+    sums: dict[str, float] = {schema.EVAL_LOSS: 0.0, SAMPLES: 0.0}
     metrics_of_batches: list[dict[str, torch.Tensor]] = []
     generators = state_files.capture_generators()
     share_buffers(engine.module)
@@ -617,7 +612,7 @@ def evaluate(
                 if index == most:
                     break
                 sums[schema.EVAL_LOSS] += float(losses_of(spec.loss, engine, micro)[: micro.size].double().sum())
-                sums[metrics.SAMPLES] += micro.size
+                sums[SAMPLES] += micro.size
                 values = _metrics(spec, engine, micro)
                 if spec.score is not None:
                     metrics_of_batches.append({_NUMBER: torch.tensor(numbers, dtype=torch.long), **values})
@@ -628,7 +623,7 @@ def evaluate(
     finally:
         state_files.restore_generators(generators)
     totals = dict(zip(sums, process_group.sum_over_ranks(list(sums.values()), engine.device).tolist(), strict=True))
-    count = totals.pop(metrics.SAMPLES)
+    count = totals.pop(SAMPLES)
     figures = {name: value / count for name, value in totals.items()}
     if spec.score is not None and most is None:
         metrics_of_rank = {
@@ -645,7 +640,7 @@ def evaluate(
             name=best,
             known=", ".join(figures),
         )
-    return {schema.EVAL_LOSS: figures.pop(schema.EVAL_LOSS), metrics.SAMPLES: count, **figures}
+    return {schema.EVAL_LOSS: figures.pop(schema.EVAL_LOSS), SAMPLES: count, **figures}
 
 
 def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
@@ -660,7 +655,7 @@ def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> di
                 name=name,
                 count=wanted,
             )
-        if f"eval_{name}" in (schema.EVAL_LOSS, metrics.SAMPLES) or not name.isidentifier():
+        if f"eval_{name}" in (schema.EVAL_LOSS, SAMPLES) or not name.isidentifier():
             raise DataError("metrics=: '{name}' cannot be the name of a metric.", name=name)
         if spec.score is None and value.ndim > 1:
             raise DataError(

@@ -22,7 +22,7 @@ from torch.nn import functional
 from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
-from toolkit.evaluate.metrics import SAMPLES
+from toolkit.evaluate.loss import SAMPLES
 from toolkit.messages import ModelError, tr
 from toolkit.models import attention, embedding_files, loss, probe, stages
 from toolkit.tasks import language_data, samples

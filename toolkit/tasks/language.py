@@ -20,8 +20,11 @@ from toolkit.data import preview, sampler
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
 from toolkit.engine import ds_config, parameters
-from toolkit.evaluate import generate, metrics
-from toolkit.export import model as export
+from toolkit.evaluate import generate
+from toolkit.export.background import export_in_background
+from toolkit.export.card import CARD_FILE, card
+from toolkit.export.engine import check_exportable, export_model
+from toolkit.export.verify import aside_if_wrong, verify_model
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
 from toolkit.models import (
@@ -39,6 +42,7 @@ from toolkit.train import checkpointer, run_dir, schedule, task
 from toolkit.train.step import Samples
 
 if TYPE_CHECKING:
+    from toolkit.evaluate.questions import ValidationQuestion
     from toolkit.models.router_loss import Routers
 
 
@@ -54,7 +58,7 @@ class LanguageTask(task.Task):
     ranks: Ranks
     data: language_data.LanguageData
     epoch: schedule.Epoch
-    questions: list[metrics.ValidationQuestion]
+    questions: "list[ValidationQuestion]"
     evaluation: language_evaluation.Evaluation | None = None
 
     def __init__(self) -> None:
@@ -190,7 +194,7 @@ class LanguageTask(task.Task):
             files |= tuned.describe()
         store = self.data.train
         rows = [store[row][0].tolist() for row in range(min(probe.ROWS, len(store)))]
-        return checkpointer.ModelFiles(files, probe.ids_of(rows, model.config), export.export_in_background)
+        return checkpointer.ModelFiles(files, probe.ids_of(rows, model.config), export_in_background)
 
     def prepare_evaluation(self, run: task.RunContext) -> None:
         """Skip questions whose answers would be too long for the model."""
@@ -319,25 +323,32 @@ class LanguageTask(task.Task):
     def check_export(self, run: task.RunContext) -> None:
         """See that what will be exported can be read back."""
         model, files = stages.unwrap_model(run.engine.module), run.checkpointer.described.files
-        process_group.on_rank0(lambda: export.check_exportable(model, files, run.folder / "export"))
+        folder = run.folder / "export"
+        if structure.has_adapter(model):
+            from toolkit.export.adapter import check_adapter_exportable
+
+            process_group.on_rank0(lambda: check_adapter_exportable(model, files, folder))
+        else:
+            process_group.on_rank0(lambda: check_exportable(model, files, folder))
 
     def export(self, run: task.RunContext, result: task.FitResult) -> None:
         """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
-        is_adapter = structure.has_adapter(run.engine.module)
+        if is_adapter := structure.has_adapter(run.engine.module):
+            from toolkit.export.adapter import export_adapter, prove_adapter
         files = {
             name: content
             for name, content in run.checkpointer.described.files.items()
             if is_adapter or name != base_model.BASE_FILE
         }
-        files[export.CARD_FILE] = export.card(result.state, is_adapter)
+        files[CARD_FILE] = card(result.state, is_adapter)
         folder, probe_ids = run.folder / "export", run.checkpointer.described.probe_ids
         assert probe_ids is not None
         with terminal.phase(tr("Exporting")):
-            (export.export_adapter if is_adapter else export.export_model)(run.engine, files, probe_ids, folder)
+            (export_adapter if is_adapter else export_model)(run.engine, files, probe_ids, folder)
         if run.cfg.checkpoint.verify_export:
             with terminal.phase(tr("Comparing the export with the run")):
                 if is_adapter:
-                    export.prove_adapter(run.engine, folder)
+                    prove_adapter(run.engine, folder)
                 else:
                     process_group.on_rank0(lambda: _verify_export(folder))
         if run.cfg.export.require_serving:
@@ -371,7 +382,9 @@ class LanguageTask(task.Task):
         data = self.data
         assert data.validation is not None
         measured = None if data.validation_plan is None else data.validation_plan.members
-        unigram, bigram = metrics.ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
+        from toolkit.evaluate.ngrams import ngram_baselines
+
+        unigram, bigram = ngram_baselines(data.train, data.validation, len(data.tokenizer), measured)
         return {"unigram_loss": unigram, "bigram_loss": bigram}
 
     def end_lines(self, summary: Mapping[str, Any]) -> list[str]:
@@ -411,8 +424,8 @@ def _verify_export(folder: Path) -> None:
     reason to lose a model.
     """
     try:
-        with export.aside_if_wrong(folder):
-            export.verify_logits(folder)
+        with aside_if_wrong(folder):
+            verify_model(folder)
     except messages.ProofDiffers as error:
         warn(
             "the export does not give the run's logits exactly: {reason}. It is kept in {folder}. Compare "

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import transformers
 from deepspeed import DeepSpeedEngine
@@ -18,15 +19,19 @@ from toolkit.config.schema import RunConfig
 from toolkit.data import loader
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config, memory, parameters
-from toolkit.evaluate import generate, metrics
+from toolkit.evaluate import generate
+from toolkit.evaluate.loss import Measure, evaluate_loss
 from toolkit.launch.environment import Ranks
 from toolkit.messages import clauses, say, tr, warn
 from toolkit.models import load, loss, stages
 from toolkit.tasks import language_data
-from toolkit.train import checkpointer
+from toolkit.train import consistency
+
+if TYPE_CHECKING:
+    from toolkit.evaluate.questions import Answers, ValidationQuestion
 
 
-def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> list[metrics.ValidationQuestion]:
+def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> "list[ValidationQuestion]":
     """Return the validation samples that the model is to answer; before it is loaded, as a DataError may come up."""
     evaluate = cfg.evaluate
     if prepared.validation is None:
@@ -39,9 +44,11 @@ def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> list
         return []
     if not evaluate.metrics:
         return []
+    from toolkit.evaluate.questions import choose_questions
+
     names, limits = prepared.source_names, (evaluate.max_samples, evaluate.max_answers)
     most = min((limit for limit in limits if limit), default=0)
-    questions, others = metrics.choose_questions(prepared.validation, prepared.encoder, names, most)
+    questions, others = choose_questions(prepared.validation, prepared.encoder, names, most)
     if not questions:
         raise messages.DataError(
             "evaluate.metrics: none of {count} validation samples has a question and an answer. Leave the metrics "
@@ -66,12 +73,12 @@ class Evaluation:
     prepared: language_data.LanguageData
     """The validation split is there."""
     ranks: Ranks
-    questions: list[metrics.ValidationQuestion]
+    questions: "list[ValidationQuestion]"
     model: DeepSpeedEngine | transformers.PreTrainedModel
     """The engine, or where there is none the model."""
     adapter: str = ""
     """Directory of an adapter that was loaded for this; "" in a run."""
-    measure: metrics.Measure = loss.token_losses
+    measure: Measure = loss.token_losses
 
     def leave_out_too_long(self) -> None:
         """Drop the questions whose answers could become longer than the model's positions; all: a ModelError."""
@@ -98,14 +105,16 @@ class Evaluation:
         """
         cfg, prepared = self.cfg, self.prepared
         with language_data.shown_evaluation(cfg, prepared, self.ranks, alive) as batches:
-            figures = metrics.evaluate_loss(
+            figures = evaluate_loss(
                 self.model, batches, prepared.source_names, self.model.device, self._layout.copies, self.measure
             )
         if not self.questions:
             return figures
+        from toolkit.evaluate.questions import generate_all
+
         at_once = cfg.evaluate.batch_size * self._layout.data_ranks
         with terminal.phase(tr("Answering"), -(-len(self.questions) // at_once), tr("batches")) as advance:
-            answers = metrics.generate_all(
+            answers = generate_all(
                 self._module,
                 prepared.encoder,
                 [question.prompt for question in self.questions],
@@ -114,8 +123,8 @@ class Evaluation:
                 self.model.device,
                 in_step=self._in_step,
                 alive=lambda: (alive(), advance(1)),
-                place=self._layout.data_rank,
-                num_places=self._layout.data_ranks,
+                replica=self._layout.data_rank,
+                num_replicas=self._layout.data_ranks,
             )
         return figures | process_group.on_rank0(lambda: self._judge(answers, file, figures))
 
@@ -123,7 +132,7 @@ class Evaluation:
         """Evaluate one batch, and begin an answer; a ModelError if the model cannot. A collective without a trace."""
         batches = islice(language_data.evaluation_batches(self.cfg, self.prepared, self.ranks), 1)
         names, copies, device = self.prepared.source_names, self._layout.copies, self.model.device
-        metrics.evaluate_loss(self.model, batches, names, device, copies, self.measure)
+        evaluate_loss(self.model, batches, names, device, copies, self.measure)
         if not self.questions:
             return
         longest = sorted((question.prompt for question in self.questions), key=len)[-self.cfg.evaluate.batch_size :]
@@ -162,7 +171,7 @@ class Evaluation:
             seed=evaluate.seed,
         )
 
-    def _judge(self, answers: metrics.Answers, file: Path, figures: dict[str, float]) -> dict[str, float]:
+    def _judge(self, answers: "Answers", file: Path, figures: dict[str, float]) -> dict[str, float]:
         """Score and keep the answers; whatever goes wrong is told, and ends nothing."""
         missing = len(self.questions) - len(answers.ids)
         if missing:
@@ -174,7 +183,9 @@ class Evaluation:
             )
         if not answers.ids:
             return {}
-        results = metrics.score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
+        from toolkit.evaluate.metrics import score_answers
+
+        results = score_answers(self.questions, answers, self.cfg.evaluate.metrics, self.prepared.encoder)
         for name, reason in results.failures.items():
             warn("the metric {name} failed and is skipped: {reason}.", name=name, reason=reason)
         try:
@@ -200,7 +211,7 @@ class Evaluation:
 
 def evaluate_model(cfg: RunConfig, ranks: Ranks, file: Path, adapter: str) -> None:
     """Load a model and its adapter directory ("": none), evaluate it data-parallel, print scores. A collective."""
-    checkpointer.check_settings(cfg)
+    consistency.check_settings(cfg)
     prepared = language_data.load_data(cfg)
     language_data.check_same_data(cfg, prepared)
     questions = choose_prompts(cfg, prepared)

@@ -261,14 +261,14 @@ def _base_folder(cfg: RunConfig, data: language_data.LanguageData, model: PreTra
     """Return the folder of the model as it is before training; a random one is written into the run's."""
     if cfg.model.init is Init.pretrained or cfg.tuning.method is TuningMethod.full:
         return Path(cfg.model.path)
-    from toolkit.export import model as export
+    from toolkit.export.write import write_folder
     from toolkit.models.base_model import RUN_BASE
 
     base = folder / RUN_BASE
 
     def write() -> None:
         if not base.exists():
-            export.write_folder(model, save.describe(model, data.encoder), base, "hf", None)
+            write_folder(model, save.describe(model, data.encoder), base, "hf", None)
 
     process_group.on_rank0(write)
     return base

@@ -46,7 +46,7 @@ from toolkit import disk, terminal
 from toolkit.config import schema
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
-from toolkit.evaluate.metrics import PAIRS, SAMPLES
+from toolkit.evaluate.loss import PAIRS, SAMPLES
 from toolkit.messages import tr
 from toolkit.models import lora, probe, stages
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows

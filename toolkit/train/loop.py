@@ -14,14 +14,14 @@ from toolkit.checkpoint import directory
 from toolkit.config import mesh, schema
 from toolkit.data.sampler import Position
 from toolkit.distributed import failure, process_group
-from toolkit.evaluate.metrics import describe_evaluation
+from toolkit.evaluate.loss import describe_evaluation
 from toolkit.messages import Diverged, Stopped, say, tr
 from toolkit.track.metrics import MetricsLog, Progress
 from toolkit.train import run_dir
 from toolkit.train.bad_steps import checkpoint_before, warn_of_bad_step
 from toolkit.train.baseline import Baseline
-from toolkit.train.checkpointer import resume_from, trim_metrics
 from toolkit.train.hooks import Hook
+from toolkit.train.resume import resume_from, trim_metrics
 from toolkit.train.saving import Saving, is_due
 from toolkit.train.step import Anomaly, StepResult, StepVote, train_step
 from toolkit.train.task import FitResult, RunContext, Task

@@ -22,7 +22,9 @@ from toolkit.launch import environment
 from toolkit.messages import RunFolderError, ToolkitError, say, tr, warn
 from toolkit.track.metrics import Progress
 from toolkit.train import baseline, dry_run, hooks, loop, run_dir, schedule, settle, startup
-from toolkit.train.checkpointer import Checkpointer, check_settings, resume_from, starting_state
+from toolkit.train.checkpointer import Checkpointer
+from toolkit.train.consistency import check_settings
+from toolkit.train.resume import resume_from, starting_state
 from toolkit.train.step import StepGuard
 from toolkit.train.task import TOKENS, FitResult, RunContext, Task
 

@@ -27,7 +27,7 @@ def run(words: list[str]) -> None:
     output = Path(given["output"])
     if output.exists():
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
-    from toolkit.export.model import atomic_directory
+    from toolkit.export.write import atomic_directory
     from toolkit.extras import convert_checkpoint as convert
 
     source = convert.find(Path(given["path"]))

@@ -1,0 +1,362 @@
+"""Files of questions in, files of answers out; the same command resumes one, and shards of it may run apart."""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, cycle, islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from toolkit.config import files, preflight, schema
+from toolkit.data import formats, readers, sources
+from toolkit.disk import lock_or_warn, sha256, write_atomically
+from toolkit.distributed.process_group import on_rank0, rank
+from toolkit.evaluate.generate import Sampling, check_length, decode_answer, generate, with_system
+from toolkit.messages import CheckpointError, ConfigError, DataError, ModelError, RowError, say, tr
+from toolkit.models import chat
+
+BATCHES = 8
+"""In a window, whose questions are sorted by length and whose answers are written together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowQuestion:
+    """One row of a data file."""
+
+    where: str
+    """file:line."""
+    messages: list[formats.Message] = field(default_factory=list)
+    """The model's input; [] if the row cannot be used."""
+    tools: list[Any] | None = None
+    reference: str | None = None
+    """The row's own last answer; None if it has none."""
+    error: str = ""
+    sample: int | None = None
+    """Which of several answers to it is asked for, from 0; None: there is one."""
+
+
+def question_source(path: str, row_format: schema.RowFormat, columns: str) -> schema.SourceConfig:
+    """Return questions as a data source; `columns` is YAML such as `{prompt: question}`."""
+    names = None
+    with contextlib.suppress(ConfigError):
+        names = files.parse(columns, "columns").values
+    if names is None or not all(isinstance(value, str) for value in names.values()):
+        raise ConfigError("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=columns)
+    source = schema.SourceConfig(path=path, format=row_format, columns=names)
+    if sentence := preflight.check_columns(source, "input"):
+        raise ConfigError(sentence)
+    return source
+
+
+def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
+    """Yield every row of a source in order, unusable ones too; here a row needs no answer."""
+    if source.format in (schema.RowFormat.text, schema.RowFormat.docstrings):
+        raise DataError("format = {format} holds no questions.", format=source.format.value)
+    files = [sources.DataFile(path, 0, source.format, dict(source.columns)) for path in readers.files_of(source)]
+    for _, file, block in sources.read_blocks(files):
+        if file.row_format is schema.RowFormat.text:
+            raise DataError("{path}: rows of plain text hold no questions.", path=file.path)
+        reader = formats.RowReader(file.row_format, file.columns, answered=False)
+        for offset, row in readers.rows_of(block):
+            where = f"{file.path}:{block.first + offset}"
+            try:
+                yield _question(where, reader.read(formats.parse_row(row)))
+            except RowError as error:
+                yield RowQuestion(where=where, error=str(error))
+
+
+def _question(where: str, conversation: formats.Conversation) -> RowQuestion:
+    messages: list[formats.Message] = [
+        {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
+    ]
+    reference = None
+    if messages[-1]["role"] == "assistant":
+        last = messages.pop()
+        calls = last.get("tool_calls")
+        reference = json.dumps(calls, ensure_ascii=False) if calls and not last["content"] else str(last["content"])
+    if all(message["role"] == "system" for message in messages):
+        raise RowError(tr("nothing is asked before the answer. Correct or remove the row"))
+    return RowQuestion(where=where, messages=messages, tools=conversation.tools, reference=reference)
+
+
+class AnswerFile:
+    """JSON lines in OUTPUT.part until all are written, window by window; OUTPUT.part.json holds the `settings`."""
+
+    def __init__(self, output: Path, settings: Mapping[str, Any], window: int) -> None:
+        self.output = output
+        self.part, self.record = (output.with_name(f"{output.name}{suffix}") for suffix in (".part", ".part.json"))
+        if output.exists():
+            raise ConfigError("{file} exists already: nothing was written. Name another file.", file=output)
+        with self._writing(), contextlib.ExitStack() as stack:
+            self.file = stack.enter_context(self.part.open("a+b"))
+            self.done = self._claim(json.loads(json.dumps(settings)), window)
+            stack.pop_all()
+        if self.done:
+            say("Resuming after the {count} lines in {file}.", count=f"{self.done:,}", file=self.part)
+
+    def __enter__(self) -> "AnswerFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.file:
+            if kind is None or not self.part.exists():
+                return
+            if self.part.stat().st_size:
+                say("The answers so far are in {file}; the same command resumes.", file=self.part)
+            else:
+                self.part.unlink()
+                self.record.unlink(missing_ok=True)
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write a window of lines, and flush them to the disk."""
+        # A lone surrogate has no UTF-8.
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        with self._writing():
+            self.file.write(lines.encode("utf-8", "backslashreplace"))
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def finish(self, is_shard: bool = False) -> None:
+        """Give the file its name; of a shard the settings stay, for `_merge`."""
+        with self._writing():
+            if self.output.exists():
+                raise ConfigError(
+                    "{file} was created by another process meanwhile; the answers are in {part}.",
+                    file=self.output,
+                    part=self.part,
+                )
+            self.part.rename(self.output)
+            if not is_shard:
+                self.record.unlink()
+
+    def _claim(self, settings: dict[str, Any], window: int) -> int:
+        """Lock the file, cut it after its last complete window, and return how many lines it holds."""
+        if not lock_or_warn(self.file, self.part):
+            raise ConfigError("another process is writing {file}.", file=self.part)
+        self.file.seek(0)
+        count = sum(line.endswith(b"\n") for line in self.file) // window * window
+        if count:
+            try:
+                recorded = json.loads(self.record.read_text(encoding="utf-8"))
+                changed = sorted(
+                    name for name in recorded.keys() | settings if recorded.get(name) != settings.get(name)
+                )
+            except (FileNotFoundError, ValueError, AttributeError):
+                changed = [self.record.name]
+            if changed:
+                raise ConfigError(
+                    "{file} was started with other settings ({names}), so it cannot be resumed. Move it away, or name "
+                    "another output.",
+                    file=self.part,
+                    names=", ".join(changed),
+                )
+        else:
+            self.record.write_text(json.dumps(settings, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        self.file.seek(0)
+        self.file.truncate(sum(map(len, islice(self.file, count))))
+        return count
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError("cannot write {file}: {reason}.", file=self.part, reason=reason) from error
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return i and n of "i/n"."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not (match and 0 < int(match[1]) <= int(match[2])):
+        raise ConfigError("shard = {value} must be i/n, such as 1/4 to 4/4.", value=text)
+    return int(match[1]), int(match[2])
+
+
+def shard_of(output: Path, number: int, shards: int) -> Path:
+    """Return the file of one of several shards of an output, numbered from 1."""
+    return output.with_name(f"{output.name}.{number}-of-{shards}")
+
+
+def _merge(output: Path, settings: Mapping[str, Any], window: int) -> bool:
+    """Make one file of the shards that are there, in the order of the questions; return whether there were any."""
+    if output.exists():
+        return False
+    matches = [re.fullmatch(r".*\.\d+-of-(\d+)", path.name) for path in output.parent.glob("*-of-*")]
+    for shards in sorted({int(match[1]) for match in matches if match and match[0].startswith(f"{output.name}.")}):
+        files = [shard_of(output, number + 1, shards) for number in range(shards)]
+        for number, path in enumerate(files, start=1):
+            if not path.exists():
+                raise ConfigError(
+                    "{file} is missing: run the same command with shard={number}/{shards} first.",
+                    file=path,
+                    number=number,
+                    shards=shards,
+                )
+            if json.loads(path.with_name(f"{path.name}.part.json").read_text(encoding="utf-8")) != settings:
+                raise ConfigError(
+                    "{file} is a shard of other settings. Move it away, or name another output.", file=path
+                )
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(path.open("rb")) for path in files]
+            lines: list[bytes] = []
+            for file in cycle(opened):
+                some = list(islice(file, window))
+                if not some:
+                    break
+                lines += some
+        write_atomically(output, b"".join(lines))
+        for path in files:
+            path.unlink()
+            path.with_name(f"{path.name}.part.json").unlink()
+        return True
+    return False
+
+
+def answer_rows(
+    model: PreTrainedModel,
+    encoder: chat.AnyChatEncoder,
+    questions: Iterable[RowQuestion],
+    sampling: Sampling,
+    *,
+    batch_size: int,
+    system: str,
+    done: int,
+    shard: tuple[int, int] = (1, 1),
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time; of `shard`
+    i/n every n-th window, from the i-th on, whose answers are those that one process gives.
+
+    Each has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
+    length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Batches have their own
+    seeds: repeated questions get different answers, and skipping the first `done` questions changes none.
+    """
+    size, (shard_number, shards) = batch_size * BATCHES, shard
+    remaining = iter(questions)
+    for number in count():
+        window = list(islice(remaining, size))
+        if not window:
+            return
+        if number % shards != shard_number - 1 or number // shards < done // size:
+            continue
+        results: list[dict[str, Any]] = []
+        prompts: dict[int, list[int]] = {}
+        for index, question in enumerate(window):
+            messages = with_system(question.messages, system)
+            row: dict[str, Any] = {"messages": messages} if question.messages else {}
+            row |= {"tools": question.tools} if question.tools else {}
+            row |= {"reference": question.reference} if question.reference is not None else {}
+            numbered = {} if question.sample is None else {"sample": question.sample}
+            results.append(row | {"where": question.where} | numbered)
+            try:
+                if question.error:
+                    raise RowError(question.error)
+                prompt = encoder.prompt(messages, question.tools)
+                if not prompt:
+                    raise RowError(tr("the chat template makes nothing of the conversation"))
+                check_length(model, len(prompt), sampling.max_new_tokens)
+                prompts[index] = prompt
+            except (RowError, ModelError) as error:
+                results[index]["error"] = str(error)
+        # The longest first: what does not fit into memory fails at once.
+        order = sorted(prompts, key=lambda index: -len(prompts[index]))
+        for begin in range(0, len(order), batch_size):
+            batch = order[begin : begin + batch_size]
+            seeded = replace(sampling, seed=sampling.seed + number * size + begin)
+            answers = generate(model, encoder, [prompts[index] for index in batch], seeded, model.device)
+            for index, ids in zip(batch, answers, strict=True):
+                results[index] |= {
+                    "answer": decode_answer(encoder, ids),
+                    "prompt_tokens": len(prompts[index]),
+                    "tokens": len(ids),
+                    "finish": "stop" if len(ids) < sampling.max_new_tokens else "length",
+                }
+        yield results
+
+
+def _identified(settings: Mapping[str, Any], source: schema.SourceConfig, models: Sequence[Path]) -> dict[str, Any]:
+    """Return settings, as JSON has them, with what identifies the files of questions and of weights."""
+    weights = {
+        str(path): [path.stat().st_size, path.stat().st_mtime_ns]
+        for folder in models
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".safetensors", ".bin", ".pt") and path.is_file()
+    }
+    inputs = {str(path): sha256(path) for path in readers.files_of(source)}
+    identified: dict[str, Any] = json.loads(json.dumps({**settings, "input": inputs, "weights": weights}))
+    return identified
+
+
+def answer_source(
+    source: schema.SourceConfig,
+    output: Path,
+    load: Callable[[], tuple[PreTrainedModel, chat.AnyChatEncoder]],
+    sampling: Sampling,
+    *,
+    batch_size: int,
+    samples: int = 1,
+    system: str,
+    models: Sequence[Path],
+    settings: Mapping[str, Any],
+    shard: tuple[int, int] = (1, 1),
+) -> None:
+    """Ask a model every question of a source `samples` times, and write a file of answers; resume a partial one. `load`
+    is called once questions are readable and the file is open; `models` are the directories of the weights. `shard`:
+    see `answer_rows`; without one, shards that are there become the file.
+    """
+    if samples > 1 and not sampling.temperature:
+        raise ConfigError(
+            "samples = {samples} needs temperature: the likeliest tokens are the same each time.", samples=samples
+        )
+    total = samples * sum(1 for _ in read_questions(source))  # a broken file is reported before the model loads
+    settings = _identified({**settings, "batch_size": batch_size}, source, models)
+    is_shard = shard[1] > 1
+    if is_shard:
+        output = shard_of(output, *shard)
+    elif _merge(output, settings, batch_size * BATCHES):
+        say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
+        return
+    # All ranks of engine=deepspeed compute the same; one writes.
+    opened = AnswerFile(output, settings, batch_size * BATCHES) if rank() == 0 else contextlib.nullcontext()
+    failed = cut = 0
+    with opened as file:
+        model, encoder = load()
+        done = on_rank0(lambda: file.done if file else 0)
+        questions = read_questions(source)
+        if samples > 1:
+            questions = (replace(question, sample=number) for question in questions for number in range(samples))
+        windows = answer_rows(
+            model, encoder, questions, sampling, batch_size=batch_size, system=system, done=done, shard=shard
+        )
+        window = batch_size * BATCHES
+        total = sum(min(window, total - begin) for begin in range(0, total, window)[shard[0] - 1 :: shard[1]])
+        is_quiet = file is None or shard[0] > 1
+        with tqdm(total=total, initial=done, unit=tr("row"), dynamic_ncols=True, disable=is_quiet) as bar:
+            for rows in windows:
+                failed += sum("error" in row for row in rows)
+                cut += sum(row.get("finish") == "length" for row in rows)
+                if file:
+                    file.write(rows)
+                bar.update(len(rows))
+        if not file:
+            return
+        file.finish(is_shard)
+    say("wrote {file}: {rows} rows.", file=output, rows=f"{total:,}")
+    _report_incomplete(total - done, cut, failed)
+
+
+def _report_incomplete(asked: int, cut: int, failed: int) -> None:
+    """Report how many of the rows that were asked have an answer that was cut, or none."""
+    if cut:
+        say("{cut} of {rows} new rows were cut at max_new_tokens.", cut=f"{cut:,}", rows=f"{asked:,}")
+    if failed:
+        say("{failed} of {rows} new rows have no answer: see their `error`.", failed=f"{failed:,}", rows=f"{asked:,}")

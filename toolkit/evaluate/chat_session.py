@@ -1,0 +1,187 @@
+"""A conversation with a model in the terminal, or through a pipe."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from toolkit.data import formats
+from toolkit.evaluate.generate import Sampling, check_length, check_system, decode_answer, generate, with_system
+from toolkit.messages import ConfigError, ModelError, RowError, did_you_mean, joined, printable, tr
+from toolkit.models import chat
+
+COMMANDS = ("/reset", "/undo", "/system", "/help", "/exit")
+
+
+class ChatSession:
+    """One conversation with a model; with `is_terminal` mistakes are reported, else they end the command."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        encoder: chat.AnyChatEncoder,
+        sampling: Sampling,
+        is_terminal: bool,
+        help_text: str,
+    ) -> None:
+        self.model, self.encoder, self.sampling = model, encoder, sampling
+        self.is_terminal, self.help_text = is_terminal, help_text
+        self.system = ""
+        self.asked = 0
+        """Questions so far, those that were undone too: each draws from a seed of its own."""
+        self.history: list[formats.Message] = []
+        """Question, answer, question, answer …"""
+
+    def talk(self) -> None:
+        """Answer until there is nothing more to answer."""
+        if self.is_terminal:
+            _tell(tr("{commands}; Ctrl-C stops an answer, Ctrl-D ends.", commands=" ".join(COMMANDS)))
+        for line in self._lines():
+            if not self.take(line):
+                return
+
+    def take(self, line: str) -> bool:
+        """Answer a question or obey a command; return whether the conversation goes on."""
+        try:
+            if line.startswith("/"):
+                return self._obey(line)
+            if line.strip():
+                self._answer(line.strip())
+        except (ConfigError, ModelError, RowError) as error:
+            if not self.is_terminal:
+                raise error if isinstance(error, ConfigError | ModelError) else ModelError(str(error)) from None
+            _tell(str(error))
+        return True
+
+    def set_system(self, text: str) -> None:
+        """Set the system message, "" for none; an error if the model would not see it."""
+        check_system(self.encoder, text)
+        self.system = text
+
+    def _lines(self) -> Iterator[str]:
+        """Yield what is typed, or what comes through a pipe."""
+        # Half a character, as a terminal may send it, is no reason to end.
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        if not self.is_terminal:
+            for line in sys.stdin:
+                yield line.removesuffix("\n")
+            return
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  editing and history of `input`
+        while True:
+            try:
+                yield input("> ")
+            except EOFError:
+                _show("\n")
+                return
+            except KeyboardInterrupt:
+                _show("\n")
+                _tell(tr("Ctrl-D ends."))
+
+    def _obey(self, line: str) -> bool:
+        """Carry a command out, and return whether the conversation goes on."""
+        command, _, text = line.partition(" ")
+        if command == "/reset":
+            self.history.clear()
+            _tell(tr("Everything that was said is forgotten."))
+        elif command == "/undo":
+            if self.history:
+                _tell(tr("Forgotten: {question}", question=self.history[-2]["content"][:60]))
+            else:
+                _tell(tr("Nothing has been said yet."))
+            del self.history[-2:]
+        elif command == "/system":
+            self.set_system(text.strip())
+            _tell(tr("System message: {text}", text=self.system or "-"))
+        elif command == "/help":
+            _tell(self.help_text)
+        elif command != "/exit":
+            reason = tr("unknown command '{command}'.", command=command)
+            commands = tr("Known: {commands}.", commands=", ".join(COMMANDS))
+            raise ConfigError(joined(reason, did_you_mean(command, COMMANDS), commands))
+        return command != "/exit"
+
+    def _answer(self, question: str) -> None:
+        """Ask the model, show the answer as it comes, and remember both."""
+        stream = AnswerStream(self.encoder, _show)
+        try:
+            prompt = self._prompt(question)
+            drawn = replace(self.sampling, seed=self.sampling.seed + self.asked)
+            self.asked += 1
+            [ids] = generate(self.model, self.encoder, [prompt], drawn, self.model.device, streamer=stream)
+            answer = decode_answer(self.encoder, ids)
+            _show("\n")
+        except KeyboardInterrupt:
+            if not self.is_terminal:
+                raise
+            answer = stream.text
+            _show("\n")
+            _tell(tr("Stopped."))
+        if answer:
+            self.history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def _prompt(self, question: str) -> list[int]:
+        """Return the prompt, after dropping the oldest turns that have no room; an error if none of them is left."""
+        dropped = 0
+        while True:
+            messages = [*self.history[dropped:], {"role": "user", "content": question}]
+            prompt = self.encoder.prompt(with_system(messages, self.system))
+            try:
+                check_length(self.model, len(prompt), self.sampling.max_new_tokens)
+                break
+            except ModelError:
+                if dropped == len(self.history):
+                    raise
+                dropped += 2
+        if dropped:
+            del self.history[:dropped]
+            _tell(tr("The context window is full: the oldest {count} questions were dropped.", count=dropped // 2))
+        return prompt
+
+
+class AnswerStream(BaseStreamer):
+    """For `generate(…, streamer=…)` with one prompt: `write` gets whole characters. All tokens are decoded again with
+    each one, as their text depends on those around them; that costs nothing next to the model.
+    """
+
+    def __init__(self, encoder: chat.AnyChatEncoder, write: Callable[[str], None]) -> None:
+        self.encoder, self.write = encoder, write
+        self.ids: list[int] = []
+        self.text = ""
+        """What has been written."""
+        self._is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then a token at a time."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self.ids += [token for token in value.flatten().tolist() if token not in self.encoder.stop_ids]
+        # Half a character is decoded as U+FFFD.
+        self._show(decode_answer(self.encoder, self.ids).rstrip("\ufffd"))
+
+    def end(self) -> None:
+        """Write what is left."""
+        self._show(decode_answer(self.encoder, self.ids))
+
+    def _show(self, text: str) -> None:
+        if len(text) > len(self.text):
+            self.write(text[len(self.text) :])
+            self.text = text
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    """Write what is no answer."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

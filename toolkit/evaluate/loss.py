@@ -1,0 +1,113 @@
+"""The validation loss, and the lines about an evaluation."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from transformers import PreTrainedModel
+
+from toolkit.config.schema import EVAL_LOSS, EVAL_PAIRS, Metric
+from toolkit.distributed.process_group import sum_over_ranks
+from toolkit.messages import tr
+from toolkit.models import probe, stages
+from toolkit.models.loss import token_losses
+
+SAMPLES, PAIRS = "eval_samples", "eval_pairs"
+"""How many samples (pairs) an evaluation of a custom model (of preferences) is of; a language model's counts tokens."""
+Measure = Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def evaluate_loss(
+    model: DeepSpeedEngine | PreTrainedModel,
+    micro_batches: Iterable[dict[str, torch.Tensor]],
+    names: Sequence[str],
+    device: torch.device,
+    copies: int = 1,
+    measure: Measure = token_losses,
+) -> dict[str, float]:
+    """Evaluate a model as it is. A collective.
+
+    Args:
+        model: the engine, or the model without one; left in its mode.
+        micro_batches: this rank's part, CPU tensors `[B, S]`, as many on every rank; `sources`: of trained tokens.
+        names: of the sources, by number.
+        device: where the model computes.
+        copies: how many ranks have the same sequences.
+        measure: returns the losses of a micro-batch's tokens as `token_losses` does.
+
+    Returns:
+        `eval_loss` in nats per trained token, `eval_perplexity`, `eval_tokens` (trained), and with several sources
+        `eval_loss/SOURCE`.
+    """
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)
+    with probe.evaluating(model):
+        for batch, by_position in stages.measured(model, micro_batches, lambda *arguments: measure(*arguments).cpu()):
+            # A token's loss stands before it.
+            losses = by_position.flatten()[batch["places"] - 1]
+            for number in batch["sources"].unique().tolist():
+                is_of_source = batch["sources"] == number
+                sums[number, 0] += losses[is_of_source].sum(dtype=torch.float64)
+                sums[number, 1] += is_of_source.sum()
+    totals = sum_over_ranks(sums.flatten(), device).view(-1, 2) / copies
+    by_name: dict[str, torch.Tensor] = {}
+    for name, total in zip(names, totals, strict=True):
+        by_name[name] = by_name.get(name, 0) + total
+    total_loss, tokens = (float(value) for value in totals.sum(dim=0))
+    loss = total_loss / tokens
+    perplexity = math.exp(loss) if loss < 700 else math.inf  # beyond that it overflows
+    figures = {EVAL_LOSS: loss, "eval_perplexity": perplexity, "eval_tokens": int(tokens)}
+    parts = {name: float(total[0] / total[1]) for name, total in sorted(by_name.items()) if total[1]}
+    if len(parts) > 1:
+        figures |= {f"{EVAL_LOSS}/{name}": part for name, part in parts.items()}
+    return figures
+
+
+def describe_evaluation(row: Mapping[str, float]) -> list[str]:
+    """Return the lines about an evaluation, a row of metrics.jsonl."""
+    step = int(row["step"])
+    if PAIRS in row:
+        return [
+            tr(
+                "step {step}  validation loss {loss}, reward accuracy {accuracy}, margin {margin} over {count} pairs",
+                step=step,
+                loss=f"{row[EVAL_LOSS]:.4f}",
+                accuracy=f"{row[EVAL_PAIRS[0]]:.1%}",
+                count=f"{int(row[PAIRS]):,}",
+                margin=f"{row[EVAL_PAIRS[1]]:.4f}",
+            )
+        ]
+    if SAMPLES in row:
+        others = {name: value for name, value in row.items() if name not in ("step", EVAL_LOSS, SAMPLES)}
+        return [
+            tr(
+                "step {step}  validation loss {loss} over {count} samples",
+                step=step,
+                loss=f"{row[EVAL_LOSS]:.4f}",
+                count=f"{int(row[SAMPLES]):,}",
+            )
+            + "".join(f"  {name.removeprefix('eval_')} {value:.4f}" for name, value in others.items())
+        ]
+    lines = [
+        tr(
+            "step {step}  validation loss {loss} nats/token, perplexity {perplexity} over {tokens} tokens",
+            step=step,
+            loss=f"{row[EVAL_LOSS]:.4f}",
+            perplexity=f"{row['eval_perplexity']:.2f}",
+            tokens=f"{int(row['eval_tokens']):,}",
+        )
+    ]
+    if "eval_answers" in row:
+        values = {name.removeprefix("eval_"): value for name, value in row.items() if "/" not in name}
+        figures = [f"{metric.value} {values[metric.value]:.2f}" for metric in Metric if metric.value in values]
+        lines.append(
+            tr(
+                "step {step}  {count} answers, {pace} tokens/s: {figures}",
+                step=step,
+                count=f"{values['answers']:,}",
+                pace=f"{values['tokens_per_s']:,.0f}",
+                figures=", ".join(figures),
+            )
+        )
+    return lines

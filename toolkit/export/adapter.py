@@ -1,0 +1,245 @@
+"""Adapters, and parts of a model that were trained without the rest: out of an engine, a checkpoint or a directory;
+written alone, or put into the weights of their base.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from transformers import PreTrainedModel
+
+from toolkit.checkpoint import fragments
+from toolkit.config.schema import TuningMethod
+from toolkit.distributed.process_group import full_shape, gather, on_rank0
+from toolkit.engine.parameters import gathered_parameters
+from toolkit.export import assemble, write
+from toolkit.export.merge import TunedPart, merge_adapter
+from toolkit.export.verify import aside_if_wrong
+from toolkit.messages import CheckpointError, ConfigError, say, tr
+from toolkit.models import adapters, base_model, classifier, probe
+from toolkit.models.directory import is_trusted, read_object
+from toolkit.models.load import empty, load_model
+from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
+from toolkit.models.stages import capture_probe, stage_model, unwrap_model
+
+# Out of the engine
+
+
+def check_adapter_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder: Path) -> None:
+    """Raise ModelError unless what `export_adapter` will write to `folder` can be read back, by name and shape, without
+    values. For rank 0 only.
+    """
+    tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
+    shapes = {name: full_shape(name, value) for name, value in tensors.items()}
+    with write.trial_directory(folder) as described:
+        write.write_files(files, described, None)
+        if is_trusted(described):  # code of a directory may build what cannot be built empty
+            return
+        shell = empty(described)
+        adapters.attach_adapter(shell, model.tuned.settings, model.tuned.base)
+        shell_state = shell.state_dict(keep_vars=True)
+        written = {(name, shapes[name]) for name in adapters.stored_names(model)}
+        read = {(name, tuple(shell_state[name].shape)) for name in adapters.stored_names(shell)}
+        if wrong := sorted(written ^ read):
+            raise write.not_as_trained(folder, [name for name, _ in wrong])
+
+
+def export_adapter(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
+    """Write the adapter of a tuned model (`engine.module.tuned`), and nothing else. A collective."""
+    probed = capture_probe(engine, probe_ids)
+    state = _adapter_state(engine)
+    on_rank0(lambda: write_adapter(state, files, folder, probed))
+
+
+def _adapter_state(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    model = unwrap_model(engine.module)
+    names, shared = adapters.stored_names(model), adapters.shared_names(model)
+    state = {names[name]: adapters.as_stored(name, value) for name, value in gathered_parameters(engine.module, names)}
+    return state | {names[second]: state[names[first]].clone() for second, first in shared.items() if second in names}
+
+
+def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
+    """Compare an adapter's directory with the adapter and base in memory; raises on every rank. A collective. Equal
+    numbers, settings and base give the logits of the directory's probe, so no model is loaded.
+    """
+    state, tuned = _adapter_state(engine), engine.module.tuned
+    base_numbers = gather(base_model.base_numbers(stage_model(engine.module)))
+
+    @aside_if_wrong(folder)
+    def compare() -> None:
+        values, base = adapters.read_adapter_weights(folder), base_model.read_base(folder)
+        wrong = sorted({*values} ^ {*state})
+        wrong += [name for name, value in state.items() if name in values and not write.is_same(value, values[name])]
+        wrong += [adapters.CONFIG] * (adapters.read_settings(folder) != tuned.settings)
+        wrong += [base_model.BASE_FILE] * (base != tuned.base)
+        if wrong or base is None:
+            raise write.not_as_trained(folder, wrong)
+        for numbers_of_stage in base_numbers:
+            for name, numbers in numbers_of_stage.items():
+                base_model.check_numbers(base, name, numbers, base.path, folder)
+
+    on_rank0(compare)
+
+
+# Out of a checkpoint or a directory
+
+
+def part_of_checkpoint(checkpoint: Path, base: str = "") -> TunedPart:
+    """Return what a verified checkpoint with base.json holds; `base` "" finds the base."""
+    described = checkpoint / MODEL_DIR
+    recorded_base = base_model.read_base(described)
+    assert recorded_base is not None
+    settings = read_object(described / adapters.CONFIG) if (described / adapters.CONFIG).is_file() else {}
+    values = dict(fragments.iter_weights(checkpoint))
+    if settings:
+        shell = empty(described)
+        adapters.attach_adapter(shell, settings, recorded_base)
+        values = _stored_values(shell, values, checkpoint)
+    config = read_object(described / "config.json")
+    head = (
+        classifier.Head(tuple(config["id2label"].values()), config["pad_token_id"])
+        if probe.is_of_classifier(config)
+        else None
+    )
+    return TunedPart(checkpoint, settings, recorded_base, base_model.find_base(described, base), values, head)
+
+
+def _stored_values(
+    shell: PreTrainedModel, values: dict[str, torch.Tensor], checkpoint: Path
+) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's weights of an adapter, under the names and in the shapes that its file has."""
+    stored = adapters.stored_names(shell)
+    # Beside it stand buffers, and what is tied under its second name: DeepSpeed takes neither for frozen.
+    frozen = {*shell.state_dict()} - {*stored}
+    values = {name: value for name, value in values.items() if name not in frozen}
+    shared = adapters.shared_names(shell).items()
+    values |= {second: values[first].clone() for second, first in shared if second in stored and first in values}
+    if wrong := sorted({*values} ^ {*stored}):
+        raise CheckpointError("{folder} does not hold its model: {reason}.", folder=checkpoint, reason=wrong[:5])
+    return {stored[name]: adapters.as_stored(name, value) for name, value in values.items()}
+
+
+def part_of_adapter(folder: Path, base: str = "") -> TunedPart:
+    """Return an adapter; `base` "" finds the base."""
+    base_folder = adapters.base_of_adapter(folder, base)
+    settings, values = adapters.read_settings(folder), adapters.read_adapter_weights(folder)
+    return TunedPart(folder, settings, base_model.read_base(folder), base_folder, values, classifier.read_head(folder))
+
+
+def load_part(part: TunedPart) -> PreTrainedModel:
+    """Return the model with what was trained in it or added to it, on the CPU."""
+    dtype = next(iter(part.values.values())).dtype
+    model = part.shaped(load_model(part.base, dtype=dtype))
+    base = base_model.base_of(model, part.base)
+    if part.identity is not None:
+        base_model.check_base(part.identity, base, part.source)
+    if not part.settings:
+        model.load_state_dict(part.values, strict=False)
+        return model
+    adapters.attach_adapter(model, part.settings, base)
+    adapters.load_values(model, part.values, part.source)
+    return model.eval()
+
+
+# Onto the disk
+
+
+def export_part(
+    source: Path,
+    part: TunedPart,
+    folder: Path,
+    options: write.ExportOptions,
+    files: Mapping[str, bytes],
+    dtype: torch.dtype | None,
+) -> None:
+    """Write an adapter alone, or its base with it or with what was trained of it.
+
+    Args:
+        source: the checkpoint or the adapter that `part` is of.
+        part: what was trained.
+        folder: must not exist.
+        options: how it is written.
+        files: those of `toolkit.models.save.describe`, and the card.
+        dtype: precision of a whole model's weights; None: that of the training.
+    """
+    if not part.settings:
+        options.check_whole_model()
+    if options.merge or not part.settings:
+        _write_merged(source, part, folder, options, files, dtype)
+        return
+    _check_written_alone(part, options)
+    if options.format == "official":
+        _write_original_prefix(part.values, part.settings, part.base, folder)
+    else:
+        write_adapter(part.values, {**files, **part.describe()}, folder, probe.read(source))
+
+
+def _check_written_alone(part: TunedPart, options: write.ExportOptions) -> None:
+    """Raise ConfigError for options that an adapter alone cannot be written with."""
+    is_prefix = adapters.method_of(part.settings) is TuningMethod.ptuning_v2
+    is_format_of_model = options.format != "hf" and not is_prefix
+    if not (options.dtype or options.max_shard_size != MAX_SHARD_SIZE or is_format_of_model):
+        return
+    if part.can_merge:
+        raise ConfigError(tr("format=official, dtype= and max_shard_size= are for whole models: add merge=true."))
+    raise ConfigError(
+        "format=official, dtype= and max_shard_size= are for whole models, and what {folder} holds cannot be "
+        "merged into one: leave them out.",
+        folder=part.source,
+    )
+
+
+def write_adapter(
+    state: dict[str, torch.Tensor], files: Mapping[str, bytes], folder: Path, probed: probe.Probe | None
+) -> None:
+    """Write an adapter's directory atomically and read it back; `state` is by stored name."""
+    without_values = [name for name, value in state.items() if not value.numel()]
+    if without_values or not state:
+        raise write.not_as_trained(folder, without_values)
+    of_model = ("config.json", f"{ORIGIN_DIR}/")  # with one it would be taken for a model
+    files = {name: content for name, content in files.items() if not name.startswith(of_model)}
+    with write.atomic_directory(folder) as temporary:
+        temporary.mkdir()
+        write.write_files(files, temporary, probed)
+        write.save_checked(state, temporary / adapters.WEIGHTS, folder)
+
+
+def _write_original_prefix(
+    state: dict[str, torch.Tensor], settings: Mapping[str, Any], base: Path, folder: Path
+) -> None:
+    """Write a P-Tuning v2 prefix as the ChatGLM repositories' training leaves it, for their programs."""
+    with write.atomic_directory(folder) as temporary:
+        temporary.mkdir()
+        torch.save({name: value.clone() for name, value in state.items()}, temporary / "pytorch_model.bin")
+        sizes = {key: settings[key] for key in ("pre_seq_len", "prefix_projection")}
+        config = json.dumps(read_object(base / "config.json") | sizes, indent=2, ensure_ascii=False)
+        (temporary / "config.json").write_text(config + "\n", encoding="utf-8")
+
+
+def _write_merged(
+    source: Path,
+    part: TunedPart,
+    folder: Path,
+    options: write.ExportOptions,
+    files: Mapping[str, bytes],
+    dtype: torch.dtype | None,
+) -> None:
+    """Write the base with what was trained in its weights; arguments as for `export_part`."""
+    probed = probe.read(source)
+    with assemble.scratch_directory(folder) as scratch:
+        plan, values = merge_adapter(part)
+        dtype = dtype or getattr(torch, read_object(source / MODEL_DIR / "config.json")["dtype"])
+        state = assemble.assemble_state(source, plan.model, values, scratch, dtype)
+        keys = ", ".join(f"{key}={json.dumps(value)}" for key, value in plan.config.items())
+        if keys and options.format == "official":
+            raise ConfigError(
+                "format=official has no place for what merging adds to the model ({keys}): use format=hf.", keys=keys
+            )
+        if keys:
+            say("The merged model has weights that its base lacks: config.json says {keys}.", keys=keys)
+        files = {name: files[name] for name in files if name not in (base_model.BASE_FILE, adapters.CONFIG)}
+        files["config.json"] = assemble.with_config_keys(files["config.json"], plan.config, options.dtype)
+        write.write_folder(plan.model, files, folder, options.format, probed, state, options.max_shard_size)

@@ -1,0 +1,78 @@
+"""A model's weights put together from what is on the disk, one at a time."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.export.write import cannot_write
+from toolkit.messages import CheckpointError, clauses
+from toolkit.models import weights
+
+
+@contextmanager
+def scratch_directory(folder: Path) -> Iterator[Path]:
+    """Yield an empty directory next to that of an export, whose parents are made."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as scratch:
+        yield Path(scratch)
+
+
+def assemble_state(
+    source: Path,
+    model: PreTrainedModel,
+    values: Iterable[tuple[str, torch.Tensor]],
+    scratch: Path | None,
+    dtype: torch.dtype | None,
+) -> dict[str, torch.Tensor]:
+    """Return the weights of an empty model by name, tied ones once.
+
+    Args:
+        source: what `values` are read from, for messages.
+        model: on the meta device.
+        values: names and weights, perhaps tied ones twice.
+        scratch: an empty directory, so that memory holds one weight at a time; None holds all of them.
+        dtype: precision of the weights; None leaves them as they are.
+
+    Raises:
+        CheckpointError: a weight is missing, unknown or of another shape.
+    """
+    names, tied = weights.shapes_of(model), weights.tied_names(model)
+    buffer_dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}  # routers' biases stay in float32
+    state: dict[str, torch.Tensor] = {}
+    for stored_name, value in values:
+        name = stored_name if stored_name in names else tied.get(stored_name, stored_name)
+        if name not in state:
+            is_cast = dtype is not None and value.is_floating_point()
+            weight = value.to(buffer_dtypes.get(name, dtype)) if is_cast else value
+            state[name] = weight if scratch is None else _map(weight, scratch / f"{len(state)}.pt")
+            del weight
+        del value
+        weights.return_memory()
+    if wrong := weights.differences(model, state):
+        raise CheckpointError("{folder} does not hold its model: {reason}.", folder=source, reason=clauses(wrong[:5]))
+    return state
+
+
+def _map(value: torch.Tensor, file: Path) -> torch.Tensor:
+    """Put a value into a file and return it mapped from there."""
+    try:
+        torch.save(value.clone(), file)  # the value alone, not all of its storage
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise cannot_write(file.parent, error) from error
+    mapped: torch.Tensor = torch.load(file, weights_only=True, mmap=True)
+    return mapped
+
+
+def with_config_keys(config_file: bytes, keys: Mapping[str, Any], dtype: str) -> bytes:
+    """Return config.json with other values of some keys, in its text model's section too, and with a precision."""
+    config = json.loads(config_file) | keys | ({"dtype": dtype} if dtype else {})
+    for section in config.values():
+        if isinstance(section, dict):
+            section.update({key: value for key, value in keys.items() if key in section})
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,96 @@
+"""The model card of a run's model or adapter."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit import secrets
+from toolkit.checkpoint import directory
+from toolkit.config.schema import TuningMethod
+from toolkit.messages import tr
+
+CARD_FILE = "README.md"
+_PACKAGES = ("torch", "deepspeed", "transformers", "peft")
+_MOST_EVALUATIONS = 20
+"""Rows of the table of evaluations: the last ones."""
+
+
+def card(state: directory.RunState, is_adapter: bool) -> bytes:
+    """Return the model card of a run, or of its adapter: what was trained, on what, how far, with what versions."""
+    config: Mapping[str, Any] = secrets.hide_all(state.config)
+    model, (kind, _) = config["model"], _kinds(config)
+    base = model["name"] or model["path"] or "?"
+    versions = _versions(state)
+    keys = ("task", "tuning", "data", "preference", "distill", "batch", "optim", "schedule", "precision")
+    left_out = ["task"] * (kind == "language") + ["distill"] * (kind != "distill")
+    shown = {key: config[key] for key in keys if key in config and key not in left_out}
+    lines = [
+        *("---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in _front(config, is_adapter))),
+        *("---", ""),
+        *(f"# {tr('{base}, fine-tuned', base=base)}", "", *(f"- {fact}" for fact in _facts(state, config)), ""),
+        *(f"## {tr('Losses')}", "", *_losses(state, config), ""),
+        *(f"## {tr('Versions')}", "", *(f"- {version}" for version in versions), ""),
+        *(f"## {tr('Settings')}", "", "```json"),
+        *(json.dumps(shown, indent=1, ensure_ascii=False, default=str), "```", ""),
+    ]
+    return "\n".join(lines).encode()
+
+
+def _front(config: Mapping[str, Any], is_adapter: bool) -> list[tuple[str, Any]]:
+    """Return the card's front matter, which the Hugging Face Hub reads."""
+    method, (kind, _) = config["tuning"]["method"], _kinds(config)
+    pipeline = "text-generation" if kind in ("language", "distill") else "text-classification"
+    front: list[tuple[str, Any]] = [("pipeline_tag", pipeline), ("tags", ["deepspeed", f"tuning-{method}"])]
+    if not (is_adapter and method == TuningMethod.ptuning_v2.value):  # which no library loads
+        front.append(("library_name", "peft" if is_adapter else "transformers"))
+    if config["model"]["hub_id"]:
+        front.append(("base_model", config["model"]["hub_id"]))
+    return front
+
+
+def _facts(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
+    model = config["model"]
+    sources = [str(source["hub"] or source["path"] or source["format"]) for source in config["data"]["sources"]]
+    return [
+        tr("recipe: {recipe}", recipe=config["recipe"]),
+        tr("base model: {path}", path=model["path"] or model["name"]),
+        tr("what was trained: tuning={method}", method=config["tuning"]["method"]),
+        tr("data: {sources} (store {store})", sources=", ".join(sources), store=state.data.get("store", "?")),
+        tr(
+            "{steps} steps, {trained} trained tokens of {total}, {ranks} ranks",
+            steps=f"{state.step:,}",
+            trained=f"{state.trained_tokens:,}",
+            total=f"{state.total_tokens:,}",
+            ranks=state.world_size,
+        ),
+    ]
+
+
+def _versions(state: directory.RunState) -> list[str]:
+    packages, commit = state.versions.get("packages", {}), state.versions.get("commit")
+    versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
+    return versions + ([tr("toolkit commit {commit}", commit=commit)] if commit else [])
+
+
+def _kinds(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return kind of task and loss of preferences; a config of before there were such keys knows neither."""
+    return config.get("task", {}).get("kind", "language"), config.get("preference", {}).get("loss", "none")
+
+
+def _losses(state: directory.RunState, config: Mapping[str, Any]) -> list[str]:
+    """Return a table of the evaluations, and the training loss at both ends."""
+    lines = []
+    if not math.isnan(state.first_loss):
+        kind, preference = _kinds(config)
+        is_of_samples = kind in ("reward", "classify", "embed") or preference != "none"
+        ends = f"{state.first_loss:.4f} -> {state.last_loss:.4f}" + ("" if is_of_samples else " nats/token")
+        lines += [tr("training: {losses}", losses=ends), ""]
+    if state.evaluations:
+        names = [name for name in state.evaluations[-1] if name != "step" and "/" not in name]  # not each source's
+        lines += [f"| step | {' | '.join(names)} |", "|" + " --- |" * (len(names) + 1)]
+        lines += [
+            f"| {int(row['step'])} | {' | '.join(f'{row[name]:.4g}' if name in row else '' for name in names)} |"
+            for row in state.evaluations[-_MOST_EVALUATIONS:]
+        ]
+    return lines or [tr("none were logged")]

@@ -1,0 +1,104 @@
+"""A model out of a checkpoint, one parameter at a time, without the ranks that saved it.
+
+python -m toolkit.export.checkpoint CHECKPOINT DIRECTORY
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from toolkit.checkpoint import directory, fragments
+from toolkit.export.assemble import assemble_state, scratch_directory, with_config_keys
+from toolkit.export.card import CARD_FILE, card
+from toolkit.export.custom import export_custom_checkpoint, is_custom
+from toolkit.export.write import ExportOptions, write_folder
+from toolkit.messages import NotExportable, ToolkitError, clauses
+from toolkit.models import probe, weights
+from toolkit.models.load import empty
+from toolkit.models.save import MODEL_DIR
+
+if TYPE_CHECKING:
+    from toolkit.export.merge import TunedPart
+
+
+def load_checkpoint(checkpoint: Path) -> PreTrainedModel:
+    """Return the model of a verified checkpoint on the CPU, in its precision; NotExportable if the checkpoint does not
+    say what its model is.
+    """
+    if (part := _tuned_part(checkpoint)) is not None:
+        from toolkit.export.adapter import load_part
+
+        return load_part(part)
+    model = empty(checkpoint / MODEL_DIR)
+    weights.assign(model, assemble_state(checkpoint, model, fragments.iter_weights(checkpoint), None, None))
+    return model
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, options: ExportOptions | None = None, base: str = "") -> None:
+    """Write a verified checkpoint's model or adapter, bit for bit as the run would; `base` "" finds the base."""
+    options = options or ExportOptions()
+    if is_custom(checkpoint):
+        export_custom_checkpoint(checkpoint, folder, options)
+        return
+    part = _tuned_part(checkpoint, base)
+    described = [name for name in directory.read_manifest(checkpoint)["files"] if name.startswith(f"{MODEL_DIR}/")]
+    files = {name.removeprefix(f"{MODEL_DIR}/"): (checkpoint / name).read_bytes() for name in described}
+    is_adapter = part is not None and bool(part.settings) and not options.merge
+    files[CARD_FILE] = card(directory.read_run_state(checkpoint), is_adapter)
+    if part is None:
+        _export_whole(checkpoint, folder, options, files)
+    else:
+        from toolkit.export.adapter import export_part
+
+        export_part(checkpoint, part, folder, options, files, options.precision)
+
+
+def _tuned_part(checkpoint: Path, base: str = "") -> "TunedPart | None":
+    """Return what a checkpoint holds, None if that is the whole model; NotExportable if it does not say what its model
+    is. `base` "" finds the base.
+    """
+    described = checkpoint / MODEL_DIR
+    if not described.is_dir():
+        raise NotExportable(
+            "{folder} does not say what its model is: it was saved by an older version or another program. Go on with "
+            "the run (resume={folder}) to its end: it writes export/.",
+            folder=checkpoint,
+        )
+    from toolkit.models.base_model import BASE_FILE
+
+    if not (described / BASE_FILE).is_file():
+        return None
+    from toolkit.export.adapter import part_of_checkpoint
+
+    return part_of_checkpoint(checkpoint, base)
+
+
+def _export_whole(checkpoint: Path, folder: Path, options: ExportOptions, files: Mapping[str, bytes]) -> None:
+    """Write the model of a checkpoint that holds all of it, with `files` of `toolkit.models.save.describe`, and the
+    card.
+    """
+    options.check_whole_model()
+    with scratch_directory(folder) as scratch:
+        model = empty(checkpoint / MODEL_DIR)
+        values = fragments.iter_weights(checkpoint)
+        state = assemble_state(checkpoint, model, values, scratch, options.precision)
+        files = {**files, "config.json": with_config_keys(files["config.json"], {}, options.dtype)}
+        write_folder(model, files, folder, options.format, probe.read(checkpoint), state, options.max_shard_size)
+
+
+def main() -> None:
+    """Export in a process of its own."""
+    source, target = map(Path, sys.argv[1:])
+    if wrong := directory.manifest_problems(source):
+        sys.exit(clauses(wrong[:3]))
+    try:
+        export_checkpoint(source, target)
+    except (ToolkitError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

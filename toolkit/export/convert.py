@@ -1,0 +1,80 @@
+"""`toolkit export-model`: a run, a checkpoint, an adapter or a model's directory, written as a directory of its own."""
+
+import os
+from pathlib import Path
+
+from toolkit import disk
+from toolkit.checkpoint import directory
+from toolkit.export import adapter as adapter_export, verify
+from toolkit.export.assemble import scratch_directory
+from toolkit.export.card import CARD_FILE
+from toolkit.export.checkpoint import export_checkpoint
+from toolkit.export.write import ExportOptions, cannot_write, write_folder
+from toolkit.messages import ConfigError, ToolkitError, tr
+from toolkit.models import adapters, chat, embedding_files, probe
+from toolkit.models.directory import official_vocabulary
+from toolkit.models.load import empty, load_model
+from toolkit.models.save import describe
+
+
+def export_verified(path: Path, folder: Path, options: ExportOptions, *, forward: bool = True, **chosen: str) -> str:
+    """Do as `export_any`, and give the directory its name once its logits are those of the model, so that one that is
+    there is proven; return what was compared, "" without `forward`. An error leaves nothing.
+    """
+    try:
+        with scratch_directory(folder) as parent:
+            aside = parent / folder.name
+            try:
+                export_any(path, aside, options, **chosen)
+                verdict = verify.verify_logits(aside) if forward else ""
+            except ToolkitError as error:
+                text = str(error).replace(str(aside), str(folder))
+                raise type(error)(text if os.sep in text else f"{path}: {text}") from error
+            aside.rename(folder)
+            disk.flush(folder.parent)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    return verdict
+
+
+def export_any(
+    path: Path, folder: Path, options: ExportOptions, *, adapter: str = "", base: str = "", family: str = "auto"
+) -> None:
+    """Write the model, or the adapter, of a run (its newest complete checkpoint), a checkpoint, an adapter or a model.
+    `folder` must not exist; `adapter` was trained on the model in `path`; `base` "" finds the base.
+    """
+    if adapter or adapters.is_adapter(path):
+        _export_adapter(Path(adapter or path), folder, options, str(path) if adapter else base, family)
+    elif checkpoint := directory.resolve_checkpoint(path):
+        if family != "auto":
+            raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
+        export_checkpoint(checkpoint, folder, options, base)
+    else:
+        options.check_whole_model()
+        model = load_model(path, dtype=options.precision)
+        before = probe.read(path)
+        probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
+        files = describe(model, _encoder(path, family)) | embedding_files.read_files(path)
+        write_folder(model, files, folder, options.format, probed, max_shard_size=options.max_shard_size)
+
+
+def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str, family: str) -> None:
+    """Merge an adapter into the weights of its base, or copy it; `base` "" finds the base."""
+    part = adapter_export.part_of_adapter(path, base)
+    precision = options.precision or next(iter(part.values.values())).dtype
+    model = part.shaped(empty(part.base))
+    model.to(precision)
+    has_tokenizer = (path / "tokenizer_config.json").is_file()
+    encoder = _encoder(path if has_tokenizer else part.base, family)
+    files = describe(model, encoder) | embedding_files.read_files(path)
+    if (path / CARD_FILE).is_file():
+        files[CARD_FILE] = (path / CARD_FILE).read_bytes()
+        if options.merge:
+            files[CARD_FILE] = files[CARD_FILE].replace(b'library_name: "peft"', b'library_name: "transformers"', 1)
+    adapter_export.export_part(path, part, folder, options, files, precision)
+
+
+def _encoder(folder: Path, family: str) -> chat.AnyChatEncoder | None:
+    """Return a directory's tokenizer, None if it has none."""
+    has_vocabulary = official_vocabulary(folder) is not None or (folder / "tokenizer.json").is_file()
+    return chat.load_chat_encoder(folder, family=family) if has_vocabulary else None

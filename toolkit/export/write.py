@@ -1,0 +1,192 @@
+"""Model directories as other programs load them: written atomically, and read back bit for bit.
+
+A directory gets its name once it is complete, with manifest.json: size and SHA-256 of every file.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from toolkit import disk
+from toolkit.checkpoint import directory
+from toolkit.messages import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    reason_of,
+    system_text,
+    tr,
+)
+from toolkit.models import probe, weights
+from toolkit.models.directory import is_trusted
+from toolkit.models.load import load_model, stream
+from toolkit.models.save import MAX_SHARD_SIZE, Format, save_model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """How an export is written."""
+
+    format: Format = "hf"
+    """As `max_shard_size`: see `toolkit.models.save.save_model`."""
+    merge: bool = False
+    """Put an adapter into the weights of its base, instead of writing it alone."""
+    dtype: str = ""
+    """Precision of the weights, such as bfloat16; "" that of the training."""
+    max_shard_size: str = MAX_SHARD_SIZE
+
+    def __post_init__(self) -> None:
+        if self.format == "official" and (self.dtype or self.max_shard_size != MAX_SHARD_SIZE):
+            raise ConfigError(tr("format=official keeps precisions and files: remove dtype= and max_shard_size=."))
+
+    def check_whole_model(self) -> None:
+        """Raise ConfigError if a whole model is to be merged."""
+        if self.merge:
+            raise ConfigError(tr("this is a whole model already: there is nothing to merge. Leave merge=true out."))
+
+    @property
+    def precision(self) -> torch.dtype | None:
+        """Return `dtype` as torch's."""
+        return getattr(torch, self.dtype) if self.dtype else None
+
+
+def write_folder(
+    model: PreTrainedModel,
+    files: Mapping[str, bytes],
+    folder: Path,
+    format: Format,
+    probed: probe.Probe | None,
+    state: dict[str, torch.Tensor] | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+    """Write a model directory atomically, and read it back as it is loaded: every tensor is there, bit for bit.
+
+    Args:
+        model: as `files`; with empty parameters where `state` has them.
+        files: those of `toolkit.models.save.describe`.
+        folder: must not exist.
+        format: see `save_model`, as for `max_shard_size`.
+        probed: this model's logits of a few ids.
+        state: full parameters by name; None: those of `model`.
+        max_shard_size: largest file of weights.
+
+    Raises:
+        CheckpointError: it cannot be written, or what is read back is something else.
+    """
+    with atomic_directory(folder) as temporary:
+        save_model(model, temporary, format, state=state, max_shard_size=max_shard_size)
+        write_files(files if format == "hf" else {}, temporary, probed)
+        expected = weights.under_first_names(model, state if state is not None else model.state_dict())
+        try:
+            wrong = _wrongly_written(temporary, expected)
+        except ModelError as error:  # a known defect under ZeRO-3: empty tensors
+            wrong = [str(error)]
+        if wrong:
+            raise not_as_trained(folder, wrong)
+
+
+def _wrongly_written(folder: Path, expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of parameters that a directory lacks, or holds otherwise than `expected` in its precision."""
+    model: PreTrainedModel
+    values: Iterable[tuple[str, torch.Tensor]]
+    if is_trusted(folder):  # code of a directory may build what cannot be built empty
+        model = load_model(folder)
+        values = weights.under_first_names(model, model.state_dict()).items()
+    else:
+        model, values = stream(folder)
+    missing, wrong = {*weights.shapes_of(model)}, []
+    for name, value in values:
+        missing.discard(name)
+        if name not in expected or not is_same(expected[name].detach().cpu().to(value.dtype), value):
+            wrong.append(name)
+        del value
+        weights.return_memory()
+    return wrong + sorted(missing)
+
+
+@contextmanager
+def atomic_directory(folder: Path) -> Iterator[Path]:
+    """Yield a directory to write to; with a manifest, it then gets the name `folder`, which must not exist."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # A unique name: other files next to the directory are the user's.
+        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
+            temporary = Path(parent) / folder.name
+            yield temporary
+            paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+            for path in paths:
+                disk.flush(path)
+            records = {path.relative_to(temporary).as_posix(): directory.record_file(path) for path in paths}
+            directory.write_manifest(temporary, records, {})
+            disk.flush(temporary)
+            for path in temporary.rglob("*"):
+                disk.set_permissions(path)
+            temporary.rename(folder)
+            disk.flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(folder, error) from error
+
+
+def cannot_write(folder: Path, error: Exception) -> CheckpointError:
+    """Return the error about an export that cannot be written, or whose source cannot be read."""
+    if isinstance(error, OSError) and error.filename is not None:
+        # What is written is in the folder, or beside it in a temporary one of its name.
+        beside = Path(os.path.relpath(os.fsdecode(error.filename), folder.parent)).parts[0]
+        if folder.name not in beside:
+            return CheckpointError(system_text(error))
+    return CheckpointError(
+        "cannot write the export to {folder}: {reason}. Nothing else was touched.", folder=folder, reason=error
+    )
+
+
+def not_as_trained(folder: Path, names: Sequence[str]) -> CheckpointError:
+    """Return the error about an export that lacks parameters, or holds them otherwise."""
+    return CheckpointError(
+        "the export in {folder} does not hold what was trained: {names}", folder=folder, names=list(names[:5])
+    )
+
+
+def save_checked(state: Mapping[str, torch.Tensor], file: Path, folder: Path) -> None:
+    """Write tensors to a file of an export to `folder`, and read them back, bit for bit."""
+    save_file({name: value.contiguous() for name, value in state.items()}, file, {"format": "pt"})
+    written = weights.read_tensors(file)
+    if wrong := [name for name, value in state.items() if name not in written or not is_same(value, written[name])]:
+        raise not_as_trained(folder, wrong)
+
+
+def is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; NaN equals NaN."""
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (left, right)))
+
+
+def write_files(files: Mapping[str, bytes], folder: Path, probed: probe.Probe | None) -> None:
+    """Write files by their path in a directory, and the probe."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    if probed is not None:
+        probe.write(probed, folder)
+
+
+@contextmanager
+def trial_directory(folder: Path) -> Iterator[Path]:
+    """Yield a directory next to that of an export; whatever a library raises at the model becomes one ModelError."""
+    try:
+        with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
+            yield Path(temporary)
+    except Exception as error:
+        raise ModelError(
+            "the model of this run could not be exported after training: {reason} Nothing was trained. To train it all "
+            "the same, with checkpoints alone: checkpoint.export=false.",
+            reason=reason_of(error).rstrip(".") + ".",
+        ) from error

@@ -1,0 +1,109 @@
+"""What a resumed run changes of the settings and the data of the run that was saved, and what of it is allowed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from toolkit import secrets
+from toolkit.config import load, schema
+from toolkit.messages import ConfigError, tr
+from toolkit.models.chat import TOKENIZER
+from toolkit.train.consistency import is_below
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return key, old and new value of what differs, in the config's order, no secrets. A key that an older config
+    lacks had its default; only what is trained is then unknown (None).
+    """
+    old = {key: value for key, value in schema.leaves(before) if not schema.did_nothing(key, value)}
+    new = dict(schema.leaves(now))
+    defaults = schema.leaves(load.to_dict(schema.RunConfig()))
+    old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
+    keys = [*new, *(key for key in old if key not in new)]
+    return [(key, old.get(key), new.get(key)) for key in keys if not secrets.are_same(old.get(key), new.get(key))]
+
+
+def is_allowed_change(key: str) -> bool:
+    """Whether a key may change without changing what is computed."""
+    return schema.influence_of(key, schema.RunConfig) in (schema.Influence.free, schema.Influence.content)
+
+
+def _is_trained(key: str) -> bool:
+    return schema.influence_of(key, schema.RunConfig) is schema.Influence.trained
+
+
+def check_changes(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    data_before: Mapping[str, str],
+    data_now: Mapping[str, str],
+    allowed: Sequence[str],
+) -> list[str]:
+    """Return a line per change since the checkpoint, of configs and data; ConfigError if one is not in `allowed`, the
+    keys and sections of `checkpoint.allow_changes`, and changes what is computed.
+    """
+    changes = [
+        (key, old, new, f"  {key}: {_shortened(old)} -> {_shortened(new)}")
+        for key, old, new in differences(before, now)
+    ]
+    adams, optimizer = {"adam", "adamw"}, before.get("optim", {}).get("name")  # these two have the same states
+    other_states = [
+        line
+        for key, old, new, line in changes
+        if (key == "optim.name" and not {optimizer, new} <= adams)
+        or (key in ("optim.decay", "optim.layer_lr_decay") and old is not None)  # older configs know no groups
+    ]
+    if other_states:
+        raise ConfigError(
+            "the checkpoint holds the states of another optimizer, or of other parameter groups:\n{changes}\nUndo "
+            "this, or start over under another run.name, from model.path=RUN/export.",
+            changes="\n".join(other_states),
+        )
+    if others := [line for key, old, _, line in changes if _is_trained(key) and old is not None]:
+        raise ConfigError(
+            "the checkpoint belongs to a run that trains other parameters:\n{changes}\nUndo this, or start over under "
+            "another run.name; from an adapter: tuning.adapter=RUN/export.",
+            changes="\n".join(others),
+        )
+    lines = [(key, line) for key, _, _, line in changes]
+    lines += _changed_data(data_before, data_now)
+    # Where a part of the model is trained, base.json in the checkpoint tells whether the rest is the same.
+    is_part = now.get("tuning", {}).get("method", "full") != "full"
+    free = [*allowed, "model.path"] if is_part else allowed
+    refused = [(key, line) for key, line in lines if not is_allowed_change(key) and not is_below(key, free)]
+    if refused:
+        raise ConfigError(
+            "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
+            "checkpoint.allow_changes=[{keys}]; or start over under another run.name.",
+            changes="\n".join(dict.fromkeys(line for _, line in refused)),
+            keys=",".join(dict.fromkeys(key for key, _ in refused)),
+        )
+    return [line for _, line in lines]
+
+
+def _changed_data(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the key that allows it and a line for each difference of data and tokenizer."""
+    parts = {
+        "vocabulary": tr("vocabulary"),
+        "division of text": tr("division of text"),
+        "special tokens": tr("special tokens"),
+        "chat template": tr("chat template"),
+    }
+    for name, digest in now.items():
+        if before.get(name) == digest:
+            continue
+        if not name.startswith(TOKENIZER):
+            yield "data", tr("  the prepared data: {name} is another one", name=name)
+        elif name in before:  # earlier versions noted none
+            # One that is trained on the data is another one with other data, and its tokens mean something else.
+            yield (
+                "model.tokenizer",
+                tr(
+                    "  the tokenizer: another {part} than in the checkpoint's model/, which model.tokenizer may name",
+                    part=parts[name.removeprefix(TOKENIZER)],
+                ),
+            )
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,103 @@
+"""What must be the same on all ranks: settings, code and model, compared under names that no language changes."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import toolkit
+from toolkit.config import load, schema
+from toolkit.distributed import process_group
+from toolkit.messages import ConfigError
+from toolkit.train import run_dir
+
+MAY_DIFFER = (
+    "language",
+    "run.display",
+    "run.dir",
+    "run.name",
+    "prepare.dir",
+    "prepare.num_workers",
+    "data.num_workers",
+    "distributed.interface",
+)
+"""Keys that ranks may have different values of: rank 0 alone chooses the run directory, and the others say how a node
+shows things, or where it keeps and how it reads what is compared by its content."""
+_FOLDERS = {"model.path": "model.hub_id", "tuning.adapter": ""}
+"""Keys that name a directory, compared by its content; and the key that stands for its path, if any: the cache of
+Hugging Face may be elsewhere on another node."""
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".py")
+_CODE_FILES = (".py", ".json", ".yaml")  # tables decide too: plan/gpus.yaml chooses layouts
+_PART = 1 << 16
+"""Bytes that are read at the beginning, in the middle and at the end of a model's file: all would take minutes."""
+
+
+def check_settings(cfg: schema.RunConfig) -> None:
+    """Raise ConfigError on every rank where settings, code or model differ. Before data is prepared. A collective."""
+    if process_group.world_size() > 1:
+        process_group.check_alike(cfg.distributed, {**_settings(cfg), **_code()}, ConfigError)
+
+
+def _settings(cfg: schema.RunConfig) -> dict[str, str]:
+    """Return the config by key, without secrets, and digests of the directories that it names."""
+    values = {key: value for key, value in _leaves(load.to_dict(cfg), "") if not is_below(key, MAY_DIFFER)}
+    for key, path_key in _FOLDERS.items():
+        folder = Path(json.loads(values.get(key, '""')))
+        if folder.name and folder.is_dir():
+            files = sorted(file for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
+            values[f"{key}: files"] = _digest((file, _parts(file)) for file in files)
+            if json.loads(values.get(path_key, '""')):
+                del values[key]
+    return values
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key of each plain value, also of those in lists, and the value as JSON."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{key}[{number}]")
+    else:
+        yield key, json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+
+
+def _code() -> dict[str, str]:
+    """Return versions, the device, and digests of the program and of this package."""
+    facts = {f"version: {name}": version for name, version in run_dir.versions().items()}
+    facts["version: python"] = sys.version.split()[0]
+    files = sorted(file for file in Path(toolkit.__file__).parent.rglob("*.*") if file.suffix in _CODE_FILES)
+    facts["code: toolkit"] = _digest((file, file.read_bytes()) for file in files)
+    program = Path(sys.argv[0])
+    if program.is_file():
+        facts[f"code: {program.name}"] = _digest([(program, program.read_bytes())])
+    from deepspeed.accelerator import get_accelerator  # which device it takes is decided when it is first asked
+
+    facts["device"] = str(get_accelerator().device_name())
+    return facts
+
+
+def _parts(file: Path) -> bytes:
+    size = file.stat().st_size
+    parts = [str(size).encode()]
+    with file.open("rb") as handle:
+        for begin in (0, size // 2, max(0, size - _PART)):
+            handle.seek(begin)
+            parts.append(handle.read(_PART))
+    return b"".join(parts)
+
+
+def _digest(files: Iterable[tuple[Path, bytes]]) -> str:
+    digest = hashlib.sha256()
+    for file, content in files:
+        digest.update(f"{file.name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+def is_below(key: str, names: Sequence[str]) -> bool:
+    """Whether a key is one of the names, or in a section of such a name."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -1,0 +1,107 @@
+"""Where a run begins: at the first step, or in the state of a checkpoint."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from toolkit import secrets
+from toolkit.checkpoint import directory, state_files
+from toolkit.config import load, mesh, rule_tables, schema
+from toolkit.launch.environment import Ranks
+from toolkit.messages import CheckpointError, ConfigError, say, tr
+from toolkit.train import run_dir
+from toolkit.train.checkpointer import Checkpointer, counts_in
+
+
+def trim_metrics(folder: Path, length: int) -> None:
+    """Move rows beyond `length` bytes of metrics.jsonl, of steps that are done again, to a file. For rank 0 only."""
+    path = folder / "metrics.jsonl"
+    if not path.exists() or path.stat().st_size <= length:
+        return
+    content = path.read_bytes()
+    with open(folder / "logs" / "metrics-lost.jsonl", "ab") as lost:
+        lost.write(content[length:])
+    os.truncate(path, length)
+
+
+def starting_state(
+    cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, source: run_dir.RunSource
+) -> directory.RunState:
+    """Return where the run begins; put aside what is done again. For rank 0 only; `data` is the `identity` of its data.
+    ConfigError if the run computes something else than the saved one, CheckpointError if it cannot be read here.
+    """
+    config = json.loads(json.dumps(load.to_dict(cfg)))
+    same: dict[str, Any] = {
+        "world_size": ranks.world_size,
+        "data": data,
+        "config": config,
+        "versions": run_dir.describe_environment(ranks.world_size),
+    }
+    if source.checkpoint is None:
+        trim_metrics(source.folder, 0)
+        return directory.RunState(**same)
+    state, changed = directory.read_run_state(source.checkpoint), list[str]()
+    if state.is_foreign:
+        _check_foreign(source.checkpoint, cfg.optim.name)
+    else:
+        from toolkit.train.changes import check_changes
+
+        _check_layout(source.checkpoint, state, config)
+        changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
+    is_own = source.checkpoint.parent.parent == source.folder
+    trim_metrics(source.folder, state.metrics_bytes if is_own else 0)
+    say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
+    if changed:
+        say(tr("Changed since then:") + "\n" + "\n".join(changed))
+    return replace(state, **same)
+
+
+def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
+    if not rule_tables.OPTIMIZERS[optimizer].is_adam:
+        raise ConfigError(
+            "the checkpoint {folder} holds Adam's states, not those of optim.name = {name}. Set optim=adamw, or train "
+            "its weights from the start.",
+            folder=checkpoint,
+            name=optimizer.value,
+        )
+    say(directory.foreign_text(checkpoint))
+
+
+def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[str, Any]) -> None:
+    """Reject what cannot go from the layout of a checkpoint into another one."""
+    if saved.config["zero"].get("zenflow", {}).get("enabled") and "zenflow" not in counts_in(checkpoint):
+        raise CheckpointError(
+            "the checkpoint {folder} cannot be resumed: an earlier version saved it under ZenFlow, matrices in another "
+            "order and without a part of the states.",
+            folder=checkpoint,
+        )
+    for zero in (saved.config["zero"], config["zero"]):
+        for section, key in (("zenflow", "overlap_step"), ("offload_optimizer", "super_offload")):
+            # DeepSpeed 0.19.8, zenflow_utils.py and superoffload_utils.py: no command of theirs returns the moments.
+            if zero.get(section, {}).get(key):
+                raise CheckpointError(
+                    "a run with {key} = true cannot be resumed from a checkpoint, nor can another run from its "
+                    "checkpoints: DeepSpeed keeps Adam's moments in a process of their own, which does not hand them "
+                    "out. Take the weights alone: toolkit export-model, then model.path=EXPORT under another run.name.",
+                    key=f"zero.{section}.{key}",
+                )
+
+
+def resume_from(
+    checkpointer: Checkpointer, checkpoint: Path, state: directory.RunState, ranks: Ranks, cfg: schema.RunConfig
+) -> None:
+    """Put engine and random generators into the state of a checkpoint, or raise CheckpointError. A collective."""
+    saved = directory.read_run_state(checkpoint)
+    checkpointer.load(checkpoint)
+    path = checkpoint / state_files.generators_file(ranks.rank)
+    if saved.world_size == ranks.world_size and saved.config.get("parallel") == load.to_dict(cfg)["parallel"]:
+        try:
+            state_files.load_generators(path)
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            raise state_files.unreadable_error(path, error) from error
+    else:  # another layout, other streams: dropout differs, the mathematics do not; one stream for ranks of one model
+        data_rank = mesh.mesh_of(cfg, ranks.world_size, ranks.rank).data_rank
+        state_files.seed_all(cfg.run.seed + 1_000_003 * state.step + data_rank)
