@@ -24,7 +24,8 @@ from toolkit.distributed.process_group import barrier, on_rank0, world_size
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.models import weights
-from toolkit.plan.outline import Outline, dispatched_bytes, expert_part
+from toolkit.plan.division import dispatched_bytes, expert_part
+from toolkit.plan.outline import Outline
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import LanguageData, training_batches
 from toolkit.tasks.language_model import build_engine

@@ -33,8 +33,8 @@ from toolkit.layouts import fp8
 from toolkit.models.attention import choose_attention
 from toolkit.models.fine_tuning import apply_tuning
 from toolkit.models.load import TORCH_DTYPES, random_config
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import outline_of
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import Batch
 from toolkit.train.baseline import measure_baseline

@@ -113,13 +113,13 @@ def facts() -> dict[str, Any]:
     """Return what this machine has: GPUs and driver, libraries, and what is missing to build DeepSpeed's ops."""
     import torch
 
-    from toolkit.config import preflight
+    from toolkit.config import native_ops
     from toolkit.extras.doctor.facts import of_machine
 
     machine = of_machine({})
     described = {key: machine[key] for key in ("gpus", "nccl", "cores", "memory", "limits")}
     described["cuda"] = torch.version.cuda
-    described["lacking_tools"] = preflight.lacking_tools(["fused_adam", "cpu_adam", "async_io"])
+    described["lacking_tools"] = native_ops.lacking_tools(["fused_adam", "cpu_adam", "async_io"])
     cards = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     described["cards"] = [
         {"name": card.name, "capability": [card.major, card.minor], "bytes": card.total_memory} for card in cards

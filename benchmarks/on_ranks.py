@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.arguments import parse_checked, positive_int
-from toolkit.config.preflight import resolve_model_path
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.schema import RunConfig
 from toolkit.launch import environment
 

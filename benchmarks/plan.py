@@ -17,9 +17,9 @@ from toolkit.engine.memory import PeakMemory
 from toolkit.extras.calibration import longest_batch
 from toolkit.launch.environment import Ranks
 from toolkit.models.loss import token_losses
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import outline_of
 from toolkit.plan.speed import Rates, step_time
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import Batch

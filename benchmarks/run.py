@@ -13,7 +13,7 @@ import yaml
 from benchmarks import on_ranks, results
 from toolkit.arguments import Arguments, check_parsed, named_arguments, parse, positive_int
 from toolkit.config.load import to_yaml
-from toolkit.distributed.failure import run_guarded
+from toolkit.distributed.exits import run_guarded
 from toolkit.messages import ConfigError, Problems, say, tr
 from toolkit.terminal import text_table
 

@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from toolkit.config import preflight
+from toolkit.config import native_ops
 
 OPS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
 
@@ -21,7 +21,7 @@ def main() -> int:
         if builder is None or not builder.is_compatible(verbose=True):
             print(f"{name}: cannot be built here (see the line above for what is missing)")
             continue
-        if get_accelerator().device_name() == "cuda" and (tools := preflight.lacking_tools([builder.name])):
+        if get_accelerator().device_name() == "cuda" and (tools := native_ops.lacking_tools([builder.name])):
             print(f"{name}: cannot be built here, for want of {', '.join(tools)}")
             continue
         started = time.monotonic()

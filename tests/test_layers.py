@@ -44,7 +44,7 @@ LAYERS = {
     "toolkit.__main__": 10,
 }
 SAME_LAYER = {
-    ("toolkit.plan.speed", "toolkit.launch.environment"),  # a free port for its ranks
+    ("toolkit.plan.calibration", "toolkit.launch.environment"),  # a free port for its ranks
     ("toolkit.arguments", "toolkit.engine.ds_config"),  # arguments make a DeepSpeed JSON, or are made of one
     ("toolkit.arguments", "toolkit.engine.ds_import"),
 }
@@ -55,7 +55,7 @@ EXTRAS_NAMED = {
     "toolkit/cli/__init__.py": {"toolkit.extras.cli", "toolkit.extras.completion"},
     "toolkit/cli/plan.py": {"toolkit.extras.trace"},
     "toolkit/jobs/nodes.py": {"toolkit.extras.doctor.examine"},
-    "toolkit/plan/speed.py": {"toolkit.extras.calibration"},
+    "toolkit/plan/calibration.py": {"toolkit.extras.calibration"},
     "toolkit/tasks/language.py": {"toolkit.extras.serving"},
 }
 """Where the core names what serves around a run, as a string: commands, and what a config or an argument asks for."""

@@ -15,7 +15,7 @@ import yaml
 from toolkit import messages
 from toolkit.cli import COMMANDS, help_of, main, module_of
 from toolkit.config import rule_tables
-from toolkit.config.schema import all_keys
+from toolkit.config.dotted_keys import all_keys
 from toolkit.messages import chinese, current_language, joined, read_table, set_language, tr
 
 ROOT = Path(__file__).parents[1]

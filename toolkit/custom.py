@@ -1,8 +1,8 @@
 """Train a user's own model and dataset: docs/custom_models.md."""
 
-from toolkit.distributed import failure
+from toolkit.distributed import exits
 
-failure.end_with_launcher()  # before the seconds in which torch is imported
+exits.end_with_launcher()  # before the seconds in which torch is imported
 
 # ruff: noqa: E402
 import os
@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from toolkit.config.rules import check_without_validation
 from toolkit.distributed.process_group import gather_metrics
-from toolkit.launch import deepspeed, environment
+from toolkit.launch import ancestors, environment
 from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import greet, make_ready
 
@@ -82,7 +82,7 @@ def train(
     }
     typed = environment.strip_launcher_arguments(sys.argv[1:] if words is None else words)
     folders: list[Path] = []
-    code = failure.run_guarded(lambda: _run(parts, [f"recipe={recipe or _BASE}", *overrides, *typed], folders))
+    code = exits.run_guarded(lambda: _run(parts, [f"recipe={recipe or _BASE}", *overrides, *typed], folders))
     if code or not folders:
         raise SystemExit(code)
     return folders[0]
@@ -107,7 +107,7 @@ def _run(parts: dict[str, Any], words: list[str], folders: list[Path]) -> int:
     spec = CustomSpec(**parts)
     if ranks.rank == 0:
         greet(arguments, ranks, spec.model_name)
-    folders.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - deepspeed.age_s()).train())
+    folders.append(Trainer(CustomTask(spec), arguments.loaded.cfg, ranks, time.monotonic() - ancestors.age_s()).train())
     return 0
 
 

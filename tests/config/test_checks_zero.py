@@ -11,18 +11,22 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zenflow.zenflow_config import ZenFlowConfig
 
 from toolkit.checkpoint.directory import RunState
-from toolkit.config import preflight
+from toolkit.config import requirements
+from toolkit.config.dotted_keys import leaves
 from toolkit.config.load import LoadedConfig, load
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import Device, leaves
+from toolkit.config.schema import Device
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import CheckpointError, ConfigError
-from toolkit.plan.layouts import evaluate_layout, fastest, layouts, overrides, plan_lines, with_layout
+from toolkit.plan.layouts import evaluate_layout
+from toolkit.plan.lookup import outline_of, published_models
 from toolkit.plan.machine import parse_machine
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import outline_of, published_models, shapes_of_config, tuned
+from toolkit.plan.outline import shapes_of_config, tuned
+from toolkit.plan.search import fastest, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed
+from toolkit.plan.summary import plan_lines
 from toolkit.train.resume import _check_layout
 
 ZENFLOW = "zero=stage2_zenflow train.rehearse=false train.on_bad_step=stop batch.global_size=8"
@@ -134,7 +138,7 @@ def loaded_with(words: str, *more: str) -> LoadedConfig:
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
+    monkeypatch.setattr(requirements.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         check_rules(loaded_with(words, f"run.dir={tmp_path}"), world_size=8)
     first, *_ = caught.value.parts or [caught.value]
@@ -143,20 +147,20 @@ def test_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_gpu_that_ranks_leave_alone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Named by DeepSpeed's variable, or hidden by CUDA's."""
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "nvidia-smi" else None)
+    monkeypatch.setattr(requirements.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "nvidia-smi" else None)
     loaded = loaded_with("zero=stage3_zeropp", "precision=fp16", f"run.dir={tmp_path}")
-    assert not [*preflight.check_devices(loaded)]
+    assert not [*requirements.check_devices(loaded)]
     for name, value in (("DS_ACCELERATOR", "cpu"), ("CUDA_VISIBLE_DEVICES", "")):
         monkeypatch.delenv("DS_ACCELERATOR")
         monkeypatch.setenv(name, value)
-        told = [str(error) for error in preflight.check_devices(loaded)]
+        told = [str(error) for error in requirements.check_devices(loaded)]
         assert "zero.zero_quantized_weights = true needs NVIDIA GPUs" in "\n".join(told), name
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted_by_deepspeed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that is written arrives in DeepSpeed's own config, on a machine with GPUs."""
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(requirements.shutil, "which", lambda name: f"/usr/bin/{name}")
     loaded = loaded_with(ACCEPTED[name], f"run.dir={tmp_path}")
     check_rules(loaded, world_size=8)
     values = build_ds_config(loaded.cfg, 8, 100).values

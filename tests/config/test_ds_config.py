@@ -10,11 +10,12 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from generate_ds_keys import key_table
 
+from toolkit.config.dotted_keys import leaves
 from toolkit.config.files import known_recipes
 from toolkit.config.load import load
 from toolkit.config.mesh import model_ranks
-from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName, leaves
-from toolkit.engine.ds_config import OWNED, build_ds_config, dotted_keys, explain, read_key
+from toolkit.config.schema import Device, Dtype, OptimizerName, RunConfig, ScheduleName
+from toolkit.engine.ds_config import OWNED, build_ds_config, explain, json_keys, read_key
 from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +193,7 @@ def test_extra_reaches_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_owned_key_exists_on_both_sides() -> None:
-    known = set(dotted_keys())
+    known = set(json_keys())
     for theirs, ours in OWNED.items():
         # The table knows tensor_parallel as a whole; that DeepSpeed takes its keys is shown in test_tensor.py.
         assert theirs in known or theirs.startswith("tensor_parallel.")

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from translation_tables import fill_tables
 
+from toolkit.config.dotted_keys import get_value
 from toolkit.config.load import load
 from toolkit.config.program_keys import keys_of, sentence
 from toolkit.config.schema import (
@@ -28,7 +29,6 @@ from toolkit.config.schema import (
     TooLong,
     TrainOn,
     TuningMethod,
-    get_value,
 )
 from toolkit.config.validate import field_type
 from toolkit.extras.cli import import_config

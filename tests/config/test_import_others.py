@@ -7,17 +7,8 @@ import pytest
 import yaml
 
 from tests.config.test_import_config import here, imported, put, refused  # noqa: F401  # a fixture, used by its name
-from toolkit.config.schema import (
-    Dtype,
-    Init,
-    OptimizerName,
-    Packing,
-    RowFormat,
-    TooLong,
-    TrainOn,
-    TuningMethod,
-    get_value,
-)
+from toolkit.config.dotted_keys import get_value
+from toolkit.config.schema import Dtype, Init, OptimizerName, Packing, RowFormat, TooLong, TrainOn, TuningMethod
 
 AXOLOTL: dict[str, Any] = {
     "base_model": "NousResearch/Meta-Llama-3-8B",

@@ -12,9 +12,10 @@ import yaml
 
 from toolkit.arguments import parse_checked
 from toolkit.config import validate
+from toolkit.config.dotted_keys import all_keys
 from toolkit.config.files import Loader, _fast_loader
-from toolkit.config.load import LEARNING_RATES, TYPED, load, replace, to_yaml
-from toolkit.config.schema import Dtype, TuningMethod, all_keys
+from toolkit.config.load import TYPED, load, replace, to_yaml
+from toolkit.config.schema import LEARNING_RATES, Dtype, TuningMethod
 from toolkit.engine import ds_config
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.messages import ConfigError, read_table

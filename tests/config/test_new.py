@@ -10,8 +10,8 @@ import pytest
 from ranks import deepspeed, run
 
 from toolkit.cli import main
-from toolkit.config.load import LEARNING_RATES, load
-from toolkit.config.schema import Device, Dtype, Packing, RunConfig, TooLong, TuningMethod
+from toolkit.config.load import load
+from toolkit.config.schema import LEARNING_RATES, Device, Dtype, Packing, RunConfig, TooLong, TuningMethod
 from toolkit.data.tokenize import first_rows
 from toolkit.messages import set_language
 from toolkit.models.chat import fit_tokenizer, local_encoder

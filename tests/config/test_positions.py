@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from toolkit.cli import main
+from toolkit.config.context_length import check_positions, position_limit
 from toolkit.config.load import load
-from toolkit.config.preflight import check_positions, position_limit
 from toolkit.messages import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import yaml
 from config_reference import render, sentences
 from recipe_schema import recipe_schema
 
+from toolkit.config.dotted_keys import all_keys
 from toolkit.config.files import Loader
-from toolkit.config.schema import all_keys
 from toolkit.config.validate import field_type
 from toolkit.messages import chinese
 

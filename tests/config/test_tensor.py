@@ -26,8 +26,9 @@ from toolkit.distributed.process_group import join_parts
 from toolkit.engine.ds_config import build_ds_config, explain
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
+from toolkit.plan.division import exchanged_bytes, tensor_part
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import exchanged_bytes, shapes_of_config, tensor_part, tuned
+from toolkit.plan.outline import shapes_of_config, tuned
 
 WORDS = "recipe=zero1 model=glm_tiny parallel=tensor"
 REFUSED = {

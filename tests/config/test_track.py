@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.load import LoadedConfig, load, to_yaml
-from toolkit.config.preflight import PACKAGES, check_track_here, mlflow_folder
+from toolkit.config.paths import mlflow_folder
+from toolkit.config.requirements import PACKAGES, check_track_here
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import TRACKERS
 from toolkit.engine.ds_config import build_ds_config

@@ -1,9 +1,10 @@
 """A key that nothing reads is an error: each row of READ_WHEN, by words that it is about."""
 
+from toolkit.config.dotted_keys import get_value
 from toolkit.config.load import as_typed, load
 from toolkit.config.rule_tables import READ_WHEN, expand
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import RunConfig, get_value
+from toolkit.config.schema import RunConfig
 from toolkit.messages import Problems
 
 UNREAD = {

@@ -14,7 +14,7 @@ import torch
 from ranks import Finished, forked, run
 from shared import WORKER
 
-from toolkit.config.preflight import lacking_tools
+from toolkit.config.native_ops import lacking_tools
 
 DEVICE = "cuda" if os.environ.get("DS_ACCELERATOR") == "cuda" else "cpu"
 """Of DS_ACCELERATOR, or of pytest's --device."""

@@ -81,7 +81,7 @@ def before(module: Any, name: str, when: Callable[..., bool]) -> None:
 
 def in_step(step: int) -> Callable[..., bool]:
     """Return whether the loop is in a step, by what it tells its watchdog."""
-    from toolkit.distributed.failure import Watchdog
+    from toolkit.distributed.watchdog import Watchdog
 
     entered: list[int] = []
     real = Watchdog.enter

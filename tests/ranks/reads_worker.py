@@ -12,24 +12,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import schema
+from toolkit.config import dotted_keys, schema
 from toolkit.messages import ToolkitError, set_language
 
 CUSTOM = "custom"
-BESIDE = ("/config/load.py", "/config/rules.py", "/config/preflight.py", "/toolkit/plan/", "/dataclasses.py")
+BESIDE = (
+    *("/config/load.py", "/config/rules.py", "/config/paths.py", "/config/hub.py", "/config/requirements.py"),
+    *("/config/native_ops.py", "/config/context_length.py", "/toolkit/plan/", "/dataclasses.py"),
+)
 """Parts of files that copy, write, judge or estimate from a config; what they read has no effect by that."""
 
 
 def note_reads(found: set[str]) -> None:
     """Add every key to a set that is read from here on, by whatever is not called by what is BESIDE."""
-    for prefix, kind in schema.sections():
+    for prefix, kind in dotted_keys.sections():
         watch(kind, prefix, found)
     watch(schema.SourceConfig, "data.sources[0].", found)
 
 
 def watch(kind: type, prefix: str, found: set[str]) -> None:
     """Do that for one section."""
-    names = {name: prefix + name for name in schema.types_of(kind)}
+    names = {name: prefix + name for name in dotted_keys.types_of(kind)}
     read: Callable[[Any, str], Any] = kind.__getattribute__
 
     def noting(section: Any, name: str) -> Any:

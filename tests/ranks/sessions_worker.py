@@ -239,7 +239,7 @@ def main() -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from toolkit.config import preflight
+    from toolkit.config import requirements
     from toolkit.distributed import failure, process_group
     from toolkit.train import baseline, checkpointer, run_dir, trainer  # noqa: F401  # run_case uses them
 
@@ -250,7 +250,7 @@ def main() -> None:
     torch._dynamo.config.disable = (
         os.environ.get("TORCHDYNAMO_DISABLE") == "1"
     )  # read at import, which a fork has behind it
-    preflight._has_fp16 = lambda _: True  # fp16 is tried on CPUs here
+    requirements._has_fp16 = lambda _: True  # fp16 is tried on CPUs here
     get_accelerator().is_fp16_supported = lambda: True
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
     for index, case in enumerate(cases):

@@ -11,7 +11,7 @@ from ranks import REPOSITORY, TIMEOUT_S, Finished, forked, free_port, kill_sessi
 from shared import tiny
 
 from toolkit.cli import main
-from toolkit.distributed import failure, process_group
+from toolkit.distributed import process_group, signals
 
 RUN = str(REPOSITORY / "run.py")
 GOOD = '{"prompt": "red", "response": "blue"}\n'
@@ -141,7 +141,7 @@ IN_GROUP = ("run folder exists",)
 @pytest.fixture
 def train(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
     """Return what runs run.py's command in this process, which keeps its own handlers of signals."""
-    monkeypatch.setattr(failure, "install_signals", lambda: None)
+    monkeypatch.setattr(signals, "install_signals", lambda: None)
     monkeypatch.setattr(process_group, "start", lambda config: pytest.fail("that is for IN_GROUP"))
 
     def run_here(cwd: Path, *words: str) -> Finished:

@@ -16,7 +16,7 @@ from ranks import REPOSITORY, forked, run
 from reads_worker import CUSTOM
 from shared import LORA, WORDS, by_tier, of_tier
 
-from toolkit.config import schema
+from toolkit.config import dotted_keys, schema
 from toolkit.config.load import LoadedConfig, load, replace, to_plain
 from toolkit.config.rules import check_rules
 from toolkit.config.validate import field_type
@@ -24,8 +24,8 @@ from toolkit.messages import ConfigError, Problems
 
 WORKER = str(REPOSITORY / "tests" / "ranks" / "reads_worker.py")
 SOURCE = "data.sources[0]"
-LEAVES = [key for key in schema.all_keys() if not dataclasses.is_dataclass(field_type(key))]
-OF_SOURCES = [f"{SOURCE}.{name}" for name in schema.types_of(schema.SourceConfig)]
+LEAVES = [key for key in dotted_keys.all_keys() if not dataclasses.is_dataclass(field_type(key))]
+OF_SOURCES = [f"{SOURCE}.{name}" for name in dotted_keys.types_of(schema.SourceConfig)]
 NOT_IN_A_RUN = {
     "model.hub_id": "the base model in an export's card, which is made from the config as it was written",
     "model.modelscope_id": "a way to get the weights, told where they cannot be had",
@@ -140,7 +140,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def other_value(key: str, cfg: schema.RunConfig) -> Any:
     """Return a value of a key that is neither its default nor the config's."""
-    known = [schema.get_value(one, key) for one in (schema.RunConfig(), cfg)]
+    known = [dotted_keys.get_value(one, key) for one in (schema.RunConfig(), cfg)]
     value = known[0]
     chosen: dict[str, list[Any]] = {
         "batch.micro_per_gpu": [2],

@@ -8,7 +8,7 @@ import yaml
 from ranks import REPOSITORY, forked, run
 from shared import WORKER, by_tier, can_do_async_io, losses, of_tier
 
-from toolkit.config.preflight import _has_fp16
+from toolkit.config.requirements import _has_fp16
 
 # Needs fp16 arithmetic, which DeepSpeed 0.19.8's CPU accelerator has on few processors; the last test shows it.
 # QLoRA's weights in 4 bits are bitsandbytes' kernels for NVIDIA GPUs.

@@ -85,7 +85,7 @@ def plain_loop(overrides: list[str]) -> dict[str, list[float]]:
     from toolkit.data.loader import collate
     from toolkit.models.fine_tuning import apply_tuning
     from toolkit.models.load import create_model
-    from toolkit.plan.outline import tuning_of
+    from toolkit.plan.tuning_targets import tuning_of
     from toolkit.tasks.language_data import head_of, load_data
 
     cfg = load(overrides).cfg

@@ -27,7 +27,7 @@ import psutil
 
 from toolkit import messages
 from toolkit.cli import main
-from toolkit.distributed.failure import run_guarded
+from toolkit.distributed.exits import run_guarded
 
 LIMIT_S = 20.0
 LIMIT_BYTES = 2 << 30

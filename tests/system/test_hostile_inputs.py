@@ -29,10 +29,10 @@ from tests.system.hostile import MARKUP, VALUES, Case, Special, as_json, spoiled
 from tests.unit.fake_runs import fake_run
 from tests.unit.speaker import write_random
 from toolkit.cli import COMMANDS, _dispatch, main
+from toolkit.config.dotted_keys import leaves
 from toolkit.config.load import load, to_dict, to_yaml
-from toolkit.config.schema import leaves
 from toolkit.extras import board
-from toolkit.launch import environment, hostfile
+from toolkit.launch import environment, hostfile, variables
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(2400)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -404,7 +404,7 @@ def hostfiles(made: Made) -> Iterator[Case]:
     for label, spoilt in spoiled("deepspeed-env", b"A=1\nB=two words\nC=\n", 40):
         yield Case(
             label,
-            calling(lambda: environment.variables_of_files(Path())),
+            calling(lambda: variables.variables_of_files(Path())),
             {".deepspeed_env": spoilt},
             None,
             (".deepspeed_env",),

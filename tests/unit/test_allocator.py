@@ -2,6 +2,7 @@
 
 import pytest
 
+from toolkit.launch import variables
 from toolkit.train import startup
 
 GPU, CPU = {"DS_ACCELERATOR": "cuda"}, {"DS_ACCELERATOR": "cpu"}
@@ -27,9 +28,10 @@ def test_a_variable_of_the_user_stays(environ: dict[str, str], added: dict[str, 
 def test_the_recipe_counts_as_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """launch.env is applied first."""
     order: list[str] = []
-    for name in ("apply_env", "check_port"):
-        monkeypatch.setattr(startup.environment, name, lambda *_, name=name: order.append(name))
+    monkeypatch.setattr(variables, "apply_env", lambda *_: order.append("apply_env"))
+    monkeypatch.setattr(startup.environment, "check_port", lambda _: order.append("check_port"))
     monkeypatch.setattr(startup, "set_allocator", lambda environ: order.append("set_allocator"))
-    monkeypatch.setattr(startup.preflight, "check_build_locks", lambda environ: None)
-    startup.set_environment(startup.schema.RunConfig(), startup.environment.detect({}), {})
+    monkeypatch.setattr(startup.native_ops, "check_build_locks", lambda environ: None)
+    cfg = startup.schema.RunConfig(launch=startup.schema.LaunchConfig(env={"A": "b"}))
+    startup.set_environment(cfg, startup.environment.detect({}), {})
     assert order == ["apply_env", "set_allocator", "check_port"]

@@ -15,7 +15,8 @@ import pytest
 from tests.unit.made_processes import make_processes
 from toolkit.cli import main
 from toolkit.launch import deepspeed
-from toolkit.launch.deepspeed import age_s, check_launcher, hostfile_of, launcher_options, split_words, typed_options
+from toolkit.launch.ancestors import age_s
+from toolkit.launch.deepspeed import check_launcher, hostfile_of, launcher_options, split_words, typed_options
 from toolkit.launch.environment import Ranks
 from toolkit.messages import LaunchError
 
@@ -204,7 +205,7 @@ def test_ranks_that_an_agent_starts_again_are_as_old_as_themselves(
 
 
 def test_the_age_of_a_process_that_there_is() -> None:
-    code = "import time; time.sleep(1); from toolkit.launch.deepspeed import age_s; print(age_s())"
+    code = "import time; time.sleep(1); from toolkit.launch.ancestors import age_s; print(age_s())"
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert 1 <= float(done.stdout) <= time.monotonic() - begun

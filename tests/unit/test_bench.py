@@ -267,7 +267,7 @@ def test_the_minutes_of_a_gpu_bench_begin_before_its_imports(monkeypatch: pytest
             return lambda words, started: times.update(started=started) or 0
 
     monkeypatch.setitem(sys.modules, "benchmarks.gpu_parts", Slow("gpu_parts"))
-    monkeypatch.setattr("toolkit.distributed.failure.run_guarded", lambda function: function())
+    monkeypatch.setattr("toolkit.distributed.exits.run_guarded", lambda function: function())
     monkeypatch.setattr(sys, "argv", ["bench_gpu"])
     before = time.monotonic()
     with pytest.raises(SystemExit):

@@ -20,8 +20,9 @@ from starlette.testclient import TestClient
 
 from tests.unit.fake_runs import HOSTILE, fake_run
 from toolkit import children
+from toolkit.config.dotted_keys import leaves
 from toolkit.config.load import load, to_plain
-from toolkit.config.schema import RunConfig, leaves
+from toolkit.config.schema import RunConfig
 from toolkit.extras import board
 from toolkit.extras.board import Board, Launches, application
 from toolkit.messages import current_language, set_language
@@ -193,8 +194,8 @@ def test_a_model_of_unknown_size_is_not_looked_up(client: TestClient, monkeypatc
     def reach(*_: Any, **__: Any) -> None:
         raise AssertionError("the network was asked")
 
-    monkeypatch.setattr("toolkit.config.preflight._config_folder", reach)
-    monkeypatch.setattr("toolkit.config.preflight._once_per_machine", reach)
+    monkeypatch.setattr("toolkit.config.hub._config_folder", reach)
+    monkeypatch.setattr("toolkit.config.hub._once_per_machine", reach)
     found = ask(client, "check", base="qwen3_8b_lora", gpus="8x80GB", values={"model.path": "owner/other"})
     assert found["errors"] == []
     assert "owner/other" in found["plan"][0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.preflight import check_build_locks, extensions_dir
+from toolkit.config.native_ops import check_build_locks, extensions_dir
 from toolkit.messages import LaunchError
 
 

@@ -12,9 +12,11 @@ import pytest
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.messages import ConfigError
+from toolkit.plan.calibration import calibrate
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine, parse_machine
-from toolkit.plan.outline import Outline, outline_of
-from toolkit.plan.speed import Rates, calibrate, rates_of
+from toolkit.plan.outline import Outline
+from toolkit.plan.speed import Rates, rates_of
 
 BEGIN = f"""#!{sys.executable}
 import json, os, sys, time

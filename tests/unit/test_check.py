@@ -88,7 +88,7 @@ def test_rows_that_may_be_skipped(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("word", WRONG)
 def test_refused(word: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.config.preflight._has_fp16", lambda _: False)
+    monkeypatch.setattr("toolkit.config.requirements._has_fp16", lambda _: False)
     code, said = check(capsys, word)
     assert code == 2
     assert said.startswith(f"ConfigError: {WRONG[word]}")
@@ -103,7 +103,7 @@ def test_options_of_other_programs(words: str, capsys: pytest.CaptureFixture[str
 def test_a_typo_is_reported_before_the_hub_is_asked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.config.preflight._config_folder", lambda *_: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("toolkit.config.hub._config_folder", lambda *_: pytest.fail("the Hub was asked"))
     assert main(["check", "recipe=chatglm", "data=chat.jsonl", "optim.lrr=1"]) == 2
     assert capsys.readouterr().err == ("ConfigError: command line: unknown key 'optim.lrr'. Did you mean 'optim.lr'?\n")
 
@@ -125,7 +125,7 @@ def test_columns_are_to_blame(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_all_errors_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """From the command line to the rows of a file; what follows from another error is not told."""
-    monkeypatch.setattr("toolkit.config.preflight._has_fp16", lambda _: False)
+    monkeypatch.setattr("toolkit.config.requirements._has_fp16", lambda _: False)
     Path("bad.jsonl").write_text(GOOD * 6 + "{\n")
     code, said = check(capsys, "zero.stag=3", "optim.lr=-1", *WRONG, "batch.micro_per_gpu=0", data="bad.jsonl")
     assert code == 2

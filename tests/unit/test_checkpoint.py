@@ -39,9 +39,10 @@ from toolkit.checkpoint.directory import (
 from toolkit.checkpoint.fragments import Fragment
 from toolkit.checkpoint.state_files import Files, HostCopies
 from toolkit.cli import main
-from toolkit.config import preflight
+from toolkit.config import paths
+from toolkit.config.dotted_keys import influence_of
 from toolkit.config.load import load, to_dict
-from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig, influence_of
+from toolkit.config.schema import FREE, CheckpointConfig, Influence, RunConfig
 from toolkit.distributed import process_group
 from toolkit.engine.parameters import are_finite
 from toolkit.launch.environment import Ranks
@@ -802,7 +803,7 @@ def test_a_run_older_than_a_key_did_what_its_default_says() -> None:
 
 def test_every_key_says_what_it_influences_or_cannot_change() -> None:
     """All keys are walked: without metadata, in a section without any, or unknown to the schema, a key decides."""
-    from toolkit.config.schema import all_keys
+    from toolkit.config.dotted_keys import all_keys
 
     def declared(kind: Any) -> Iterator[tuple[str, Any]]:
         for item in dataclasses.fields(kind):
@@ -1135,7 +1136,7 @@ def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
 
     def begin(*options: str) -> run_dir.RunSource:
         words = ["toolkit", "launch", *options, "run.name=mine", f"resume={cfg.resume}"]
-        monkeypatch.setattr(run_dir.deepspeed, "typed_command", lambda: words)
+        monkeypatch.setattr(run_dir.ancestors, "typed_command", lambda: words)
         try:
             return run_dir.choose_run_dir(cfg)
         finally:
@@ -1146,7 +1147,7 @@ def test_a_run_that_began_in_another_ones_checkpoint_is_resumed_by_its_command(
     shutil.rmtree(tmp_path / "old")
     assert begin() == run_dir.RunSource(run, mine)
     words = ["recipe=quickstart", f"run.dir={tmp_path}", "run.name=mine", f"resume={old}"]
-    assert not [*preflight._resume(load(words))]
+    assert not [*paths._resume(load(words))]
     (run / "DONE").touch()
     with pytest.raises(RunFolderError, match="has finished already"):
         begin()

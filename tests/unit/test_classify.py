@@ -12,14 +12,14 @@ from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Attention, OnBadRow, RowFormat, RunConfig, TaskKind, TooLong
-from toolkit.data.formats import ClassReader
+from toolkit.data.labeled_formats import ClassReader
 from toolkit.data.loader import collate
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import ConfigError, DataError, ModelError, RowError
 from toolkit.models import classifier
 from toolkit.models.attention import choose_attention
 from toolkit.models.classifier import Head, with_head
-from toolkit.plan.outline import outline_of
+from toolkit.plan.lookup import outline_of
 from toolkit.tasks.classify import figures_of
 
 ASKED = [{"role": "user", "content": "q"}]

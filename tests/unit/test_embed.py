@@ -14,7 +14,7 @@ from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Packing, Pooling, RowFormat, TaskKind, TooLong
 from toolkit.data import preview
-from toolkit.data.formats import TextPairReader
+from toolkit.data.labeled_formats import TextPairReader
 from toolkit.data.loader import collate
 from toolkit.data.packing import plan_sequences
 from toolkit.data.tokenize import build_caches

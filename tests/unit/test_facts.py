@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.speaker import write_random
 from toolkit.cli import main
 from toolkit.config.load import LoadedConfig, load
-from toolkit.distributed import failure, process_group
+from toolkit.distributed import process_group, signals
 from toolkit.tasks.language_model import check_model
 
 PLAIN = [{"role": "user", "content": "he said"}, {"role": "assistant", "content": "and so on"}]
@@ -133,7 +133,7 @@ def test_every_command_says_it(
 ) -> None:
     fact = FACTS[name]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(failure, "install_signals", lambda: None)
+    monkeypatch.setattr(signals, "install_signals", lambda: None)
     monkeypatch.setattr(process_group, "start", lambda config: pytest.fail("told before ranks meet"))
     shutil.copytree(whole, "model")
     fact.spoil(Path("model"))
@@ -190,7 +190,7 @@ def test_no_weights_are_downloaded_for_the_question_whether_an_adapter_merges(
         asked.append(config_only)
         return loaded
 
-    monkeypatch.setattr("toolkit.config.preflight.resolve_model_path", resolve)
+    monkeypatch.setattr("toolkit.config.hub.resolve_model_path", resolve)
     words = ["model=hf", f"model.path={whole}", "data=rows.jsonl", "tuning=lora", "tuning.save_modules=[lm_head]"]
     code, said = run(capsys, "check", *RECIPE, *SAMPLES, *words)
     assert code == 0, said

@@ -18,8 +18,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from toolkit.distributed import ended, failure, process_group
-from toolkit.distributed.failure import run_guarded
+from toolkit.distributed import ended, failure, peers, presence, process_group
+from toolkit.distributed.exits import run_guarded
 from toolkit.distributed.process_group import on_rank0
 from toolkit.launch import environment
 from toolkit.messages import CheckpointError, ConfigError, DataError, Diverged, LaunchError, ModelError, Stopped
@@ -53,8 +53,8 @@ def test_success_is_passed_on() -> None:
 
 SIGNALLED = """
 import os, signal, sys
-from toolkit.distributed.failure import run_guarded
-from toolkit.distributed import failure
+from toolkit.distributed import signals
+from toolkit.distributed.exits import run_guarded
 from toolkit.messages import ConfigError
 
 class Lost(ConfigError if sys.argv[1] == "ours" else RuntimeError):
@@ -65,7 +65,7 @@ class Lost(ConfigError if sys.argv[1] == "ours" else RuntimeError):
 def lose():
     raise Lost
 
-failure.install_signals()
+signals.install_signals()
 sys.exit(run_guarded(lose))
 """
 
@@ -83,14 +83,14 @@ def test_a_signal_while_a_failure_is_told_changes_nothing(kind: str, code: int) 
 FINISHED = """
 import os, signal, sys
 from pathlib import Path
-from toolkit.distributed import failure
+from toolkit.distributed import exits, failure, signals
 
 def report():
     failure.watch_failures(Path(sys.argv[1]))
     os.kill(os.getpid(), signal.SIGTERM)
 
-failure.install_signals()
-sys.exit(failure.run_guarded(report))
+signals.install_signals()
+sys.exit(exits.run_guarded(report))
 """
 
 
@@ -107,11 +107,11 @@ def test_a_signal_after_the_end_leaves_a_finished_run(is_done: bool, tmp_path: P
 
 EXITS = """
 import atexit, os, signal, sys
-from toolkit.distributed import failure
+from toolkit.distributed import exits, signals
 
 atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
-failure.install_signals()
-sys.exit(failure.run_guarded(lambda: 0))
+signals.install_signals()
+sys.exit(exits.run_guarded(lambda: 0))
 """
 
 
@@ -176,19 +176,19 @@ import json, os, sys, time
 from dataclasses import astuple
 from datetime import timedelta
 from pathlib import Path
-from toolkit.distributed.failure import run_guarded
-from toolkit.distributed import failure
+from toolkit.distributed.exits import run_guarded
+from toolkit.distributed import failure, peers, presence
 folder, rank, do = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.environ["RANK"] = str(rank)
-(folder / f"{rank}.new").write_text(json.dumps(astuple(failure.me())))
+(folder / f"{rank}.new").write_text(json.dumps(astuple(presence.me())))
 (folder / f"{rank}.new").rename(folder / str(rank))
 names = "012"[:int(sys.argv[4])]
 while not all((folder / name).exists() for name in names):
     time.sleep(0.05)
 chosen = folder if (folder / "logs").exists() else None
 if (folder / "taken").exists():
-    failure.exit_status = lambda pid: None
-failure.watch_failures(chosen, rank, [failure.Peer(*json.loads((folder / name).read_text())) for name in names])
+    peers.exit_status = lambda pid: None
+failure.watch_failures(chosen, rank, [presence.Peer(*json.loads((folder / name).read_text())) for name in names])
 (folder / f"watches-{rank}").touch()
 
 def run():
@@ -295,13 +295,13 @@ def test_a_rank_that_ends_in_good_order_is_not_missed(tmp_path: Path) -> None:
 def test_an_orderly_end_is_known_after_the_launcher_has_taken_the_exit_status(tmp_path: Path) -> None:
     """On a busy machine a rank looks after its launcher has."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "0").write_text(json.dumps(astuple(failure.me())))
+    (tmp_path / "0").write_text(json.dumps(astuple(presence.me())))
     with subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), "1", "end", "2"], cwd=ROOT) as other:
         while not (tmp_path / "watches-1").exists():
             assert other.poll() is None
             time.sleep(0.05)
-        its = failure.Peer(*json.loads((tmp_path / "1").read_text()))
-        view = failure.Peers(tmp_path, 0, [failure.me(), its])
+        its = presence.Peer(*json.loads((tmp_path / "1").read_text()))
+        view = peers.Peers(presence.Note(tmp_path, 0, presence.me(), 2), [presence.me(), its])
         (tmp_path / "go").touch()
         assert other.wait(timeout=60) == 0
     assert view.wait(60) == ""
@@ -309,24 +309,24 @@ def test_an_orderly_end_is_known_after_the_launcher_has_taken_the_exit_status(tm
 
 def test_nothing_is_noted_after_the_note_that_a_rank_has_left(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    view = failure.Peers(tmp_path, 0, [failure.me()])
+    note = presence.Note(tmp_path, 0, presence.me(), 1)
     for left in (False, True, False):
-        view._noted = -1e9
-        view.note(left)
-    assert view._read(0)["left"] is True
+        note._written_at = -1e9
+        note.write(left)
+    assert json.loads((tmp_path / "logs" / "rank-0.json").read_text())["left"] is True
 
 
 def test_a_rank_of_another_machine_that_is_silent_is_named(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    mine = failure.me()
-    everybody = [mine, failure.Peer("far", "far", 7), failure.Peer("away", "away", 7)]
-    views = [failure.Peers(tmp_path, rank, everybody) for rank in range(3)]
+    mine = presence.me()
+    everybody = [mine, presence.Peer("far", "far", 7), presence.Peer("away", "away", 7)]
+    views = [peers.Peers(presence.Note(tmp_path, rank, everybody[rank], 3), everybody) for rank in range(3)]
     beating, over = threading.Event(), threading.Event()
 
     def beat() -> None:
         while not over.wait(0.01):
-            views[2]._noted = -1e9
-            views[2].note()
+            views[2].note._written_at = -1e9
+            views[2].note.write()
             beating.set()
 
     thread = threading.Thread(target=beat)
@@ -334,7 +334,7 @@ def test_a_rank_of_another_machine_that_is_silent_is_named(tmp_path: Path) -> No
     assert beating.wait(30)
     try:
         assert views[0].silent(2.0).startswith("rank 1 (far) gives no sign of life any more")
-        views[1].note(left=True)
+        views[1].note.write(left=True)
         assert views[0].silent(2.0) == ""
     finally:
         over.set()
@@ -375,7 +375,7 @@ def test_streams_that_fail(shell: str, code: int, said: str) -> None:
 def test_warnings_as_errors_end_no_command() -> None:
     """torch and deepspeed warn as they are imported."""
     call = "run_guarded(lambda: warnings.warn('x') or 0)"
-    line = f"import sys, warnings; from toolkit.distributed.failure import run_guarded; {call}"
+    line = f"import sys, warnings; from toolkit.distributed.exits import run_guarded; {call}"
     ran = subprocess.run(
         [sys.executable, "-c", line],
         env=os.environ | {"PYTHONWARNINGS": "error"},
@@ -409,11 +409,11 @@ def test_disks_that_fail_are_named_without_a_traceback(
     assert run_guarded(fail) == 74
     assert capsys.readouterr().err == "/data/x: No space left on device.\n"
     error = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("toolkit.distributed.failure._free_mib", lambda place: 0.0 if place == "/dev/shm" else 9.0)
+    monkeypatch.setattr("toolkit.distributed.exits._free_mib", lambda place: 0.0 if place == "/dev/shm" else 9.0)
     assert run_guarded(fail) == 74
     said = capsys.readouterr().err
     assert said.startswith("No space left on device: /dev/shm, the memory that ranks and") and "--shm-size" in said
-    monkeypatch.setattr("toolkit.distributed.failure._free_mib", lambda place: 0.0)
+    monkeypatch.setattr("toolkit.distributed.exits._free_mib", lambda place: 0.0)
     assert run_guarded(fail) == 74
     assert ", /dev/shm. Free some" in capsys.readouterr().err
 

@@ -16,8 +16,9 @@ from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.engine.deepspeed_patches import _with_gradient
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
 from toolkit.models.lora import inject_lora
-from toolkit.plan.outline import MIXTURES, Shapes, flop_sizes, published_models, shapes_of_config, tuned
-from toolkit.plan.speed import Work, causal_pairs, formula, is_countable
+from toolkit.plan.flops import Work, causal_pairs, formula, is_countable
+from toolkit.plan.lookup import published_models
+from toolkit.plan.outline import MIXTURES, Shapes, flop_sizes, shapes_of_config, tuned
 
 ROWS, TOKENS, LAYERS, HIDDEN, HEADS, VOCAB = 2, 24, 3, 32, 4, 96
 RANK = 5

@@ -14,7 +14,7 @@ import pytest
 from toolkit import secrets
 from toolkit.config.load import LoadedConfig, load, replace, to_yaml
 from toolkit.config.rules import check_rules
-from toolkit.launch import environment
+from toolkit.launch import variables
 from toolkit.launch.environment import VARIABLES, Ranks
 from toolkit.messages import ConfigError, LaunchError
 
@@ -139,34 +139,34 @@ def test_a_process_starts_anew_once_for_what_is_read_at_its_start() -> None:
     inherited = {"PATH": "/bin", "SOME_TOKEN": "of-no-form-12"}
     environ = {**inherited, "RANK": "0"}
     with pytest.raises(Replaced) as caught:
-        environment.apply_env(env, ONE, environ, inherited, replaced)
+        variables.apply_env(env, ONE, environ, inherited, replaced)
     program, words, given = caught.value.args
     assert program == sys.executable
     assert words == [sys.executable, *sys.orig_argv[1:]]
     assert "RANK" not in given, "who it is has to be told by the launcher again"
     assert {name: given[name] for name in env} == {**env, "SOME_TOKEN": "of-no-form-12"}
     environ = {**given, "RANK": "0"}
-    environment.apply_env(env, ONE, environ, given, replaced)
+    variables.apply_env(env, ONE, environ, given, replaced)
     assert environ == {**inherited, "RANK": "0", "PYTHONHASHSEED": "7", "OMP_PLACES": STRANGE}
-    environment.apply_env(
+    variables.apply_env(
         env, ONE, {**given, "PYTHONHASHSEED": "8"}, given, replaced
     )  # something sets it again: no endless loop
 
 
 def test_the_rest_is_set_without_that() -> None:
     environ = {"OMP_PLACES": "cores", "PYTHONHASHSEED": "7"}
-    environment.apply_env({"OMP_PLACES": "{0}", "PYTHONHASHSEED": "7", "NCCL_X": "1"}, ONE, environ, {}, replaced)
+    variables.apply_env({"OMP_PLACES": "{0}", "PYTHONHASHSEED": "7", "NCCL_X": "1"}, ONE, environ, {}, replaced)
     assert environ == {"OMP_PLACES": "{0}", "PYTHONHASHSEED": "7", "NCCL_X": "1"}
 
 
 def test_what_was_sent_is_unpacked() -> None:
     sent = json.dumps({"A": STRANGE, "B": "sent", "LD_PRELOAD": "x"})
-    environ = {environment.PACKED: sent, "B": "of this machine"}
-    environment.apply_env({"A": None, "B": None}, ONE, environ, environ, replaced)
+    environ = {variables.PACKED: sent, "B": "of this machine"}
+    variables.apply_env({"A": None, "B": None}, ONE, environ, environ, replaced)
     assert environ == {"A": STRANGE, "B": "of this machine"}, "and nothing that was not asked for"
-    environ = {environment.PACKED: sent}
+    environ = {variables.PACKED: sent}
     with pytest.raises(Replaced) as caught:
-        environment.apply_env({"LD_PRELOAD": None}, ONE, environ, dict(environ), replaced)
+        variables.apply_env({"LD_PRELOAD": None}, ONE, environ, dict(environ), replaced)
     assert caught.value.args[2].keys() == {"LD_PRELOAD", "PYTHON_TOOLKIT_STARTED_ANEW"}
 
 
@@ -185,7 +185,7 @@ def test_a_secret_that_is_missing(launcher: str, machines: str) -> None:
     ranks = Ranks(1, 1, 2, 2, launcher)
     environ = {"CROSS_SIZE": machines} if machines else {}
     with pytest.raises(LaunchError) as caught:
-        environment.apply_env(
+        variables.apply_env(
             {"A": None, "B": "x", "C": None, "D": None}, ranks, {**environ, "A": "", "D": "d"}, {}, replaced
         )
     host = os.uname().nodename
@@ -197,7 +197,7 @@ def test_a_secret_that_is_missing(launcher: str, machines: str) -> None:
 
 def test_secrets_are_hidden_whatever_their_names(tmp_path: Path) -> None:
     environ = {"PLAIN": "seen-by-nobody", "SHORT": "1", "PLACE": str(tmp_path)}
-    environment.apply_env(dict.fromkeys(environ), ONE, environ, {}, replaced)
+    variables.apply_env(dict.fromkeys(environ), ONE, environ, {}, replaced)
     assert secrets.hide(f"seen-by-nobody 1 {tmp_path}") == f"*** 1 {tmp_path}"
 
 
@@ -217,7 +217,7 @@ def test_no_command_of_deepspeed_holds_a_secret(launcher: str, monkeypatch: pyte
 
     packed, words = LAUNCHERS[launcher]
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
-    environ, exported = environment.for_launcher(list(SECRETS), launcher, {**os.environ, **SECRETS})
+    environ, exported = variables.for_launcher(list(SECRETS), launcher, {**os.environ, **SECRETS})
     assert exported == words
     assert json.loads(environ["LC_TOOLKIT_ENV"]) == {name: SECRETS[name] for name in packed}
     wanted = "-p 2222 -o SendEnv=LC_TOOLKIT_ENV" if launcher == "pdsh" else "-p 2222"
@@ -244,8 +244,8 @@ def test_no_command_of_deepspeed_holds_a_secret(launcher: str, monkeypatch: pyte
 
 def test_nobody_knows_how_others_hand_variables_on() -> None:
     with pytest.raises(LaunchError, match=r"launch\.env: A: how --launcher mvapich hands on variables is not tested"):
-        environment.for_launcher(["A"], "mvapich", {"A": "b"})
-    assert environment.for_launcher([], "mvapich", {"A": "b"}) == ({"A": "b"}, [])
+        variables.for_launcher(["A"], "mvapich", {"A": "b"})
+    assert variables.for_launcher([], "mvapich", {"A": "b"}) == ({"A": "b"}, [])
 
 
 def test_no_export_of_deepspeed_is_forgotten() -> None:
@@ -258,4 +258,4 @@ def test_no_export_of_deepspeed_is_forgotten() -> None:
         for listed in re.findall(r"def export_envs\(self\):\s+return \[(.*)\]", file.read_text()):
             found |= set(re.findall(r"['\"](\w+)['\"]", listed))
     assert len(found) > 10
-    assert {name for name in found if not name.startswith(environment._ON_COMMAND_LINES)} == set()
+    assert {name for name in found if not name.startswith(variables._ON_COMMAND_LINES)} == set()

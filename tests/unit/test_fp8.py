@@ -16,8 +16,8 @@ from toolkit.config.schema import Fp8
 from toolkit.layouts import fp8
 from toolkit.messages import ConfigError
 from toolkit.plan import machine
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import outline_of
 from toolkit.train import startup
 
 KINDS = [Fp8.tensorwise, Fp8.rowwise, Fp8.rowwise_with_gw_hp]

@@ -20,13 +20,13 @@ from toolkit.data.formats import detect_format
 from toolkit.data.readers import blocks, files_of
 from toolkit.data.sources import check_sources
 from toolkit.extras.board import Board, application
-from toolkit.launch.environment import variables_of_files
+from toolkit.launch.variables import variables_of_files
 from toolkit.messages import ConfigError, DataError, LaunchError, ModelError, Problems, RowError, filled, printable, tr
 from toolkit.models.chat import load_chat_encoder, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
 from toolkit.models.directory import is_lfs_pointer, read_config
 from toolkit.models.load import empty
-from toolkit.plan import outline
+from toolkit.plan import lookup
 from toolkit.secrets import hide
 
 BLOCKED = "/proc/self/mem"
@@ -174,7 +174,7 @@ def test_sizes_that_are_texts_are_not_multiplied(key: str, whole: Path, tmp_path
     folder = spoiled(whole, tmp_path, "config.json", {key: "x"})
     cfg = load(["recipe=quickstart", "model=hf", f"model.path={folder}"]).cfg
     with pytest.raises(ConfigError, match=r"is no model's config\.json"):
-        outline.cached_outline(cfg)
+        lookup.cached_outline(cfg)
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "<html>"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import main
-from toolkit.config import preflight
+from toolkit.config import native_ops
 from toolkit.messages import ConfigError
 from toolkit.plan.machine import find_gpu, known_gpus, parse_machine
 from toolkit.train import startup
@@ -152,7 +152,7 @@ def test_the_gpus_here_are_asked_for_bf16(
     monkeypatch.setattr(startup, "set_environment", lambda *_: None)
     assert startup.make_ready(RUN) and main(["check", *RUN]) == 0, "CPU ranks beside a GPU"
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    monkeypatch.setattr(preflight, "check_compiler", lambda _: None)  # there may be no nvcc
+    monkeypatch.setattr(native_ops, "check_compiler", lambda _: None)  # there may be no nvcc
     capsys.readouterr()
     for command in ("plan", "check", "train"):
         if command == "train" and not name:

@@ -82,7 +82,7 @@ def test_gpus_that_are_visible_are_those_that_are_taken(
     chosen: str, options: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed's launcher drops the variable beside --num_gpus, and would train on others' GPUs."""
-    monkeypatch.setattr("toolkit.config.preflight.shutil.which", lambda name: f"/usr/bin/{name}")  # nvidia-smi
+    monkeypatch.setattr("toolkit.config.requirements.shutil.which", lambda name: f"/usr/bin/{name}")  # nvidia-smi
     environ = {"CUDA_VISIBLE_DEVICES": chosen}
     with pytest.raises(LaunchError, match=told) if told else nullcontext():
         check_visible_alone(options, environ)

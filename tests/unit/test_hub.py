@@ -34,7 +34,7 @@ PICKLED = {"config.json": b"{}", "pytorch_model.bin": b"weights"}
 # One process asks for all: huggingface_hub reads its variables when it is imported.
 ASK = """
 import json, sys
-from toolkit.config.preflight import resolve_model_path
+from toolkit.config.hub import resolve_model_path
 from toolkit.config.load import load
 from toolkit.messages import ConfigError
 from toolkit.messages import console, set_language
@@ -192,7 +192,7 @@ def test_what_cannot_be_had(tmp_path: Path, hub: ThreadingHTTPServer) -> None:
 
 
 def test_other_models_are_left_alone() -> None:
-    from toolkit.config.preflight import resolve_model_path
+    from toolkit.config.hub import resolve_model_path
 
     loaded = load(["recipe=quickstart"])
     assert resolve_model_path(loaded) is loaded

@@ -117,7 +117,7 @@ def test_the_first_word_counts(tmp_path: Path) -> None:
     environment.report_status(environ, code=1, folder="f")
     told = environment.read_status(environ)
     assert (told["code"], told["folder"], told["restart"]) == (70, "f", 3)
-    assert deepspeed.restart_number(environ) == 3
+    assert environment.restart_number(environ) == 3
     Path(environ[environment.STATUS_VARIABLE]).unlink()
     environment.report_status(environ, code=1)
     assert not list(tmp_path.iterdir()), "its reader is gone: nothing is made anew"

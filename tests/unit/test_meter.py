@@ -12,8 +12,8 @@ from tests.architectures import CONFIGS
 from tests.unit.metric_table import documented
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import set_language
+from toolkit.plan.flops import FlopRates, Formula, formula
 from toolkit.plan.machine import find_gpu
-from toolkit.plan.speed import FlopRates, Formula, formula
 from toolkit.terminal import set_display
 from toolkit.track.metrics import Progress
 from toolkit.train import baseline, throughput

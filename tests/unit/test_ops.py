@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.config import preflight
+from toolkit.config import native_ops
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.engine import build
@@ -46,19 +46,19 @@ def test_auto(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ: lacking)
-    cfg, why = preflight.with_optimizer(load([*AUTO, *words]).cfg, environ)
+    monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ: lacking)
+    cfg, why = native_ops.with_optimizer(load([*AUTO, *words]).cfg, environ)
     assert (cfg.optim.torch, why) == (expected, reason)
 
 
 def test_an_op_that_is_built_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ: ["nvcc"] if names else [])
+    monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ: ["nvcc"] if names else [])
     (tmp_path / "fused_adam").mkdir()
     (tmp_path / "fused_adam" / "fused_adam.so").touch()
     environ = {**GPU, "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     loaded = load(AUTO)
-    assert preflight.with_optimizer(loaded.cfg, environ)[0].optim.torch is False
-    preflight.check_compiler(loaded, environ)
+    assert native_ops.with_optimizer(loaded.cfg, environ)[0].optim.torch is False
+    native_ops.check_compiler(loaded, environ)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +74,16 @@ def test_an_op_that_is_built_needs_no_compiler(tmp_path: Path, monkeypatch: pyte
 )
 def test_a_compiler_that_is_missing_is_told_before_anything_is_loaded(words: list[str], told: str) -> None:
     environ = {**CPU, "CXX": "no-such-compiler"}
-    preflight.check_compiler(load(AUTO), environ)
+    native_ops.check_compiler(load(AUTO), environ)
     with pytest.raises(ConfigError, match=told):
-        preflight.check_compiler(load([*AUTO, *words]), environ)
+        native_ops.check_compiler(load([*AUTO, *words]), environ)
 
 
 def test_only_what_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Adam on CPUs needs no libaio, so doing without it would not help."""
-    monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ: ["libaio.h"] * ("async_io" in names))
+    monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ: ["libaio.h"] * ("async_io" in names))
     with pytest.raises(ConfigError, match=r"compile async_io .* libaio\.h is missing .* set zero=stage3_offload\."):
-        preflight.check_compiler(load([*AUTO, *NVME]), CPU)
+        native_ops.check_compiler(load([*AUTO, *NVME]), CPU)
 
 
 def test_the_choice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +95,8 @@ def test_the_choice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BUILDS = """
 import os, sys
-from toolkit.launch.processes import tie_builds
-tie_builds()
+from toolkit.distributed import process_group
+process_group._tie_builds()
 from torch.utils import cpp_extension
 cpp_extension.subprocess.run(["sh", "-c", "echo $$ > " + sys.argv[1] + "; exec sleep 300"])
 """
@@ -160,9 +160,9 @@ def with_ops(monkeypatch: pytest.MonkeyPatch, builders: Builders, *words: str) -
     monkeypatch.setattr(build, "get_accelerator", lambda: builders)
     for name, value in GPU.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(preflight, "lacking_tools", lambda names, environ=None: [])
+    monkeypatch.setattr(native_ops, "lacking_tools", lambda names, environ=None: [])
     given = load([*AUTO, *words]).cfg
-    return settle.with_ops(preflight.with_optimizer(given)[0], given)
+    return settle.with_ops(native_ops.with_optimizer(given)[0], given)
 
 
 @pytest.mark.parametrize(("error", "told"), [(NO_CUDA, "CUDA_HOME does not exist"), (NINJA, r"x.cu\(1\): error: no")])
@@ -206,11 +206,11 @@ def test_a_file_that_a_file_server_still_hides_is_waited_for(monkeypatch: pytest
 def test_what_else_is_compiled_on_gpus(words: list[str], op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a compiler they ended in a traceback, and a lock that a killed build left was waited for without end."""
     loaded = load([*AUTO, *words])
-    assert op in preflight.needed_ops(loaded.cfg, GPU) and op not in preflight.needed_ops(loaded.cfg, CPU)
-    assert op in preflight.OPS and op in build._BUILDERS
-    monkeypatch.setattr(preflight, "_cuda_home", lambda environ: Path("/nowhere"))
+    assert op in native_ops.needed_ops(loaded.cfg, GPU) and op not in native_ops.needed_ops(loaded.cfg, CPU)
+    assert op in native_ops.OPS and op in build._BUILDERS
+    monkeypatch.setattr(native_ops, "_cuda_home", lambda environ: Path("/nowhere"))
     with pytest.raises(ConfigError, match=f"{op}.*nvcc.*=false"):
-        preflight.check_compiler(loaded, GPU)
+        native_ops.check_compiler(loaded, GPU)
 
 
 def test_builders_of_deepspeed_have_these_names() -> None:
@@ -229,15 +229,15 @@ def test_ops_of_other_machines_are_elsewhere(tmp_path: Path, monkeypatch: pytest
     def place(cpu: str, model: str) -> Path:
         (tmp_path / "proc/cpuinfo").write_text(f"processor : 0\nflags : {cpu}\nprocessor : 1\nflags : {cpu}\n")
         gpu.write_text(f"Model: \t {model}\nIRQ: 7\n")
-        return preflight.extensions_dir(environ, tmp_path / "proc")
+        return native_ops.extensions_dir(environ, tmp_path / "proc")
 
     found = {place("avx2", "NVIDIA A100"), place("avx512f", "NVIDIA A100"), place("avx2", "NVIDIA H100")}
     assert place("avx2", "NVIDIA A100") in found
-    monkeypatch.setattr(preflight.sys, "abiflags", "t")
+    monkeypatch.setattr(native_ops.sys, "abiflags", "t")
     found.add(place("avx2", "NVIDIA A100"))
     version = tmp_path / "version.py"
     monkeypatch.setattr(
-        preflight.metadata, "distribution", lambda name: SimpleNamespace(locate_file=lambda file: version)
+        native_ops.metadata, "distribution", lambda name: SimpleNamespace(locate_file=lambda file: version)
     )
     for text in ("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'", "__version__ = '2.13.0'\ncuda: x = '12.9'"):
         version.write_text(text)
@@ -245,7 +245,7 @@ def test_ops_of_other_machines_are_elsewhere(tmp_path: Path, monkeypatch: pytest
     assert len(found) == 6
     assert all(path.parent == tmp_path / "torch_extensions" for path in found)
     assert any("torch2.13.0-cuda13.0" in path.name for path in found)
-    assert preflight.extensions_dir({**environ, "TORCH_EXTENSIONS_DIR": "/mine"}) == Path("/mine")
+    assert native_ops.extensions_dir({**environ, "TORCH_EXTENSIONS_DIR": "/mine"}) == Path("/mine")
 
 
 @pytest.mark.parametrize(("home", "is_found"), [("cuda", True), ("runtime", False)])
@@ -255,8 +255,8 @@ def test_nvcc_is_where_pytorch_looks(
     """CUDA_HOME before PATH: an nvcc on PATH does not help where CUDA_HOME is a runtime alone."""
     (tmp_path / "cuda/bin").mkdir(parents=True)
     (tmp_path / "cuda/bin/nvcc").touch()
-    monkeypatch.setattr(preflight.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert ("nvcc" not in preflight.lacking_tools(["fused_adam"], {"CUDA_HOME": str(tmp_path / home)})) is is_found
+    monkeypatch.setattr(native_ops.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert ("nvcc" not in native_ops.lacking_tools(["fused_adam"], {"CUDA_HOME": str(tmp_path / home)})) is is_found
 
 
 TOOLKIT = ("cuda_runtime.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
@@ -294,30 +294,30 @@ def test_a_toolkit_without_headers_builds_nothing(
     """nvcc comes alone, too, and NVIDIA has its libraries' headers elsewhere (HPC SDK). g++ does not look where nvcc
     does (conda), and nobody in wheels."""
     system = ["/usr/local/include", "/usr/include"]
-    folders = preflight._include_folders
+    folders = native_ops._include_folders
     monkeypatch.setattr(
-        preflight, "_include_folders", lambda environ: [folder for folder in folders(environ) if folder not in system]
+        native_ops, "_include_folders", lambda environ: [folder for folder in folders(environ) if folder not in system]
     )
     for file in ("cuda/bin/nvcc", *files):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     variables = {name: value.format(tmp_path) for name, value in variables.items()}
     environ = {**GPU, "CUDA_HOME": f"{tmp_path}/cuda", **variables}
-    lacking = [tool for tool in preflight.lacking_tools([op], environ) if ".h" in tool and tool != "Python.h"]
+    lacking = [tool for tool in native_ops.lacking_tools([op], environ) if ".h" in tool and tool != "Python.h"]
     assert len(lacking) == bool(told)
     if told:
         assert lacking[0].startswith(told) and f"{tmp_path}/cuda/include" in lacking[0]
-        assert preflight.how_to_install(lacking).endswith("or CPATH=DIRECTORY of these headers")
+        assert native_ops.how_to_install(lacking).endswith("or CPATH=DIRECTORY of these headers")
 
 
 def test_missing_headers_are_an_error_or_another_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/nvcc").touch()
-    monkeypatch.setattr(preflight, "_include_folders", lambda environ: [])
+    monkeypatch.setattr(native_ops, "_include_folders", lambda environ: [])
     environ = {**GPU, "CUDA_HOME": str(tmp_path)}
-    assert preflight.with_optimizer(load(AUTO).cfg, environ)[0].optim.torch is True
+    assert native_ops.with_optimizer(load(AUTO).cfg, environ)[0].optim.torch is True
     with pytest.raises(ConfigError, match=r"fused_adam.* cusolverDn\.h \(looked in .*/include\) .*CPATH.*torch=true"):
-        preflight.check_compiler(load([*AUTO, "optim.torch=false"]), environ)
+        native_ops.check_compiler(load([*AUTO, "optim.torch=false"]), environ)
 
 
 def test_what_is_missing_here_is_told_with_what_is_wrong_in_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,8 +327,8 @@ def test_what_is_missing_here_is_told_with_what_is_wrong_in_the_config(monkeypat
 
         return check
 
-    monkeypatch.setattr(startup.preflight, "check_compiler", missing("no compiler"))
-    monkeypatch.setattr(startup.preflight, "check_track_here", missing("no tracker"))
+    monkeypatch.setattr(startup.native_ops, "check_compiler", missing("no compiler"))
+    monkeypatch.setattr(startup.requirements, "check_track_here", missing("no tracker"))
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(ConfigError) as told:
         startup.make_ready(["recipe=quickstart", "schedule.warmup_steps=-3"])

@@ -13,7 +13,7 @@ import transformers
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from toolkit.config.load import LoadedConfig, load
-from toolkit.config.preflight import with_optimizer
+from toolkit.config.native_ops import with_optimizer
 from toolkit.config.rule_tables import OPTIMIZERS
 from toolkit.config.schema import DecayOf, OptimConfig, OptimizerName, RunConfig, ShapeConfig
 from toolkit.engine.build import Lion, client_optimizer, parameter_groups
@@ -22,8 +22,8 @@ from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
 from toolkit.models.load import random_config
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import outline_of
 from toolkit.train import changes
 from toolkit.train.schedule import Schedule
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from toolkit.launch import processes
+from toolkit.launch import orphans
 
 ROOT = Path(__file__).parents[2]
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -173,7 +173,7 @@ def test_who_may_be_the_parent(
     parent = SimpleNamespace(pid=pid, name=lambda: name, cmdline=words.split) if name else None
     process: Any = SimpleNamespace(pid=7, parent=lambda: parent)
     monkeypatch.setattr(os, "getsid", {7: own, pid: session}.__getitem__)
-    assert (processes.is_orphaned(process, by_kind=True), processes.is_orphaned(process, by_kind=False)) == taken
+    assert (orphans.is_orphaned(process, by_kind=True), orphans.is_orphaned(process, by_kind=False)) == taken
 
 
 KILLED = """

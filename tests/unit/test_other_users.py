@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.config import preflight
+from toolkit.config import paths
 from toolkit.config.load import load
 from toolkit.data.preview import BRACKETS, bad_step_lines
 from toolkit.export.write import cannot_write
@@ -29,7 +29,7 @@ def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path, denied: int) -> None:
 
 def refusals(cache: Path) -> list[str]:
     loaded = load(["recipe=quickstart", f"prepare.dir={cache}"])
-    return [str(error) for error in preflight._prepare_dir(loaded)]
+    return [str(error) for error in paths._prepare_dir(loaded)]
 
 
 def test_a_cache_that_may_only_be_read_is_used_once_it_is_there(

@@ -45,7 +45,7 @@ def start(
     monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: gpus)
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: None)
     monkeypatch.setattr(process_group, "init_method", lambda timeout: None)
-    monkeypatch.setattr(process_group.processes, "tie_builds", lambda: None)
+    monkeypatch.setattr(process_group, "_tie_builds", lambda: None)
     return process_group.start(DistributedConfig(backend=Backend(environ.get("BACKEND", "gloo")))), found
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.config.preflight import check_packages
+from toolkit.config.requirements import check_packages
 from toolkit.messages import LaunchError
 
 WANTED = (

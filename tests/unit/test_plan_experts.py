@@ -15,19 +15,16 @@ from toolkit.messages import ConfigError
 from toolkit.models.adapter_settings import taken_for_experts
 from toolkit.models.chat import fit_tokenizer
 from toolkit.models.outline import outline as measured
-from toolkit.plan.layouts import (
-    evaluate_layout,
-    expert_sizes,
-    fastest,
-    layouts,
-    overrides,
-    plan_json,
-    plan_lines,
-)
+from toolkit.plan.division import dispatched_bytes, expert_part
+from toolkit.plan.flops import formula
+from toolkit.plan.layouts import evaluate_layout
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import parse_machine
 from toolkit.plan.memory import Rows, layer_bytes, plan_host, plan_rank, routed_bytes
-from toolkit.plan.outline import BUSIEST, Outline, dispatched_bytes, expert_part, is_routed, outline_of, tuned
-from toolkit.plan.speed import Rates, assumed, formula, step_time
+from toolkit.plan.outline import BUSIEST, Outline, is_routed, tuned
+from toolkit.plan.search import expert_sizes, fastest, layouts, overrides
+from toolkit.plan.speed import Rates, assumed, step_time
+from toolkit.plan.summary import plan_json, plan_lines
 
 MACHINE = parse_machine("8xA100-80GB", 1, "1TB")
 RATES = Rates(flops=1e12, link=1e9, memory=1e12)

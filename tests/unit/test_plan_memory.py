@@ -18,11 +18,14 @@ from toolkit.config.load import load
 from toolkit.config.mesh import micro_sizes
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import Device, Dtype, RunConfig, TuningConfig, TuningMethod
-from toolkit.plan.layouts import evaluate_layout, fastest, layouts, overrides, plan_json, plan_lines, with_layout
+from toolkit.plan.layouts import evaluate_layout
+from toolkit.plan.lookup import outline_of, published_models
 from toolkit.plan.machine import GIB, Machine, parse_bytes, parse_machine
 from toolkit.plan.memory import HEAP_SHARE, PROCESS_BYTES, checkpoint_bytes, plan_host, plan_rank, process_bytes
-from toolkit.plan.outline import Outline, outline_of, published_models, shapes_of_config, tuned
+from toolkit.plan.outline import Outline, shapes_of_config, tuned
+from toolkit.plan.search import fastest, layouts, overrides, with_layout
 from toolkit.plan.speed import assumed, step_time
+from toolkit.plan.summary import plan_json, plan_lines
 
 WORLDS = st.sampled_from([1, 2, 4, 8, 16, 64])
 STAGES = st.sampled_from([0, 1, 2, 3])

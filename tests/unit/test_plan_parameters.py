@@ -10,8 +10,9 @@ import transformers
 
 from toolkit.config.load import load
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration
-from toolkit.plan.outline import active_line, outline_of, published_models, shapes_of_config
-from toolkit.plan.speed import formula
+from toolkit.plan.flops import formula
+from toolkit.plan.lookup import outline_of, published_models
+from toolkit.plan.outline import active_line, shapes_of_config
 
 COMMON = {
     "hidden_size": 48,

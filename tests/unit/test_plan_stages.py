@@ -11,8 +11,10 @@ from deepspeed.runtime.utils import partition_balanced
 from toolkit.config.load import load
 from toolkit.layouts.pipeline import stage_parameters
 from toolkit.messages import ModelError
+from toolkit.plan.division import balance_stages, stage_outlines
+from toolkit.plan.lookup import published_models
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import Outline, balance_stages, published_models, shapes_of_config, stage_outlines, tuned
+from toolkit.plan.outline import Outline, shapes_of_config, tuned
 
 WORDS = [
     "recipe=zero1",

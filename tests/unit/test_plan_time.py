@@ -8,9 +8,10 @@ import pytest
 from toolkit.config.load import load
 from toolkit.config.schema import RunConfig
 from toolkit.plan import speed
-from toolkit.plan.layouts import layout_numbers, layouts
+from toolkit.plan.layouts import layout_numbers
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine, parse_machine
-from toolkit.plan.outline import outline_of
+from toolkit.plan.search import layouts
 from toolkit.plan.speed import Rates, StepTime, assumed, step_time
 
 FREE = {"latency_s": 0.0, "micro_s": 0.0}
@@ -113,10 +114,10 @@ def test_a_run_finds_what_was_measured_for_the_same_gpu(tmp_path: Path) -> None:
     cfg = config(f"prepare.dir={tmp_path}")
     outline, here = outline_of(cfg), machine(1)
     files = {
-        speed._cache_of(cfg, replace(here, memory_bytes=here.memory_bytes - less), outline) for less in (0, 2 << 30)
+        speed.rates_file(cfg, replace(here, memory_bytes=here.memory_bytes - less), outline) for less in (0, 2 << 30)
     }
     assert len(files) == 1
-    unknown = {speed._cache_of(cfg, replace(here, card=None, memory_bytes=size << 30), outline) for size in (24, 48)}
+    unknown = {speed.rates_file(cfg, replace(here, card=None, memory_bytes=size << 30), outline) for size in (24, 48)}
     assert len(unknown) == 2
 
 

@@ -17,7 +17,7 @@ from tests.unit.made_processes import make_processes
 from toolkit import disk
 from toolkit.cli import main
 from toolkit.config.schema import Metric
-from toolkit.launch.deepspeed import typed_command
+from toolkit.launch.ancestors import typed_command
 from toolkit.launch.environment import STATUS_VARIABLE, without_ranks
 from toolkit.report import page as page_module, run as run_module
 from toolkit.report.figures import NAMES, draw, events_of

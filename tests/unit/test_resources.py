@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from toolkit.cli import main
-from toolkit.launch import deepspeed, environment, hostfile
+from toolkit.launch import deepspeed, hostfile, variables
 from toolkit.launch.hostfile import check_visible_devices, is_here, rank_table, select_gpus
 from toolkit.messages import LaunchError
 
@@ -128,32 +128,32 @@ def test_files_with_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for folder in (home, here):
         folder.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    assert environment.variables_of_files(here) == {}
+    assert variables.variables_of_files(here) == {}
     file = here / ".deepspeed_env"
     file.write_text("NCCL_DEBUG=INFO\nA=b=c\n")
     file.chmod(0o644)
-    assert environment.variables_of_files(here) == {file: {"NCCL_DEBUG": "INFO", "A": "b=c"}}
+    assert variables.variables_of_files(here) == {file: {"NCCL_DEBUG": "INFO", "A": "b=c"}}
     file.chmod(0o664)
     with pytest.raises(LaunchError, match="others than you can write it"):
-        environment.variables_of_files(here)
+        variables.variables_of_files(here)
     file.chmod(0o644)
     monkeypatch.setattr(os, "getuid", lambda: file.stat().st_uid + 1000)
     if file.stat().st_uid:
         with pytest.raises(LaunchError, match="others than you can write it"):
-            environment.variables_of_files(here)
+            variables.variables_of_files(here)
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(home))
     file.write_text("A=1\n\n# note\n")
     with pytest.raises(LaunchError, match=r"deepspeed_env:2: DeepSpeed wants NAME=value in every line"):
-        environment.variables_of_files(here)
+        variables.variables_of_files(here)
     file.write_text("LD_LIBRARY_PATH=/x y:$LD_LIBRARY_PATH:${B}\nA=it's; true & (b)\n")
-    assert environment.variables_of_files(here) == {
+    assert variables.variables_of_files(here) == {
         file: {"LD_LIBRARY_PATH": "/x y:$LD_LIBRARY_PATH:${B}", "A": "it's; true & (b)"}
     }
     for value in ("$(touch x)", "`touch x`", 'a"; touch x; "', "a\\", "${A:-$(touch x)}", "a\x0bB=$(touch x)"):
         file.write_text(f"B=1\nA={value}\n")
         with pytest.raises(LaunchError, match=r"deepspeed_env:2: the shells of all nodes would run"):
-            environment.variables_of_files(here)
+            variables.variables_of_files(here)
 
 
 def test_the_launchers_program_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.unit.tiny_model import SIZES
 from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.config.schema import RowFormat, TaskKind
-from toolkit.data.formats import MarginReader
+from toolkit.data.labeled_formats import MarginReader
 from toolkit.data.tokenize import build_caches
 from toolkit.messages import ConfigError, ModelError, RowError
 from toolkit.models import classifier, probe
@@ -21,7 +21,7 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditional
 from toolkit.models.classifier import Head, with_head
 from toolkit.models.load import check_writes, load_model
 from toolkit.models.save import save_model
-from toolkit.plan.outline import outline_of
+from toolkit.plan.lookup import outline_of
 from toolkit.tasks.reward import reward_losses
 
 ROW = {"prompt": "q", "chosen": "a", "rejected": "b"}

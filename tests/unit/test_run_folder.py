@@ -16,9 +16,9 @@ import pytest
 from toolkit.checkpoint import directory
 from toolkit.config.schema import RunConfig
 from toolkit.disk import try_lock
-from toolkit.distributed import failure
-from toolkit.distributed.failure import heartbeat_file
-from toolkit.launch import deepspeed
+from toolkit.distributed import presence
+from toolkit.distributed.watchdog import heartbeat_file
+from toolkit.launch import environment
 from toolkit.messages import CheckpointError, RunFolderError
 from toolkit.train import run_dir, trainer
 
@@ -166,7 +166,7 @@ def test_a_stop_file_of_an_earlier_start_is_removed(
     assert not stop.exists()
     assert f"Removed the file {stop}, which is older than this start. To stop this run, create it again." in said
     # Of a run that its launcher starts again it is meant for this very command.
-    monkeypatch.setattr(deepspeed, "restart_number", lambda: 1)
+    monkeypatch.setattr(environment, "restart_number", lambda: 1)
     monkeypatch.setattr(run_dir, "check_repeated_death", lambda folder, step: None)
     stop.touch()
     run_dir.choose_run_dir(cfg)
@@ -232,7 +232,7 @@ def test_a_node_may_see_a_new_run_directory_late(
     seen_after: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     """A file server's client remembers for a while that there was no `runs`; where it never comes, it is not shared."""
-    here, there, asked = failure.me(), failure.Peer("node2", "node2", 1), [0]
+    here, there, asked = presence.me(), presence.Peer("node2", "node2", 1), [0]
 
     def gather(mine: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         asked[0] += 1

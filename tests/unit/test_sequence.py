@@ -11,9 +11,9 @@ from toolkit.layouts.sequence import local_part, split_sequences
 from toolkit.messages import ModelError
 from toolkit.models.attention import with_label_positions
 from toolkit.models.directory import packing_unsupported
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank
-from toolkit.plan.outline import outline_of
 from toolkit.plan.speed import Rates, step_time
 
 

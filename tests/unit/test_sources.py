@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.data_tools import ByteEncoder, pairs, run_config, write_rows
 from toolkit.config.load import load
-from toolkit.config.preflight import _wrong_source
+from toolkit.config.paths import _wrong_source
 from toolkit.config.schema import OnBadRow, RowFormat, SourceConfig
 from toolkit.data import readers as files_module, sources
 from toolkit.data.row_values import columns_for

@@ -13,8 +13,8 @@ from toolkit.config.load import load
 from toolkit.config.rules import check_rules
 from toolkit.messages import ConfigError
 from toolkit.models.layers import tile_mlp
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.memory import plan_rank
-from toolkit.plan.outline import outline_of
 
 WIDE: dict[str, Any] = {**SIZES, "intermediate_size": 512}
 IDS = torch.arange(2 * 37).view(2, 37)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.distributed import failure
-from toolkit.distributed.failure import Watchdog, heartbeat_file
+from toolkit.distributed import failure, peers, presence, watchdog
+from toolkit.distributed.watchdog import Watchdog, heartbeat_file
 
 
 def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
 ) -> None:
     """A file server that stands still, or a full disk, is no lost machine; nor is one that nobody waits for."""
     for name, value in (("_EVERY_S", 0.01), ("_LOST_BEATS", 50), ("_LOOK_EVERY", 2)):
-        monkeypatch.setattr(failure, name, value)
+        monkeypatch.setattr(watchdog, name, value)
     told: list[str] = []
     monkeypatch.setattr(Watchdog, "_tell", lambda self, text, _: (told.append(text), self.stop()))
     logs = tmp_path / "logs"
@@ -54,14 +54,14 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
         json.dumps({"pid": 7, "host": "far", "machine": "far", "beats": 3, "step": 5})
     )
     one = Watchdog(tmp_path, 0, 2, hang_after_s=3600.0, patience_s=3600.0)
-    one.enter(failure.STEP, 5)
+    one.enter(watchdog.STEP, 5)
     time.sleep(0.1)  # both have counted
     if not can_write:
         logs.rename(tmp_path / "gone")
     until = time.monotonic() + (10 if is_lost else 1.5)
     while time.monotonic() < until and not told:
         if not is_waiting:
-            one.enter(failure.STEP, 5)
+            one.enter(watchdog.STEP, 5)
         time.sleep(0.001)
     one.stop()
     assert bool(told) is is_lost
@@ -71,13 +71,13 @@ def test_a_machine_is_lost_only_for_who_waits_and_can_write(
         ]
 
 
-@pytest.mark.parametrize("phase", [failure.START, "evaluation", "checkpoint", failure.STEP, failure.END])
+@pytest.mark.parametrize("phase", [watchdog.START, "evaluation", "checkpoint", watchdog.STEP, watchdog.END])
 def test_a_stopped_rank_of_the_same_node_is_lost_in_every_phase(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before the time limit of a phase; but not one that has left in good order, as the others end later."""
     for name, value in (("_EVERY_S", 0.01), ("_LOST_BEATS", 50), ("_LOOK_EVERY", 2)):
-        monkeypatch.setattr(failure, name, value)
+        monkeypatch.setattr(watchdog, name, value)
     told: list[tuple[str, list[int]]] = []
     monkeypatch.setattr(Watchdog, "_tell", lambda self, *what: (told.append(what), self.stop()))
     (tmp_path / "logs").mkdir()
@@ -94,14 +94,14 @@ def test_a_stopped_rank_of_the_same_node_is_lost_in_every_phase(
         one.stop()
     [(text, pids)] = told
     assert re.fullmatch(rf"No sign of life from rank 1 \(pid \d+, [^,]+\). It is stopped, .* \({phase} 5\)\.", text)
-    assert pids == [failure.me().pid]
+    assert pids == [presence.me().pid]
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Look every few milliseconds; what would end the process is collected instead."""
     for name, value in (("_EVERY_S", 0.02), ("_LOOK_S", 0.2), ("_LEAST_S", 0.1)):
-        monkeypatch.setattr(failure, name, value)
+        monkeypatch.setattr(watchdog, name, value)
     told: list[str] = []
     monkeypatch.setattr(Watchdog, "_tell", lambda self, text, _: (told.append(text), self.stop()))
     return told
@@ -111,18 +111,18 @@ def test_a_rank_that_waits_for_data_is_no_hang(tmp_path: Path, quick: list[str])
     """Neither its own step before, nor that of the rank that waits for it; once it has its data, it may hang."""
     (tmp_path / "logs").mkdir()
     waits, computes = (Watchdog(tmp_path, rank, 2, hang_after_s=0.1, patience_s=3600.0) for rank in (0, 1))
-    waits.enter(failure.STEP, 4)
-    waits.enter(failure.DATA, 5)
-    computes.enter(failure.STEP, 5)
+    waits.enter(watchdog.STEP, 4)
+    waits.enter(watchdog.DATA, 5)
+    computes.enter(watchdog.STEP, 5)
     until = time.monotonic() + 2
     while time.monotonic() < until:
         assert not quick
         time.sleep(0.01)
     assert computes._is_excused
-    computes.enter(failure.DATA, 6)
+    computes.enter(watchdog.DATA, 6)
     assert not computes.taken, "what it waited for another rank says nothing of how long steps take"
-    computes.enter(failure.STEP, 6)
-    waits.enter(failure.STEP, 5)
+    computes.enter(watchdog.STEP, 6)
+    waits.enter(watchdog.STEP, 5)
     until = time.monotonic() + 30
     while time.monotonic() < until and not quick:
         time.sleep(0.01)
@@ -138,7 +138,7 @@ def test_a_run_that_ends_while_it_is_judged_ends_as_it_is(
     judged, read = threading.Event(), Watchdog._read
     monkeypatch.setattr(Watchdog, "_read", lambda self, ranks: (judged.set(), read(self, ranks))[1])
     one = Watchdog(tmp_path, 0, 1, hang_after_s=0.1, patience_s=3600.0)
-    one.enter(failure.STEP, 5)
+    one.enter(watchdog.STEP, 5)
     assert judged.wait(60)
     one.stop()
     time.sleep(1)
@@ -148,7 +148,7 @@ def test_a_run_that_ends_while_it_is_judged_ends_as_it_is(
 def test_a_wait_for_data_has_a_limit_and_words_of_its_own(tmp_path: Path, quick: list[str]) -> None:
     (tmp_path / "logs").mkdir()
     one = Watchdog(tmp_path, 0, 1, hang_after_s=0.0, patience_s=1.0)
-    one.enter(failure.DATA, 5)
+    one.enter(watchdog.DATA, 5)
     assert one.limit() == 0.5
     until = time.monotonic() + 30
     while time.monotonic() < until and not quick:
@@ -161,7 +161,7 @@ def test_data_and_step_share_a_heartbeat(tmp_path: Path, monkeypatch: pytest.Mon
     """Two files per step, written while the loop waits, would be felt on a file server."""
     (tmp_path / "logs").mkdir()
     one = Watchdog(tmp_path, 0, 1, hang_after_s=3600.0, patience_s=3600.0)
-    one.enter(failure.DATA, 1)
+    one.enter(watchdog.DATA, 1)
     written: list[str] = []
 
     def beat(left: bool = False) -> bool:
@@ -171,8 +171,8 @@ def test_data_and_step_share_a_heartbeat(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(one, "_beat", beat)
     for step in range(1, 4):
-        one.enter(failure.DATA, step)
-        one.enter(failure.STEP, step)
+        one.enter(watchdog.DATA, step)
+        one.enter(watchdog.STEP, step)
     one.stop()
     one.enter("checkpoint", 3)
     assert written == ["checkpoint"]
@@ -186,8 +186,8 @@ def test_a_step_that_may_compile_or_connect_has_the_patience_of_a_first_one(tmp_
             if before:
                 one.enter(before, step)
                 assert one.limit() == 1800
-            one.enter(failure.DATA, step)
-            one.enter(failure.STEP, step)
+            one.enter(watchdog.DATA, step)
+            one.enter(watchdog.STEP, step)
             found.append(one.limit())
         return found
 
@@ -237,7 +237,9 @@ def test_the_run_directory_is_touched_no_more_often_on_many_ranks(
         one = Watchdog(tmp_path, rank, num_ranks, hang_after_s=-1.0, patience_s=3600.0)
         one._over = Over()  # type: ignore[assignment]
         total += per_second(one._count) * (num_ranks - 1 if rank else 1)
-    peers = failure.Peers(tmp_path, 0, [failure.Peer("host", str(number), 1) for number in range(num_ranks)])
+    everybody = [presence.Peer("host", str(number), 1) for number in range(num_ranks)]
+    note = presence.Note(tmp_path, 0, everybody[0], num_ranks)
+    view = peers.Peers(note, everybody)
     clock = [0.0]
     monkeypatch.setattr(failure.time, "monotonic", lambda: clock[0])
     over = Over()
@@ -247,9 +249,10 @@ def test_the_run_directory_is_touched_no_more_often_on_many_ranks(
         over.wait(seconds)
         return ""
 
-    monkeypatch.setattr(peers, "wait", wait)
+    monkeypatch.setattr(view, "wait", wait)
     monkeypatch.setattr(failure, "_over", over)
-    monkeypatch.setattr(failure, "_peers", peers)
+    monkeypatch.setattr(failure, "_note", note)
+    monkeypatch.setattr(failure, "_peers", view)
     monkeypatch.setattr(failure, "_marker", tmp_path / "FAILED")
     total += per_second(failure._wait_for_failure) * num_ranks
     assert total <= 7 * min(num_ranks, 64) + 32
@@ -257,7 +260,7 @@ def test_the_run_directory_is_touched_no_more_often_on_many_ranks(
 
 def test_on_many_ranks_a_lost_machine_is_still_noticed() -> None:
     """Ten beats of each, as one alone may be late: after 40 s on 256 ranks, as on two."""
-    assert [failure.stretch(number) for number in (1, 64, 256, 1024)] == [1.0, 1.0, 4.0, 16.0]
+    assert [presence.stretch(number) for number in (1, 64, 256, 1024)] == [1.0, 1.0, 4.0, 16.0]
 
 
 def test_of_many_ranks_a_few_judge_a_hang(tmp_path: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +277,7 @@ def test_of_many_ranks_a_few_judge_a_hang(tmp_path: Path, quick: list[str], monk
     monkeypatch.setattr(failure.os, "_exit", ended)
     for rank in (7, 8, 1023):
         one = Watchdog(tmp_path, rank, 1024, hang_after_s=-1.0, patience_s=3600.0)
-        one.enter(failure.STEP, 3)
+        one.enter(watchdog.STEP, 3)
         one._over = threading.Event()
         if rank == 7:
             monkeypatch.setattr(one._over, "wait", lambda seconds: False)
@@ -285,8 +288,8 @@ def test_of_many_ranks_a_few_judge_a_hang(tmp_path: Path, quick: list[str], monk
         assert (tmp_path / "logs" / f"hang-rank-{rank}.txt").exists()
     assert read == [7, 7] and len(quick) == 1
     (tmp_path / "FAILED").unlink()  # no judge has found anything: they are gone themselves
-    monkeypatch.setattr(failure, "_LOOK_S", 0.0)
+    monkeypatch.setattr(watchdog, "_LOOK_S", 0.0)
     one = Watchdog(tmp_path, 9, 1024, hang_after_s=-1.0, patience_s=3600.0)
-    one.enter(failure.STEP, 3)
+    one.enter(watchdog.STEP, 3)
     one._end(100.0)
     assert read == [7, 7, 9, 9]

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         _show(f"toolkit {__version__}")
         return 0
-    from toolkit.distributed.failure import run_guarded
+    from toolkit.distributed.exits import run_guarded
 
     return run_guarded(lambda: _dispatch(words))
 

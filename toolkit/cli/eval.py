@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.arguments import Arguments, check_parsed, parse
-from toolkit.config import mesh, preflight, schema
+from toolkit.config import hub, mesh, schema
 from toolkit.disk import unused_path
 from toolkit.launch import environment
 from toolkit.messages import ConfigError, Problems, tr
@@ -34,7 +34,7 @@ def run(words: list[str]) -> None:
     set_environment(cfg, ranks, inherited)
     if ranks.rank == 0:
         warn_remote_code(cfg.model)
-    cfg = mesh.with_micro_batch(preflight.resolve_model_path(arguments.loaded).cfg)
+    cfg = mesh.with_micro_batch(hub.resolve_model_path(arguments.loaded).cfg)
     cfg = replace(cfg, parallel=schema.ParallelConfig())  # each rank, or ZeRO-3, has a whole model
     from toolkit.tasks.language_evaluation import evaluate_model
 

@@ -18,7 +18,8 @@ from toolkit.arguments import parse_checked, positive_int
 from toolkit.config.schema import Init, RunConfig, TaskConfig
 from toolkit.engine.ds_config import DsConfig, build_ds_config, explain, fit_reduce_bucket
 from toolkit.messages import ConfigError, tr
-from toolkit.plan.outline import cached_outline, rank_part
+from toolkit.plan.division import rank_part
+from toolkit.plan.lookup import cached_outline
 
 
 def run(words: list[str]) -> None:

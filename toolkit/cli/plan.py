@@ -23,14 +23,18 @@ from pathlib import Path
 
 from toolkit.arguments import check_output, check_parsed, one_of, parse, write_output
 from toolkit.config import files, load, mesh
-from toolkit.config.preflight import check_positions, needs_lookup, resolve_model_path, resolve_teacher
-from toolkit.config.schema import AUTO, get_value
+from toolkit.config.context_length import check_positions
+from toolkit.config.dotted_keys import get_value
+from toolkit.config.hub import needs_lookup, resolve_model_path, resolve_teacher
+from toolkit.config.schema import AUTO
 from toolkit.jobs import check
 from toolkit.messages import Problems, say
-from toolkit.plan import speed
-from toolkit.plan.layouts import evaluate_layout, layouts, plan_json, plan_lines
+from toolkit.plan import calibration, speed
+from toolkit.plan.layouts import evaluate_layout
+from toolkit.plan.lookup import outline_of, published_models
 from toolkit.plan.machine import Machine
-from toolkit.plan.outline import outline_of, published_models
+from toolkit.plan.search import layouts
+from toolkit.plan.summary import plan_json, plan_lines
 
 TRACING = "toolkit.extras.trace"
 OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
@@ -46,7 +50,7 @@ def run(words: list[str]) -> None:
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
     if given.get("calibrate") == "true":
-        speed.calibrate(cfg, machine, outline)
+        calibration.calibrate(cfg, machine, outline)
     rates = speed.rates_of(cfg, machine, outline)
     mine = evaluate_layout(outline, cfg, machine, rates)
     found = list(layouts(outline, cfg, machine, rates))

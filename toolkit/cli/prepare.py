@@ -8,14 +8,14 @@ An interrupted run resumes where it stopped. Data that is already prepared is ve
 """
 
 from toolkit.arguments import parse_checked
-from toolkit.config import preflight, schema
+from toolkit.config import context_length, hub, objective
 from toolkit.messages import DataError, say
 
 
 def run(words: list[str]) -> None:
     arguments = parse_checked(words)
-    loaded = preflight.resolve_teacher(preflight.resolve_model_path(arguments.loaded))
-    preflight.check_positions(loaded)
+    loaded = hub.resolve_teacher(hub.resolve_model_path(arguments.loaded))
+    context_length.check_positions(loaded)
     cfg = loaded.cfg
     from toolkit.data.preview import padding_line, unit_name
     from toolkit.data.store import damaged_files
@@ -45,7 +45,7 @@ def run(words: list[str]) -> None:
         )
     say(
         "{count} training {unit}, {tokens} tokens ({trained} trained), in {folder}.",
-        count=f"{len(prepared.train) // schema.data_unit(cfg)[1]:,}",
+        count=f"{len(prepared.train) // objective.data_unit(cfg)[1]:,}",
         unit=unit_name(cfg),
         tokens=f"{prepared.train.num_tokens:,}",
         trained=f"{prepared.train.num_trained_tokens:,}",

@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 from toolkit.arguments import named_arguments, positive_int
-from toolkit.config.preflight import check_positions, resolve_model_path
-from toolkit.launch import deepspeed, environment
+from toolkit.config.context_length import check_positions
+from toolkit.config.hub import resolve_model_path
+from toolkit.launch import ancestors, environment
 from toolkit.train.startup import make_ready
 
 
@@ -39,5 +40,5 @@ def run(words: list[str]) -> None:
     from toolkit.tasks.registry import task_of
     from toolkit.train.trainer import Trainer
 
-    trainer = Trainer(task_of(loaded.cfg), loaded.cfg, ready[1], time.monotonic() - deepspeed.age_s())
+    trainer = Trainer(task_of(loaded.cfg), loaded.cfg, ready[1], time.monotonic() - ancestors.age_s())
     replay(trainer, step, folder / "metrics.jsonl")

@@ -11,7 +11,7 @@ toolkit show runs/NAME/logs/bad-step-N.jsonl [n=5] [color=auto]    the samples o
 from pathlib import Path
 
 from toolkit.arguments import named_arguments, non_negative_int, one_of, parse_checked
-from toolkit.config.preflight import resolve_model_path
+from toolkit.config.hub import resolve_model_path
 from toolkit.messages import ConfigError, say, tr
 
 COLORS = ("auto", "always", "never")

@@ -14,8 +14,10 @@ Under several processes: deepspeed run.py …, torchrun … run.py …, mpirun �
 import time
 from pathlib import Path
 
-from toolkit.config.preflight import check_positions, resolve_model_path, resolve_teacher
-from toolkit.launch import deepspeed, environment
+from toolkit.config import paths
+from toolkit.config.context_length import check_positions
+from toolkit.config.load import LoadedConfig
+from toolkit.launch import ancestors, environment
 from toolkit.messages import ConfigError, tr
 from toolkit.train.startup import greet, make_ready
 
@@ -31,10 +33,19 @@ def run(words: list[str]) -> None:
         raise ConfigError(tr("prepare.shard is for `toolkit prepare` alone: training needs all parts. Remove it."))
     if ranks.rank == 0:
         greet(arguments, ranks, cfg.model.name or Path(cfg.model.path).name or "?")
-    loaded = resolve_teacher(resolve_model_path(arguments.loaded))
+    loaded = _with_directories(arguments.loaded)
     check_positions(loaded)
     # Only now is torch imported: whatever is wrong so far was told within seconds.
     from toolkit.tasks.registry import task_of
     from toolkit.train.trainer import Trainer
 
-    Trainer(task_of(loaded.cfg), loaded.cfg, ranks, time.monotonic() - deepspeed.age_s()).train()
+    Trainer(task_of(loaded.cfg), loaded.cfg, ranks, time.monotonic() - ancestors.age_s()).train()
+
+
+def _with_directories(loaded: LoadedConfig) -> LoadedConfig:
+    """Return a config whose model and teacher are directories: those that Hugging Face has are looked up."""
+    if not paths.names_repository(loaded.cfg):
+        return loaded
+    from toolkit.config.hub import resolve_model_path, resolve_teacher
+
+    return resolve_teacher(resolve_model_path(loaded))

@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from toolkit.config.schema import DataConfig, RowFormat, types_of
+from toolkit.config.dotted_keys import types_of
+from toolkit.config.schema import DataConfig, RowFormat
 from toolkit.messages import ConfigError, ToolkitError, file_bytes, joined, nearest, tr
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -30,31 +30,20 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from toolkit.config import files, schema
+from toolkit.config import dotted_keys, files, objective, schema
 from toolkit.config.validate import Place, TreeReader, about, field_type, is_foreign, unknown_key
 from toolkit.messages import ConfigError, Problems, did_you_mean, filled, joined, tr
 from toolkit.secrets import hide_all, learn_from
 
 JSON, TYPED = 500, 1000
 """Layers of a user's DeepSpeed JSON and of the command line; recipes count from 1."""
-LEARNING_RATES = {
-    schema.TuningMethod.full: 2e-5,
-    schema.TuningMethod.freeze: 2e-5,
-    schema.TuningMethod.lora: 2e-4,
-    schema.TuningMethod.qlora: 2e-4,
-    schema.TuningMethod.ptuning_v2: 5e-3,  # the original's 2e-2 diverges in float16
-    schema.TuningMethod.prompt: 3e-2,  # as in peft's own examples
-}
-"""Peak rates with AdamW. Few new parameters that begin at 0 or at random need larger ones than trained weights."""
-PREFERENCE_RATE = 40
-"""By what these are divided for pairs: to 5e-7 and 5e-6, as in alignment-handbook's recipes/zephyr-7b-beta/dpo."""
 _CHOSEN = "chosen"
 """The name under which Hydra knows the chosen recipe: its own may hold what Hydra's grammar rejects, or be the name of
 the recipe that it builds on."""
 _SEVERAL = ("track",)
 """Groups of which several files may be chosen: track=[tensorboard,wandb]."""
 _SOURCES = ("sources", "validation")
-_OF_SOURCE = schema.types_of(schema.SourceConfig)
+_OF_SOURCE = dotted_keys.types_of(schema.SourceConfig)
 """Keys of a source, which may stand in `data` itself where it has one: data.path, data.columns."""
 _LONGEST_WORD = 200
 """Characters of an argument that a message shows."""
@@ -104,7 +93,7 @@ class LoadedConfig:
         def value_of(name: str) -> object:
             if name in values or name == "key":
                 return values.get(name, about_key)
-            return as_typed(schema.get_value(self.cfg, about_key if name == "value" else name), ", ")
+            return as_typed(dotted_keys.get_value(self.cfg, about_key if name == "value" else name), ", ")
 
         return filled(template, value_of).rstrip()  # what comes last may be empty
 
@@ -177,11 +166,11 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
 def _follow(loaded: LoadedConfig) -> None:
     """Settle what follows from other keys where nothing names it: the learning rate, and how rows of pairs are read."""
     cfg, method = loaded.cfg, loaded.cfg.tuning.method
-    rate = float(f"{LEARNING_RATES[method] / (PREFERENCE_RATE if cfg.preference.is_on else 1):.6g}")
+    rate = float(f"{schema.LEARNING_RATES[method] / (schema.PREFERENCE_RATE if cfg.preference.is_on else 1):.6g}")
     if "optim.lr" not in loaded.where and cfg.optim.lr != rate:
         cfg.optim.lr = rate
         loaded.where["optim.lr"] = tr("default of tuning.method = {method}", method=method.value)
-    wanted = schema.wanted_format(cfg)
+    wanted = objective.wanted_format(cfg)
     if wanted is None:
         return
     if cfg.data.train_on is schema.TrainOn.auto:
@@ -207,7 +196,7 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
         if kind is None:
             raise unknown_key(key, at)
         TreeReader(at, problems).read(value, kind, key)
-        schema.set_leaf(tree, key, value)
+        dotted_keys.set_leaf(tree, key, value)
     problems.raise_all()
     cfg = TreeReader(str, problems, is_resolved=True).read(tree, schema.RunConfig)
     problems.raise_all()

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from toolkit.config import files, schema
+from toolkit.config import dotted_keys, files, schema
 from toolkit.messages import read_table
 
 Test = Callable[[schema.RunConfig], object]
@@ -153,7 +153,7 @@ def _read(keys: str, condition: str, reason: str = "{key} is {value}", test: Tes
 @cache
 def expand(patterns: str) -> tuple[str, ...]:
     """Return the keys of the schema that match patterns."""
-    return tuple(key for pattern in patterns.split() for key in schema.all_keys() if fnmatchcase(key, pattern))
+    return tuple(key for pattern in patterns.split() for key in dotted_keys.all_keys() if fnmatchcase(key, pattern))
 
 
 READ_WHEN: tuple[ReadWhen, ...] = (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Any
 
-from toolkit.config import mesh, preflight, rule_tables, schema
+from toolkit.config import dotted_keys, mesh, objective, paths, requirements, rule_tables, schema
 from toolkit.config.load import JSON, LoadedConfig, as_typed
 from toolkit.messages import ConfigError, Problems, did_you_mean, raise_all, tr
 from toolkit.secrets import is_under_secret_name
@@ -49,8 +49,9 @@ def check_rules(
     if world_size is not None:
         found.apply((_check_ranks,), loaded, world_size)
     if files:
-        rules = preflight.CUSTOM_FILES if custom else preflight.FILES
-        found.apply((*rules, *((preflight.check_devices,) if devices else ())), loaded)
+        found.apply(paths.CUSTOM_FILES if custom else (*paths.FILES, *requirements.RULES), loaded)
+        if devices:
+            found.apply((requirements.check_devices,), loaded)
     if problems is None:
         found.raise_all()
 
@@ -79,9 +80,9 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
     for row in table:
         unread = set() if row.is_read(cfg) else row.settings & loaded.where.keys() - seen
         for key in sorted(unread):
-            layer, value = loaded.layers.get(key, 0), schema.get_value(cfg, key)
+            layer, value = loaded.layers.get(key, 0), dotted_keys.get_value(cfg, key)
             # What DeepSpeed's JSON names without effect its import has listed; DeepSpeed ignores it too.
-            if layer == JSON or value == schema.get_value(default, key):
+            if layer == JSON or value == dotted_keys.get_value(default, key):
                 continue
             seen.add(key)
             # A key that nothing sets has the layer of the choice of its group.
@@ -99,14 +100,14 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
                     "{key} = {value} has no effect: {reason}. Remove it, or set {key}={default}.",
                     value=as_typed(value),
                     reason=reason,
-                    default=as_typed(schema.get_value(default, key)),
+                    default=as_typed(dotted_keys.get_value(default, key)),
                 )
 
 
 def _check_bounds(loaded: LoadedConfig) -> Iterator[ConfigError]:
     tests = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
-    for key, limits in schema.bounds().items():
-        value: Any = schema.get_value(loaded.cfg, key)
+    for key, limits in dotted_keys.bounds().items():
+        value: Any = dotted_keys.get_value(loaded.cfg, key)
         named = [(name, getattr(limit, name)) for limit in limits for name in tests if hasattr(limit, name)]
         if isinstance(value, (int, float)) and not (
             value < math.inf and all(tests[name](value, end) for name, end in named)
@@ -237,7 +238,7 @@ def _check_shape(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """Rows of preferences need a loss of such rows, and the other way round."""
-    data, preference, wanted = loaded.cfg.data, loaded.cfg.preference, schema.wanted_format(loaded.cfg)
+    data, preference, wanted = loaded.cfg.data, loaded.cfg.preference, objective.wanted_format(loaded.cfg)
     of_pairs = (schema.RowFormat.preference, schema.RowFormat.labeled)
     of_scores = (schema.RowFormat.reward, schema.RowFormat.classify, schema.RowFormat.embed)
     for key, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
@@ -312,7 +313,9 @@ def _check_requirements(loaded: LoadedConfig) -> Iterator[ConfigError]:
 def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """What has not been tried together, and would go wrong in silence if it did."""
     cfg, default = loaded.cfg, schema.RunConfig()
-    changed = [key for key in rule_tables.GROUPING if schema.get_value(cfg, key) != schema.get_value(default, key)]
+    changed = [
+        key for key in rule_tables.GROUPING if dotted_keys.get_value(cfg, key) != dotted_keys.get_value(default, key)
+    ]
     is_muon = cfg.optim.name is schema.OptimizerName.muon
     if changed or is_muon or cfg.optim.name is schema.OptimizerName.adamw_8bit:
         for condition in rule_tables.UNTESTED + (rule_tables.UNTESTED_WITH_MUON if is_muon else ()):
@@ -322,7 +325,7 @@ def _check_untested(loaded: LoadedConfig) -> Iterator[ConfigError]:
                     changed[0] if changed else "optim.name",
                     "{key} = {value} and {other} = {theirs} do not go together: untested. Leave one of them out.",
                     other=other,
-                    theirs=as_typed(schema.get_value(cfg, other)),
+                    theirs=as_typed(dotted_keys.get_value(cfg, other)),
                 )
 
 

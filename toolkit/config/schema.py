@@ -6,18 +6,13 @@ file: the string under a field is its documentation, so it says unit, allowed va
 of a field says what it influences (`Influence`): without any, a run with another value cannot be resumed.
 """
 
-import dataclasses
-import typing
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from itertools import pairwise
-from operator import attrgetter
 from typing import Annotated, Any
 
-from annotated_types import BaseMetadata, Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
@@ -733,6 +728,19 @@ class BatchConfig:
     """Numbers of ranks that the run is to start or resume with: `batch.global_size` is checked for each of them, before anything starts; [] checks the present one only."""
 
 
+LEARNING_RATES = {
+    TuningMethod.full: 2e-5,
+    TuningMethod.freeze: 2e-5,
+    TuningMethod.lora: 2e-4,
+    TuningMethod.qlora: 2e-4,
+    TuningMethod.ptuning_v2: 5e-3,  # the original's 2e-2 diverges in float16
+    TuningMethod.prompt: 3e-2,  # as in peft's own examples
+}
+"""Peak rates with AdamW. Few new parameters that begin at 0 or at random need larger ones than trained weights."""
+PREFERENCE_RATE = 40
+"""By what these are divided for pairs: to 5e-7 and 5e-6, as in alignment-handbook's recipes/zephyr-7b-beta/dpo."""
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimConfig:
     """`optim`: the optimizer."""
@@ -1395,148 +1403,3 @@ class RunConfig:
     """Collectives."""
     ds_extra: dict[str, Any] = field(default_factory=dict)
     """Further DeepSpeed keys, nested as in its JSON; unknown names and keys that a section above owns are rejected."""
-
-
-def has_pairs(cfg: RunConfig) -> bool:
-    """Whether samples come in pairs: a chosen and a rejected answer, or a query and what is to be found, with negatives."""
-    return cfg.preference.is_paired or cfg.task.kind in (TaskKind.reward, TaskKind.embed)
-
-
-def score_labels(cfg: RunConfig) -> list[str]:
-    """Return what the scores of a head are of, as far as the config says; [] where the model is to write."""
-    if not cfg.task.has_head:
-        return []
-    return ["reward"] if cfg.task.kind is TaskKind.reward else cfg.classify.labels
-
-
-def wanted_format(cfg: RunConfig) -> RowFormat | None:
-    """Return the format of rows that the task needs; None where rows are conversations and texts."""
-    if not cfg.task.is_language:
-        return RowFormat(cfg.task.kind.value)
-    return cfg.preference.row_format if cfg.preference.is_on else None
-
-
-def data_unit(cfg: RunConfig) -> tuple[str, int]:
-    """Return what the data are counted in, and of how many tokenized samples one is."""
-    if has_pairs(cfg):
-        return "pairs", 2 + cfg.embed.negatives
-    if cfg.task.kind is TaskKind.classify:
-        return "labels", 1
-    return "answers" if cfg.preference.is_on else "samples", 1
-
-
-def shares_prompts(cfg: RunConfig) -> bool:
-    """Whether the answers of a pair stand behind one prompt, where the model can be trained so."""
-    return cfg.preference.is_paired and cfg.data.share_prefixes
-
-
-def has_reference_in_step(cfg: RunConfig) -> bool:
-    """Whether each step computes the reference of its pairs: as the model without its new adapter."""
-    return cfg.preference.needs_reference and _has_base_in_step(cfg)
-
-
-def _has_base_in_step(cfg: RunConfig) -> bool:
-    """Whether a step can compute what the model before training does: in one pass, without its new adapter."""
-    tuning = cfg.tuning
-    is_adapter = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
-    return is_adapter and cfg.parallel.pipeline == 1
-
-
-def has_own_teacher(cfg: RunConfig) -> bool:
-    """Whether the teacher is the model without its new adapter, in each step: there is no second model."""
-    is_on = cfg.task.kind is TaskKind.distill and not cfg.distill.top_k
-    return is_on and _has_base_in_step(cfg) and cfg.distill.teacher in ("", cfg.model.path)
-
-
-def has_live_teacher(cfg: RunConfig) -> bool:
-    """Whether another model computes with each step."""
-    is_on = cfg.task.kind is TaskKind.distill and not cfg.distill.top_k
-    return is_on and bool(cfg.distill.teacher) and not has_own_teacher(cfg)
-
-
-REMOVED: dict[str, tuple[object, Influence]] = {
-    "checkpoint.memory_every": (0, Influence.free),
-    "train.random_ltd.steps": (0, Influence.result),
-    "train.random_ltd.start_share": (0.5, Influence.result),
-    "train.random_ltd.first_layers": (1, Influence.result),
-    "train.random_ltd.last_layers": (1, Influence.result),
-}
-"""Keys of earlier versions -> the value that did nothing, and what others influenced. other_names.yaml has what serves
-instead."""
-
-
-def did_nothing(key: str, value: object) -> bool:
-    """Whether it is a key or section of earlier versions that was off: their runs' configs name all keys."""
-    return all(name in REMOVED and REMOVED[name][0] == one for name, one in leaves({key: value}))
-
-
-def influence_of(key: str, schema: type) -> Influence:
-    """Return what a dotted key influences: what its field declares, else the nearest section that it is in.
-
-    A key that the schema does not know decides about what is computed.
-    """
-    found: Influence = Influence.result
-    kind: Any = schema
-    for part in key.split("."):
-        if not dataclasses.is_dataclass(kind):
-            break  # inside a list or a mapping
-        if part not in kind.__dataclass_fields__:
-            return REMOVED[key][1] if key in REMOVED else Influence.result
-        found = kind.__dataclass_fields__[part].metadata.get("influence", found)
-        kind = types_of(typing.cast("type", kind))[part]
-    return found
-
-
-def get_value(cfg: RunConfig, key: str) -> object:
-    """Return the value of a dotted key."""
-    value: object = attrgetter(key)(cfg)
-    return value
-
-
-@cache
-def types_of(kind: Any) -> dict[str, Any]:
-    """Return the fields of a section and their types."""
-    return typing.get_type_hints(kind)
-
-
-def sections(kind: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, type]]:
-    """Yield the prefix and the class of each section of the schema, outer ones first."""
-    yield prefix, kind
-    for name, inner in types_of(kind).items():
-        if dataclasses.is_dataclass(inner):
-            yield from sections(typing.cast("type", inner), f"{prefix}{name}.")
-
-
-@cache
-def all_keys() -> tuple[str, ...]:
-    """Return every dotted key of the schema, sections included."""
-    return tuple(prefix + name for prefix, kind in sections() for name in types_of(kind))
-
-
-@cache
-def bounds() -> dict[str, tuple[BaseMetadata, ...]]:
-    """Return the bounds of the keys that are numbers, as their fields declare them."""
-    return {
-        prefix + name: one.__metadata__
-        for prefix, kind in sections()
-        for name, hint in typing.get_type_hints(kind, include_extras=True).items()
-        for one in (hint, *typing.get_args(hint))  # a number, or a number | str
-        if typing.get_origin(one) is Annotated
-    }
-
-
-def leaves(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return (dotted key, value) of everything below `section` that is no non-empty dictionary."""
-    found: list[tuple[str, Any]] = []
-    for name, value in section.items():
-        has_more = isinstance(value, Mapping) and value
-        found += leaves(value, f"{prefix}{name}.") if has_more else [(f"{prefix}{name}", value)]
-    return found
-
-
-def set_leaf(section: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested dictionaries; those on the way are made."""
-    *parents, name = key.split(".")
-    for parent in parents:
-        section = section.setdefault(parent, {})
-    section[name] = value

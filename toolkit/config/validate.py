@@ -12,8 +12,9 @@ from typing import Any
 from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
+from toolkit.config.dotted_keys import REMOVED, all_keys, did_nothing, types_of
 from toolkit.config.program_keys import keys_of
-from toolkit.config.schema import AUTO, LARGEST_NUMBER, REMOVED, RunConfig, all_keys, did_nothing, types_of
+from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, shortened, tr
 
 _LONGEST_VALUE = 40

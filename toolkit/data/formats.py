@@ -2,7 +2,6 @@
 counted if they are metadata, and an error if they hold text, lest it vanish.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from toolkit.data.row_values import (
     result_text,
     unread_keys,
 )
-from toolkit.messages import RowError, tr
+from toolkit.messages import RowError
 
 Message = Mapping[str, Any]
 """One turn: `role` and `content`; an assistant's may have `tool_calls` (as OpenAI writes them, arguments as an object),
@@ -104,28 +103,26 @@ def mark_trained(conversation: Conversation, train_on: TrainOn, only_last: bool)
         yield replace(conversation, messages=plain[: index + 1])
 
 
-_ROLES = {
+ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human"),
     "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "model"),
     "function_call": ("function_call", "tool_call"),
     "tool": ("observation", "function_response", "tool_response", "function", "tool"),
 }
-_ROLE_NAMES = {name: role for role, names in _ROLES.items() for name in names}
-_PAIR_FIELDS = {
+_ROLE_NAMES = {name: role for role, names in ROLES.items() for name in names}
+PAIR_FIELDS = {
     RowFormat.prompt_response: ("prompt", "response"),
     RowFormat.query_response: ("query", "response"),
     RowFormat.instruction: ("instruction", "output"),
 }
-_LIST_FIELDS = {
+LIST_FIELDS = {
     RowFormat.sharegpt: "conversations",
     RowFormat.messages: "messages",
     RowFormat.conversation: "conversation",
 }
-_PREFERENCE = frozenset({"chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response"})
+PREFERENCE_KEYS = frozenset({"chosen", "rejected", "chosen_messages", "rejected_messages", "rejected_response"})
 """Columns of data for DPO and its like."""
-_MARKS = _PREFERENCE | {"completion", "label", "kto_tag", "margin"}
-"""These, and those of data for KTO and reward models."""
 
 
 class RowReader:
@@ -149,11 +146,11 @@ class RowReader:
     def read(self, row: object) -> Conversation:
         """Return the conversation of one parsed row; a RowError if it lacks something or a value has a wrong type."""
         mapping = as_object(row)
-        _check_trainable(mapping, self.columns)
+        check_trainable(mapping, self.columns)
         try:
             if self.row_format is RowFormat.text:
-                return Conversation([_message(TEXT, required_text(mapping, self.names["text"]))])
-            messages = self._listed(mapping) if self.row_format in _LIST_FIELDS else self._pair(mapping)
+                return Conversation([plain_message(TEXT, required_text(mapping, self.names["text"]))])
+            messages = self._listed(mapping) if self.row_format in LIST_FIELDS else self._pair(mapping)
         except MissingKey as error:
             raise self._explained(error) from None
         system = mapping.get(self.names["system"])
@@ -162,7 +159,7 @@ class RowReader:
                 raise RowError(
                     "the row has a system message twice: under '{key}' and in the list. Remove one", key="system"
                 )
-            messages = [_message("system", required_text(mapping, self.names["system"])), *messages]
+            messages = [plain_message("system", required_text(mapping, self.names["system"])), *messages]
         return Conversation(messages, listed_tools(mapping.get(self.names["tools"]), self.names["tools"]))
 
     def read_all(self, row: object) -> list[Conversation]:
@@ -183,7 +180,7 @@ class RowReader:
     def unused(self, row: Mapping[str, object]) -> list[str]:
         """Return the keys of a row that this format does not read."""
         used = {self.names[field] for field in ROW_FIELDS[self.row_format]}
-        used.update(self._pair_keys(row) if self.row_format in _PAIR_FIELDS else ())
+        used.update(self._pair_keys(row) if self.row_format in PAIR_FIELDS else ())
         return [str(key) for key in row if key not in used]
 
     def _pair(self, row: Mapping[str, Any]) -> list[Message]:
@@ -192,7 +189,7 @@ class RowReader:
         messages: list[Message] = []
         key = self.names["history"]
         for question, answer in earlier_turns(row.get(key), key):
-            messages += [_message("user", question), _message("assistant", answer)]
+            messages += [plain_message("user", question), plain_message("assistant", answer)]
         more = self.names["input"]
         if self.row_format is RowFormat.prompt_response and isinstance(self._heard(row.get(asked)), list):
             messages += self._items(row, asked, self._add_item)
@@ -200,14 +197,14 @@ class RowReader:
             question = required_text(row, asked)
             if self.row_format is RowFormat.instruction and row.get(more) not in (None, ""):
                 question += "\n" + required_text(row, more)
-            messages.append(_message("user", question))
+            messages.append(plain_message("user", question))
         if self.answered or row.get(answered) not in (None, ""):
             self._add_answer(row, answered, messages)
         return messages
 
     def _pair_keys(self, row: Mapping[str, Any]) -> tuple[str, str]:
         """Return the keys of question and answer, which TRL calls `completion`."""
-        asked, answered = _PAIR_FIELDS[self.row_format]
+        asked, answered = PAIR_FIELDS[self.row_format]
         is_completion = answered == "response" and answered not in self.columns and answered not in row
         return self.names[asked], "completion" if is_completion and "completion" in row else self.names[answered]
 
@@ -216,7 +213,7 @@ class RowReader:
         said = self._heard(row[key]) if key in row else missing_key(row, key)
         items = said if isinstance(said, list) else [said]
         if not any(isinstance(item, dict) for item in items):
-            messages.append(_message("assistant", required_text(row, key)))
+            messages.append(plain_message("assistant", required_text(row, key)))
             return
         for item in items:
             try:
@@ -236,7 +233,7 @@ class RowReader:
 
     def _listed(self, row: Mapping[str, Any]) -> list[Message]:
         """A list of messages, each with from and value, or role and content; or of pairs with human and assistant."""
-        key = self.names[_LIST_FIELDS[self.row_format]]
+        key = self.names[LIST_FIELDS[self.row_format]]
         is_paired = self.row_format is RowFormat.conversation
         messages = self._items(row, key, self._add_pair if is_paired else self._add_item)
         if self.answered and not any(message["role"] == "assistant" for message in messages):
@@ -268,9 +265,9 @@ class RowReader:
     def _add_pair(self, item: dict[str, Any], messages: list[Message]) -> None:
         """Add a question and its answer, which the last pair may lack where none is due."""
         asked, answered = self.names["human"], self.names["assistant"]
-        messages.append(_message("user", required_text(item, asked)))
+        messages.append(plain_message("user", required_text(item, asked)))
         if self.answered or item.get(answered) not in (None, ""):
-            messages.append({**_message("assistant", required_text(item, answered)), **self._loss(item)})
+            messages.append({**plain_message("assistant", required_text(item, answered)), **self._loss(item)})
         self.skipped.update(unread_keys(item, (asked, answered, *self.flags), is_answer=True))
 
     def _add_item(self, item: dict[str, Any], messages: list[Message]) -> None:
@@ -292,16 +289,16 @@ class RowReader:
             return  # as under the row's "system"
         if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
-            messages.append({**_message("assistant", ""), "tool_calls": self._calls(call), **extra})
-            messages.append(_message("tool", result_text(item.get("observation"))))
+            messages.append({**plain_message("assistant", ""), "tool_calls": self._calls(call), **extra})
+            messages.append(plain_message("tool", result_text(item.get("observation"))))
             return
         if role == "tool":
             # What a tool gives back may be an object, and may be nothing.
-            result = {**_message("tool", result_text(item.get(said))), **extra}
+            result = {**plain_message("tool", result_text(item.get(said))), **extra}
             messages.append({**result, **call_id(item, "tool_call_id")})
             return
         if role not in ("assistant", "function_call"):
-            messages.append({**_message(role, self._content(item, said)[0]), **extra})
+            messages.append({**plain_message(role, self._content(item, said)[0]), **extra})
             return
         message = self._answer(item, said, role)
         if isinstance(item.get("metadata"), str):
@@ -332,7 +329,7 @@ class RowReader:
 
     def _answer(self, item: dict[str, Any], said: str, role: str) -> dict[str, Any]:
         """Return what the assistant said, thought and called."""
-        message = _message("assistant", "")
+        message = plain_message("assistant", "")
         thoughts = list(dict.fromkeys(thought for key in REASONING_KEYS if (thought := reasoning_of(item, key))))
         if len(thoughts) > 1:
             raise RowError(
@@ -403,192 +400,15 @@ class RowReader:
         return calls
 
 
-_ANSWERS = ("chosen", "rejected")
-
-
-class PairReader(RowReader):
-    """Turns rows of `RowFormat.preference` into two conversations that differ in their last answer alone. What was said
-    before is read as one of the other formats; an answer is a text, a message or a list of messages.
-    """
-
-    row_format, gives_pairs = RowFormat.preference, True
-
-    def __init__(self, columns: Mapping[str, str]) -> None:
-        super().__init__(self.row_format, columns)
-
-    def read_all(self, row: object) -> list[Conversation]:
-        """Return the conversation with the chosen answer and the one with the rejected; a RowError as `RowReader`."""
-        mapping, names = as_object(row), self.names
-        whole = {answer: key for answer in _ANSWERS if (key := self._whole(mapping, answer))}
-        if names["chosen"] not in mapping and ("rejected" in whole or mapping.get(names["rejected_response"])):
-            # ms-swift: the chosen answer ends the conversation, or is what the other formats call it.
-            chosen = self._before(mapping, is_answered=True)
-            if "rejected" in whole:
-                rejected = self._read(mapping, RowFormat.messages, messages=whole["rejected"])
-            else:
-                rejected = self._answered(replace(chosen, messages=chosen.messages[:-1]), mapping, "rejected_response")
-            pair = [chosen, rejected]
-        elif len(whole) == len(_ANSWERS):
-            pair = [self._read(mapping, RowFormat.messages, messages=whole[answer]) for answer in _ANSWERS]
-        else:
-            before = self._before(mapping)
-            pair = [self._answered(before, mapping, answer) for answer in _ANSWERS]
-        plain = [_unmarked(one) for one in pair]
-        for messages, name in zip(plain, _ANSWERS, strict=True):
-            if messages[-1]["role"] != "assistant":
-                raise RowError("the {answer} conversation does not end with the assistant's answer", answer=name)
-        if plain[0][:-1] != plain[1][:-1]:
-            raise RowError(
-                tr("the chosen and the rejected conversation must have the same messages before their last answer")
-            )
-        return [replace(one, messages=messages) for one, messages in zip(pair, plain, strict=True)]
-
-    def _before(self, row: Mapping[str, Any], is_answered: bool = False) -> Conversation:
-        """Return what was said before the last answer; `is_answered`: with the chosen one."""
-        names = self.names
-        for row_format, field in _LIST_FIELDS.items():
-            if names[field] in row:
-                return self._read(row, row_format, is_answered)
-        if isinstance(self._heard(row.get(names["prompt"])), list):
-            return self._read(row, RowFormat.messages, is_answered, messages=names["prompt"])
-        asked = {fields[0]: row_format for row_format, fields in _PAIR_FIELDS.items()}
-        fields = sorted(asked, key=lambda field: field not in self.columns)  # what `columns` names comes first
-        found = next((asked[field] for field in fields if names[field] in row), None)
-        return missing_key(row, names["prompt"]) if found is None else self._read(row, found, is_answered)
-
-    def _read(
-        self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
-    ) -> Conversation:
-        """Return a row's conversation in one of the other formats; `columns`: beside those of this reader."""
-        reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
-        reader.skipped = self.skipped
-        others = self._others(is_answered) - set(columns.values())
-        return reader.read({key: value for key, value in row.items() if key not in others})
-
-    def _others(self, is_answered: bool) -> set[str]:
-        """Return the keys of a row that are not of the conversation."""
-        others = {self.names[field] for field in _MARKS.intersection(ROW_FIELDS[self.row_format])}
-        return others if is_answered else others | {self.names[answer] for _, answer in _PAIR_FIELDS.values()}
-
-    def _answered(self, before: Conversation, row: Mapping[str, Any], answer: str) -> Conversation:
-        """Return what was said with an answer of the row behind it."""
-        key = self.names[answer]
-        if not before.messages or before.messages[-1]["role"] == "assistant":
-            raise RowError(tr("the messages before the two answers must end with a question"))
-        messages = list(before.messages)
-        self._add_answer(row, key, messages)
-        return replace(before, messages=messages)
-
-    def _whole(self, row: Mapping[str, Any], answer: str) -> str:
-        """Return the key of a whole conversation, with its question, that ends with an answer; "" if none does."""
-        keys = self.names["from"], self.names["role"]
-        for name in (self.names[answer], self.names[f"{answer}_messages"]):
-            items = conversation_in(row.get(name))
-            if isinstance(items, list) and any(
-                isinstance(item, dict) and item.get(key) in _ROLES["user"] for item in items for key in keys
-            ):
-                return name
-        return ""
-
-
-class MarginReader(PairReader):
-    """Turns rows of `RowFormat.reward` into the same two conversations, whose value is the row's `margin`, 0 without
-    one: by how much the chosen answer's score is to be higher at least.
-    """
-
-    row_format = RowFormat.reward
-
-    def read_all(self, row: object) -> list[Conversation]:
-        """Return the two conversations; a RowError as `RowReader`."""
-        mapping, key = as_object(row), self.names["margin"]
-        margin = mapping.get(key)
-        try:
-            value = 0.0 if margin in (None, "") else float(margin)
-            if isinstance(margin, bool) or not math.isfinite(value):
-                raise ValueError
-        except (ValueError, TypeError, OverflowError):
-            raise RowError("'{key}' is {kind}, not a number", key=key, kind=kind_of(margin)) from None
-        return [replace(one, value=value) for one in super().read_all(row)]
-
-
-_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
-
-
-class LabelReader(PairReader):
-    """Turns rows of `RowFormat.labeled` into a conversation whose last answer is marked good or bad: the question and
-    `completion`, as TRL has it, or a conversation of one of the other formats; `label`, or LLaMA-Factory's `kto_tag`.
-    """
-
-    row_format, gives_pairs = RowFormat.labeled, False
-
-    def read_all(self, row: object) -> list[Conversation]:
-        """Return the conversation; a RowError as `RowReader`."""
-        mapping = as_object(row)
-        key = next((self.names[field] for field in ("label", "kto_tag") if self.names[field] in mapping), "")
-        value = mapping[key] if key else missing_key(mapping, self.names["label"])
-        if str(value).lower() not in _LABELS:
-            raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
-        if self.names["completion"] in mapping:
-            whole = self._answered(self._before(mapping), mapping, "completion")
-        else:
-            whole = self._before(mapping, is_answered=True)
-        if whole.messages[-1]["role"] != "assistant":
-            raise RowError(tr("the conversation does not end with the assistant's answer"))
-        return [replace(whole, messages=_unmarked(whole), value=_LABELS[str(value).lower()])]
-
-
-class ClassReader(PairReader):
-    """Turns rows of `RowFormat.classify` into a text or a conversation with its `label`; an answer need not end it."""
-
-    row_format, gives_pairs = RowFormat.classify, False
-
-    def read_all(self, row: object) -> list[Conversation]:
-        """Return the conversation; a RowError as `RowReader`."""
-        mapping, key = as_object(row), self.names["label"]
-        value = mapping[key] if key in mapping else missing_key(mapping, key)
-        if not isinstance(value, str | bool | int | float) or (isinstance(value, float) and not math.isfinite(value)):
-            raise RowError("'{key}' is {kind}, not a label", key=key, kind=kind_of(value))
-        label = str(value).lower() if isinstance(value, bool) else str(value).strip()
-        if not label:
-            raise RowError("'{key}' is empty: the row has no label", key=key)
-        is_text = self.names["text"] in mapping
-        whole = self._read(mapping, RowFormat.text) if is_text else self._before(mapping)
-        return [replace(whole, messages=_unmarked(whole), label=label, is_read=True)]
-
-    def _others(self, is_answered: bool) -> set[str]:
-        return {self.names["label"]}  # an answer that is there is read
-
-
-class TextPairReader(PairReader):
-    """Turns rows of `RowFormat.embed` into texts: `query`, `positive`, and those of `negatives`, a list or one text."""
-
-    row_format = RowFormat.embed
-
-    def read_all(self, row: object) -> list[Conversation]:
-        """Return the texts; a RowError as `RowReader`."""
-        mapping, key = as_object(row), self.names["negatives"]
-        _check_trainable(mapping, self.columns)
-        texts = [required_text(mapping, self.names[field]) for field in ("query", "positive")]
-        negatives = parsed_json(mapping.get(key))
-        if negatives is not None and not isinstance(negatives, str | list):
-            raise RowError("'{key}' is {kind}, neither a list of texts nor a text", key=key, kind=kind_of(negatives))
-        items = [negatives] if isinstance(negatives, str) else negatives or []
-        texts += [required_text({f"{key}[{place}]": text}, f"{key}[{place}]") for place, text in enumerate(items)]
-        if texts[1] in texts[2:]:
-            raise RowError("'{key}' holds the positive itself. Correct or remove the row", key=key)
-        return [Conversation([_message(TEXT, text)], is_read=True) for text in texts]
-
-
-def _unmarked(conversation: Conversation) -> list[Message]:
-    """Return messages that do not say whether they are trained."""
-    return [{key: value for key, value in message.items() if key != "loss"} for message in conversation.messages]
+_LABELED = (RowFormat.preference, RowFormat.reward, RowFormat.labeled, RowFormat.classify, RowFormat.embed)
 
 
 def reader_of(row_format: RowFormat, columns: Mapping[str, str]) -> RowReader:
     """Return the reader of a format's rows."""
-    for reader in (PairReader, MarginReader, LabelReader, ClassReader, TextPairReader):
-        if reader.row_format is row_format:
-            return reader(columns)
+    if row_format in _LABELED:
+        from toolkit.data.labeled_formats import READERS
+
+        return READERS[row_format](columns)
     return RowReader(row_format, columns)
 
 
@@ -598,18 +418,18 @@ def detect_format(row: Mapping[str, object], columns: Mapping[str, str]) -> RowF
     def there(field: str) -> bool:
         return columns.get(field, field) in row
 
-    _check_trainable(row, columns)
+    check_trainable(row, columns)
     if _is_table(row):
         raise RowError(
             "a whole table in one object ({keys}), as pandas' to_json() writes it. Write one row per "
             "line:  to_json(FILE, orient='records', lines=True, force_ascii=False)",
             keys=quoted_keys(row),
         )
-    for row_format, field in _LIST_FIELDS.items():
+    for row_format, field in LIST_FIELDS.items():
         if there(field):
             return row_format
     for complete in (True, False):
-        for row_format, fields in _PAIR_FIELDS.items():
+        for row_format, fields in PAIR_FIELDS.items():
             if all(map(there, fields)) if complete else any(map(there, fields)):
                 return row_format
     if there("text"):
@@ -652,7 +472,8 @@ def parse_row(row: object) -> object:
     return row
 
 
-def _message(role: str, content: str) -> dict[str, Any]:
+def plain_message(role: str, content: str) -> dict[str, Any]:
+    """Return a message of nothing but a text."""
     return {"role": role, "content": content}
 
 
@@ -668,7 +489,7 @@ _THINK = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
-def _check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
+def check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
     """Raise a RowError for a row with images, with a better and a worse answer, or with one that is marked as bad."""
     for key in _MEDIA:
         if row.get(key) not in (None, "", [], {}) and key not in columns.values():
@@ -677,8 +498,8 @@ def _check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None
                 "text would be trained as text. Remove the row",
                 key=key,
             )
-    if not _PREFERENCE.isdisjoint(row) and _PREFERENCE.isdisjoint(columns.values()):
-        found = {key: row[key] for key in row if key in _PREFERENCE and row[key] not in (None, "", [])}
+    if not PREFERENCE_KEYS.isdisjoint(row) and PREFERENCE_KEYS.isdisjoint(columns.values()):
+        found = {key: row[key] for key in row if key in PREFERENCE_KEYS and row[key] not in (None, "", [])}
         if found:
             raise RowError(
                 "preference data ({keys}) needs preference=dpo or another loss of pairs. To train the better answers "

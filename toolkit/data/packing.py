@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.config.schema import Packing, SourceConfig
+from toolkit.config.schema import Packing, RunConfig, SourceConfig
 from toolkit.data import sampler, store
 from toolkit.distributed.file_lock import build_once
+from toolkit.messages import tr
 
 CODE_VERSION = 1
 """Part of a plan's name; raise it when plans come out differently."""
@@ -245,6 +246,29 @@ def share_prompts(cache: store.TokenizedCache, plan: PackingPlan, cache_dir: Pat
         return len(plan), list(plan.bounds)
 
     return _kept(cache_dir, key, build)
+
+
+def sharing_line(cfg: RunConfig, cache: store.TokenizedCache, plan: PackingPlan) -> str:
+    """Return how many tokens of an epoch are not computed again, "" if all are."""
+    if not plan.num_shared:
+        return ""
+    computed = int(plan.lengths(cache).sum())
+    values = {
+        "computed": f"{computed:,}",
+        "tokens": f"{computed + plan.num_shared:,}",
+        "times": f"{1 + plan.num_shared / computed:.2f}",
+    }
+    if cfg.preference.is_paired:
+        return tr(
+            "The two answers of a pair share their prompt: {computed} tokens are computed instead of {tokens}, {times} "
+            "times fewer (data.share_prefixes).",
+            **values,
+        )
+    return tr(
+        "Samples of one conversation share their common prefix: {computed} tokens are computed instead of {tokens}, "
+        "{times} times fewer (data.share_prefixes).",
+        **values,
+    )
 
 
 def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: int, size: int = 1) -> NDArray[np.int64]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit import secrets, terminal
-from toolkit.config import mesh, schema
+from toolkit.config import mesh, objective, schema
 from toolkit.data import sampler, sources, store, tokenize
 from toolkit.data.packing import PackingPlan
 from toolkit.messages import DataError, printable, tr
@@ -132,32 +132,9 @@ def padding_line(cfg: schema.RunConfig, packing: schema.Packing, cache: store.To
     )
 
 
-def sharing_line(cfg: schema.RunConfig, cache: store.TokenizedCache, plan: PackingPlan) -> str:
-    """Return how many tokens of an epoch are not computed again, "" if all are."""
-    if not plan.num_shared:
-        return ""
-    computed = int(plan.lengths(cache).sum())
-    values = {
-        "computed": f"{computed:,}",
-        "tokens": f"{computed + plan.num_shared:,}",
-        "times": f"{1 + plan.num_shared / computed:.2f}",
-    }
-    if cfg.preference.is_paired:
-        return tr(
-            "The two answers of a pair share their prompt: {computed} tokens are computed instead of {tokens}, {times} "
-            "times fewer (data.share_prefixes).",
-            **values,
-        )
-    return tr(
-        "Samples of one conversation share their common prefix: {computed} tokens are computed instead of {tokens}, "
-        "{times} times fewer (data.share_prefixes).",
-        **values,
-    )
-
-
 def unit_name(cfg: schema.RunConfig) -> str:
     """Return what the data are counted in, for a reader."""
-    return {"pairs": tr("pairs"), "answers": tr("answers")}.get(schema.data_unit(cfg)[0], tr("samples"))
+    return {"pairs": tr("pairs"), "answers": tr("answers")}.get(objective.data_unit(cfg)[0], tr("samples"))
 
 
 def count_lines(
@@ -168,7 +145,7 @@ def count_lines(
     plan: PackingPlan,
 ) -> list[str]:
     """Return what became of each source's rows, and how long the samples of a split are."""
-    _, size = schema.data_unit(cfg)
+    _, size = objective.data_unit(cfg)
     heads = (tr("source"), tr("split"), tr("rows"), unit_name(cfg), tr("tokens"), tr("trained"))
     names = [source.path or source.hub or source.format.value for source in (*cfg.data.sources, *cfg.data.validation)]
     rows = []
@@ -242,10 +219,10 @@ def sample_lines(
 
 def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> str:
     """Return what a sample is in its row, and what the row says of an answer; "" where there is nothing to say."""
-    place, role = sample % schema.data_unit(cfg)[1], ""
+    place, role = sample % objective.data_unit(cfg)[1], ""
     if cfg.task.kind is schema.TaskKind.embed:
         return ", " + (tr("the query"), tr("the positive"), tr("a negative"))[min(place, 2)]
-    if schema.has_pairs(cfg):
+    if objective.has_pairs(cfg):
         role = ", " + (tr("the rejected answer") if place else tr("the chosen answer"))
     if (values := cache.values([sample])) is None:
         return role

@@ -31,7 +31,7 @@ from toolkit.data.sources import (
 )
 from toolkit.data.tokenize_workers import BuiltPart, ChatEncoder, Part, PartBuilder, RowPosition, make_parts, read_part
 from toolkit.distributed.file_lock import build_once, explain_lock_error
-from toolkit.launch.deepspeed import age_s
+from toolkit.launch.ancestors import age_s
 from toolkit.messages import DataError, clauses, say, tr, warn
 from toolkit.secrets import hide
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 import threading
 import time
 import uuid
@@ -18,6 +19,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,9 +27,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
-from toolkit import messages, secrets
+from toolkit import children, messages, secrets
 from toolkit.config import mesh, schema
-from toolkit.launch import processes
 from toolkit.messages import LaunchError, system_text, tr, warn
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ def start(config: schema.DistributedConfig) -> torch.device:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    processes.tie_builds()
+    _tie_builds()
     on_cpu = accelerator.device_name() == "cpu"
     if on_cpu and not config.cpu_shared_memory:
         # TorchBackend compiles its shared-memory all-reduce (1-3 minutes) whenever this table says that it could
@@ -101,6 +102,13 @@ def start(config: schema.DistributedConfig) -> torch.device:
     except (RuntimeError, ValueError) as error:
         raise _not_together(config, error) from error
     return torch.device(accelerator.current_device_name())
+
+
+def _tie_builds() -> None:
+    """Let builds of DeepSpeed's ops end with this process: PyTorch starts ninja, and ninja ends its compilers."""
+    from torch.utils import cpp_extension
+
+    vars(cpp_extension)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "run": children.run})
 
 
 def own_gpu(visible: int, environ: MutableMapping[str, str]) -> int:

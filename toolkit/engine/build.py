@@ -35,7 +35,7 @@ _BUILDERS = {
     "quantizer": "QuantizerBuilder",
     "dc": "DeepCompileBuilder",
 }
-"""Ops of `preflight.needed_ops` that engines load -> DeepSpeed's class that builds each (0.19.8, op_builder)."""
+"""Ops of `native_ops.needed_ops` that engines load -> DeepSpeed's class that builds each (0.19.8, op_builder)."""
 STALE_S = 90.0
 """So long a file server may hide what another node has just made; NFS caches absence for up to 60 s."""
 

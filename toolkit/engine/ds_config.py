@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import messages
-from toolkit.config import mesh, preflight, rule_tables, schema
+from toolkit.config import dotted_keys, mesh, native_ops, rule_tables, schema
 from toolkit.messages import ConfigError, nearest, raise_all, tr
 
 _TABLE = json.loads(Path(__file__).with_name("ds_keys.json").read_text(encoding="utf-8"))
@@ -40,12 +40,12 @@ MOST_PROBLEMS = 20
 """So many are named one by one."""
 
 
-def dotted_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
+def json_keys(tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
     """Yield every key of DeepSpeed's JSON as a dotted path, sections included."""
     for name, children in (KEYS if tree is None else tree).items():
         yield prefix + name
         if children:
-            yield from dotted_keys(children, f"{prefix}{name}.")
+            yield from json_keys(children, f"{prefix}{name}.")
 
 
 def wrong_names(section: dict[str, Any], tree: dict[str, Any] | None = None, prefix: str = "") -> Iterator[str]:
@@ -86,10 +86,10 @@ def wrong_name(key: str) -> str:
         return tr("'{key}' belongs to a feature that was removed from DeepSpeed. Take it out.", key=key)
     if key in RENAMED:
         return tr("'{key}' is an old name. Write '{today}'.", key=key, today=RENAMED[key])
-    places = [other for other in dotted_keys() if other.rpartition(".")[2] == name]
+    places = [other for other in json_keys() if other.rpartition(".")[2] == name]
     close = nearest(name, siblings)
     guess = ELSEWHERE.get(key) or next(iter(places), None) or (key.removesuffix(name) + close if close else None)
-    guess = guess or nearest(key, dotted_keys())
+    guess = guess or nearest(key, json_keys())
     if guess is None:
         return tr("DeepSpeed has no key '{key}'.", key=key)
     if guess in places:
@@ -102,7 +102,7 @@ def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[
 
     `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> the position that set it.
     """
-    values, wrong = dict(schema.leaves(extra)), dict.fromkeys(wrong_names(extra))
+    values, wrong = dict(dotted_keys.leaves(extra)), dict.fromkeys(wrong_names(extra))
     for key, value in values.items():
         ours = next((name for name in accumulate(key.split("."), "{}.{}".format) if name in owned), "")
         if ours or value is None or value == "auto" or (key in NEEDED and value is False):
@@ -140,7 +140,7 @@ SILENT = 2_000_000_000
 
 def _shared(section: str, *without: str) -> tuple[str, tuple[str, ...]]:
     """Return a section of the schema, and the names in it that DeepSpeed's section has too."""
-    defaults: Any = schema.get_value(schema.RunConfig(), section)
+    defaults: Any = dotted_keys.get_value(schema.RunConfig(), section)
     return section, tuple(item.name for item in fields(defaults) if item.name not in without)
 
 
@@ -220,7 +220,7 @@ class DsConfig:
 
     def put(self, key: str, value: Any, why: str) -> None:
         """Set a dotted DeepSpeed key."""
-        schema.set_leaf(self.values, key, value)
+        dotted_keys.set_leaf(self.values, key, value)
         self.why[key] = why
 
     def omit(self, template: str, /, **values: object) -> None:
@@ -235,7 +235,7 @@ def tensor_ranks(values: Mapping[str, Any]) -> int:
 
 def read_key(cfg: schema.RunConfig, key: str) -> Any:
     """Return the value of a dotted schema key, with enums as their plain strings."""
-    value = schema.get_value(cfg, key)
+    value = dotted_keys.get_value(cfg, key)
     return getattr(value, "value", list(value) if isinstance(value, list) else value)
 
 
@@ -246,7 +246,7 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
     left out, and `missing` says so.
     """
     check_extra(cfg.ds_extra, OWNED)
-    cfg, reason = preflight.with_optimizer(cfg)
+    cfg, reason = native_ops.with_optimizer(cfg)
     ds = DsConfig()
     _batch(ds, cfg, world_size)
     ds.put("fp16.enabled", cfg.precision.dtype is schema.Dtype.fp16, "precision.dtype")
@@ -285,7 +285,7 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
             "DeepSpeed's monitors, which stay off.",
             names=", ".join(trackers),
         )
-    for key, value in schema.leaves(cfg.ds_extra):
+    for key, value in dotted_keys.leaves(cfg.ds_extra):
         ds.put(key, value, f"ds_extra.{key}")
     return ds
 
@@ -305,7 +305,7 @@ def fit_reduce_bucket(values: dict[str, Any], trained: int) -> dict[str, Any]:
 def explain(ds: DsConfig, where: dict[str, str]) -> str:
     """Return a table: each DeepSpeed key, its value, the schema key or formula, and `where` that was set."""
     rows = []
-    for key, value in schema.leaves(ds.values):
+    for key, value in dotted_keys.leaves(ds.values):
         why = ds.why[key]
         if not why.startswith("="):
             above = [head for head in accumulate(why.split("."), "{}.{}".format) if head in where]

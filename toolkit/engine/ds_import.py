@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import messages
-from toolkit.config import load, mesh, rule_tables, schema
+from toolkit.config import dotted_keys, load, mesh, rule_tables, schema
 from toolkit.config.files import LARGEST_FILE_BYTES
 from toolkit.engine import ds_config
 from toolkit.messages import ConfigError, Problems, file_bytes, joined, parsed_json, reason_of, tr, type_name
@@ -156,7 +156,7 @@ class SectionImport:
 
     def _typed(self, schema_key: str, value: Any, key: str) -> Any:
         """Return the value as the schema's type; 1e9 is a whole number, "true" is no boolean."""
-        ours = schema.get_value(self.loaded.cfg, schema_key)
+        ours = dotted_keys.get_value(self.loaded.cfg, schema_key)
         if isinstance(ours, Enum):
             members = [member.value for member in type(ours)]
             if value not in members:
@@ -197,7 +197,12 @@ def import_json(
     problems = Problems()
     values, where, ignored = read_json(path, problems)
     task = SectionImport(
-        path=path, loaded=loaded, world_size=world_size, given=dict(schema.leaves(values)), where=where, strict=strict
+        path=path,
+        loaded=loaded,
+        world_size=world_size,
+        given=dict(dotted_keys.leaves(values)),
+        where=where,
+        strict=strict,
     )
     for key, sentence in ignored.items():
         task.note(key, sentence)
@@ -221,11 +226,11 @@ def import_json(
     foreign = {
         key: value for key, value in task.given.items() if key not in ds_config.OWNED and key != "steps_per_print"
     }
-    for key, value in (dict(schema.leaves(loaded.cfg.ds_extra)) | foreign).items():
+    for key, value in (dict(dotted_keys.leaves(loaded.cfg.ds_extra)) | foreign).items():
         if value == "auto":
             task.note(key, '{key}: no setting of the recipe can replace "auto": omitted.', key=key)
         elif value != {}:
-            schema.set_leaf(extra, key, value)
+            dotted_keys.set_leaf(extra, key, value)
     if task.replaced:
         task.notes.append(tr("{path} takes the place of: {keys}.", path=path, keys=", ".join(task.replaced)))
     result = load.replace(loaded, task.taken | ({"ds_extra": (extra, path)} if extra else {}), load.JSON)
@@ -295,12 +300,12 @@ def _compare(task: SectionImport, result: load.LoadedConfig) -> None:
     """Compare the JSON that the result makes with the file; note what "auto" became and what has no effect."""
     cfg = mesh.with_micro_batch(result.cfg)
     ranks = task.world_size or max(1, cfg.batch.global_size // mesh.micro_rows(cfg)) * mesh.model_ranks(cfg)
-    ours = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks).values))
+    ours = dict(dotted_keys.leaves(ds_config.build_ds_config(cfg, ranks).values))
     if cfg is not result.cfg:  # both are found by training
         ours |= dict.fromkeys((MICRO, STEPS), schema.AUTO)
     # Where the data decides how many steps there are, a scheduler has its settings all the same.
     any_steps = cfg.train.max_steps or 10**9
-    made = dict(schema.leaves(ds_config.build_ds_config(cfg, ranks, any_steps).values)) | ours
+    made = dict(dotted_keys.leaves(ds_config.build_ds_config(cfg, ranks, any_steps).values)) | ours
     idle = []
     for key, value in task.given.items():
         if value == {} or key in task.noted or (key == STEPS and task.world_size is None):
@@ -715,7 +720,7 @@ def _is_ignored(key: str, name: str, keys: dict[str, Any]) -> bool:
         or name.lower().startswith("comment")
     ):
         return True
-    elsewhere = {other.rpartition(".")[2] for other in ds_config.dotted_keys()}
+    elsewhere = {other.rpartition(".")[2] for other in ds_config.json_keys()}
     close = difflib.get_close_matches(name, list(keys), n=1, cutoff=_LIKELY)
     begins = any(other.startswith(f"{name}_") or name.startswith(f"{other}_") for other in keys)
     return name not in elsewhere and name != "learning_rate" and not close and not begins

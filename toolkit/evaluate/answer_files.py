@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from toolkit.config import files, preflight, schema
+from toolkit.config import files, paths, schema
 from toolkit.data import formats, readers, sources
 from toolkit.disk import lock_or_warn, sha256, write_atomically
 from toolkit.distributed.process_group import on_rank0, rank
@@ -50,7 +50,7 @@ def question_source(path: str, row_format: schema.RowFormat, columns: str) -> sc
     if names is None or not all(isinstance(value, str) for value in names.values()):
         raise ConfigError("columns = {text} is not of the form {{prompt: question, response: answer}}.", text=columns)
     source = schema.SourceConfig(path=path, format=row_format, columns=names)
-    if sentence := preflight.check_columns(source, "input"):
+    if sentence := paths.check_columns(source, "input"):
         raise ConfigError(sentence)
     return source
 

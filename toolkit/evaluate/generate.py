@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from toolkit.config import preflight
+from toolkit.config import context_length
 from toolkit.data import formats
 from toolkit.messages import ConfigError, ModelError, RowError
 from toolkit.models import chat, probe
@@ -118,7 +118,7 @@ def check_length(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int
 
 def most_tokens(model: PreTrainedModel) -> float:
     """Return how many tokens prompt and answer may have together: the model's positions, infinite where it has none."""
-    return preflight.position_limit(model.config.to_dict()) or math.inf
+    return context_length.position_limit(model.config.to_dict()) or math.inf
 
 
 def until_stop(ids: list[int], stops: set[int]) -> list[int]:

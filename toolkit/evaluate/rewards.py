@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from toolkit.disk import write_atomically
-from toolkit.distributed.failure import run_guarded
+from toolkit.distributed.exits import run_guarded
 from toolkit.messages import ConfigError, DataError, reading, tr
 
 RULES = ("exact_match", "json", "regex", "length")

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.preflight import position_limit
+from toolkit.config.context_length import position_limit
 from toolkit.messages import ConfigError, ModelError, tr
 from toolkit.models.directory import read_object, saved_template
 

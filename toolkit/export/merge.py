@@ -22,7 +22,7 @@ from toolkit.config.schema import RunConfig, TuningMethod
 from toolkit.messages import CheckpointError, ModelError, NotMergeable, clauses, reading, tr, warn
 from toolkit.models import adapters, base_model, classifier, directory, fine_tuning, lora, structure, weights
 from toolkit.models.load import empty, stream
-from toolkit.plan.outline import SCORE, tuning_of
+from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 TIED = "tie_word_embeddings"
 _STARTS = {"true", "false", "gaussian", "eva", "orthogonal", "mica"}

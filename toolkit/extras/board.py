@@ -36,15 +36,15 @@ from starlette.routing import Route
 
 from toolkit import children, disk, messages
 from toolkit.config import files, mesh, validate
+from toolkit.config.dotted_keys import leaves, set_leaf
+from toolkit.config.hub import needs_lookup
 from toolkit.config.load import LoadedConfig, group_choices, load, to_dict
-from toolkit.config.preflight import needs_lookup
-from toolkit.config.schema import leaves, set_leaf
 from toolkit.extras.translate.convert import inline
 from toolkit.jobs.check import check_recipe, machine_for
 from toolkit.messages import say, tr
-from toolkit.plan import layouts, speed
+from toolkit.plan import layouts, search, speed, summary
+from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
-from toolkit.plan.outline import outline_of
 from toolkit.report import figures, page
 from toolkit.report.run import answered, distinct_names, is_run, is_worked_on, no_answer, read_run
 from toolkit.secrets import hide
@@ -574,7 +574,7 @@ def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
     outline = outline_of(cfg)
     rates = speed.rates_of(cfg, machine, outline)
     mine = layouts.evaluate_layout(outline, cfg, machine, rates)
-    return layouts.plan_lines(outline, machine, rates, mine, list(layouts.layouts(outline, cfg, machine, rates)))
+    return summary.plan_lines(outline, machine, rates, mine, list(search.layouts(outline, cfg, machine, rates)))
 
 
 def save_recipe(given: Given) -> dict[str, Any]:

@@ -33,8 +33,10 @@ from toolkit.models import attention, directory, loss
 from toolkit.models.chatglm.modeling import ChatGLMConfig, ChatGLMForConditionalGeneration, glm_config
 from toolkit.models.load import TORCH_DTYPES, random_config
 from toolkit.plan import memory
-from toolkit.plan.outline import Outline, config_of, outline_of
-from toolkit.plan.speed import Rates, Work, causal_pairs, formula
+from toolkit.plan.flops import Work, causal_pairs, formula
+from toolkit.plan.lookup import config_of, outline_of
+from toolkit.plan.outline import Outline
+from toolkit.plan.speed import Rates
 
 _REPEATS = 7
 _ELEMENTS = 4_000_000

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from toolkit.config import files, schema
+from toolkit.config import dotted_keys, files, schema
 
 PATH_KEYS = re.compile(
     r"\b(recipe|data|sources|validation|hostfile|resume|path|dir|tokenizer|chat_template|adapter)$|_(path|json|file)$"
@@ -46,9 +46,9 @@ def _arguments(typed: str, doc: str) -> Iterator[str]:
     yield from (choice for choices in re.findall(r"\b\w+(?:\|\w+)+", bare) for choice in choices.split("|"))
     if re.search(r"\b(PATH|RUN|FILE)\b", bare):
         yield from _paths(typed)
-    for key in schema.all_keys() if takes_keys else ():  # one section further than what is typed
+    for key in dotted_keys.all_keys() if takes_keys else ():  # one section further than what is typed
         more, dot, _ = key[len(typed) :].partition(".")
-        is_section = dot or any(other.startswith(f"{key}.") for other in schema.all_keys())
+        is_section = dot or any(other.startswith(f"{key}.") for other in dotted_keys.all_keys())
         yield key[: len(typed)] + more + ("." if is_section else "=")
     yield "language="
 
@@ -56,9 +56,8 @@ def _arguments(typed: str, doc: str) -> Iterator[str]:
 def _values(name: str, value: str, placeholder: str) -> Iterator[str]:
     """Yield the values of a word; `placeholder` is what the help has in their place."""
     section, _, field = name.rpartition(".")
-    kind: Any = schema.types_of(dict(schema.sections()).get(f"{section}." if section else "", schema.RunConfig)).get(
-        field
-    )
+    sections = dict(dotted_keys.sections())
+    kind: Any = dotted_keys.types_of(sections.get(f"{section}." if section else "", schema.RunConfig)).get(field)
     if name == "recipe":
         yield from files.known_recipes()
     elif name in _groups():

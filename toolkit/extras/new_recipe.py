@@ -14,16 +14,19 @@ import jinja2
 import yaml
 
 from toolkit.arguments import parse_checked, positive_int
-from toolkit.config import files, load, mesh, preflight
-from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod, set_leaf
+from toolkit.config import files, hub, load, mesh, schema
+from toolkit.config.context_length import position_limit
+from toolkit.config.dotted_keys import set_leaf
+from toolkit.config.schema import Device, Init, OnBadRow, RowFormat, RunConfig, TooLong, TuningMethod
 from toolkit.data.sources import BYTES_PER_TOKEN, check_sources, estimate, look_at
 from toolkit.data.tokenize import first_rows, percent
 from toolkit.extras.translate.convert import inline
 from toolkit.messages import ConfigError, ModelError, Problems, did_you_mean, joined, tr, warn
 from toolkit.plan import speed
-from toolkit.plan.layouts import Layout, fastest, gib, layouts, overrides
+from toolkit.plan.layouts import Layout, gib
+from toolkit.plan.lookup import config_of, outline_of
 from toolkit.plan.machine import Machine, parse_machine
-from toolkit.plan.outline import config_of, outline_of
+from toolkit.plan.search import fastest, layouts, overrides
 
 METHODS = (TuningMethod.full, TuningMethod.lora, TuningMethod.qlora)
 """The first that fits on the GPUs alone is chosen, else the first that fits with offloading."""
@@ -88,7 +91,7 @@ def data_facts(given: Given) -> dict[str, Any]:
     lengths = _token_counts(cfg)
     held = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1] if lengths else sizes[-1] / _CAUTIOUS_BYTES
     needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(held + 1)))
-    limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else preflight.position_limit(config_of(cfg))
+    limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else position_limit(config_of(cfg))
     length = positive_int(dict(given), "max_length") or min(needed, limit or needed)
     if limit and length > limit:
         raise ConfigError("max_length = {length}: the model has {limit} positions.", length=length, limit=limit)
@@ -215,7 +218,7 @@ def _rendered(facts: Mapping[str, Any]) -> str:
     environment.filters["yaml"] = inline
     template = (resources.files("toolkit.extras") / "new_recipe.yaml.j2").read_text(encoding="utf-8")
     usual = {"method": method, "dtype": "bf16", "global_size": _SAMPLES, "micro": 1, "settings": {"zero": {"stage": 2}}}
-    rate = f"{load.LEARNING_RATES[TuningMethod(method)]:.1e}".replace("e-0", "e-")
+    rate = f"{schema.LEARNING_RATES[TuningMethod(method)]:.1e}".replace("e-0", "e-")
     return environment.from_string(template).render({**usual, "lr": rate, **facts})
 
 
@@ -233,5 +236,5 @@ def _compose(facts: Mapping[str, Any]) -> load.LoadedConfig:
 
 def _planned(loaded: load.LoadedConfig) -> load.LoadedConfig:
     """Return a config whose model has a config.json here, or known sizes."""
-    is_unknown = preflight.needs_lookup(loaded.cfg.model)
-    return preflight.resolve_model_path(loaded, config_only=True) if is_unknown else loaded
+    is_unknown = hub.needs_lookup(loaded.cfg.model)
+    return hub.resolve_model_path(loaded, config_only=True) if is_unknown else loaded

@@ -28,7 +28,8 @@ from toolkit.layouts import experts
 from toolkit.messages import set_language
 from toolkit.models import attention, fine_tuning, loss
 from toolkit.models.load import TORCH_DTYPES
-from toolkit.plan.outline import busiest, outline_of
+from toolkit.plan.lookup import outline_of
+from toolkit.plan.outline import busiest
 from toolkit.tasks import language
 from toolkit.train import schedule
 from toolkit.train.step import StepGuard, train_step

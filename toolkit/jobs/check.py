@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.arguments import check_parsed, parse, positive_int
-from toolkit.config import files, load, mesh, preflight, rules, schema
+from toolkit.config import context_length, files, hub, load, mesh, native_ops, requirements, rules, schema
 from toolkit.data.sources import check_distinct, check_sources, estimate, local_files
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import read_config, trust_code
+from toolkit.plan.division import rank_part
+from toolkit.plan.lookup import cached_outline
 from toolkit.plan.machine import GIB, Machine, check_precision, parse_bytes, parse_machine, this_machine
-from toolkit.plan.outline import Outline, active_line, cached_outline, rank_part
+from toolkit.plan.outline import Outline, active_line
 from toolkit.train.schedule import FEWEST_STEPS, Epoch, tell_length
 
 if TYPE_CHECKING:  # tokenizers take seconds to import
@@ -32,8 +34,8 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     is_other = "gpus" in values and not (machine and machine.on_cpu)
     check_parsed(arguments.loaded, world_size, problems, devices=not is_other)
     problems.attempt(rules.check_time_left, arguments.loaded)
-    problems.attempt(preflight.check_track_here, arguments.loaded)
-    problems.attempt(preflight.check_compiler, arguments.loaded)
+    problems.attempt(requirements.check_track_here, arguments.loaded)
+    problems.attempt(native_ops.check_compiler, arguments.loaded)
     wrong_keys = {key for error in problems.errors for key in error.keys}
     unread = check_sources(cfg.data, wrong_keys, problems)
     if not any(key.startswith("data.") for key in wrong_keys):
@@ -56,7 +58,7 @@ def check_recipe(words: Sequence[str], *, fetch: bool = True) -> None:
     if may_read and _may_be_unmergeable(cfg):
         from toolkit.export import merge
 
-        resolved = preflight.resolve_model_path(arguments.loaded, config_only=True)
+        resolved = hub.resolve_model_path(arguments.loaded, config_only=True)
         merge.tell_unmergeable(merge.part_of_recipe(resolved.cfg))
     if outlines:
         model_outline, rank_outline = outlines
@@ -82,8 +84,8 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "AnyChatEncoder
     None where no tokenizer is on this disk.
     """
     is_here = not files.is_hub_name(loaded.cfg.model.path)
-    loaded = preflight.resolve_model_path(loaded, config_only=True)
-    problems.attempt(preflight.check_positions, loaded)
+    loaded = hub.resolve_model_path(loaded, config_only=True)
+    problems.attempt(context_length.check_positions, loaded)
     cfg, model = loaded.cfg, loaded.cfg.model
     if model.init is schema.Init.pretrained:
         if model.trust_remote_code:
@@ -103,7 +105,7 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "AnyChatEncoder
 
 def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
     """Return the outlines of the model and a rank's part, None where training finds them."""
-    cfg = preflight.resolve_model_path(loaded, config_only=True).cfg
+    cfg = hub.resolve_model_path(loaded, config_only=True).cfg
     if cfg.model.init is not schema.Init.pretrained:
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
     outline = cached_outline(replace(cfg, task=schema.TaskConfig()))  # no other model, and no head
@@ -158,7 +160,7 @@ def _rows(cfg: schema.RunConfig, world_size: int) -> str:
 
 def _machine(values: dict[str, str], cfg: schema.RunConfig) -> Machine | None:
     """Return the GPUs of the argument, else those here on which ranks would run; ConfigError if they cannot run it."""
-    here = None if "gpus" in values or preflight.device_here() != "cuda" else this_machine()
+    here = None if "gpus" in values or requirements.device_here() != "cuda" else this_machine()
     machine = parse_machine(values["gpus"], 1, "") if "gpus" in values else here
     check_precision(machine.card if machine else None, cfg.precision)
     return machine

@@ -14,15 +14,15 @@ from typing import Any
 
 from toolkit import secrets
 from toolkit.config.schema import RunConfig
-from toolkit.distributed import failure
+from toolkit.distributed import presence, watchdog
 from toolkit.jobs.nodes import LOOK_EVERY_S, Nodes
-from toolkit.launch import deepspeed, environment, processes
+from toolkit.launch import ancestors, deepspeed, environment, processes, variables
 from toolkit.messages import CheckpointError, Diverged, Stopped, ToolkitError, say, tr
 from toolkit.train import run_dir
 
 SCRIPT = Path(__file__).parents[2] / "run.py"
 """There in a checkout, not in an installed package."""
-HANG = failure.EXIT_CODE
+HANG = watchdog.EXIT_CODE
 MISTAKE, DIVERGED, IO, STOPPED = (kind.exit_code for kind in (ToolkitError, Diverged, CheckpointError, Stopped))
 _KILLED = 128
 """Launchers add it to the number of the signal that killed a rank."""
@@ -133,20 +133,20 @@ def _command(nodes: Nodes) -> tuple[list[str], dict[str, str]]:
             launcher=options["--launcher"],
         )
     names = cfg.launch.forwarded
-    files = environment.variables_of_files(Path.cwd()) if backend and names else {}
+    files = variables.variables_of_files(Path.cwd()) if backend and names else {}
     here = [name for name in names if os.environ.get(name)]
     for name in here:
         secrets.learn(os.environ[name])
     if missing := sorted(set(names).difference(here, *files.values())):
-        raise environment.without_value(missing)
+        raise variables.without_value(missing)
     if env:
         say("Variables of the ranks: {names}", names=", ".join(env))
-    environ, exported = environment.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
+    environ, exported = variables.for_launcher(here, backend, os.environ) if backend else (dict(os.environ), [])
     # Unless asked, the launcher shall not write whole command lines, with what is in them, into logs.
     quiet = [] if {"--log_level", "-q", "--quiet"} & set(options) else ["--log_level", "critical"]
     port = deepspeed.port_of_one_node(hosts, options)
     options = {**options, **port}
-    command = [sys.executable, "-m", processes.FRONT_END, *quiet]
+    command = [sys.executable, "-m", ancestors.FRONT_END, *quiet]
     command += [*deepspeed.options_without_ssh(hosts, options), *(word for pair in port.items() for word in pair)]
     command += nodes.typed
     command += deepspeed.mpi_launcher_args(hosts, options, exported) if backend == "openmpi" else []
@@ -203,7 +203,7 @@ class Attempt:
             else:
                 say("{seconds} s from the stop to the first new step (step {step}).", seconds=seconds, step=step)
             self.ended = 0.0
-        return bool(self._lost_at) and time.monotonic() - self._lost_at > failure.SILENT_S
+        return bool(self._lost_at) and time.monotonic() - self._lost_at > presence.SILENT_S
 
     def end(self) -> None:
         """Remove what the ranks were told by."""

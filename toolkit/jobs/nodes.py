@@ -14,8 +14,8 @@ from typing import Any
 from toolkit import children
 from toolkit.config import mesh
 from toolkit.config.schema import AUTO, RunConfig
-from toolkit.distributed import failure
-from toolkit.launch import deepspeed, environment, hostfile
+from toolkit.distributed import presence, watchdog
+from toolkit.launch import deepspeed, hostfile, variables
 from toolkit.launch.hostfile import Resources
 from toolkit.messages import ConfigError, LaunchError, say, tr
 
@@ -112,13 +112,13 @@ class Nodes:
         first, now = 0, time.monotonic()
         for host, gpus in self.hosts.items():
             with suppress(OSError, ValueError, KeyError):  # not begun
-                text = (logs / failure.heartbeat_file(first)).read_text(encoding="utf-8")
+                text = (logs / watchdog.heartbeat_file(first)).read_text(encoding="utf-8")
                 if self._beats.get(host, (-1, now))[0] != (beats := json.loads(text)["beats"]):
                     self._beats[host] = beats, now
             first += len(gpus)
         seconds = {host: now - since for host, (_, since) in self._beats.items()}
         silent = {
-            host: self.hosts[host] for host in seconds if seconds[host] > failure.SILENT_S * failure.stretch(first)
+            host: self.hosts[host] for host in seconds if seconds[host] > presence.SILENT_S * presence.stretch(first)
         }
         if len(silent) == len(seconds):  # none, or it is the file server that stands still
             return {}
@@ -218,7 +218,7 @@ class Nodes:
             say(tr("{host}  GPUs {gpus}  ranks {ranks}", host=host, gpus=gpus, ranks=ranks).rstrip())
         if len({len(gpus) for gpus in self.hosts.values()}) > 1:
             say("Note: the nodes take part with different numbers of GPUs.")
-        for file, names in environment.variables_of_files(Path.cwd()).items() if len(self.hosts) > 1 else ():
+        for file, names in variables.variables_of_files(Path.cwd()).items() if len(self.hosts) > 1 else ():
             say("{file} sets on all nodes: {names}", file=file, names=", ".join(names))
 
 

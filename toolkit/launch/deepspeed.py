@@ -11,8 +11,6 @@ import re
 import shlex
 import shutil
 import socket
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -20,8 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from toolkit import children, secrets
-from toolkit.launch import environment, processes
+from toolkit import children
+from toolkit.launch import environment, variables
+from toolkit.launch.ancestors import DEEPSPEED, processes_above
 from toolkit.launch.hostfile import SELECTING, Resources, asked_gpus, is_here, read_hostfile, select_gpus
 from toolkit.messages import LaunchError, tr
 
@@ -46,7 +45,7 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
     An error if the hostfile that was asked for is missing or malformed; if other nodes take part than it says, or than
     `launch.num_nodes` (0: any); if ranks are not bound to cores as asked.
     """
-    chain = list(ancestors())
+    chain = list(processes_above())
     nodes = max(1, ranks.world_size // ranks.local_world_size) if ranks.local_world_size else 0  # 0: it cannot be told
     if world := next((word for _, words in chain for word in words if word.startswith("--world_info=")), ""):
         nodes = len(json.loads(base64.urlsafe_b64decode(world.partition("=")[2])))
@@ -73,7 +72,7 @@ def check_launcher(num_nodes: int, ranks: environment.Ranks) -> None:
         check_machines(hosts, options)
         check_binding(hosts, options)
         if len(hosts) > 1:
-            environment.variables_of_files(folder)
+            variables.variables_of_files(folder)
         break
     else:
         if ranks.launcher == "openmpi" and ranks.rank:
@@ -111,7 +110,7 @@ def check_machines(hosts: Resources, options: Mapping[str, str]) -> None:
 
 def launcher_options(line: list[str]) -> list[str]:
     """Return the options of a `deepspeed` command line as they were typed, without the program's; [] for others."""
-    start = next((i for i, word in enumerate(line[:4]) if Path(word).name in processes.DEEPSPEED), len(line))
+    start = next((i for i, word in enumerate(line[:4]) if Path(word).name in DEEPSPEED), len(line))
     words = line[start + 1 :]
     return words[: len(words) - len(split_words(words)[1])]
 
@@ -181,61 +180,6 @@ def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list
 def without_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return a launcher's options without some of them and their values."""
     return [word for found in _with_values(words) if found[0].partition("=")[0] not in names for word in found]
-
-
-def ancestors() -> Iterator[tuple[psutil.Process, list[str]]]:
-    """Yield the processes above this one with their command lines, parent first, up to one that is hidden."""
-    process: psutil.Process | None = psutil.Process()
-    with suppress(psutil.Error):
-        while process and (process := process.parent()):
-            yield process, process.cmdline()
-
-
-def age_s() -> float:
-    """Return how many seconds ago this process, or its launcher here, began. What restarts ranks does not count."""
-    oldest = psutil.Process()
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        for parent, words in ancestors():
-            if _program(words) not in processes.LAUNCHERS:
-                break
-            oldest = parent
-    since_boot_s = oldest.create_time() - psutil.boot_time()  # no clock that may be set takes part
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
-
-
-def _program(line: Sequence[str]) -> str:
-    """Return the name of what a command line runs: a module, a script or a program."""
-    program, *words = [Path(word).name for word in line] or [""]
-    if not program.startswith("python"):
-        return program
-    for place, word in enumerate(words):
-        if word == "-m":
-            return "".join(words[place + 1 : place + 2])
-        if not word.startswith("-"):
-            return word
-    return ""
-
-
-def typed_command(argv: Sequence[str] | None = None) -> list[str]:
-    """Return the command, without secrets, that this process or the outermost launcher above it was started with."""
-    words: list[str] = []
-    for _, line in ancestors():
-        words = _launcher_words(line) or words
-    if not words:
-        words = ["python", *environment.strip_launcher_arguments(sys.argv if argv is None else argv)]
-    return [secrets.hide_word(word) for word in words]
-
-
-def _launcher_words(words: list[str]) -> list[str]:
-    """Return a launcher's words, begun with its name alone; [] for other programs."""
-    for place, word in enumerate(words[:4]):
-        name = Path(word).name
-        if name in processes.TYPED_LAUNCHERS:
-            is_module = words[place - 1 : place] == ["-m"]
-            return [*(["python", "-m"] if is_module else []), name, *words[place + 1 :]]
-        if name == "toolkit" and words[place + 1 : place + 2] in (["launch"], ["train"]):
-            return [name, *words[place + 1 :]]
-    return []
 
 
 _BACKENDS = {
@@ -366,12 +310,6 @@ def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
         raise LaunchError("{option} needs numactl, which is not installed here:  apt install numactl", option=asked[0])
 
 
-def restart_number(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how often these ranks have been started again by whoever starts them; 0 the first time."""
-    told = environment.read_status(environ)
-    return int(told["restart"] if told else environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 def check_restarts(
     most: int,
     ranks: environment.Ranks,
@@ -392,7 +330,7 @@ def check_restarts(
                 given=given,
             )
     elif most:
-        typed = next(filter(None, (launcher_options(line) for _, line in ancestors())), [])
+        typed = next(filter(None, (launcher_options(line) for _, line in processes_above())), [])
         command = shlex.join(["toolkit", "launch", *typed, *words])
         if least_nodes:
             raise LaunchError(

@@ -1,10 +1,7 @@
-"""Who this process is, by the variables of the launcher that started it, and the variables of the ranks.
+"""Who this process is, by the variables of the launcher that started it, and what it reports to `toolkit launch`.
 
-These are the process group's; those of `launch.env`; and `.deepspeed_env`, which DeepSpeed sets on all nodes. Every
-rank composes the same recipe, so it sets the variables with a value itself: no launcher and no shell changes them on
-the way. Secrets are in the environment where the command was typed. Launchers of several nodes get them from `toolkit
-launch` in ways in which no command line, log or file has them. Of MPI only mpirun is used: it starts the ranks, and
-they meet as under any other launcher.
+These are the process group's, see variables.py for others. Of MPI only mpirun is used: it starts the ranks, and they
+meet as under any other launcher.
 
 What ranks report to `toolkit launch` past their launcher, which drops it (exit code, run directory, first step), is a
 file of JSON lines in `run.dir`, which all nodes see. Its name is in a variable that begins with PYTHON, as DeepSpeed's
@@ -15,12 +12,10 @@ values with a space, and others, between quotes that no shell removes (multinode
 import json
 import os
 import random
-import re
 import socket
-import stat
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +23,8 @@ from typing import Any
 
 import psutil
 
-from toolkit import secrets
-from toolkit.config.schema import INTERFACES, LaunchConfig
-from toolkit.messages import LaunchError, file_bytes, reading, set_main_rank, tr
+from toolkit.config.schema import INTERFACES
+from toolkit.messages import LaunchError, set_main_rank, tr
 
 # Launcher -> its variables for rank, local rank, world size, ranks on this machine. The first whose rank is set wins.
 VARIABLES = {
@@ -47,7 +41,6 @@ VARIABLES = {
 MPI_LAUNCHERS = ("openmpi", "mpich")
 """As DeepSpeed calls them."""
 _MOST_DIGITS = 9
-_LARGEST_FILE_BYTES = 1 << 20
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Below those that the system gives to outgoing connections."""
 
@@ -291,137 +284,6 @@ def mpi_notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) 
     return said
 
 
-PACKED = "LC_TOOLKIT_ENV"
-"""Secrets as JSON, name -> value. Debian's and Ubuntu's sshd take variables LC_* from a client, Red Hat's a few."""
-_ANEW = "PYTHON_TOOLKIT_STARTED_ANEW"
-_READ_AT_START = re.compile(r"(?:LD_|PYTHON|MALLOC_|LC_)\w*|GLIBC_TUNABLES|LANG|LANGUAGE|TZ")
-"""Variables that the loader, the C library or Python read when a process starts, and not again."""
-EXPORTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX")
-"""Beginnings of the variables that DeepSpeed hands on to other nodes, whatever they have (0.19.8, EXPORT_ENVS)."""
-_ON_COMMAND_LINES = (
-    *(*EXPORTED_PREFIXES, "PATH", "LD_LIBRARY"),
-    *("NCCL", "HCCL", "CNCL", "BKCL", "BCCL", "ASCEND", "BIREN", "SUPA", "XPU", "XMLIR", "NEUWARE_HOME"),
-)
-"""Beginnings of names that DeepSpeed writes with their values into the command of several machines (0.19.8: runner.py,
-EXPORT_ENVS, and its accelerators' export_envs)."""
-
-
-def apply_env(
-    env: Mapping[str, Any],
-    ranks: Ranks,
-    environ: MutableMapping[str, str],
-    inherited: Mapping[str, str],
-    replace_process: Callable[[str, list[str], dict[str, str]], object] = os.execve,
-) -> None:
-    """Set the variables of this rank; start this process anew where some of them are read at its start only.
-
-    `inherited` is the environment that this process was started with; `replace_process` keeps the process id.
-    """
-    sent = json.loads(environ.pop(PACKED, "{}"))
-    found = {name: environ.get(name) or sent.get(name, "") for name in LaunchConfig(env=dict(env)).forwarded}
-    if missing := [name for name, value in found.items() if not value]:
-        mend = ""  # it is enough to set them, unless somebody else started this rank
-        if ranks.launcher == "deepspeed" and environ.get("CROSS_SIZE", "1") != "1":
-            mend = tr(
-                "`toolkit launch` sends it through ssh, if sshd_config there has the line `AcceptEnv "
-                "LC_*`; `deepspeed` alone does not. Or write NAME=value into ~/.deepspeed_env, which "
-                "all nodes are sent."
-            )
-        elif ranks.launcher == "openmpi":
-            mend = tr("Set it where you type the command, and add `-x NAME` to mpirun, or use `toolkit launch`.")
-        elif ranks.launcher in ("torchrun", "slurm"):
-            mend = tr("Set it on each node where you type torchrun, or where you type srun or sbatch.")
-        raise without_value(missing, mend)
-    for value in found.values():
-        secrets.learn(value)
-    wanted = {**found, **LaunchConfig(env=dict(env)).values}
-    changed = {name for name, value in wanted.items() if environ.get(name) != value}
-    environ.update(wanted)
-    is_new = environ.pop(_ANEW, "")  # what does not stay as it is set must not start the process for ever
-    if any(map(_READ_AT_START.fullmatch, changed)) and not is_new:
-        sys.stdout.flush()
-        kept = {name: value for name, value in inherited.items() if name != PACKED}
-        replace_process(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**kept, **wanted, _ANEW: "1"})
-
-
-def without_value(names: Collection[str], mend: str = "") -> LaunchError:
-    """Return the error about secrets that are not set on this machine; `mend`: what to do, "" to set them here."""
-    return LaunchError(
-        "launch.env: {names}: no value in the recipe, and none in the environment on {host}. {mend}",
-        names=", ".join(names),
-        host=socket.gethostname(),
-        mend=mend or tr("Set it where you type the command:  export NAME=value"),
-    )
-
-
-def for_launcher(names: Sequence[str], launcher: str, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the environment of DeepSpeed's launcher for several machines, and options that it gets for secrets."""
-    if not names:
-        return dict(environ), []
-    if launcher not in ("pdsh", "openmpi", "mpich", "slurm"):
-        raise LaunchError(
-            "launch.env: {names}: how --launcher {launcher} hands on variables is not tested. Use pdsh, openmpi, "
-            "mpich or slurm.",
-            names=", ".join(names),
-            launcher=launcher,
-        )
-    written = {name for name in names if name.startswith(_ON_COMMAND_LINES)}
-    packed = [name for name in names if launcher == "pdsh" or name in written]
-    changed = {name: value for name, value in environ.items() if name not in written}
-    by_name = [name for name in names if name not in packed]
-    if packed:
-        changed[PACKED] = json.dumps({name: environ[name] for name in packed})
-        by_name.append(PACKED)
-    if launcher == "pdsh":
-        changed["PDSH_SSH_ARGS_APPEND"] = f"{environ.get('PDSH_SSH_ARGS_APPEND', '')} -o SendEnv={PACKED}".strip()
-    # mpich and slurm hand the whole environment on.
-    return changed, [word for name in by_name for word in ("-x", name)] if launcher == "openmpi" else []
-
-
-_COMMAND = re.compile(r"[\"`\\\x00]|\$(?!\{?[A-Za-z_])")
-"""What ends a text between double quotes, or runs a command in it (DeepSpeed 0.19.8); $NAME and ${NAME} do not."""
-
-
-def variables_of_files(folder: Path) -> dict[Path, dict[str, str]]:
-    """Return what the files set that DeepSpeed reads when it starts several machines; the last file wins.
-
-    A file that somebody else could have written is an error (whoever clones a repository gets its files), and so is a
-    line on which DeepSpeed 0.19.8 would fail.
-    """
-    found: dict[Path, dict[str, str]] = {}
-    for place in dict.fromkeys((Path.home(), folder)):
-        file = place / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-        if not file.is_file():
-            continue
-        status, values = file.stat(), found.setdefault(file, {})
-        if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise LaunchError(
-                "{file} sets variables on all nodes, and others than you can write it. Look at it, "
-                "then:  chmod go-w {file}  (and chown it, if it is not yours), or remove it.",
-                file=file,
-            )
-        # DeepSpeed cuts at newlines alone; `splitlines` at other characters too, so it would check other lines.
-        with reading(file, LaunchError):
-            lines = file_bytes(file, _LARGEST_FILE_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
-        for number, line in enumerate(lines if lines != [""] else [], start=1):
-            name, equals, value = line.partition("=")
-            if not equals or not name.isidentifier():
-                raise LaunchError(
-                    "{file}:{line}: DeepSpeed wants NAME=value in every line, without blank lines and comments.",
-                    file=file,
-                    line=number,
-                )
-            if _COMMAND.search(value):
-                raise LaunchError(
-                    "{file}:{line}: the shells of all nodes would run a part of this value: DeepSpeed "
-                    'puts it between double quotes as it is. Write it without ", `, \\ and $(.',
-                    file=file,
-                    line=number,
-                )
-            values[name] = value.strip()
-    return found
-
-
 STATUS_VARIABLE = "PYTHON_TOOLKIT_REPORT"
 _LAUNCHED_BY = "PYTHON_TOOLKIT_LAUNCHED_BY"
 """Host and process of `toolkit launch`: in the environment, as the file is gone with it."""
@@ -461,6 +323,12 @@ def read_status(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         for line in Path(_status_file(environ)).read_text(encoding="utf-8").splitlines():
             found = {**json.loads(line), **found}
     return found
+
+
+def restart_number(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how often these ranks have been started again by whoever starts them; 0 the first time."""
+    told = read_status(environ)
+    return int(told["restart"] if told else environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _status_file(environ: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.config import preflight
+from toolkit.config import requirements
 from toolkit.messages import LaunchError, did_you_mean, joined, shortened, tr
 
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")  # as long as names in DNS may be
@@ -199,7 +199,7 @@ def check_visible_alone(options: Mapping[str, str], environ: Mapping[str, str] =
     """Refuse a choice of this node's GPUs that DeepSpeed's launcher (0.19.8, runner.py) misreads, or leaves out."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus, count = chosen.split(","), options.get("--num_gpus", options.get("--num_accelerators", ""))
-    if not chosen or preflight.device_here(environ) == "cpu" or {*SELECTING[:4]} & options.keys():
+    if not chosen or requirements.device_here(environ) == "cpu" or {*SELECTING[:4]} & options.keys():
         return
     if not all(gpu.strip().isdecimal() for gpu in gpus):
         raise LaunchError(

@@ -1,53 +1,33 @@
-"""Processes of a launch: DeepSpeed's launcher as a child, and ranks that end with their launcher.
+"""Processes of a launch: DeepSpeed's launcher as a child, and the ranks that it starts.
 
 DeepSpeed's launcher does not pass signals on: its front end dies of a SIGTERM and leaves the ranks behind, and below it
-ranks get theirs one after another, 30 s apart, and are then killed; killed with -9, it leaves its ranks training
-(deepspeed 0.19.8, launch.py, measured). So `run_launcher` sends signals to the ranks itself, and each rank watches its
-launcher from its first lines on, and finds out too whether it died before that: this file imports nothing that takes
-long.
+ranks get theirs one after another, 30 s apart, and are then killed (deepspeed 0.19.8, launch.py, measured). So
+`run_launcher` sends signals to the ranks itself.
 """
 
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import psutil
 
 from toolkit import children
-from toolkit.launch.environment import MPI_LAUNCHERS, STATUS_VARIABLE, VARIABLES, Ranks, front_end, without_ranks
+from toolkit.launch.ancestors import FRONT_END, NODE_LAUNCHER
+from toolkit.launch.environment import STATUS_VARIABLE, VARIABLES, without_ranks
 from toolkit.messages import tr
-
-FRONT_END, NODE_LAUNCHER = "deepspeed.launcher.runner", "deepspeed.launcher.launch"
-DEEPSPEED = ("deepspeed", "ds", FRONT_END)
-"""The programs, or the module, by which a person starts DeepSpeed's launcher."""
-TYPED_LAUNCHERS = (
-    *DEEPSPEED,
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"),
-    *("mpirun", "mpiexec", "mpiexec.hydra", "srun"),
-)
-LAUNCHERS = (*TYPED_LAUNCHERS, NODE_LAUNCHER, "hydra_pmi_proxy", "orterun", "orted", "prte", "prterun", "prted")
-"""Programs and modules that start ranks: those that a person types, and those that they start."""
 
 _POLL_S = 0.2
 _AGAIN_S = 1.0
 """Ranks that start while a signal is passed on get it a moment later."""
 _LOCAL_RANK_NAMES = {VARIABLES[launcher][1] for launcher in ("torch", "openmpi")}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-CHECK_EVERY_S = 1.0
-_WATCH = "orphan-watch"
-_PREFIXES = ("python", "pypy", *LAUNCHERS)
-"""How programs begin that start ranks. In a container one of them may be process 1, which otherwise is whoever takes
-over what has lost its parent."""
-_REAPERS = ("systemd", "containerd-shim", "conmon")
-"""Processes that take it over elsewhere, where they asked the kernel for it (PR_SET_CHILD_SUBREAPER)."""
 _MODULE_S = 24 * 3600
 """Conversions of the largest checkpoints take hours."""
 
@@ -158,68 +138,6 @@ def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
                 if _LOCAL_RANK_NAMES & environ.keys() and told in environ.get(STATUS_VARIABLE, ""):
                     found[process.pid] = process.ppid()
     return [psutil.Process(pid) for pid, parent in found.items() if parent not in found and psutil.pid_exists(pid)]
-
-
-def exit_with_launcher(ranks: Ranks) -> str:
-    """From now on this process gets a SIGTERM when its launcher ends, or what started that.
-
-    Nothing is done for a rank that no launcher started, or that does so already. Returns what to say if one has ended
-    already, and this process with it has to; else "".
-    """
-    is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
-    if is_watched or ranks.launcher not in ("deepspeed", "torchrun", *MPI_LAUNCHERS):
-        return ""
-    children.end_with_parent()
-    watched = [front_end()]
-    with suppress(OSError, psutil.Error):
-        rank = psutil.Process()
-        if launcher := rank.parent():
-            watched.append(launcher.pid)
-        is_lost = is_orphaned(rank, by_kind=True)
-        if launcher and not is_lost and ranks.launcher == "deepspeed" and NODE_LAUNCHER in launcher.cmdline():
-            if starter := launcher.parent():
-                watched.append(starter.pid)
-            is_lost = is_orphaned(launcher, by_kind=False)
-        if is_lost:
-            return tr(
-                "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same "
-                "command.",
-                rank=ranks.rank,
-                launcher=ranks.launcher,
-            )
-    threading.Thread(target=_watch, args=(list(filter(None, watched)),), name=_WATCH, daemon=True).start()
-    return ""
-
-
-def _watch(pids: Sequence[int]) -> None:
-    """Wait until one of these processes has ended; then end this one."""
-    with suppress(psutil.NoSuchProcess):
-        while all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-            time.sleep(CHECK_EVERY_S)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def is_orphaned(process: psutil.Process, by_kind: bool) -> bool:
-    """Return whether a process has lost the one that started it, and process 1, or a reaper, has taken it over.
-
-    `by_kind`: what takes over tells, as no rank is started by anything but a launcher. Else sessions tell, as
-    DeepSpeed's launcher may be a service, or what a container runs: then it leads its session, or is in that of its
-    parent.
-    """
-    parent = process.parent()
-    if parent is None or (parent.pid != 1 and not parent.name().startswith(_REAPERS)):
-        return False
-    words = parent.cmdline()
-    if not words or any(name.startswith(_PREFIXES) for name in (parent.name(), Path(words[0]).name)):
-        return False
-    return by_kind or os.getsid(process.pid) not in (process.pid, os.getsid(parent.pid))
-
-
-def tie_builds() -> None:
-    """Let builds of DeepSpeed's ops end with this process: PyTorch starts ninja, and ninja ends its compilers."""
-    from torch.utils import cpp_extension
-
-    vars(cpp_extension)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "run": children.run})
 
 
 def run_module(module: str, *words: str) -> str:

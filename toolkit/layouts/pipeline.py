@@ -26,7 +26,7 @@ from toolkit.config import mesh, schema
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError
 from toolkit.models import adapters, attention, fine_tuning, loss, probe, structure
-from toolkit.plan import outline
+from toolkit.plan import division
 
 Finish = Callable[[PreTrainedModel, attention.Batch], torch.Tensor]
 Found = TypeVar("Found")
@@ -63,7 +63,7 @@ def stage_bounds(model: PreTrainedModel, num_stages: int, num_scores: int = 0) -
     sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
     if num_scores:
         sizes[-1] = num_scores * model.config.hidden_size
-    return outline.stage_bounds(sizes, layers, num_stages)
+    return division.stage_bounds(sizes, layers, num_stages)
 
 
 def stage_parameters(
@@ -89,7 +89,7 @@ def stage_parameters(
 
 
 def check_trained(model: PreTrainedModel, bounds: list[int]) -> None:
-    """Reject stages in which nothing is trained; see `outline.untrained_stage`."""
+    """Reject stages in which nothing is trained; see `division.untrained_stage`."""
     stages = len(bounds) - 1
     names = part_names(model, stages)
     for stage in range(stages):
@@ -97,7 +97,7 @@ def check_trained(model: PreTrainedModel, bounds: list[int]) -> None:
         if not any(
             parameter.requires_grad for name in own_parts for parameter in model.get_submodule(name).parameters()
         ):
-            raise outline.untrained_stage(stages, stage + 1, own_parts[0], own_parts[-1])
+            raise division.untrained_stage(stages, stage + 1, own_parts[0], own_parts[-1])
 
 
 def keep_only(model: PreTrainedModel, names: list[str], own_parts: list[str]) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from toolkit import children
 from toolkit.messages import ModelError, tr
-from toolkit.plan.outline import ALL_LINEAR
+from toolkit.plan.tuning_targets import ALL_LINEAR
 
 _MATCHING_S = 20.0
 """For all modules of a model; hundredths of a second are usual."""

@@ -15,7 +15,7 @@ from toolkit import secrets
 from toolkit.distributed import process_group
 from toolkit.messages import BaseMissing, ModelError, json_object, reading
 from toolkit.models import weights
-from toolkit.plan.outline import SCORE
+from toolkit.plan.tuning_targets import SCORE
 
 BASE_FILE = "base.json"
 RUN_BASE = "base"

@@ -21,7 +21,7 @@ from toolkit.models.adapters import (
 )
 from toolkit.models.base_model import base_of
 from toolkit.models.structure import decoder_layers, decoder_layers_name
-from toolkit.plan.outline import check_matches
+from toolkit.plan.tuning_targets import check_matches
 
 
 def freeze(model: PreTrainedModel, config: TuningConfig) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from toolkit.config import preflight
+from toolkit.config import requirements
 from toolkit.config.schema import KernelsConfig, LossKernel, When
 from toolkit.messages import ConfigError, tr
 from toolkit.models.attention import trains_on_gpu
@@ -26,7 +26,7 @@ from toolkit.models.attention import trains_on_gpu
 
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     """Replace a new model's norms, MLPs and rotary positions by liger's, as `kernels.liger` says; "" or why not."""
-    reason = preflight.without_liger(trains_on_gpu())
+    reason = requirements.without_liger(trains_on_gpu())
     if reason and kernels.loss is LossKernel.liger:
         raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
     if kernels.liger is When.never:

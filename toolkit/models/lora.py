@@ -23,7 +23,7 @@ from toolkit.messages import ConfigError, ModelError, warn
 from toolkit.models import adapter_settings, experts
 from toolkit.models.base_model import fingerprint_of
 from toolkit.models.structure import decoder_layers_name
-from toolkit.plan.outline import ALL_LINEAR, check_matches, default_targets, select_names
+from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets, select_names
 
 ADAPTER = "default"
 _OF_MERGING = r"`lora_bias=True` was passed|Model has `tie_word_embeddings=True`"

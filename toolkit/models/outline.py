@@ -14,7 +14,8 @@ from transformers.integrations import sdpa_attention
 
 from toolkit.messages import ModelError
 from toolkit.models.load import known_config
-from toolkit.plan.outline import NO_MODEL, flop_sizes
+from toolkit.plan.lookup import NO_MODEL
+from toolkit.plan.outline import flop_sizes
 
 _LENGTH = 64
 _LAYERS = 2

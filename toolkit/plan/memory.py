@@ -20,8 +20,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from toolkit.config import mesh, rule_tables, schema
-from toolkit.plan import outline as outlines
+from toolkit.config import mesh, objective, rule_tables, schema
+from toolkit.plan import division
 from toolkit.plan.machine import GIB, Machine
 from toolkit.plan.outline import Outline, is_routed, layer_of
 
@@ -311,10 +311,10 @@ class RankMemory:
 def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: bool = False) -> RankMemory:
     """Return the memory of one rank on the longest rows that the config allows; of CPU ranks the host's is in it."""
     if (stages := cfg.parallel.pipeline) == 1:
-        return _Rank(outlines.rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
+        return _Rank(division.rank_part(outline, cfg), cfg, world_size, on_cpu).memory()
     # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
     held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
-    parts = (outlines.rank_part(part, cfg) for part in outlines.stage_outlines(outline, stages))
+    parts = (division.rank_part(part, cfg) for part in division.stage_outlines(outline, stages))
     found = [
         _Rank(part, cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in zip(parts, held, strict=True)
     ]
@@ -324,7 +324,7 @@ def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: 
 
 def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) -> Rows:
     """Return the largest micro-batch that the config allows."""
-    packed = cfg.data.packing is schema.Packing.packed or schema.shares_prompts(cfg)
+    packed = cfg.data.packing is schema.Packing.packed or objective.shares_prompts(cfg)
     varlen = packed and cfg.model.attention in (schema.Attention.auto, schema.Attention.varlen)
     blocks = packed and not varlen
     width = WIDTHS[cfg.precision.dtype]
@@ -332,8 +332,8 @@ def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) 
     has_mask = learned and cfg.parallel.sequence == 1
     return Rows(
         # Of a pair both answers, in one row where they share a mask.
-        rows=mesh.micro_rows(cfg) * (1 if blocks else schema.data_unit(cfg)[1]),
-        length=cfg.data.max_length * (schema.data_unit(cfg)[1] if blocks else 1),
+        rows=mesh.micro_rows(cfg) * (1 if blocks else objective.data_unit(cfg)[1]),
+        length=cfg.data.max_length * (objective.data_unit(cfg)[1] if blocks else 1),
         prefix=cfg.tuning.num_tokens if learned else 0,
         mask_bytes=width if outline.is_v1 or blocks or has_mask else 0,
         mask_per_layer=blocks or (has_mask and not outline.is_v1),
@@ -352,7 +352,7 @@ class _Rank:
         self.outline, self.cfg, self.world, self.on_cpu, self.in_flight = outline, cfg, world, on_cpu, in_flight
         self.all, self.trained = outline.num_parameters, outline.num_trained  # P, X
         self.ranks = world // (cfg.parallel.pipeline * cfg.parallel.tensor)  # N, with equal parameters
-        groups = outlines.zero_groups(outline, self.ranks)
+        groups = division.zero_groups(outline, self.ranks)
         self.own_groups = [-(-trained // over) for _, trained, over in groups]
         self.own_all, self.own_trained = sum(-(-size // over) for size, _, over in groups), sum(self.own_groups)
         self.weight = WIDTHS[cfg.precision.dtype]
@@ -738,7 +738,7 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     # What a rank has in host memory before it goes to its device.
-    whole = outlines.expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
+    whole = division.expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
     weights = (4 if cfg.model.init is schema.Init.random else width) * whole.num_parameters
     if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
         small = in_4_bits(whole)  # which leave the host one after another

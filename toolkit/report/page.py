@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 import toolkit
 from toolkit import disk, messages, secrets, terminal
-from toolkit.config import files, schema
+from toolkit.config import dotted_keys, files, schema
 from toolkit.config.load import load, to_dict, to_plain
 from toolkit.messages import tr
 from toolkit.report.figures import GIB, NAMES, Drawing, config, draw, events_of, is_own
@@ -354,7 +354,7 @@ def head(run: Run) -> list[str]:
 
 _OWN = ("run.name", "run.dir", "recipe", "resume")
 """What differs between any two runs and says nothing of them."""
-_SOURCE = dict(schema.leaves(to_plain(schema.SourceConfig())))
+_SOURCE = dict(dotted_keys.leaves(to_plain(schema.SourceConfig())))
 
 
 class Changed(NamedTuple):
@@ -398,10 +398,10 @@ def differences_between(runs: Sequence[Run]) -> list[Changed]:
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return every value by its key; of the sections in a list only what is not a data source's default."""
     found: dict[str, Any] = {}
-    for key, value in schema.leaves(config):
+    for key, value in dotted_keys.leaves(config):
         sections = value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
         for number, one in enumerate(sections):
-            items = {name: it for name, it in schema.leaves(one) if it not in (_SOURCE.get(name), None)}
+            items = {name: it for name, it in dotted_keys.leaves(one) if it not in (_SOURCE.get(name), None)}
             found |= {f"{key}[{number}].{name}": it for name, it in items.items()}
         if not sections:
             found[key] = value

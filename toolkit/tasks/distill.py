@@ -28,7 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from toolkit.config import mesh, schema
+from toolkit.config import mesh, objective, schema
 from toolkit.config.load import to_dict
 from toolkit.data import targets
 from toolkit.distributed import process_group
@@ -115,7 +115,7 @@ class DistillTask(language.LanguageTask):
         engine = super().build(ds, source)
         if is_ahead and not cfg.distill.teacher:
             self._store(source.folder, lambda: engine)
-        if schema.has_live_teacher(cfg) and self.teacher is None:
+        if objective.has_live_teacher(cfg) and self.teacher is None:
             self.teacher = load_teacher(cfg, self.data, ds.values, cfg.parallel.sequence)
         return engine
 
@@ -237,7 +237,7 @@ class DistillTask(language.LanguageTask):
         """Return what the teacher says of the tokens at some places, without gradients."""
         if "teacher_ids" in inputs:
             return StoredScores(inputs["teacher_ids"].long(), inputs["teacher_logs"])
-        if schema.has_own_teacher(self.cfg):
+        if objective.has_own_teacher(self.cfg):
             # Where all ranks compute together none may be missing.
             if not (len(places) or "part" in batch or parameters.is_partitioned(engine)):
                 return loss.Scores(torch.zeros(0, len(self.data.tokenizer), device=places.device))

@@ -19,7 +19,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch.nn import functional
 
-from toolkit.config import mesh, schema
+from toolkit.config import mesh, objective, schema
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.loss import SAMPLES
@@ -121,7 +121,7 @@ class EmbedTask(samples.ScoreTask):
     @property
     def _size(self) -> int:
         """Texts of a pair, its negatives included."""
-        return schema.data_unit(self.cfg)[1]
+        return objective.data_unit(self.cfg)[1]
 
     def count(self, batch: language_data.Batch) -> int:
         """Return the pairs; none are in the row that stands in for an empty micro-batch."""

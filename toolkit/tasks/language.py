@@ -15,8 +15,9 @@ from deepspeed import DeepSpeedEngine
 from toolkit import messages, secrets, terminal
 from toolkit.checkpoint import state_files
 from toolkit.config.mesh import mesh_of, with_micro_batch
-from toolkit.config.schema import EVAL_LOSS, Packing, RunConfig, data_unit
-from toolkit.data import preview, sampler
+from toolkit.config.objective import data_unit
+from toolkit.config.schema import EVAL_LOSS, Packing, RunConfig
+from toolkit.data import sampler
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
 from toolkit.engine import ds_config, parameters
@@ -168,6 +169,8 @@ class LanguageTask(task.Task):
 
     def samples_at(self, position: sampler.Position) -> Samples:
         """Return the samples of a step with their texts, trained tokens apart."""
+        from toolkit.data import preview
+
         store, tokenizer = self.data.train, self.data.tokenizer
 
         def shown(sample: int) -> dict[str, Any]:

@@ -14,14 +14,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from numpy.typing import NDArray
 
-from toolkit.config import schema
+from toolkit.config import objective, schema
 from toolkit.config.mesh import Mesh, accumulation, mesh_of, micro_rows, with_micro_batch
-from toolkit.data import preview, sampler, tokenize
+from toolkit.data import sampler, tokenize
 from toolkit.data.loader import Branch, Layout, PlannedRows, build_loader, collate_planned, laid_out
-from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences, share_prompts
+from toolkit.data.packing import PAD_MULTIPLE, PackingPlan, pad_multiple, plan_sequences, share_prompts, sharing_line
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import BAD_ROWS, MismatchedCache, Sample, TokenizedCache
-from toolkit.data.targets import TokenTargets
 from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank, world_size
 from toolkit.launch.environment import Ranks
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from toolkit.data.targets import TokenTargets
 
 Batch = dict[str, torch.Tensor]
 
@@ -56,7 +57,7 @@ class LanguageData:
     """What became of the rows of the sources."""
     reference: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """By split, the log-probability of each sample's answer by the reference of pairs, where it is known ahead."""
-    targets: dict[str, TokenTargets] = field(default_factory=dict)
+    targets: dict[str, "TokenTargets"] = field(default_factory=dict)
     """By split, which tokens have a teacher, where that differs, and what it says, where that is stored."""
 
     @property
@@ -100,7 +101,7 @@ def head_of(cfg: schema.RunConfig, data: LanguageData) -> "Head | None":
         return None
     from toolkit.models.classifier import Head
 
-    return Head(tuple(schema.score_labels(cfg) or data.report.labels), data.pad_id)
+    return Head(tuple(objective.score_labels(cfg) or data.report.labels), data.pad_id)
 
 
 def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None) -> LanguageData:
@@ -115,12 +116,12 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
             "(data.packing=grouped).",
             reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
         )
-    if schema.shares_prompts(cfg) and data.layout is Layout.alone:
+    if objective.shares_prompts(cfg) and data.layout is Layout.alone:
         say(
             "Both answers of a pair are computed with their prompt: {reason} (data.share_prefixes).",
             reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
         )
-    if line := preview.sharing_line(cfg, data.train, data.train_plan):
+    if line := sharing_line(cfg, data.train, data.train_plan):
         say(line)
     most, validation = cfg.evaluate.max_samples, data.validation
     if validation is not None and 0 < most < len(validation):
@@ -140,11 +141,11 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, most = cfg.data.packing, cfg.evaluate.max_samples
-    layout = Layout.packed if packing is schema.Packing.packed or schema.shares_prompts(cfg) else Layout.alone
+    layout = Layout.packed if packing is schema.Packing.packed or objective.shares_prompts(cfg) else Layout.alone
     if layout is Layout.packed and directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
         layout = Layout.alone
         packing = schema.Packing.grouped if packing is schema.Packing.packed else packing
-    elif schema.shares_prompts(cfg) and attention.computes_segments(cfg):
+    elif objective.shares_prompts(cfg) and attention.computes_segments(cfg):
         layout = Layout.joined
 
     def plan(store: TokenizedCache, sources: list[schema.SourceConfig]) -> PackingPlan:
@@ -158,11 +159,11 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
             seed=cfg.run.seed,
             sources=sources,
             most=0 if store is train else most,
-            size=schema.data_unit(cfg)[1],
+            size=objective.data_unit(cfg)[1],
             share=cfg.data.share_prefixes and not has_targets(cfg),
             cache_dir=Path(cfg.prepare.dir),
         )
-        is_tree = schema.shares_prompts(cfg) and layout is not Layout.alone
+        is_tree = objective.shares_prompts(cfg) and layout is not Layout.alone
         return share_prompts(store, planned, Path(cfg.prepare.dir)) if is_tree else planned
 
     return LanguageData(

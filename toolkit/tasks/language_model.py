@@ -11,13 +11,14 @@ from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from toolkit.config.mesh import mesh_of
-from toolkit.config.schema import Fp8, Init, Packing, RunConfig, TuningMethod, score_labels
+from toolkit.config.objective import score_labels
+from toolkit.config.schema import Fp8, Init, Packing, RunConfig, TuningMethod
 from toolkit.data import loader
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.messages import ConfigError, NotStreamable, say, tr
 from toolkit.models import attention, directory, layers, load, loss, probe, save, stages, structure
-from toolkit.plan.outline import tuning_of
+from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
 from toolkit.train import run_dir, task
 

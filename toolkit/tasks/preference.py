@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import logsigmoid
 
 from toolkit import disk, terminal
-from toolkit.config import schema
+from toolkit.config import objective, schema
 from toolkit.distributed import process_group
 from toolkit.engine.ds_config import DsConfig
 from toolkit.evaluate.loss import PAIRS, SAMPLES
@@ -170,7 +170,7 @@ class PreferenceTask(sample_task.SampleTask):
 
     @property
     def _is_reference_ahead(self) -> bool:
-        return self.cfg.preference.needs_reference and not schema.has_reference_in_step(self.cfg)
+        return self.cfg.preference.needs_reference and not objective.has_reference_in_step(self.cfg)
 
     def _reference_of_split(self, engine: DeepSpeedEngine, split: str, folder: Path) -> NDArray[np.float32]:
         """Return the reference's log-probability of each answer of a split, [samples]; read if the run knows it."""

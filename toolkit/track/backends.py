@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.preflight import mlflow_folder
+from toolkit.config.paths import mlflow_folder
 from toolkit.disk import write_atomically
 from toolkit.track.metrics import append_rows, hf_name, tracked_name
 

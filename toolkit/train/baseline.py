@@ -16,7 +16,7 @@ from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import tr
 from toolkit.models import load, stages
 from toolkit.plan import machine, outline
-from toolkit.plan.speed import Formula, Work, formula, is_countable
+from toolkit.plan.flops import Formula, Work, formula, is_countable
 
 _GPU_SIZES = (8192, 4096, 2048)
 """Of the matrices; the later ones where memory is too little for the first."""

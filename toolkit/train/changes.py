@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit import secrets
-from toolkit.config import load, schema
+from toolkit.config import dotted_keys, load, schema
 from toolkit.messages import ConfigError, tr
 from toolkit.models.chat import TOKENIZER
 from toolkit.train.consistency import is_below
@@ -14,9 +14,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
     """Return key, old and new value of what differs, in the config's order, no secrets. A key that an older config
     lacks had its default; only what is trained is then unknown (None).
     """
-    old = {key: value for key, value in schema.leaves(before) if not schema.did_nothing(key, value)}
-    new = dict(schema.leaves(now))
-    defaults = schema.leaves(load.to_dict(schema.RunConfig()))
+    old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.did_nothing(key, value)}
+    new = dict(dotted_keys.leaves(now))
+    defaults = dotted_keys.leaves(load.to_dict(schema.RunConfig()))
     old = {key: value for key, value in defaults if key in new and not _is_trained(key)} | old
     keys = [*new, *(key for key in old if key not in new)]
     return [(key, old.get(key), new.get(key)) for key in keys if not secrets.are_same(old.get(key), new.get(key))]
@@ -24,11 +24,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
 
 def is_allowed_change(key: str) -> bool:
     """Whether a key may change without changing what is computed."""
-    return schema.influence_of(key, schema.RunConfig) in (schema.Influence.free, schema.Influence.content)
+    return dotted_keys.influence_of(key, schema.RunConfig) in (schema.Influence.free, schema.Influence.content)
 
 
 def _is_trained(key: str) -> bool:
-    return schema.influence_of(key, schema.RunConfig) is schema.Influence.trained
+    return dotted_keys.influence_of(key, schema.RunConfig) is schema.Influence.trained
 
 
 def check_changes(

@@ -21,20 +21,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from toolkit.checkpoint import directory, fragments, state_files
-from toolkit.config import mesh, preflight
+from toolkit.config import mesh, paths
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
 from toolkit.disk import flush
-from toolkit.distributed import failure
+from toolkit.distributed import watchdog
 from toolkit.distributed.process_group import gather, on_rank0, rank, world_size
 from toolkit.engine.memory import PeakMemory, is_out_of_memory, limit_bytes, shown
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, OutOfMemory, TrackError, listed, reason_of, say, tr, warn
 from toolkit.models import stages, structure
 from toolkit.plan import layouts, speed
+from toolkit.plan.lookup import cached_outline, outline_of
 from toolkit.plan.machine import Machine, gpu_of, own_memory
 from toolkit.plan.memory import process_bytes
-from toolkit.plan.outline import cached_outline, outline_of
 from toolkit.train import run_dir
 from toolkit.train.step import StepGuard, train_step
 from toolkit.train.task import RunContext, Task
@@ -83,13 +83,15 @@ def choose_layout(
     cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: run_dir.RunSource
 ) -> RunConfig:
     """Return the config with the layout that `plan.auto` chooses, or chose for as many ranks before. A collective."""
+    from toolkit.plan import search
+
     state = None
     if (checkpoint := origin.checkpoint) is not None:
         state = on_rank0(lambda: directory.read_run_state(checkpoint))
     before = state.config if state is not None and state.world_size == ranks.world_size else {}
     # Not where another global batch (`checkpoint.allow_changes`) cannot be divided in that way.
     if before and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
-        kept = layouts.with_layout(
+        kept = search.with_layout(
             cfg,
             before["zero"]["stage"],
             Device(before["zero"]["offload_optimizer"]["device"]),
@@ -105,7 +107,7 @@ def choose_layout(
     def best() -> layouts.Layout | None:
         outline = outline_of(cfg, vocab_size)
         rates = speed.rates_of(cfg, machine, outline)
-        return layouts.fastest(list(layouts.layouts(outline, cfg, machine, rates, [cfg.parallel.expert])))
+        return search.fastest(list(search.layouts(outline, cfg, machine, rates, [cfg.parallel.expert])))
 
     found = on_rank0(best)
     if found is None:
@@ -114,7 +116,7 @@ def choose_layout(
             machine=machine.name,
             usable=layouts.gib(machine.usable_bytes),
         )
-    words = " ".join(layouts.overrides(cfg, found.cfg)) or tr("the recipe as it is")
+    words = " ".join(search.overrides(cfg, found.cfg)) or tr("the recipe as it is")
     say("plan.auto: {words}  ({layout})", words=words, layout=found.name)
     return found.cfg
 
@@ -176,7 +178,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
     device_bytes = gather((highest, measured.before))
     for hook in run.hooks:
         hook.at_dry_run()
-    run.watchdog.enter(failure.START, start.step)
+    run.watchdog.enter(watchdog.START, start.step)
     peak, before = max(device_bytes)
     return tr(
         "Dry run passed in {seconds} s: {tried}. Peak tensor memory: {peak} on rank {rank} ({before} before the "
@@ -247,7 +249,7 @@ def check_writable(track: TrackConfig, folder: Path) -> None:
     if track.tensorboard.enabled and track.tensorboard.dir:
         places.append(("track.tensorboard.dir", Path(track.tensorboard.dir), write_into))
     uri = track.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    if track.mlflow.enabled and uri and (place := preflight.mlflow_folder(uri)):
+    if track.mlflow.enabled and uri and (place := paths.mlflow_folder(uri)):
         places.append(("track.mlflow.uri", place, write_into))
     for key, path, write in places:
         if reason := _reason(write, path):

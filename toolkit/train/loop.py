@@ -13,7 +13,7 @@ from pathlib import Path
 from toolkit.checkpoint import directory
 from toolkit.config import mesh, schema
 from toolkit.data.sampler import Position
-from toolkit.distributed import failure, process_group
+from toolkit.distributed import process_group, signals, watchdog
 from toolkit.evaluate.loss import describe_evaluation
 from toolkit.messages import Diverged, Stopped, say, tr
 from toolkit.track.metrics import MetricsLog, Progress
@@ -78,7 +78,7 @@ class TrainLoop:
             with self._paused():
                 self._evaluate()
         self.progress.start()
-        failure.defer_signals()
+        signals.defer_signals()
         while self.step < self.total_steps:
             self._take_step()
         if process_group.on_rank0(lambda: run_dir.is_lost(now=True)):
@@ -86,8 +86,8 @@ class TrainLoop:
         process_group.on_rank0(self._finish_logs)
         evaluations = self.state.evaluations if self.task.has_validation else []
         self.guard.check_end(evaluations[-1]["eval_loss"] if evaluations else None)
-        self.watchdog.enter(failure.END, self.step)
-        failure.act_on_signals_at_once()
+        self.watchdog.enter(watchdog.END, self.step)
+        signals.act_on_signals_at_once()
         skipped_steps = self.engine.skipped_steps
         return FitResult(state=self._state(), skipped_steps=skipped_steps, steps=self.steps, steps_s=self.steps_s)
 
@@ -96,11 +96,11 @@ class TrainLoop:
         self.step += 1
         lr = float(self.engine.get_lr()[0])
         began = time.perf_counter()
-        self.watchdog.enter(failure.DATA, self.step)
+        self.watchdog.enter(watchdog.DATA, self.step)
         window = list(islice(self.batches, self.run.accumulation))
         self.meter.data_wait_s += time.perf_counter() - began
         vote = self._vote()
-        self.watchdog.enter(failure.STEP, self.step, f"rows x tokens: {[self.task.shape(batch) for batch in window]}")
+        self.watchdog.enter(watchdog.STEP, self.step, f"rows x tokens: {[self.task.shape(batch) for batch in window]}")
         result = train_step(self.engine, self.task, window, process_group.world_size(), self.guard, vote, *self.copies)
         self.step_position, self.position = self.position, self.task.next_position(self.position)
         self.meter.add(result)
@@ -120,7 +120,7 @@ class TrainLoop:
             with suppress(OSError):  # a file server that does not answer
                 self.is_stop_file_found = self.stop_file.exists()
         vote = StepVote(
-            stops=int(bool(failure.received_signal()) or self.is_stop_file_found),
+            stops=int(bool(signals.received_signal()) or self.is_stop_file_found),
             proven=int(self.checkpointer.is_proven()),
             lost_run_dir=int(run_dir.is_lost()),
             save_due=int(is_first_rank and self.saving.is_time(now)),
@@ -170,7 +170,7 @@ class TrainLoop:
             raise Stopped(
                 "stopped by {signal} after step {step} of {total}, as all ranks agreed. Saved: {checkpoint}. There is "
                 "no DONE marker: the run is unfinished. With a run.name the same command resumes it.",
-                signal=by_file or failure.received_signal() or tr("a signal to another rank"),
+                signal=by_file or signals.received_signal() or tr("a signal to another rank"),
                 step=step,
                 total=self.total_steps,
                 checkpoint=self.checkpointer.newest,

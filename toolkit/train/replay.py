@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.checkpoint import directory
 from toolkit.config import files
-from toolkit.distributed import failure
+from toolkit.distributed import watchdog
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, say, tr
 from toolkit.terminal import text_table
@@ -95,7 +95,7 @@ def _do_steps(loop: TrainLoop, step: int, ends: Mapping[int, int]) -> list[StepR
         results.append(loop.compute_step()[0])
         loop.end_at(end := ends.get(loop.step, end))
         loop.guard.check()
-    loop.watchdog.enter(failure.END, loop.step)
+    loop.watchdog.enter(watchdog.END, loop.step)
     return results
 
 

@@ -26,8 +26,8 @@ from toolkit import children, disk, secrets
 from toolkit.checkpoint import directory
 from toolkit.config import load
 from toolkit.config.schema import RunConfig
-from toolkit.distributed import failure
-from toolkit.launch import deepspeed, environment
+from toolkit.distributed import watchdog
+from toolkit.launch import ancestors, environment
 from toolkit.messages import CheckpointError, ConfigError, RepeatedDeath, RunFolderError, clauses, joined, say, tr
 
 NEVER, AUTO, MUST = "never", "auto", "must"
@@ -178,7 +178,7 @@ def _claim(folder: Path) -> None:
     lock_run_dir(folder)
     stop = folder / STOP
     # A run that its launcher restarts after a failure obeys it: it was made since the command was typed.
-    if stop.exists() and not deepspeed.restart_number():
+    if stop.exists() and not environment.restart_number():
         stop.unlink(missing_ok=True)
         say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
 
@@ -339,7 +339,7 @@ def record_start(folder: Path, step: int, config: str = "") -> None:
     """Note that a run starts now, from the checkpoint of a step, 0 without one, with a config of this digest. Before
     anything in it is touched.
     """
-    restart = deepspeed.restart_number()
+    restart = environment.restart_number()
     if restart:
         check_repeated_death(folder, step)
     logs = folder / "logs"
@@ -350,7 +350,7 @@ def record_start(folder: Path, step: int, config: str = "") -> None:
         "restart": restart,
         "by": "toolkit launch" if environment.read_status() else environment.detect(os.environ).launcher,
         "reached_step": reached_step(folder) if (logs / STARTS).exists() else 0,
-        "command": deepspeed.typed_command(),
+        "command": ancestors.typed_command(),
         "world_size": environment.detect(os.environ).world_size,
         "host": socket.gethostname(),
         "commit": commit(),
@@ -358,7 +358,7 @@ def record_start(folder: Path, step: int, config: str = "") -> None:
     logs.mkdir(exist_ok=True)
     with open(logs / STARTS, "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
-    for path in logs.glob(failure.heartbeat_file("*")):  # of the ranks that are gone
+    for path in logs.glob(watchdog.heartbeat_file("*")):  # of the ranks that are gone
         path.unlink(missing_ok=True)
     environment.report_status(folder=str(folder))
 
@@ -388,9 +388,9 @@ def newest_step(folder: Path) -> int:
 def reached_step(folder: Path) -> int:
     """Return the step in which a run ended, as far as its rows and its ranks' heartbeats show."""
     logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl", OSError)[-1:]), default=0)
-    beats = [row for path in (folder / "logs").glob(failure.heartbeat_file("*")) for row in read_rows(path, OSError)]
+    beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in read_rows(path, OSError)]
     seen = max((int(beat["step"]) for beat in beats), default=0)
-    in_step = (failure.STEP, failure.DATA)
+    in_step = (watchdog.STEP, watchdog.DATA)
     if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
         return seen
     return logged + 1
@@ -538,7 +538,7 @@ def _who_counts(folder: Path) -> str:
 
 def _heartbeats(folder: Path) -> dict[str, dict[str, Any]]:
     heartbeats = {}
-    for path in sorted((folder / "logs").glob(failure.heartbeat_file("*"))):
+    for path in sorted((folder / "logs").glob(watchdog.heartbeat_file("*"))):
         with suppress(OSError, ValueError):
             heartbeats[path.name] = json.loads(path.read_text(encoding="utf-8"))
     return heartbeats

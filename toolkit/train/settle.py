@@ -9,7 +9,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from toolkit.checkpoint import directory
-from toolkit.config import mesh, preflight, rule_tables, schema
+from toolkit.config import mesh, native_ops, rule_tables, schema
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.launch.environment import Ranks
@@ -51,7 +51,7 @@ def with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.R
     """Return the config with `optim.torch` decided, the same on all ranks and in every start of a run. A collective."""
     if cfg.optim.torch != schema.AUTO:
         return cfg
-    rank_cfg, reason = preflight.with_optimizer(cfg)
+    rank_cfg, reason = native_ops.with_optimizer(cfg)
     choices = process_group.gather((bool(rank_cfg.optim.torch), reason))
     checkpoint = source.checkpoint
     before = process_group.on_rank0(
@@ -70,9 +70,9 @@ def with_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig
     """Build and load DeepSpeed's ops, before its engine would; return the config, with PyTorch's optimizer where
     DeepSpeed's cannot be built and `typed`, the user's config, leaves the choice. A collective; LaunchError otherwise.
     """
-    names = preflight.needed_ops(cfg)
-    if missing := [name for name in names if name not in preflight.built_ops(names)]:
-        folder = preflight.extensions_dir()
+    names = native_ops.needed_ops(cfg)
+    if missing := [name for name in names if name not in native_ops.built_ops(names)]:
+        folder = native_ops.extensions_dir()
         say("Building DeepSpeed's {ops} in {folder}, once: 1 to 3 minutes.", ops=", ".join(missing), folder=folder)
     reason = next(filter(None, process_group.gather(build.load_ops(names))), "")
     if not reason:
@@ -80,7 +80,7 @@ def with_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig
     if typed.optim.torch == schema.AUTO and cfg.zero.offload_optimizer.device is schema.Device.none:
         warn("DeepSpeed's optimizer cannot be built ({reason}): PyTorch's fused one is used.", reason=reason)
         return replace(cfg, optim=replace(cfg.optim, torch=True))
-    name, folder = reason.partition(":")[0], preflight.extensions_dir()
+    name, folder = reason.partition(":")[0], native_ops.extensions_dir()
     if folder.exists() and not os.access(folder, os.W_OK):  # PyTorch locks it to load from it, too
         raise LaunchError(
             "DeepSpeed cannot build or load {reason}. {folder} cannot be written to by user {user}: let "
@@ -88,12 +88,12 @@ def with_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig
             reason=reason,
             folder=folder,
             user=user_name(os.geteuid()),
-            other=preflight.without_ops([name]),
+            other=native_ops.without_ops([name]),
         )
     raise LaunchError(
         "DeepSpeed cannot build or load {reason}. It needs: {commands}. Or set {other}. The whole output is in "
         "logs/rank_*.log in the run directory.",
         reason=reason,
-        commands=preflight.how_to_install(preflight.tools_for([name])),
-        other=preflight.without_ops([name]),
+        commands=native_ops.how_to_install(native_ops.tools_for([name])),
+        other=native_ops.without_ops([name]),
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO
 
 from toolkit.arguments import Arguments, parse, parse_checked
-from toolkit.config import files, load, mesh, preflight, schema
-from toolkit.launch import deepspeed, environment
+from toolkit.config import files, load, mesh, native_ops, requirements, schema
+from toolkit.launch import environment
 from toolkit.messages import Problems, say, tr
 from toolkit.models.directory import runs_code
 from toolkit.plan import machine
@@ -43,7 +43,7 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
     inherited = dict(os.environ)
     ranks = environment.detect(os.environ)
     environment.apply(ranks, os.environ)  # from here on an error knows which rank it speaks for
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(preflight.extensions_dir()))
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(native_ops.extensions_dir()))
     if "--cfg" in words:
         index = words.index("--cfg")
         others = words[:index] + words[index + 2 :]
@@ -51,28 +51,34 @@ def make_ready(words: list[str], *, custom: bool = False) -> tuple[Arguments, en
         return None
     problems = Problems()
     arguments = parse_checked(words, world_size=ranks.world_size, custom=custom, problems=problems)
-    problems.attempt(preflight.check_packages)
-    problems.attempt(preflight.check_compiler, arguments.loaded)
+    problems.attempt(requirements.check_packages)
+    problems.attempt(native_ops.check_compiler, arguments.loaded)
     if ranks.rank == 0:
-        problems.attempt(preflight.check_track_here, arguments.loaded)
+        problems.attempt(requirements.check_track_here, arguments.loaded)
     cfg = arguments.loaded.cfg
-    if ranks.local_rank == 0 and preflight.device_here() == "cuda" and (here := machine.this_machine()):
+    if ranks.local_rank == 0 and requirements.device_here() == "cuda" and (here := machine.this_machine()):
         problems.attempt(machine.check_precision, here.card, cfg.precision)
     problems.raise_all()
-    deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
-    deepspeed.check_restarts(cfg.run.max_restarts, ranks, words, least_nodes=cfg.launch.min_nodes)
+    if ranks.launcher != "single" or cfg.launch.num_nodes or cfg.launch.min_nodes or cfg.run.max_restarts:
+        from toolkit.launch import deepspeed
+
+        deepspeed.check_launcher(cfg.launch.num_nodes, ranks)
+        deepspeed.check_restarts(cfg.run.max_restarts, ranks, words, least_nodes=cfg.launch.min_nodes)
     set_environment(cfg, ranks, inherited)
     return arguments, ranks
 
 
 def set_environment(cfg: schema.RunConfig, ranks: environment.Ranks, inherited: dict[str, str]) -> None:
     """Set this process's variables by the config, and check that it can meet the other ranks."""
-    environment.apply_env(cfg.launch.env, ranks, os.environ, inherited)
+    if cfg.launch.env:
+        from toolkit.launch import variables
+
+        variables.apply_env(cfg.launch.env, ranks, os.environ, inherited)
     if cfg.distributed.interface:
         environment.set_interface(cfg.distributed.interface, os.environ)
     set_allocator(os.environ)
     environment.check_port(os.environ)
-    preflight.check_build_locks(os.environ)
+    native_ops.check_build_locks(os.environ)
 
 
 def set_allocator(environ: MutableMapping[str, str]) -> None:
@@ -82,7 +88,7 @@ def set_allocator(environ: MutableMapping[str, str]) -> None:
     Without a GPU: tensors are in huge pages, as glibc returns large ones to the system, and the next step maps them
     again.
     """
-    device = preflight.device_here(environ)
+    device = requirements.device_here(environ)
     if device == "cuda" and not any(name in environ for name in _ALLOCATOR):
         environ[_ALLOCATOR[0]] = "expandable_segments:True"
     if device == "cpu":

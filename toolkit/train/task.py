@@ -12,7 +12,7 @@ from deepspeed import DeepSpeedEngine
 from toolkit.checkpoint.directory import RunState
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
-from toolkit.distributed.failure import Watchdog
+from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import build, ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr

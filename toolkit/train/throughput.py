@@ -12,7 +12,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from toolkit.distributed.process_group import rank, sum_over_ranks, world_size
-from toolkit.plan.speed import Work
+from toolkit.plan.flops import Work
 from toolkit.train import task
 from toolkit.train.baseline import Baseline
 from toolkit.train.step import StepResult

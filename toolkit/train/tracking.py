@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from toolkit.config.dotted_keys import leaves
 from toolkit.config.load import to_dict, to_plain
-from toolkit.config.schema import RunConfig, data_unit, leaves
+from toolkit.config.objective import data_unit
+from toolkit.config.schema import RunConfig
 from toolkit.distributed import process_group
 from toolkit.messages import Stopped
 from toolkit.track import backends, metrics, queue

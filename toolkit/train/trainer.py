@@ -16,7 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from toolkit import secrets, terminal
 from toolkit.checkpoint import directory
 from toolkit.config import files as recipe_files, load, mesh, schema
-from toolkit.distributed import failure, process_group
+from toolkit.distributed import failure, presence, process_group, signals
+from toolkit.distributed.watchdog import Watchdog
 from toolkit.engine import build, ds_config, memory
 from toolkit.launch import environment
 from toolkit.messages import RunFolderError, ToolkitError, say, tr, warn
@@ -36,7 +37,7 @@ class Trainer:
     run: RunContext
     plan: dry_run.RunPlan | None = None
     """What memory is expected to be; None if it is not known."""
-    watchdog: failure.Watchdog | None = None
+    watchdog: Watchdog | None = None
     """From the moment that there is a run directory to the end of the run."""
 
     def __init__(self, task: Task, cfg: schema.RunConfig, ranks: environment.Ranks, started: float) -> None:
@@ -48,7 +49,7 @@ class Trainer:
 
     def work_in_group(self, work: Callable[[], Path]) -> Path:
         """Load the data, join the process group, do something there, leave; return the run directory."""
-        failure.install_signals()
+        signals.install_signals()
         terminal.set_display(self.cfg.run.display.value)
         check_settings(self.cfg)
         with process_group.tell_failure():
@@ -85,7 +86,7 @@ class Trainer:
         """Choose the run directory, settle the config, write it down, and build the engine in its starting state."""
         task, ranks = self.task, self.ranks
         # From here on a rank that is killed is named; once the run directory is chosen, on all nodes.
-        failure.watch_failures(None, ranks.rank, process_group.gather(failure.me()))
+        failure.watch_failures(None, ranks.rank, process_group.gather(presence.me()))
         task.begin(self.cfg, ranks)
         source = self._open_run_dir()
         run_hooks = hooks.hooks_of(self.cfg, ranks, source.folder)
@@ -194,7 +195,7 @@ class Trainer:
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         self.hosts = [peer.host for peer in peers]
         limits = self.cfg.distributed.hang_after_s, float(self.cfg.distributed.timeout_s)
-        self.watchdog = failure.Watchdog(folder, ranks.rank, ranks.world_size, *limits, self.cfg.compile.enabled)
+        self.watchdog = Watchdog(folder, ranks.rank, ranks.world_size, *limits, self.cfg.compile.enabled)
         return source
 
     def _build(self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource) -> settle.BuiltEngine:
@@ -289,13 +290,13 @@ def _what_is_there(run: RunContext, result: FitResult) -> str:
 _LOOK_EVERY_S = 1.0
 
 
-def _peers_that_see(folder: Path) -> list[failure.Peer]:
+def _peers_that_see(folder: Path) -> list[presence.Peer]:
     """Return the processes of all ranks; RunFolderError if the run directory does not come to be there on a node, as
     its part of a checkpoint would be lost to the others. A collective.
     """
     started, is_told = time.monotonic(), False
     while True:
-        answers = process_group.gather((failure.me(), folder.is_dir(), time.monotonic() - started))
+        answers = process_group.gather((presence.me(), folder.is_dir(), time.monotonic() - started))
         blind = sorted({peer.host for peer, sees, _ in answers if not sees})
         if not blind:
             return [peer for peer, *_ in answers]

@@ -13,7 +13,7 @@ toolkit data-report recipe=NAME [output=FILE.html] [key=value …]
 from pathlib import Path
 
 from toolkit.arguments import named_arguments, one_of, parse_checked, positive_int
-from toolkit.config import preflight, schema
+from toolkit.config import hub, schema
 from toolkit.messages import say
 
 OUTPUT = "data-report.html"
@@ -32,7 +32,7 @@ def run(words: list[str]) -> None:
         data, cache_dir = schema.DataConfig(sources=[source]), Path()
     else:
         arguments = parse_checked(words, names=("output", "workers"))
-        values, cfg = arguments.values, preflight.resolve_model_path(arguments.loaded).cfg
+        values, cfg = arguments.values, hub.resolve_model_path(arguments.loaded).cfg
         data, cache_dir = cfg.data, Path(cfg.prepare.dir)
     output = Path(values.get("output") or OUTPUT)
     from toolkit.report.page import check_output  # only now: what draws takes a second to import

@@ -16,7 +16,8 @@ import sys
 import textwrap
 
 from toolkit.arguments import check_output, named_arguments, positive_int, write_output
-from toolkit.config.preflight import FILES
+from toolkit.config.paths import FILES
+from toolkit.config.requirements import RULES
 from toolkit.extras.translate import convert, read
 from toolkit.messages import ConfigError, Problems, printable, tr
 from toolkit.secrets import hide
@@ -77,7 +78,7 @@ def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], .
 
 def _report(converted: convert.Converted) -> str:
     problems = Problems()
-    problems.apply(FILES, converted.loaded)
+    problems.apply((*FILES, *RULES), converted.loaded)
     # Their places are in a file that was removed again, or in a group.
     missing = [re.sub(r"^\S*\.yaml:\d+: ", "", str(error)) for error in problems.errors]
     parts = (

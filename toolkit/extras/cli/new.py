@@ -23,8 +23,8 @@ from toolkit.arguments import check_output, named_arguments, one_of, write_outpu
 from toolkit.config.schema import TuningMethod
 from toolkit.extras.new_recipe import METHODS, choose, data_facts, machine_of, plan_methods, recipe_text, remedies
 from toolkit.messages import ConfigError, clauses, say, tr
-from toolkit.plan.layouts import layout_table
 from toolkit.plan.machine import GIB, Machine, find_gpu, this_machine
+from toolkit.plan.summary import layout_table
 
 _USAGE = "toolkit new model=qwen3_8b data=chat.jsonl gpus=8x80GB output=mine.yaml"
 _OPTIONAL = ("model", "data", "gpus", "nodes", "host_memory", "tuning", "max_length", "columns", "output")

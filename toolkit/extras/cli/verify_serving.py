@@ -19,7 +19,7 @@ from pathlib import Path
 from toolkit.arguments import named_arguments, one_of, parse
 from toolkit.cli.show import COLORS
 from toolkit.config import files
-from toolkit.config.preflight import resolve_model_path
+from toolkit.config.hub import resolve_model_path
 from toolkit.messages import CheckpointError, ConfigError, say
 
 USAGE = "toolkit verify-serving PATH"

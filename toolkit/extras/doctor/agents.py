@@ -22,7 +22,7 @@ from typing import IO, Any
 from toolkit import children
 from toolkit.config.schema import RunConfig
 from toolkit.extras.doctor import facts
-from toolkit.launch.environment import PACKED
+from toolkit.launch.variables import PACKED
 from toolkit.messages import LaunchError, ToolkitError, set_language, tr
 
 MARK = "toolkit-doctor "

@@ -15,7 +15,7 @@ from toolkit.config.schema import INTERFACES, Backend, RunConfig
 from toolkit.extras.doctor import agents, findings
 from toolkit.extras.doctor.facts import FORWARDED, MATTERING, chosen_card, hashed
 from toolkit.extras.doctor.findings import ERROR, WARNING, Finding, finding
-from toolkit.launch import deepspeed, environment, hostfile
+from toolkit.launch import deepspeed, environment, hostfile, variables
 from toolkit.messages import LaunchError, current_language, joined, tr
 
 _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
@@ -204,7 +204,7 @@ def plan_examination(
     """Return what is to be examined: `options` of `deepspeed`, `words` [] for the nodes alone, `hosts` None for all."""
     hosts = _hosts(options) if hosts is None else hosts
     through_ssh = deepspeed.logs_in(hosts, options)
-    files = environment.variables_of_files(Path.cwd()) if through_ssh else {}
+    files = variables.variables_of_files(Path.cwd()) if through_ssh else {}
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED) and name != "PYTHONPATH"
     }

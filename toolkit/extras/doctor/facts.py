@@ -28,8 +28,8 @@ from typing import Any
 import psutil
 
 from toolkit import children
-from toolkit.config import files, load, preflight, schema
-from toolkit.launch.environment import EXPORTED_PREFIXES
+from toolkit.config import dotted_keys, files, load, native_ops, schema
+from toolkit.launch.variables import EXPORTED_PREFIXES
 from toolkit.messages import ToolkitError
 
 _DISK_BLOCK = 1 << 22
@@ -105,7 +105,7 @@ def of_machine(environ: Mapping[str, str]) -> dict[str, Any]:
         "memory": psutil.virtual_memory().available,
         "network": _network(environ),
         "limits": {name: resource.getrlimit(limit)[0] for name, limit in _LIMITS.items()},
-        "locks": [str(path) for path, _ in preflight.stale_build_locks(environ)],
+        "locks": [str(path) for path, _ in native_ops.stale_build_locks(environ)],
         "environment": {name: hashed(value) for name, value in environ.items() if name.startswith(MATTERING)},
     }
 
@@ -115,18 +115,18 @@ def of_recipe(cfg: schema.RunConfig, environ: Mapping[str, str]) -> dict[str, An
     offloading = (cfg.zero.offload_optimizer, cfg.zero.offload_param)
     nvme = {section.nvme_path for section in offloading if section.device is schema.Device.nvme}
     shm = {"/dev/shm": "shm"}  # noqa: S108 -- DataLoader workers, NCCL and DeepSpeed share memory through it
-    needed = preflight.needed_ops(cfg, environ)
+    needed = native_ops.needed_ops(cfg, environ)
     folders = {cfg.run.dir: "run.dir", cfg.prepare.dir: "prepare.dir", **shm, **dict.fromkeys(nvme, "nvme")}
     return {
-        "recipe": {key: str(value) for key, value in schema.leaves(load.to_dict(cfg))},
+        "recipe": {key: str(value) for key, value in dotted_keys.leaves(load.to_dict(cfg))},
         "files": _files(cfg),
         "stores": sorted(path.parent.name for path in Path(cfg.prepare.dir).glob("stores/*/manifest.json")),
         "disks": {name: _disk(Path(folder)) for folder, name in folders.items()},
         "nvme": {folder: disk_speed(Path(folder)) for folder in nvme},
         "ops": {
             "needed": needed,
-            "built": preflight.built_ops(needed, environ),
-            "lacking": preflight.lacking_tools(needed, environ),
+            "built": native_ops.built_ops(needed, environ),
+            "lacking": native_ops.lacking_tools(needed, environ),
         },
     }
 

@@ -8,9 +8,9 @@ from functools import cache, partial
 from typing import Any
 
 from toolkit import messages
-from toolkit.config import preflight
+from toolkit.config import native_ops
 from toolkit.extras.doctor.facts import FORWARDED
-from toolkit.launch import environment, hostfile
+from toolkit.launch import hostfile, variables
 from toolkit.messages import read_table, tr
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -144,7 +144,7 @@ def _ops(facts: Facts) -> Iterable[Finding]:
         ops = one.get("ops", {"needed": [], "built": [], "lacking": []})
         missing = [name for name in ops["needed"] if name not in ops["built"]]
         if missing and ops["lacking"]:
-            lacking, other = ", ".join(ops["lacking"]), preflight.without_ops(missing)
+            lacking, other = ", ".join(ops["lacking"]), native_ops.without_ops(missing)
             yield finding("ops cannot be built", host=host, ops=", ".join(missing), lacking=lacking, other=other)
         elif missing:
             yield finding("ops to build", host=host, ops=_few(missing))
@@ -208,7 +208,7 @@ def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
 def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
     """Judge whether the secrets of launch.env would arrive."""
     if hosts := [host for host, one in facts.items() if names and not one["takes_secrets"]]:
-        return [finding("secrets not accepted", hosts=_few(hosts), variable=environment.PACKED, names=", ".join(names))]
+        return [finding("secrets not accepted", hosts=_few(hosts), variable=variables.PACKED, names=", ".join(names))]
     return []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.config import files, mesh, rule_tables, rules, schema
+from toolkit.config import dotted_keys, files, mesh, rule_tables, rules, schema
 from toolkit.config.load import JSON, LoadedConfig, escaped, load, replace, to_plain
 from toolkit.config.program_keys import sentence
 from toolkit.engine import ds_config, ds_import
@@ -93,7 +93,7 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     rules.check_rules(loaded, given.world_size, files=False)
     unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
     named = {key for key in unread if loaded.layers.get(key) == JSON}  # told by its import
-    loaded = replace(loaded, {key: (schema.get_value(schema.RunConfig(), key), "") for key in named})
+    loaded = replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in named})
     groups = chosen_groups(loaded.cfg) | draft.groups
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:

@@ -1,0 +1,87 @@
+"""How many positions a model has, by its config.json, and whether the samples of a config fit into them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.config import schema
+from toolkit.config.load import LoadedConfig
+from toolkit.messages import file_bytes, parsed_json, tr
+
+_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+# These scale whatever positions the model had before; the others (llama3, longrope) come with the scaled number.
+_SCALES = ("linear", "dynamic", "ntk", "yarn")
+# Published with linear scaling and the scaled number.
+_IS_COUNTED = ("gemma3", "gemma3_text", "glm")
+_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt", "mpt")
+_EXAMPLE = '"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": %d}'
+
+
+def position_limit(config: Mapping[str, Any]) -> int | None:
+    """Return the most tokens that a config.json's model has positions for, scaled ones too; None without a limit."""
+    if "position_encoding_2d" in config:
+        return _number(config, "max_sequence_length")
+    if "padded_vocab_size" in config:  # official ChatGLM2 and later: rope_ratio is counted in
+        return _number(config, "seq_length")
+    inner = config.get("text_config")
+    config = {**config, **inner} if isinstance(inner, Mapping) else config
+    unscaled = next((found for key in _KEYS if (found := _number(config, key))), None)
+    if unscaled is None or config.get("alibi"):
+        return None
+    limits = [unscaled]
+    for section in (config.get("rope_scaling"), config.get("rope_parameters")):
+        # Some models have a scaling for each kind of layer.
+        for scaling in [section, *section.values()] if isinstance(section, Mapping) else []:
+            if isinstance(scaling, Mapping):
+                kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+                is_counted = kind == "linear" and config.get("model_type") in _IS_COUNTED
+                if kind in _SCALES and isinstance(factor, (int, float)) and 0 < factor < 2**20 and not is_counted:
+                    limits.append(int((_number(scaling, "original_max_position_embeddings") or unscaled) * factor))
+    return max(limits)
+
+
+def _number(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
+
+
+def check_positions(loaded: LoadedConfig) -> None:
+    """Raise ConfigError if a sample could be longer than the model, where it is on this disk, has positions."""
+    cfg = loaded.cfg
+    config: Any = {}
+    if cfg.model.init is schema.Init.random:
+        limit: int | None = cfg.model.shape.max_positions
+    else:
+        file = Path(cfg.model.path) / "config.json"
+        try:
+            config = parsed_json(file_bytes(file))
+        except (OSError, ValueError):  # reported by what loads the model
+            return
+        limit = position_limit(config) if isinstance(config, dict) else None
+    learned = cfg.tuning.num_tokens if cfg.tuning.method is schema.TuningMethod.prompt else 0
+    if limit is None or cfg.data.max_length + learned <= limit:
+        return
+    if cfg.model.init is schema.Init.random:
+        remedy = tr("or raise model.shape.max_positions")
+    elif "position_encoding_2d" in config or "padded_vocab_size" in config:
+        remedy = tr(
+            "or train the variant for long texts, such as chatglm3-6b-32k, chatglm3-6b-128k or glm-4-9b-chat-1m"
+        )
+    elif config.get("model_type") in _LEARNED:
+        remedy = tr("or train a model with more positions: this one has learned an embedding for each")
+    else:
+        remedy = tr(
+            "train the variant of the model for long texts, or extend its positions by rope_scaling in its "
+            "config.json: {example}",
+            example=_EXAMPLE % limit,
+        )
+    of_prompt = f"data.max_length + tuning.num_tokens = {cfg.data.max_length} + {learned}"
+    raise loaded.error(
+        "data.max_length",
+        "{length}: more than the {limit} positions that the model has. Set data.max_length={left} (longer samples: "
+        "data.too_long), {remedy}.",
+        length=of_prompt if learned else f"data.max_length = {cfg.data.max_length}",
+        limit=limit,
+        left=limit - learned,
+        remedy=remedy,
+    )

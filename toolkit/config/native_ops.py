@@ -1,0 +1,257 @@
+"""DeepSpeed's compiled ops: which a config needs, which are built, and what this machine lacks to build the others.
+
+They are compiled at first use, in one to three minutes, by a compiler that not every machine has. So `optim.torch =
+auto` chooses PyTorch's own Adam where DeepSpeed's would gain nothing or cannot be built. Imports neither torch nor
+deepspeed. A build that is killed leaves a lock behind, and every later run would wait for it for ever, in silence.
+"""
+
+import dataclasses
+import hashlib
+import os
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from toolkit.config import schema
+from toolkit.config.load import LoadedConfig
+from toolkit.config.requirements import device_here
+from toolkit.messages import LaunchError, tr
+
+_KINDS = {schema.OptimizerName.adamw: "adam", schema.OptimizerName.adam: "adam", schema.OptimizerName.muon: "adam"}
+_KINDS[schema.OptimizerName.lion] = "lion"
+"""Optimizers that DeepSpeed has ops for; of Muon the Adam beside it."""
+
+
+def with_optimizer(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> tuple[schema.RunConfig, str]:
+    """Return a config whose `optim.torch` is true or false, and why auto is that here; "" where it was given."""
+    if cfg.optim.torch != schema.AUTO:
+        return cfg, ""
+    kind, is_torch = device_here(environ), False
+    if cfg.optim.name not in _KINDS:
+        reason = tr("{name} is neither's", name=cfg.optim.name.value)
+    elif cfg.zero.offload_optimizer.device is not schema.Device.none:
+        reason = tr("the optimizer is offloaded")
+    elif kind == "cpu":
+        is_torch, reason = True, tr("no GPU here")
+    else:
+        op = _optimizer_op(cfg, kind)
+        tools = lacking_tools([op], environ) if kind == "cuda" and not built_ops([op], environ) else []
+        reason = tr("{tools} not found here", tools=", ".join(tools)) if tools else tr("there is a GPU and a compiler")
+        is_torch = bool(tools)
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, torch=is_torch)), reason
+
+
+def _optimizer_op(cfg: schema.RunConfig, kind: str) -> str:
+    on_gpu = cfg.zero.offload_optimizer.device is schema.Device.none and kind != "cpu"
+    return f"{'fused' if on_gpu else 'cpu'}_{_KINDS[cfg.optim.name]}"
+
+
+def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the ops that DeepSpeed uses for a recipe, by the names under which it builds them."""
+    cfg, _ = with_optimizer(cfg, environ)
+    offloads = {cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device}
+    kind, ops = device_here(environ), []
+    if not cfg.optim.torch and cfg.optim.name in _KINDS:
+        ops.append(_optimizer_op(cfg, kind))
+    if schema.Device.nvme in offloads:
+        ops.append("async_io")
+    if cfg.distributed.cpu_shared_memory and kind == "cpu":
+        ops.append("deepspeed_shm_comm")
+    if kind == "cuda":
+        quantizes = cfg.zero.zero_quantized_weights or cfg.zero.zero_quantized_gradients
+        has_gds = schema.Device.nvme in offloads and cfg.zero.aio.use_gds
+        ops += ["gds"] * has_gds + ["quantizer"] * quantizes + ["dc"] * cfg.compile.deepcompile
+    return ops
+
+
+def built_ops(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return those that are compiled already, with DeepSpeed's installation or by an earlier run."""
+    shipped, root = set[str](), extensions_dir(environ)
+    with suppress(OSError, metadata.PackageNotFoundError):  # importing DeepSpeed, which knows it, takes seconds
+        file = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
+        shipped.update(re.findall(r"'(\w+)': True", Path(str(file)).read_text(encoding="utf-8")))
+    return [name for name in names if name in shipped or (root / name / f"{name}.so").exists()]
+
+
+def extensions_dir(environ: Mapping[str, str] = os.environ, proc: Path = Path("/proc")) -> Path:
+    """Return where ops are built, one directory each: TORCH_EXTENSIONS_DIR, or one in the user's cache for this Python,
+    PyTorch, CUDA, C library, CPU and GPUs. Nodes share home directories, and ops are compiled for one node's CPU and
+    GPU; PyTorch's default tells Python and CUDA alone apart (torch 2.13, cpp_extension.py, _get_build_directory).
+    """
+    if named := environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(named)
+    torch, cuda = "", ""
+    with suppress(OSError, metadata.PackageNotFoundError):
+        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
+        torch, cuda = (
+            "".join(re.findall(rf"^{name}\b.*= '(.+)'", text, re.MULTILINE)) for name in ("__version__", "(?:cuda|hip)")
+        )
+    chips = [platform.machine(), *platform.libc_ver()]
+    with suppress(OSError):  # Linux alone has it; flags on x86, Features on ARM
+        lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        chips.append(next((line for line in lines if line.startswith(("flags", "Features"))), ""))
+    for file in sorted((proc / "driver/nvidia/gpus").glob("*/information")):
+        with suppress(OSError):
+            model = re.search(r"Model:\s*(.+)", file.read_text(encoding="utf-8", errors="replace"))
+            chips += [model[1]] if model and model[1] not in chips else []
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256("\n".join(chips).encode()).hexdigest()[:8]
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return cache / "torch_extensions" / f"{python}-torch{torch}-cuda{cuda or 'none'}-{digest}"
+
+
+def _cuda_home(environ: Mapping[str, str]) -> Path:
+    """Return where PyTorch expects nvcc and its headers (torch 2.13, cpp_extension.py, _find_cuda_home)."""
+    nvcc = shutil.which("nvcc")
+    usual = Path(nvcc).parent.parent if nvcc else "/usr/local/cuda"
+    return Path(environ.get("CUDA_HOME") or environ.get("CUDA_PATH") or usual)
+
+
+_CUDA_HEADERS = ("cuda_runtime.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
+"""Those that ATen/cuda/CUDAContext.h includes (torch 2.13)."""
+_HEADERS = {
+    **dict.fromkeys(("fused_adam", "fused_lion", "quantizer"), _CUDA_HEADERS),
+    "dc": (*_CUDA_HEADERS, "nccl.h"),
+    "gds": ("cuda_runtime.h", "cufile.h"),
+}
+"""Op for GPUs -> headers outside of DeepSpeed and PyTorch that its sources include (0.19.8)."""
+
+
+def _include_folders(environ: Mapping[str, str]) -> list[str]:
+    named = ":".join(environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")).split(":")
+    return [*filter(None, named), "/usr/local/include", "/usr/include"]
+
+
+def _missing_headers(ops: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return which headers a build of ops for GPUs does not find, and where it looks (torch 2.13, cpp_extension.py,
+    include_paths): not in NVIDIA's wheels. "" if it finds all.
+    """
+    home = _cuda_home(environ)
+    folders = [str(home / "include"), *filter(None, [environ.get("CUDA_INC_PATH")]), *_include_folders(environ)]
+    if all(op.startswith("fused_") for op in ops):  # of nvcc alone, which looks beside itself, too (nvcc.profile)
+        beside = (home / "bin/nvcc").resolve().parent.parent
+        folders[1:1] = map(str, [beside / "include", *beside.glob("targets/*/include")])
+    headers = dict.fromkeys(header for op in ops for header in _HEADERS[op])
+    missing = [header for header in headers if not any(Path(folder, header).exists() for folder in folders)]
+    looked = ", ".join(dict.fromkeys(folders))
+    return tr("{headers} (looked in {folders})", headers=", ".join(missing), folders=looked) if missing else ""
+
+
+def lacking_tools(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return what building some ops needs and this machine does not have."""
+    return [name for name, is_found in tools_for(names, environ).items() if not is_found] if names else []
+
+
+def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
+    """Return what building some ops needs, and whether this machine has it."""
+    has = {
+        "g++": shutil.which(environ.get("CXX", "g++")),
+        "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
+        "Python.h": Path(sysconfig.get_path("include"), "Python.h").exists(),
+    }
+    if "async_io" in names:
+        has["libaio.h"] = any(Path(folder, "libaio.h").exists() for folder in _include_folders(environ))
+    if on_gpu := [name for name in names if name in _HEADERS]:
+        has["nvcc"] = (_cuda_home(environ) / "bin/nvcc").exists()
+        if has["nvcc"] and (missing := _missing_headers(on_gpu, environ)):
+            has[missing] = False
+    return {name: bool(is_there) for name, is_there in has.items()}
+
+
+def how_to_install(tools: Iterable[str]) -> str:
+    """Return what to type, or to get, for tools of `lacking`."""
+    commands = {
+        "g++": "apt install g++",
+        "ninja": "pip install ninja",
+        "Python.h": "apt install python3-dev",
+        "libaio.h": "apt install libaio-dev",
+        "nvcc": tr("the CUDA toolkit of torch.version.cuda, with CUDA_HOME set"),
+    }
+    headers = tr("all of nvcc's CUDA toolkit, or CPATH=DIRECTORY of these headers")
+    return "; ".join(commands.get(tool, headers) for tool in tools)
+
+
+def check_compiler(loaded: LoadedConfig, environ: Mapping[str, str] = os.environ) -> None:
+    """Check that what DeepSpeed has to compile for a recipe can be compiled here; if not, say what to install."""
+    names = needed_ops(loaded.cfg, environ)
+    built = built_ops(names, environ)
+    missing = [name for name in names if name not in built and lacking_tools([name], environ)]
+    if not missing:
+        return
+    raise loaded.error(
+        _WITHOUT.get(missing[0], ("optim.torch",))[0],
+        "DeepSpeed has to compile {ops} for this recipe, and {tools} is missing on this machine. Install it "
+        "({commands}), or set {other}.",
+        ops=", ".join(missing),
+        tools=", ".join(tools := lacking_tools(missing, environ)),
+        commands=how_to_install(tools),
+        other=without_ops(missing),
+    )
+
+
+_WITHOUT = {
+    "async_io": ("zero.offload_optimizer.device", "zero=stage3_offload"),
+    "deepspeed_shm_comm": ("distributed.cpu_shared_memory", "distributed.cpu_shared_memory=false"),
+    "quantizer": (
+        "zero.zero_quantized_weights",
+        "zero.zero_quantized_weights=false zero.zero_quantized_gradients=false",
+    ),
+    "dc": ("compile.deepcompile", "compile.deepcompile=false"),
+    "gds": ("zero.aio.use_gds", "zero.aio.use_gds=false"),
+}
+"""Op -> the key that needs it, and what to set in order to do without; of the others optim.torch."""
+
+
+def without_ops(names: Iterable[str]) -> str:
+    """Return what to set in order to do without some ops."""
+    return " ".join(dict.fromkeys(_WITHOUT.get(name, ("", "optim.torch=true"))[1] for name in names))
+
+
+OPS = (
+    *("fused_adam", "fused_lion", "cpu_adam", "cpu_lion", "async_io", "gds", "quantizer", "dc"),
+    *("deepspeed_shm_comm", "deepspeed_ccl_comm", "utils"),
+)
+"""Names under which DeepSpeed 0.19.8 builds what a run may use."""
+YOUNG_S = 120.0
+"""Where something was written so recently somebody may be building: here, or on a machine that shares the folder."""
+
+
+def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
+    """Refuse to start beside a lock that nobody holds.
+
+    PyTorch's builder makes a file `lock` and polls for its end without a limit (torch 2.13, utils/file_baton.py). While
+    it works, ninja and the compiler have the build's folder as their working folder.
+    """
+    for lock, age_s in stale_build_locks(environ, proc):
+        raise LaunchError(
+            "{lock} was left {minutes} minutes ago by a build that did not come to its end, and no "
+            "process on this machine is building there now: this run would wait for it for ever. "
+            "Remove it:  rm {lock}",
+            lock=lock,
+            minutes=f"{age_s / 60:,.0f}",
+        )
+
+
+def stale_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> Iterator[tuple[Path, float]]:
+    """Yield the locks that nobody holds, and the seconds since anything happened beside them."""
+    for lock in (extensions_dir(environ) / name / "lock" for name in OPS):
+        try:
+            # Another machine may be building in a folder that is shared: then something in it is new.
+            age_s = time.time() - max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
+        except OSError:  # there is none, or it has just been released
+            continue
+        if age_s <= YOUNG_S:
+            continue
+        builds = set[Path]()
+        for process in proc.glob("[0-9]*"):
+            with suppress(OSError):  # gone, or somebody else's
+                builds.add((process / "cwd").readlink())
+        if lock.parent.resolve() not in builds:
+            yield lock, age_s

@@ -1,0 +1,60 @@
+"""What the task of a config means for its rows and for the models of a step: pairs, labels, references, teachers."""
+
+from toolkit.config.schema import RowFormat, RunConfig, TaskKind, TuningMethod
+
+
+def has_pairs(cfg: RunConfig) -> bool:
+    """Whether samples come in pairs: a chosen and a rejected answer, or a query and what is to be found."""
+    return cfg.preference.is_paired or cfg.task.kind in (TaskKind.reward, TaskKind.embed)
+
+
+def score_labels(cfg: RunConfig) -> list[str]:
+    """Return what the scores of a head are of, as far as the config says; [] where the model is to write."""
+    if not cfg.task.has_head:
+        return []
+    return ["reward"] if cfg.task.kind is TaskKind.reward else cfg.classify.labels
+
+
+def wanted_format(cfg: RunConfig) -> RowFormat | None:
+    """Return the format of rows that the task needs; None where rows are conversations and texts."""
+    if not cfg.task.is_language:
+        return RowFormat(cfg.task.kind.value)
+    return cfg.preference.row_format if cfg.preference.is_on else None
+
+
+def data_unit(cfg: RunConfig) -> tuple[str, int]:
+    """Return what the data are counted in, and of how many tokenized samples one is."""
+    if has_pairs(cfg):
+        return "pairs", 2 + cfg.embed.negatives
+    if cfg.task.kind is TaskKind.classify:
+        return "labels", 1
+    return "answers" if cfg.preference.is_on else "samples", 1
+
+
+def shares_prompts(cfg: RunConfig) -> bool:
+    """Whether the answers of a pair stand behind one prompt, where the model can be trained so."""
+    return cfg.preference.is_paired and cfg.data.share_prefixes
+
+
+def has_reference_in_step(cfg: RunConfig) -> bool:
+    """Whether each step computes the reference of its pairs: as the model without its new adapter."""
+    return cfg.preference.needs_reference and _has_base_in_step(cfg)
+
+
+def _has_base_in_step(cfg: RunConfig) -> bool:
+    """Whether a step can compute what the model before training does: in one pass, without its new adapter."""
+    tuning = cfg.tuning
+    is_adapter = tuning.method in (TuningMethod.lora, TuningMethod.qlora) and not tuning.adapter
+    return is_adapter and cfg.parallel.pipeline == 1
+
+
+def has_own_teacher(cfg: RunConfig) -> bool:
+    """Whether the teacher is the model without its new adapter, in each step: there is no second model."""
+    is_on = cfg.task.kind is TaskKind.distill and not cfg.distill.top_k
+    return is_on and _has_base_in_step(cfg) and cfg.distill.teacher in ("", cfg.model.path)
+
+
+def has_live_teacher(cfg: RunConfig) -> bool:
+    """Whether another model computes with each step."""
+    is_on = cfg.task.kind is TaskKind.distill and not cfg.distill.top_k
+    return is_on and bool(cfg.distill.teacher) and not has_own_teacher(cfg)

@@ -1,0 +1,185 @@
+"""Rules about the files and folders that a config names: they must exist, or be writable, before anything is loaded."""
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from toolkit.config import dotted_keys, files, schema, validate
+from toolkit.config.load import LoadedConfig, as_typed
+from toolkit.disk import matching
+from toolkit.messages import ConfigError, did_you_mean, joined, tr
+
+
+def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """An nvme path must be a folder that can be written to, found out by writing."""
+    for section in ("zero.offload_optimizer", "zero.offload_param"):
+        if dotted_keys.get_value(loaded.cfg, f"{section}.device") is not schema.Device.nvme:
+            continue
+        key = f"{section}.nvme_path"
+        path = str(dotted_keys.get_value(loaded.cfg, key))
+        if not path:
+            yield loaded.error(f"{section}.device", "{key} = nvme needs {path}=FOLDER on the NVMe disk.", path=key)
+            continue
+        try:
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            yield loaded.error(
+                key, "{key} = {value} is not a directory that can be written to: {reason}.", reason=error.strerror
+            )
+
+
+def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    model = loaded.cfg.model
+    is_read = model.init is not schema.Init.random
+    if is_read and not model.path:
+        yield loaded.error(
+            "model.path", "model.path is empty: set model.path=DIR to a directory with a model in transformers' layout."
+        )
+    elif is_read and not os.path.isdir(model.path) and not files.is_hub_name(model.path):
+        yield loaded.error(
+            "model.path",
+            "model.path = {value} is not a directory here. It must be the directory that holds "
+            "config.json and the weights, or owner/name on Hugging Face.",
+        )
+    teacher = loaded.cfg.distill.teacher
+    if teacher and not os.path.isdir(teacher) and not files.is_hub_name(teacher):
+        yield loaded.error(
+            "distill.teacher",
+            "{key} = {value} is not a directory here. It must be the directory that holds config.json and the weights, "
+            "or owner/name on Hugging Face.",
+        )
+    for key in ("model.tokenizer", "model.chat_template"):
+        path = str(dotted_keys.get_value(loaded.cfg, key))
+        if path and not os.path.exists(files.located(path)):
+            yield loaded.error(key, "{key} = {value} does not exist.")
+
+
+def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    data = loaded.cfg.data
+    if not data.sources:
+        sentence = tr("data.sources is empty: add 'data.sources=[{{path: FILE.jsonl}}]', or data=examples to try.")
+        yield loaded.about("data.sources", sentence)
+    for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
+        for index, source in enumerate(sources):
+            for sentence in _wrong_source(source, f"{name}[{index}]"):
+                yield validate.about(loaded.position(name) + sentence, f"{name}[{index}]")
+
+
+def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
+    if source.format is schema.RowFormat.docstrings:
+        for name in ("path", "hub", "split", "columns"):
+            value = getattr(source, name)
+            if value and (name, value) != ("split", "train"):
+                key, shown = f"{place}.{name}", as_typed(value)
+                yield tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=shown)
+    elif bool(source.path) == bool(source.hub):
+        yield tr(
+            "{place} needs one of path (a file, directory or pattern) and hub (a name on Hugging Face).", place=place
+        )
+    elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
+        key, folder = f"{place}.path", Path.cwd()
+        yield tr(
+            "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
+        )
+    elif source.path and source.split != "train" and not os.path.isfile(Path(source.path, "dataset_dict.json")):
+        yield tr(
+            "{place}.split = {split} has an effect with hub and directories of several splits (dataset_dict.json) "
+            "only. Remove it; where files are named by their split, give a pattern as path: data/{split}-*.parquet.",
+            place=place,
+            split=source.split,
+        )
+    for key in ("subset", "revision"):
+        if getattr(source, key) and not source.hub:
+            yield tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key)
+    if sentence := check_columns(source, place):
+        yield sentence
+    if not 0 < source.weight < math.inf:
+        yield tr(
+            "{place}.weight = {weight} must be above 0; remove the source instead.", place=place, weight=source.weight
+        )
+
+
+def check_columns(source: schema.SourceConfig, place: str) -> str:
+    """Return what is wrong with a source's `columns`: a name that its format does not read; "" if nothing is."""
+    fields = schema.ROW_FIELDS.get(source.format) or tuple(chain.from_iterable(schema.ROW_FIELDS.values()))
+    for column in source.columns:
+        if column not in fields:
+            sentence = tr("{place}.columns: no format reads '{column}'.", place=place, column=column)
+            return joined(sentence, did_you_mean(str(column), fields))
+    return ""
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder, or the nearest above it that exists."""
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
+
+
+def _run_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """The run folder's parent must be writable, found out before anything is loaded."""
+    existing = _existing(Path(loaded.cfg.run.dir).absolute())
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK):
+        yield loaded.error("run.dir", "run.dir = {value}: {folder} cannot be written to.", folder=existing)
+
+
+def _prepare_dir(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Tokenized data must be readable, and where there are none yet, their folder writable."""
+    stores = Path(loaded.cfg.prepare.dir).absolute() / "stores"
+    existing = _existing(stores)
+    wanted = os.R_OK | os.X_OK | (0 if existing == stores else os.W_OK)
+    if not existing.is_dir() or not os.access(existing, wanted):
+        yield loaded.error(
+            "prepare.dir", "prepare.dir = {value}: {folder} cannot be used by this user.", folder=existing
+        )
+
+
+def _resume(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """A path to resume from must hold a checkpoint; whether it is intact is found out by reading it."""
+    resume = loaded.cfg.resume
+    if resume in ("auto", "must", "never"):
+        return
+    path, run = Path(resume), loaded.cfg.run
+    if run.name and os.path.isfile(Path(run.dir) / run.name / "logs" / "starts.jsonl"):
+        return  # what its last start has resumed need not be there any more, see run_dir.py
+    if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):
+        yield loaded.error(
+            "resume",
+            "resume = {path} is a model or an adapter alone, without what training needs to resume. Query it "
+            "(toolkit generate {path}), or start another training from it: model.path={path}, of an adapter "
+            "tuning.adapter={path}.",
+            path=path,
+        )
+    elif not (os.path.isfile(path / "manifest.json") or any((path / "checkpoints").glob("step-*"))):
+        yield loaded.error(
+            "resume",
+            "resume = {path} is not auto, must or never, nor a checkpoint or a run directory with one.",
+            path=path,
+        )
+
+
+def _adapter(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """The adapter to train on must be a directory."""
+    adapter = loaded.cfg.tuning.adapter
+    if adapter and not os.path.isdir(adapter):
+        yield loaded.error("tuning.adapter", "tuning.adapter = {value} is not a directory here.")
+
+
+CUSTOM_FILES = (_nvme_folders, _run_dir, _resume)
+"""Rules about files and directories for a program that brings its own model and data."""
+FILES = (*CUSTOM_FILES, _prepare_dir, _model, _sources, _adapter)
+"""The same for a language model."""
+
+
+def names_repository(cfg: schema.RunConfig) -> bool:
+    """Return whether the model or the teacher is named by its repository on Hugging Face, which hub.py looks up."""
+    return files.is_hub_name(cfg.model.path) or files.is_hub_name(cfg.distill.teacher)
+
+
+def mlflow_folder(uri: str) -> Path | None:
+    """Return the folder that an MLflow address means; None for a server or a database."""
+    parts = urlsplit(uri)
+    return Path(parts.path if parts.scheme == "file" else uri) if parts.scheme in ("", "file") else None

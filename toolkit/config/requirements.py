@@ -1,0 +1,171 @@
+"""What a config needs of this machine besides files: a device that computes as it says, and installed packages.
+
+Imports neither torch nor deepspeed: what ranks will compute on is told by variables, drivers and their programs.
+"""
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+
+from toolkit.config import dotted_keys, schema
+from toolkit.config.load import LoadedConfig
+from toolkit.messages import ConfigError, LaunchError, raise_all, tr
+
+
+def device_here(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what DeepSpeed will train on here, found without torch: DS_ACCELERATOR, or cuda, or cpu."""
+    if named := environ.get("DS_ACCELERATOR"):
+        return named
+    is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    has_gpu = bool(shutil.which("nvidia-smi")) or any(Path("/dev").glob("nvidia[0-9]*"))
+    return "cuda" if has_gpu and not is_hidden else "cpu"
+
+
+_OTHER_TOOLS = ("rocm-smi", "amd-smi", "npu-smi", "hl-smi", "xpu-smi", "cnmon", "mthreads-gmi")
+"""Programs that come with the drivers of AMD, Ascend, Gaudi, Intel, Cambricon and Moore Threads."""
+
+
+def is_cpu() -> bool:
+    """Return whether ranks on this machine compute on its processors: DeepSpeed was told so, or finds nothing else."""
+    is_told = bool(os.environ.get("DS_ACCELERATOR"))
+    return device_here() == "cpu" and (is_told or not any(map(shutil.which, _OTHER_TOOLS)))
+
+
+def _has_fp16(cpuinfo: Path) -> bool:
+    """Return whether oneDNN computes in fp16 on these processors, which DeepSpeed asks; true where it is unknown.
+
+    oneDNN 3 has it for the instruction sets avx512_core_fp16 and avx2_vnni_2, of which avx_ne_convert is part.
+    """
+    if platform.machine() != "x86_64" or not cpuinfo.is_file():
+        return True
+    return bool(re.search(r"\b(avx512_fp16|avx_ne_convert)\b", cpuinfo.read_text(errors="replace")))
+
+
+_GPU_ONLY = ("zero.zero_quantized_weights", "zero.zero_quantized_gradients", "zero.offload_optimizer.super_offload")
+
+
+def check_devices(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Check that the ranks' device computes in the precision of the run, and what works on NVIDIA GPUs alone."""
+    # DeepSpeed 0.19.8, runtime/engine.py: "Type fp16 is not supported on your device" once the model is built.
+    if loaded.cfg.precision.dtype is schema.Dtype.fp16 and is_cpu() and not _has_fp16(Path("/proc/cpuinfo")):
+        yield loaded.error(
+            "precision.dtype",
+            "precision.dtype = fp16 needs a GPU: the ranks here run on CPUs that do not compute in "
+            "fp16. Use precision=bf16 or precision=fp32. To check a recipe for other nodes, set "
+            "DS_ACCELERATOR=cuda.",
+        )
+    for key in _GPU_ONLY:
+        if dotted_keys.get_value(loaded.cfg, key) and (is_cpu() or shutil.which("nvidia-smi") is None):
+            yield loaded.error(key, "{key} = true needs NVIDIA GPUs, and there are none here. Set it to false.")
+    kernels, reason = loaded.cfg.kernels, without_liger(not is_cpu() and shutil.which("nvidia-smi") is not None)
+    if reason and kernels.loss is schema.LossKernel.liger:
+        yield loaded.error("kernels.loss", "kernels.loss = liger: {reason}", reason=reason)
+    if reason and kernels.liger is schema.When.always:
+        yield loaded.error("kernels.liger", "kernels.liger = always: {reason}", reason=reason)
+    if loaded.cfg.optim.name is schema.OptimizerName.adamw_8bit and importlib.util.find_spec("bitsandbytes") is None:
+        yield loaded.error(
+            "optim.name",
+            "optim.name = adamw_8bit needs the package bitsandbytes, which is not installed:  pip install bitsandbytes",
+        )
+
+
+def without_liger(on_gpu: bool) -> str:
+    """Return why liger's kernels cannot be used; "" if they can, with models that they know."""
+    if not on_gpu:
+        return tr("there is no GPU")
+    has_package = importlib.util.find_spec("liger_kernel") is not None
+    return "" if has_package else tr("the package liger-kernel is not installed (pip install liger-kernel)")
+
+
+def _packages(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """What the metrics of the ChatGLM repositories need is no part of this package: it is old, and few need it."""
+    wanted = [metric.value for metric in loaded.cfg.evaluate.metrics if metric.value.startswith("chatglm_")]
+    packages = {"jieba": "jieba", "rouge_chinese": "rouge-chinese", "nltk": "nltk"}
+    missing = [package for name, package in packages.items() if wanted and importlib.util.find_spec(name) is None]
+    if missing:
+        yield loaded.error(
+            "evaluate.metrics",
+            "evaluate.metrics: {metrics} needs what is not installed: pip install {packages}",
+            metrics=", ".join(wanted),
+            packages=" ".join(missing),
+        )
+
+
+def _quantized(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """QLoRA needs a package, and a GPU or ranks that are meant to compute on CPUs."""
+    if loaded.cfg.tuning.method is not schema.TuningMethod.qlora:
+        return
+    has_package = importlib.util.find_spec("bitsandbytes") is not None
+    if not has_package or not (is_cpu() or shutil.which("nvidia-smi")):
+        yield loaded.error(
+            "tuning.method",
+            "tuning.method = qlora needs {missing}, which is not here. Use tuning=lora.",
+            missing=tr("an NVIDIA GPU") if has_package else tr("the package bitsandbytes (pip install bitsandbytes)"),
+        )
+
+
+RULES = (_packages, _quantized)
+"""Rules about packages and devices that a method or a metric of a language model needs."""
+PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+}
+"""Tracker, which is also the name of its module -> what pip installs. A CSV file needs none."""
+
+
+def check_track_here(loaded: LoadedConfig) -> None:
+    """Raise ConfigError for trackers whose package is not installed here, and for DeepSpeed's own of Comet. For rank 0
+    only: no other rank needs them.
+    """
+    wanted = {f"track.{name}": (name, PACKAGES[name]) for name in loaded.cfg.track.enabled if name in PACKAGES}
+    comet = loaded.cfg.ds_extra.get("comet")
+    if isinstance(comet, dict) and comet.get("enabled"):
+        wanted["ds_extra.comet"] = ("comet_ml", "comet-ml")
+    raise_all(
+        loaded.error(
+            f"{section}.enabled",
+            "{section} needs the package {name}, which is not installed:  pip install {package}",
+            section=section,
+            name=name,
+            package=package,
+        )
+        for section, (name, package) in wanted.items()
+        if not getattr(importlib.util.find_spec(name), "origin", None)  # wandb leaves a directory
+    )
+
+
+def check_packages(name: str = "deepspeed-finetuning-toolkit") -> None:
+    """Check that packages are installed in versions that this toolkit knows: its workarounds reach into DeepSpeed, and
+    earlier versions computed wrong gradients in silence (0.18.3 to 0.19.3, DeepSpeed issue 8224).
+
+    A checkout that is on the path without being installed says nothing of versions. Raises LaunchError.
+    """
+    from packaging.requirements import Requirement
+
+    wrong = []
+    with suppress(metadata.PackageNotFoundError):
+        for wanted in map(Requirement, metadata.requires(name) or ()):
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            try:
+                installed = metadata.version(wanted.name)
+            except metadata.PackageNotFoundError:
+                wrong.append(tr("{package} (not installed)", package=wanted))
+                continue
+            if not wanted.specifier.contains(installed, prereleases=True):
+                wrong.append(f"{wanted} ({installed})")
+    if wrong:
+        raise LaunchError(
+            "This toolkit needs other packages than are installed: {packages}. Install them: "
+            "`pip install -c constraints.txt -e .` in its checkout.",
+            packages=", ".join(wrong),
+        )

@@ -1,0 +1,79 @@
+"""Signals (SIGINT, SIGTERM, Slurm's SIGUSR1, SIGHUP), acted on by all ranks at the next step boundary.
+
+They raise a flag that goes into the sum that each step needs: launchers signal ranks up to 30 s apart, and peers would
+wait in a collective. Outside of the loop a signal ends the process.
+"""
+
+import os
+import signal
+from types import FrameType
+
+from toolkit.distributed import failure
+from toolkit.messages import Stopped
+
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_received = ""
+_deferred = False
+
+
+def install_signals() -> None:
+    """Catch them. Before `defer` they end this process; afterwards they only raise the flag."""
+    act_on_signals_at_once()
+    for number in _CAUGHT:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _handle)
+
+
+def defer_signals() -> None:
+    """From now on a signal only raises the flag, which the training loop looks at; after a failure nobody does."""
+    global _deferred
+    _deferred = True
+
+
+def act_on_signals_at_once() -> None:
+    """From now on (after the loop) a signal ends this process again."""
+    global _deferred, _received
+    _deferred, _received = False, ""
+
+
+def release_signals() -> None:
+    """Let a signal end this process without a word again: all is done, and Python is about to end it."""
+    for number in _CAUGHT:
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def die_of_signals() -> None:
+    """From now on a signal ends this process without a word."""
+    for number in _CAUGHT:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def received_signal() -> str:
+    """Return the name of the signal that has come, or ""."""
+    return _received
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _received
+    again = bool(_received)
+    _received = signal.Signals(number).name
+    if not _deferred:
+        if again:
+            # The first one is already unwinding; the launcher's SIGTERM after a Ctrl-C must not disturb that.
+            return
+        if (folder := failure.finished_folder()) is not None:
+            done = Stopped(
+                "{signal} came after the run had finished: {folder} is complete. Only its report may be missing:  "
+                "toolkit report {folder}",
+                signal=_received,
+                folder=folder,
+            )
+            done.exit_code = 0
+            raise done
+        raise Stopped(
+            "stopped by {signal} outside of training steps (pid {pid}). Without a file DONE in its "
+            "directory the run is unfinished.",
+            signal=_received,
+            pid=os.getpid(),
+        )

@@ -1,0 +1,258 @@
+"""The watchdog notices a step that does not end, says which rank holds it up, and ends the job, so that it can restart.
+
+The process group's timeout does not reach ZeRO's groups (deepspeed 0.19.8, utils/groups.py), and stopped processes or
+lost nodes report nothing. So threads of every rank count into a file and watch the counts and the clock: a rank whose
+count stands still hangs. Waiting for data is no hang, and has its own limit.
+"""
+
+import faulthandler
+import json
+import math
+import os
+import signal
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit import terminal
+from toolkit.distributed import failure
+from toolkit.distributed.presence import UNHURRIED_RANKS, node_id, stretch
+from toolkit.messages import tr
+
+EXIT_CODE = 124
+_EVERY_S = 1.0
+_LEAST_S, _TIMES = 60.0, 5.0
+_LOOK_S = 4.0
+_LOST_BEATS, _FEWEST_BEATS, _LOOK_EVERY = 40, 10, 5
+"""A rank is lost when it does not count while this one does so often, counts and not seconds, because a file server
+that stands still for a minute stops everybody's."""
+_WRITING_S = 30.0
+_JUDGES = 8
+"""Ranks that judge a hang at once where there are many; the others wait for what they find."""
+STEP, DATA = "step", "data"
+"""A step's two phases: its data, which no other rank can hurry, and the rest."""
+START, END = "start", "end"
+"""Before the first step and after the last: these have no time limit, but the ranks' heartbeats count in them too."""
+_NODE = node_id()
+
+
+def heartbeat_file(rank: int | str) -> str:
+    """Return the name of a rank's file in logs/."""
+    return f"heartbeat-rank-{rank}.json"
+
+
+class Watchdog:
+    """One rank's; `hang_after_s` below 0 watches nothing. `patience_s`: for evaluations, checkpoints, first steps and
+    those after such a phase, and all steps that may be compiled anew, `recompiles`; half of it for data, so that the
+    reason is logged before the other ranks' collectives give up.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        hang_after_s: float,
+        patience_s: float,
+        recompiles: bool = False,
+    ) -> None:
+        self.folder, self.rank, self.world_size = folder / "logs", rank, world_size
+        self.hang_after_s, self.patience_s, self.recompiles = hang_after_s, patience_s, recompiles
+        self.phase, self.step, self.detail = START, 0, ""
+        self.since = time.monotonic()
+        self.taken: deque[float] = deque(maxlen=100)
+        self.beats = 0
+        self.stretch = stretch(world_size)
+        self._is_excused = False
+        """Whether this step has taken long because another rank waited for its data."""
+        self._is_steady = False
+        """Whether nothing but steps and data has come since the last step."""
+        self._over = threading.Event()
+        if hang_after_s >= 0:
+            self._beat()
+            for target in (self._count, self._watch):
+                threading.Thread(target=target, name=f"watchdog{target.__name__}", daemon=True).start()
+
+    def enter(self, phase: str, step: int, detail: str = "") -> None:
+        """Note what this rank does: STEP, DATA, START, END or another name; `detail` (shapes) helps find the cause."""
+        now = time.monotonic()
+        if self.phase == STEP and not self._is_excused:
+            self.taken.append(now - self.since)
+        self._is_steady = phase in (STEP, DATA) and (self._is_steady or self.phase == STEP)
+        # Not twice per step: the thread counts every second.
+        is_new = phase != self.phase and {phase, self.phase} != {STEP, DATA}
+        self.phase, self._is_excused = phase, False
+        self.step, self.detail, self.since = step, detail, now
+        if is_new and self.hang_after_s >= 0:  # where a run died within a second of it is known too
+            self._beat()
+
+    def stop(self) -> None:
+        """The run is over."""
+        self._over.set()
+
+    def limit(self) -> float:
+        """Return the seconds after which the present phase counts as hanging."""
+        if self.phase in (START, END):
+            return math.inf
+        if self.phase == DATA:
+            return max(self.hang_after_s, self.patience_s / 2)
+        if self.hang_after_s > 0:
+            return self.hang_after_s
+        # What is used again, or for the first time, may compile, tune itself, allocate or connect.
+        if not self._is_steady or self.recompiles or len(self.taken) < 3:
+            return self.patience_s
+        return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])
+
+    def _count(self) -> None:
+        """Count, and look after the others, in every phase: the first rank after all, the others after the first."""
+        counts: dict[int, tuple[int, int]] = {}
+        times = 0
+        others = range(1, self.world_size) if self.rank == 0 else (0,)
+        most, every_s = max(_LOST_BEATS / self.stretch, _FEWEST_BEATS), _EVERY_S * self.stretch
+        while not self._over.wait(every_s):
+            times += self._beat()  # where this one cannot write, others may not be able to either
+            if times % _LOOK_EVERY:
+                continue
+            states = self._read(others)
+            for rank, state in states.items():
+                if counts.get(rank, (-1, 0))[0] != state["beats"]:
+                    counts[rank] = state["beats"], times
+            lost = [rank for rank, (_, when) in counts.items() if times - when >= most and not states[rank].get("left")]
+            # Whoever goes on needs no judge: a file server may show old files.
+            if lost and time.monotonic() - self.since > most * every_s:
+                self._tell_lost(lost, states)
+        self._beat(left=True)
+
+    def _tell_lost(self, lost: list[int], states: dict[int, dict[str, Any]]) -> None:
+        here = [int(states[rank]["pid"]) for rank in lost if states[rank].get("machine") == _NODE]
+        values = {"who": self._accuse(lost, [], states), "phase": self.phase, "step": self.step}
+        if here:
+            text = tr("{who} It is stopped, or in a call that lets no Python run ({phase} {step}).", **values)
+        else:
+            text = tr("{who} Its machine, or the network to it, is gone ({phase} {step}).", **values)
+        self._write_stacks(time.monotonic() - self.since)
+        self._tell(text, here)
+
+    def _watch(self) -> None:
+        """Look at the clock; touches no file, as a file server may be what hangs."""
+        while not self._over.wait(_EVERY_S):
+            waited = time.monotonic() - self.since
+            if waited <= self.limit():
+                continue
+            judge = threading.Thread(target=self._end, args=(waited,), daemon=True)
+            judge.start()
+            judge.join(3 * _LOOK_S * self.stretch + _WRITING_S)
+            if judge.is_alive() and not self._over.is_set():
+                terminal.show_cursor()
+                os._exit(EXIT_CODE)
+
+    def _beat(self, left: bool = False) -> bool:
+        """Count, and return whether that could be written. `left`: for the last time."""
+        self.beats += 1
+        state: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _NODE}
+        state |= {"beats": self.beats, "phase": self.phase, "step": self.step, "left": left}
+        path = self.folder / heartbeat_file(self.rank)
+        new = path.with_name(f".{path.name}.{threading.current_thread().name}")
+        try:
+            new.write_text(json.dumps(state), encoding="utf-8")
+            os.replace(new, path)  # ranks beat and read in lockstep: a file cut off for writing is often seen
+        except OSError:  # a full disk is no hang
+            return False
+        return True
+
+    def _read(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        states = {}
+        for rank in ranks:
+            with suppress(OSError, ValueError):
+                states[rank] = json.loads((self.folder / heartbeat_file(rank)).read_text(encoding="utf-8"))
+        return states
+
+    def _end(self, waited: float) -> None:
+        """Find out who hangs, write down where this rank is, say so once, and end; unless a rank waits for its data."""
+        everybody = range(self.world_size)
+        since, phase, limit = self.since, self.phase, self.limit()
+        if self.world_size > UNHURRIED_RANKS and self.rank >= _JUDGES:  # or each would read the files of all
+            until = time.monotonic() + 2 * _LOOK_S * self.stretch
+            while time.monotonic() < until:
+                if failure.another_has_failed():
+                    self._write_stacks(waited)
+                    os._exit(EXIT_CODE)
+                if self._over.wait(failure.CHECK_EVERY_S) or self.since != since:
+                    return
+        before = self._read(everybody)
+        if self._over.wait(_LOOK_S * self.stretch) or self.since != since:
+            return  # it came to its end meanwhile
+        after = self._read(everybody)
+        others = [rank for rank in everybody if rank != self.rank]
+        silent = [rank for rank in others if after.get(rank) == before.get(rank)]
+        fetching = [rank for rank in others if after.get(rank, {}).get("phase") == DATA and rank not in silent]
+        if fetching and phase != DATA:
+            self._is_excused = True  # its own watchdog knows how long it may wait
+            return
+        self._write_stacks(waited)
+        times = {"step": self.step, "seconds": f"{waited:.0f}", "limit": f"{limit:.0f}"}
+        files = self.folder / "hang-rank-*.txt"
+        if phase == DATA:
+            text = tr(
+                "rank {rank} on {host} has been waiting for data for {seconds} s (step {step}; limit {limit} s, half "
+                "of distributed.timeout_s). Check the disk or network that {host} reads from. Python's stacks: "
+                "{files}.",
+                rank=self.rank,
+                host=socket.gethostname(),
+                files=files,
+                **times,
+            )
+        else:
+            newest = max((state.get("step", 0) for state in after.values()), default=0)
+            behind = [rank for rank, state in after.items() if state.get("step", 0) < newest]
+            text = tr(
+                "{phase} {step} has taken {seconds} s (limit {limit} s). {who} Python's stacks of all ranks that can "
+                "still write them: {files}.",
+                phase=phase,
+                who=self._accuse(silent, behind, after),
+                files=files,
+                **times,
+            )
+        here = [after[rank] for rank in silent if after.get(rank, {}).get("machine") == _NODE]
+        if self._over.is_set():  # writing takes time too
+            return
+        self._tell(text, [int(state["pid"]) for state in here])
+
+    def _tell(self, text: str, stopped: Iterable[int]) -> None:
+        """Say it if no other rank has, and end."""
+        if failure.announce_failure(self.rank, text, EXIT_CODE):
+            sys.stderr.write(f"Hang: {text}\n")
+            sys.stderr.flush()
+            for pid in stopped:  # a stopped process heeds nothing else, and the launcher would wait half a minute
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        terminal.show_cursor()
+        os._exit(EXIT_CODE)
+
+    def _accuse(self, silent: list[int], behind: list[int], ranks: dict[int, dict[str, Any]]) -> str:
+        def named(accused: list[int]) -> str:
+            states = [(rank, ranks.get(rank, {})) for rank in accused]
+            return ", ".join(
+                f"{rank} (pid {state.get('pid', '?')}, {state.get('host', '?')})" for rank, state in states
+            )
+
+        if silent:
+            return tr("No sign of life from rank {ranks}.", ranks=named(silent))
+        if behind:
+            return tr("Rank {ranks} is behind the others.", ranks=named(behind))
+        return tr("All ranks are alive and in the same step: one of them does not come to its end.")
+
+    def _write_stacks(self, waited: float) -> None:
+        with suppress(OSError), open(self.folder / f"hang-rank-{self.rank}.txt", "a", encoding="utf-8") as file:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            file.write(f"{stamp} {self.phase} {self.step} for {waited:.0f} s. {self.detail}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write("\n")

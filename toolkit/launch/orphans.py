@@ -1,0 +1,84 @@
+"""Ranks that end with their launcher.
+
+DeepSpeed's launcher, killed with -9, leaves its ranks training (deepspeed 0.19.8, launch.py, measured). So each rank
+watches its launcher from its first lines on, and finds out too whether it died before that: this file imports nothing
+that takes long.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from toolkit import children
+from toolkit.launch.ancestors import LAUNCHERS, NODE_LAUNCHER
+from toolkit.launch.environment import MPI_LAUNCHERS, Ranks, front_end
+from toolkit.messages import tr
+
+CHECK_EVERY_S = 1.0
+_WATCH = "orphan-watch"
+_PREFIXES = ("python", "pypy", *LAUNCHERS)
+"""How programs begin that start ranks. In a container one of them may be process 1, which otherwise is whoever takes
+over what has lost its parent."""
+_REAPERS = ("systemd", "containerd-shim", "conmon")
+"""Processes that take it over elsewhere, where they asked the kernel for it (PR_SET_CHILD_SUBREAPER)."""
+
+
+def exit_with_launcher(ranks: Ranks) -> str:
+    """From now on this process gets a SIGTERM when its launcher ends, or what started that.
+
+    Nothing is done for a rank that no launcher started, or that does so already. Returns what to say if one has ended
+    already, and this process with it has to; else "".
+    """
+    is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
+    if is_watched or ranks.launcher not in ("deepspeed", "torchrun", *MPI_LAUNCHERS):
+        return ""
+    children.end_with_parent()
+    watched = [front_end()]
+    with suppress(OSError, psutil.Error):
+        rank = psutil.Process()
+        if launcher := rank.parent():
+            watched.append(launcher.pid)
+        is_lost = is_orphaned(rank, by_kind=True)
+        if launcher and not is_lost and ranks.launcher == "deepspeed" and NODE_LAUNCHER in launcher.cmdline():
+            if starter := launcher.parent():
+                watched.append(starter.pid)
+            is_lost = is_orphaned(launcher, by_kind=False)
+        if is_lost:
+            return tr(
+                "rank {rank} ends: what started it ({launcher}) has been killed. Start the run again with the same "
+                "command.",
+                rank=ranks.rank,
+                launcher=ranks.launcher,
+            )
+    threading.Thread(target=_watch, args=(list(filter(None, watched)),), name=_WATCH, daemon=True).start()
+    return ""
+
+
+def _watch(pids: Sequence[int]) -> None:
+    """Wait until one of these processes has ended; then end this one."""
+    with suppress(psutil.NoSuchProcess):
+        while all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            time.sleep(CHECK_EVERY_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def is_orphaned(process: psutil.Process, by_kind: bool) -> bool:
+    """Return whether a process has lost the one that started it, and process 1, or a reaper, has taken it over.
+
+    `by_kind`: what takes over tells, as no rank is started by anything but a launcher. Else sessions tell, as
+    DeepSpeed's launcher may be a service, or what a container runs: then it leads its session, or is in that of its
+    parent.
+    """
+    parent = process.parent()
+    if parent is None or (parent.pid != 1 and not parent.name().startswith(_REAPERS)):
+        return False
+    words = parent.cmdline()
+    if not words or any(name.startswith(_PREFIXES) for name in (parent.name(), Path(words[0]).name)):
+        return False
+    return by_kind or os.getsid(process.pid) not in (process.pid, os.getsid(parent.pid))

@@ -1,0 +1,161 @@
+"""The FLOPs of a training step, by the shapes of a model's parameters. No torch.
+
+Counted are matrix products, 2 FLOPs for each multiplication and addition, and nothing else: of a decoder they are
+nearly everything. What is counted is what the result needs, whoever computes more:
+
+- Linear layers, for each token that is not padding. Looking up an embedding is no FLOP. Of routed experts those that
+  are chosen for a token, K of E, and the router's choice among all; in a first trained layer what runs side by side
+  (router, shared and routed experts) counts as if one followed the other.
+- Attention, for each pair of a token and one that it sees: L (L + 1) / 2 of a sample of L tokens, also for samples that
+  share a row. A kernel that knows no causality computes L x L, one that knows no samples the square of the row: that is
+  no one's need. ChatGLM-6B's prompts see all of themselves; they are counted as if they did not, as elsewhere.
+- The output layer, for trained tokens only: no other token's logits are needed.
+- Backward, as much again for the gradients of trained weights, and as much again for those of activations as far down
+  as something is trained; twice for the pairs of attention. Of the first layer that is trained, attention's gradients
+  count whole, also where LoRA leaves out the queries, keys or values: kernels compute them together.
+- `recomputed` is what activation checkpointing adds, and belongs to no model FLOPs: hardware FLOPs are both.
+
+Not counted: DoRA's norms, P-Tuning's projection, the tokens of a soft prompt. Mixtures of experts are known by
+`outline.MIXTURES`.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from toolkit.plan.outline import Shapes, is_routed, layer_of, met_by_token
+
+_HEAD_NAMES = ("lm_head", "score.", "embed_out", "output_layer")
+_ORDER = (
+    ("input_layernorm", "ln_1"),
+    (
+        *("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn", "Wqkv", "q_norm", "k_norm"),
+        *("q_a_proj", "kv_a_proj"),  # of latent attention, as what follows them
+    ),
+    ("q_b_proj", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm"),
+    (),  # attention itself
+    ("o_proj", "out_proj", "attention.dense", "attn.c_proj"),
+    ("norm", "ln_2"),
+    ("gate_proj", "up_proj", "dense_h_to_4h", "c_fc", "fc1", "experts.base_layer.lora_"),
+    ("down_proj", "dense_4h_to_h", "c_proj", "fc2", "mlp.gate.", "router", "expert_gate", "experts.lora_"),
+)
+"""Parts of the names of a layer's parameters, in the order in which the layer uses them."""
+_KEYS, _ATTENTION = 4, 6
+"""Twice their place in that order: between a matrix and the next lies what LoRA adds behind its own first one."""
+Place = tuple[int, int]
+"""Where in the forward pass a parameter is used: its layer (-1 before, their number after), and the order there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is computed on."""
+
+    tokens: int
+    """Tokens that go through the layers."""
+    pairs: int
+    """Pairs of a token and one that it sees, itself included."""
+    trained_tokens: int
+    """Tokens whose loss is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlopRates:
+    """FLOPs for one of each."""
+
+    per_token: int = 0
+    """Of the linear layers."""
+    per_pair: int = 0
+    """Of attention, all layers together."""
+    per_trained_token: int = 0
+    """Of the output layer."""
+
+    def flops(self, work: Work) -> int:
+        """Return the FLOPs of some work."""
+        return self.per_token * work.tokens + self.per_pair * work.pairs + self.per_trained_token * work.trained_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """The FLOPs of one model and way of training."""
+
+    forward: FlopRates
+    backward: FlopRates
+    """Of the backward pass, without what is computed again in it."""
+    recomputed: FlopRates
+    """What activation checkpointing adds."""
+
+    def model_flops(self, work: Work) -> int:
+        """Return what training on some tokens needs."""
+        return self.forward.flops(work) + self.backward.flops(work)
+
+    def hardware_flops(self, work: Work) -> int:
+        """Return the same with activations computed again in the backward pass."""
+        return self.model_flops(work) + self.recomputed.flops(work)
+
+
+def is_countable(shapes: Shapes, sizes: Mapping[str, int]) -> bool:
+    """Whether `formula` knows such a model: no mixture of experts but those of `outline.MIXTURES`."""
+    return "chosen" in sizes or not any("expert" in name for name in shapes)
+
+
+def formula(
+    shapes: Shapes, sizes: Mapping[str, int], trained: Collection[str] | None = None, prefix_tokens: int = 0
+) -> Formula:
+    """Return the FLOPs of a decoder.
+
+    `shapes` include what tuning adds; `sizes` are those of `outline.flop_sizes`; `trained` None is all;
+    `prefix_tokens` are learned keys and values that every token sees besides (P-Tuning v2).
+    """
+    layers = sizes["layers"]
+    names = shapes if trained is None else trained
+    first = min((_place_of(name, layers) for name in names), default=(layers + 1, 0))
+    # Tokens are multiplied with matrices; LoRA's `save_modules` has trained copies, which are computed with instead.
+    costs = {
+        name: 2 * met_by_token(name, math.prod(shape), sizes)
+        for name, shape in shapes.items()
+        if len(shape) == 2 + (is_routed(name) and "lora_A" not in name)
+        and not name.startswith(("prefix_encoder.", "soft_prompt."))
+        and "original_module" not in name
+        and ".modules_to_save.default.".join(name.rsplit(".", 1)) not in shapes
+    }
+    outside = [name for name in costs if layer_of(name) < 0]
+    outer = [name for name in outside if any(part in name for part in _HEAD_NAMES)]
+    if not outer and outside:  # the embedding serves as both, the largest that there is
+        outer = [max(outside, key=costs.__getitem__)]
+    matrices = [(costs[name], name in names, _place_of(name, layers)) for name in costs if name not in outside]
+    heads = [(costs[name], name in names, (layers, 1)) for name in outer]
+    pair = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
+    behind = sum((layer, _ATTENTION) > first for layer in range(layers))
+    again = sum(layer >= first[0] for layer in range(layers))
+
+    def rates(per_token: int, num_layers: int, per_trained_token: int) -> FlopRates:
+        return FlopRates(per_token + prefix_tokens * num_layers * pair, num_layers * pair, per_trained_token)
+
+    def backward(parts: list[tuple[int, bool, Place]]) -> int:
+        return sum(cost * (is_trained + (place > first)) for cost, is_trained, place in parts)
+
+    # A layer is computed again from its input, which gets a gradient whether or not something before it is trained.
+    layers_again = sum(cost * (1 + (place <= first)) for cost, _, place in matrices if place[0] >= first[0])
+    return Formula(
+        rates(sum(cost for cost, *_ in matrices), layers, sum(cost for cost, *_ in heads)),
+        rates(backward(matrices), 2 * behind, backward(heads)),
+        rates(layers_again, again + 2 * (again - behind), 0),
+    )
+
+
+def causal_pairs(lengths: Iterable[int]) -> int:
+    """Return the pairs of tokens that samples of these lengths need."""
+    return sum(length * (length + 1) // 2 for length in lengths)
+
+
+@cache
+def _place_of(name: str, layers: int) -> Place:
+    if name.startswith("prefix_encoder."):  # keys and values of the first layer, as of all others
+        return 0, _KEYS
+    if (layer := layer_of(name)) >= 0:
+        order = next((number for number, parts in enumerate(_ORDER) if any(part in name for part in parts)), 0)
+        return layer, 2 * order + ("lora_B" in name)
+    if any(part in name for part in _HEAD_NAMES):
+        return layers, 1
+    return (layers, 0) if any(part in name for part in ("norm", "ln_f")) else (-1, 0)

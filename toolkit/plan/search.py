@@ -1,0 +1,118 @@
+"""All layouts of a run on some machines: which of them fits and is the fastest. No torch."""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
+from itertools import product
+
+from toolkit.config import mesh, rule_tables
+from toolkit.config.dotted_keys import get_value
+from toolkit.config.schema import Device, RunConfig
+from toolkit.plan.layouts import Layout, evaluate_layout
+from toolkit.plan.machine import Machine
+from toolkit.plan.outline import Outline
+from toolkit.plan.speed import Rates
+
+LAYOUTS = (
+    *((stage, Device.none, Device.none) for stage in (0, 1, 2, 3)),
+    *((stage, Device.cpu, Device.none) for stage in (1, 2, 3)),
+    (3, Device.cpu, Device.cpu),
+)
+"""ZeRO stage, where the optimizer's states are, where the parameters are. Never NVMe: it needs a directory."""
+MOST_MICRO = 64
+BEYOND = (
+    "zero.zero_hpz_partition_size",
+    "zero.zero_quantized_weights",
+    "zero.zero_quantized_gradients",
+    "zero.offload_optimizer.super_offload",
+    "zero.zenflow.enabled",
+)
+"""What goes beyond ZeRO's stages: switched off where it does not go with a choice."""
+_CHOSEN = (
+    "parallel.expert",
+    "zero.stage",
+    "zero.offload_optimizer.device",
+    "zero.offload_param.device",
+    *BEYOND,
+    "zero.overlap_comm",
+    "optim.torch",
+    "train.activation_checkpointing.enabled",
+    "batch.micro_per_gpu",
+)
+
+
+def layouts(
+    outline: Outline, cfg: RunConfig, machine: Machine, rates: Rates, experts: Sequence[int] = ()
+) -> Iterator[Layout]:
+    """Yield all layouts that keep the global batch: stages, offloading, activation checkpointing, micro-batches, and
+    over how many ranks experts are divided, of `experts` or of all that is possible.
+    """
+    sizes = [size for size in mesh.micro_sizes(cfg, machine.world_size) if size <= MOST_MICRO]
+    experts = experts or expert_sizes(outline, machine.world_size)
+    for expert, (stage, optimizer, parameters), recomputes, micro in product(experts, LAYOUTS, (False, True), sizes):
+        other = with_layout(cfg, stage, optimizer, parameters, recomputes, micro)
+        other.parallel.expert = expert
+        if other.zero.zero_hpz_partition_size > machine.ranks:  # a copy over several nodes would save no traffic
+            other.zero.zero_hpz_partition_size = mesh.largest_divisor(machine.world_size, machine.ranks)
+        if not _is_contradictory(other):
+            yield evaluate_layout(outline, other, machine, rates)
+
+
+def expert_sizes(outline: Outline, world_size: int) -> list[int]:
+    """Return over how many of some ranks the experts of a model can be divided; [1] if its FLOPs are not known."""
+    count = outline.sizes["experts"] if "chosen" in outline.sizes else 1
+    return [size for size in range(1, math.gcd(count, world_size) + 1) if math.gcd(count, world_size) % size == 0]
+
+
+def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
+    """Whether config/rule_tables.py rejects a config; with `keys` whether it rejects these or they are not read."""
+    broken = {rule.key for rule in (*rule_tables.INCOMPATIBLE, *rule_tables.INCOMPATIBLE_OF_MODELS) if rule.broken(cfg)}
+    broken |= {
+        row.key for row in rule_tables.REQUIRES if row.is_on(cfg) and not all(met(cfg) for met in row.needs.values())
+    }
+    if not keys:
+        return bool(broken)
+    unread = {key for row in rule_tables.READ_WHEN if not row.is_read(cfg) for key in rule_tables.expand(row.keys)}
+    return not (broken | unread).isdisjoint(keys)
+
+
+def fastest(layouts: Sequence[Layout]) -> Layout | None:
+    """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves 5 % of the memory free, or
+    where none does the simplest.
+    """
+    fitting = [layout for layout in layouts if layout.fits]
+    if not fitting:
+        return None
+    best = min(layout.time.seconds for layout in fitting)
+    fast = [layout for layout in fitting if layout.time.seconds <= 1.02 * best]
+    return next((layout for layout in fast if not layout.is_tight), fast[0])
+
+
+def with_layout(
+    cfg: RunConfig, stage: int, optimizer: Device, parameters: Device, recomputes: bool, micro: int
+) -> RunConfig:
+    """Return a copy with other choices."""
+    other = deepcopy(cfg)
+    other.zero.stage = stage
+    other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters
+    if optimizer is not Device.none and rule_tables.OPTIMIZERS[cfg.optim.name].is_adam and cfg.optim.torch is True:
+        other.optim.torch = False
+    if stage == 0:
+        other.zero.overlap_comm = False
+    other.train.activation_checkpointing.enabled = recomputes
+    other.batch.micro_per_gpu = micro
+    for key in BEYOND:
+        if get_value(other, key) and _is_contradictory(other, [key]):
+            section, _, name = key.rpartition(".")
+            setattr(get_value(other, section), name, get_value(RunConfig(), key))
+    return other
+
+
+def overrides(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return the arguments that change one layout of a config to another."""
+    words = []
+    for key in _CHOSEN:
+        old, new = get_value(before, key), get_value(after, key)
+        if old != new:
+            words.append(f"{key}={new.value if isinstance(new, Device) else str(new).lower()}")
+    return words

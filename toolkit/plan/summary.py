@@ -1,0 +1,253 @@
+"""A plan as text and as JSON: the recipe's layout, all others, the fastest, and what is not known. No torch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from toolkit.config import mesh
+from toolkit.config.dotted_keys import get_value
+from toolkit.config.schema import Device, Fp8, Init, RunConfig
+from toolkit.messages import joined, listed, tr
+from toolkit.plan.layouts import Layout, bytes_table, gib, kind_names, layout_numbers, memory_table
+from toolkit.plan.machine import Machine
+from toolkit.plan.memory import checkpoint_bytes, export_bytes, longest_rows
+from toolkit.plan.outline import MIXTURES, Outline, active_line, busiest
+from toolkit.plan.search import BEYOND, fastest, overrides
+from toolkit.plan.speed import Rates
+from toolkit.terminal import text_table
+
+
+def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, layouts: Sequence[Layout]) -> list[str]:
+    """Return a plan as text: the recipe's layout, all layouts, the fastest, the leanest, and what is not known."""
+    cfg, best = mine.cfg, fastest(layouts)
+    if best is None:
+        advice = tr(
+            "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again with "
+            "another gpus= or nodes=."
+        )
+    elif changes := overrides(cfg, best.cfg):
+        advice = tr("The fastest that fits: {words}", words=" ".join(changes))
+    else:
+        advice = tr("The fastest that fits is the recipe as it is.")
+    divides = any(layout.cfg.parallel.expert > 1 for layout in (mine, *layouts))
+    return [
+        _head(outline, mine, machine, cfg.model.name or cfg.model.path),
+        *active_line(outline),
+        "",
+        tr(
+            "The recipe as it is: {layout}, micro-batch {micro}. {fits}",
+            layout=mine.name,
+            micro=cfg.batch.micro_per_gpu,
+            fits=tr("It fits.") if mine.fits else tr("It does NOT fit."),
+        ),
+        *memory_table(mine),
+        "",
+        *bytes_table(tr("GiB per node"), mine.host),
+        tr(
+            "Disk: {checkpoint} GiB per checkpoint, of which {count} are there at once; {export} GiB for export/.",
+            checkpoint=gib(checkpoint_bytes(outline, cfg)),
+            count=cfg.checkpoint.keep + 1 if cfg.checkpoint.keep else tr("all"),
+            export=gib(export_bytes(outline, cfg)),
+        ),
+        *([_stored_line(cfg)] if cfg.distill.top_k else []),
+        _time_line(mine, rates),
+        "",
+        tr(
+            "All layouts with the same global batch of {size} sequences, the fastest first:",
+            size=cfg.batch.global_size,
+        ),
+        *_layout_table(layouts),
+        "",
+        advice,
+        *([*_kept_line(cfg, best, layouts), *_tight_line(cfg, best, layouts), _leanest_line(layouts)] if best else []),
+        *(f"  {note}" for note in _unknown(mine, machine, rates, divides)),
+    ]
+
+
+def _tight_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
+    """Return that the fastest layout leaves hardly any memory, if so, and the fastest that leaves some."""
+    if not best.is_tight:
+        return []
+    share = f"{100 * best.peak / best.usable_bytes:.0f}"
+    text = tr("It takes {share} % of the memory: a little more than planned, and it runs out.", share=share)
+    roomier = fastest([layout for layout in layouts if not layout.is_tight])
+    if roomier is None:
+        return [text]
+    words = " ".join(overrides(cfg, roomier.cfg)) or tr("the recipe as it is")
+    return [joined(text, tr("The fastest that leaves 5 % free: {words}", words=words))]
+
+
+def _stored_line(cfg: RunConfig) -> str:
+    """Return what is stored of a teacher."""
+    each = 8 * cfg.distill.top_k + 4
+    return tr(
+        "Disk: {bytes} bytes for each trained token that has a teacher (distill.top_k), {gib} GiB per million.",
+        bytes=each,
+        gib=gib(each * 1e6),
+    )
+
+
+def _beyond(cfg: RunConfig) -> set[str]:
+    """Return what a config switches on beyond ZeRO's stages."""
+    return {key for key in BEYOND if get_value(cfg, key) != get_value(RunConfig(), key)}
+
+
+def _kept_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
+    """Return the fastest layout with all that was asked beyond ZeRO's stages, where `best` is without some of it."""
+    lost = _beyond(cfg) - _beyond(best.cfg)
+    if not lost:
+        return []
+    keys = listed(*sorted(lost))
+    with_all = fastest([layout for layout in layouts if _beyond(cfg) <= _beyond(layout.cfg)])
+    if with_all is None:
+        return [tr("It switches off {keys}: no layout with it fits.", keys=keys)]
+    text = tr(
+        "It switches off {keys}, which costs time here. The fastest with it, {seconds} s per step: {words}",
+        keys=keys,
+        seconds=f"{with_all.time.seconds:.3g}",
+        words=" ".join(overrides(cfg, with_all.cfg)) or tr("the recipe as it is"),
+    )
+    return [text]
+
+
+def _leanest_line(layouts: Sequence[Layout]) -> str:
+    fitting = [layout for layout in layouts if layout.fits]
+    leanest = min(fitting, key=lambda layout: (layout.peak, layout.time.seconds))
+    return tr(
+        "The leanest: {layout}, micro-batch {micro}, {gib} GiB per rank.",
+        layout=leanest.name,
+        micro=leanest.cfg.batch.micro_per_gpu,
+        gib=gib(leanest.peak),
+    )
+
+
+def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
+    zero, card, dtype = mine.cfg.zero, machine.card, mine.cfg.precision.dtype.value
+    is_npu = card is not None and not card.capability
+    notes = (
+        (is_npu, tr("Training on NPUs is not supported, and what their software takes is not known.")),
+        (
+            card is not None and not (rates.is_measured or card.flops(dtype)),
+            tr("How fast these GPUs compute in {dtype} is not known here, but assumed.", dtype=dtype),
+        ),
+        (not machine.host_bytes, tr("host_memory= is not given: whether the host's memory is enough is not judged.")),
+        (
+            mine.cfg.model.init is Init.random,
+            tr("The vocabulary of a random model is that of its tokenizer, at most model.shape.vocab_size."),
+        ),
+        (
+            Device.nvme in (zero.offload_optimizer.device, zero.offload_param.device),
+            tr("NVMe: the disk's speed is not known, so neither is the time of an update."),
+        ),
+        (
+            divides,
+            tr(
+                "Divided experts: the memory of a rank that gets {times} times its share of tokens.",
+                times=busiest(mine.cfg.model.expert_capacity),
+            ),
+        ),
+        (
+            mine.cfg.precision.fp8 is not Fp8.none,
+            tr("FP8: times are those of bf16. What it saves is not known without a measurement."),
+        ),
+        (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
+        (True, tr("Not counted: pages of the tokenized data (they give way), and other programs.")),
+    )
+    return [note for is_due, note in notes if is_due]
+
+
+def plan_json(outline: Outline, machine: Machine, mine: Layout, layouts: Sequence[Layout]) -> dict[str, Any]:
+    """Return a plan's numbers, bytes and seconds."""
+    best = fastest(layouts)
+    return {
+        "parameters": outline.num_parameters,
+        "active_parameters": outline.num_active,
+        "trained_parameters": outline.num_trained,
+        "machine": {**asdict(machine), "card": machine.card.name if machine.card else None},
+        "checkpoint_bytes": checkpoint_bytes(outline, mine.cfg),
+        "export_bytes": export_bytes(outline, mine.cfg),
+        "recipe": layout_numbers(mine),
+        "layouts": [layout_numbers(layout) for layout in layouts],
+        "fastest": overrides(mine.cfg, best.cfg) if best else None,
+    }
+
+
+def _head(outline: Outline, layout: Layout, machine: Machine, name: str) -> str:
+    cfg, rows = layout.cfg, longest_rows(outline, layout.cfg)
+    return tr(
+        "{name}: {trained} of {total} parameters are trained ({method}, {dtype}). Longest micro-batch: {rows} x "
+        "{length} tokens, {times} of them per step and rank. Machines: {machine}, {usable} GiB of each for tensors.",
+        name=name,
+        trained=f"{outline.num_trained:,}",
+        total=f"{outline.num_parameters:,}",
+        method=cfg.tuning.method.value,
+        dtype=cfg.precision.dtype.value,
+        rows=rows.rows,
+        length=f"{rows.length:,}",
+        times=mesh.accumulation(cfg, machine.world_size),
+        machine=machine.name,
+        usable=gib(machine.usable_bytes),
+    )
+
+
+def _time_line(layout: Layout, rates: Rates) -> str:
+    time = layout.time
+    if not time.is_known:
+        return tr(
+            "Step: no estimate, as the FLOPs of this mixture of experts are not known here. Known are {kinds}.",
+            kinds=", ".join(MIXTURES),
+        )
+    return tr(
+        "Step, estimated: {seconds} s ({compute} s computing, {communication} s communicating{overlapped}, {update} s "
+        "updating), {tokens} tokens/s in all on full rows. {how}: {flops} TFLOP/s per rank, {link} GB/s between ranks, "
+        "{memory} GB/s of memory.",
+        seconds=f"{time.seconds:.3g}",
+        compute=f"{time.compute:.3g}",
+        communication=f"{time.communication:.3g}",
+        overlapped=tr(" behind it") if time.overlapped else "",
+        update=f"{time.update:.3g}",
+        tokens=f"{time.tokens_per_s:,.0f}",
+        how=tr("Measured") if rates.is_measured else tr("Assumed, not measured"),
+        flops=f"{rates.flops / 1e12:.3g}",
+        link=f"{rates.link / 1e9:.3g}",
+        memory=f"{rates.memory / 1e9:.3g}",
+    )
+
+
+def _layout_table(found: Sequence[Layout]) -> list[str]:
+    """Return of each layout the micro-batch, and division of experts, that is the fastest to fit, or the leanest where
+    none fits; the fastest first.
+    """
+    groups: dict[tuple[Any, ...], list[Layout]] = {}
+    for layout in found:
+        cfg = layout.cfg
+        places = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
+        recomputes, divides = cfg.train.activation_checkpointing.enabled, cfg.parallel.expert > 1
+        groups.setdefault((*places, recomputes, divides), []).append(layout)
+    rows = []
+    for layouts in groups.values():
+        fitting = [layout for layout in layouts if layout.fits]
+        fast = min(fitting, key=lambda one: one.time.seconds, default=None)
+        best = fast or min(layouts, key=lambda one: one.peak)
+        rows.append((best.name, best))
+    rows.sort(key=lambda row: (not row[1].fits, row[1].time.seconds if row[1].fits else row[1].peak))
+    return layout_table(tr("layout"), rows)
+
+
+def layout_table(title: str, layouts: Iterable[tuple[str, Layout]]) -> list[str]:
+    """Return layouts, each with a name, as a table."""
+    rows = [
+        [
+            name,
+            str(layout.cfg.batch.micro_per_gpu),
+            gib(layout.peak),
+            kind_names()[layout.memory.worst],
+            gib(layout.host_peak),
+            f"{layout.time.seconds:.3g}" if layout.time.is_known else "?",
+            f"{layout.time.tokens_per_s:,.0f}" if layout.time.is_known else "?",
+            tr("yes") if layout.fits else tr("no"),
+        ]
+        for name, layout in layouts
+    ]
+    heads = [title, tr("micro-batch"), tr("GiB per rank"), tr("when"), tr("GiB per node")]
+    return text_table([*heads, tr("s per step"), "tokens/s", tr("fits")], rows, indent="")
