@@ -24,7 +24,7 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.config.mesh import micro_rows
 from toolkit.config.schema import RunConfig
 from toolkit.distributed.process_group import barrier, gather, rank, world_size
-from toolkit.export.background import export_in_background
+from toolkit.export.engine import export_in_background
 from toolkit.launch.environment import Ranks
 from toolkit.models import probe
 from toolkit.models.save import describe

@@ -27,7 +27,7 @@ from toolkit.checkpoint import fragments
 from toolkit.checkpoint.fragments import iter_weights
 from toolkit.cli import main
 from toolkit.models.adapters import WEIGHTS
-from toolkit.models.base_model import BASE_FILE
+from toolkit.models.directory import BASE_FILE
 
 PIPELINE = "parallel=pipeline"
 BF16 = ["model=glm_tiny", "precision=bf16", "zero=stage1", "data.packing=packed", "batch.global_size=2"]

@@ -13,7 +13,6 @@ from omegaconf.errors import ValidationError
 from omegaconf.nodes import BooleanNode, FloatNode, IntegerNode, StringNode
 
 from toolkit.config.dotted_keys import REMOVED, all_keys, did_nothing, types_of
-from toolkit.config.program_keys import keys_of
 from toolkit.config.schema import AUTO, LARGEST_NUMBER, RunConfig
 from toolkit.messages import ConfigError, Problems, did_you_mean, joined, nearest, read_table, shortened, tr
 
@@ -231,6 +230,8 @@ _PROGRAMS = ("axolotl", "swift", "chatglm", "hf", "factory")
 @cache
 def foreign_names() -> dict[str, tuple[str, ...]]:
     """Return another program's name -> our keys for it, from the tables of import-config and one of other names."""
+    from toolkit.config.program_keys import keys_of
+
     # axolotl's rl is too likely a misspelling of lr.
     found = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to and name != "rl"}
     return {name: tuple(keys.split(", ")) for name, keys in (found | read_table("config/other_names.yaml")).items()}
@@ -238,4 +239,6 @@ def foreign_names() -> dict[str, tuple[str, ...]]:
 
 def is_foreign(name: str) -> bool:
     """Return whether another program has an argument of this name."""
+    from toolkit.config.program_keys import keys_of
+
     return any(name in keys_of(program) for program in _PROGRAMS)

@@ -20,7 +20,7 @@ from toolkit.export.merge import TunedPart, merge_adapter
 from toolkit.export.verify import aside_if_wrong
 from toolkit.messages import CheckpointError, ConfigError, say, tr
 from toolkit.models import adapters, base_model, classifier, probe
-from toolkit.models.directory import is_trusted, read_object
+from toolkit.models.directory import BASE_FILE, is_trusted, read_object
 from toolkit.models.load import empty, load_model
 from toolkit.models.save import MAX_SHARD_SIZE, MODEL_DIR, ORIGIN_DIR
 from toolkit.models.stages import capture_probe, stage_model, unwrap_model
@@ -74,7 +74,7 @@ def prove_adapter(engine: DeepSpeedEngine, folder: Path) -> None:
         wrong = sorted({*values} ^ {*state})
         wrong += [name for name, value in state.items() if name in values and not write.is_same(value, values[name])]
         wrong += [adapters.CONFIG] * (adapters.read_settings(folder) != tuned.settings)
-        wrong += [base_model.BASE_FILE] * (base != tuned.base)
+        wrong += [BASE_FILE] * (base != tuned.base)
         if wrong or base is None:
             raise write.not_as_trained(folder, wrong)
         for numbers_of_stage in base_numbers:
@@ -240,6 +240,6 @@ def _write_merged(
             )
         if keys:
             say("The merged model has weights that its base lacks: config.json says {keys}.", keys=keys)
-        files = {name: files[name] for name in files if name not in (base_model.BASE_FILE, adapters.CONFIG)}
+        files = {name: files[name] for name in files if name not in (BASE_FILE, adapters.CONFIG)}
         files["config.json"] = assemble.with_config_keys(files["config.json"], plan.config, options.dtype)
         write.write_folder(plan.model, files, folder, options.format, probed, state, options.max_shard_size)

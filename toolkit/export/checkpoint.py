@@ -67,7 +67,7 @@ def _tuned_part(checkpoint: Path, base: str = "") -> "TunedPart | None":
             "the run (resume={folder}) to its end: it writes export/.",
             folder=checkpoint,
         )
-    from toolkit.models.base_model import BASE_FILE
+    from toolkit.models.directory import BASE_FILE
 
     if not (described / BASE_FILE).is_file():
         return None

@@ -1,4 +1,4 @@
-"""A whole model out of the engine that has trained it."""
+"""A whole model out of the engine that has trained it, or out of its checkpoint alongside training."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from toolkit.distributed.process_group import full_shape, on_rank0
 from toolkit.engine.parameters import gathered_parameters
 from toolkit.export.write import trial_directory, write_files, write_folder
+from toolkit.messages import CheckpointError
 from toolkit.models import weights
 from toolkit.models.directory import is_trusted
 from toolkit.models.load import check_structure
@@ -35,3 +36,13 @@ def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder:
         if is_trusted(described):  # code of a directory may build what cannot be built empty
             return
         check_structure(described, stored_form(model, {name: shapes[name] for name in weights.shapes_of(model)}))
+
+
+def export_in_background(checkpoint: Path, folder: Path) -> None:
+    """Verify a checkpoint and export it in transformers' layout in a child process, as writing weights holds Python's
+    lock, which training needs; raises CheckpointError.
+    """
+    from toolkit.launch.processes import run_module
+
+    if reason := run_module("toolkit.export.checkpoint", str(checkpoint), str(folder)):
+        raise CheckpointError(reason)

@@ -19,7 +19,7 @@ from toolkit.config.schema import TuningMethod
 from toolkit.distributed import process_group
 from toolkit.messages import ModelError, clauses, reading
 from toolkit.models import adapter_settings, classifier, directory, lora, probe, prompt_tuning, weights
-from toolkit.models.base_model import BASE_FILE, BaseModel, check_base, find_base, read_base
+from toolkit.models.base_model import BaseModel, check_base, find_base, read_base
 from toolkit.models.prompt_tuning import PTUNING_V2
 from toolkit.models.structure import trained_names
 
@@ -45,7 +45,7 @@ class AdapterState:
 
     def describe(self) -> dict[str, bytes]:
         """Return the files that say what an adapter, or a checkpoint without frozen weights, is."""
-        files = {BASE_FILE: self.base.write()}
+        files = {directory.BASE_FILE: self.base.write()}
         if self.settings:
             files[CONFIG] = (json.dumps(self.settings, indent=2, ensure_ascii=False) + "\n").encode()
             files |= {classifier.FILE: self.head.write()} if self.head else {}

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from toolkit import secrets
 from toolkit.distributed import process_group
 from toolkit.messages import BaseMissing, ModelError, json_object, reading
-from toolkit.models import weights
+from toolkit.models import directory, weights
 from toolkit.plan.tuning_targets import SCORE
 
-BASE_FILE = "base.json"
 RUN_BASE = "base"
 """Folder of a run that holds its base where that was random and so is nowhere else."""
 _PARAMETERS, _NUMBERS = 8, 8
@@ -72,7 +71,7 @@ def fingerprint_of(parameter: torch.Tensor) -> list[float]:
 
 def read_base(folder: Path) -> BaseModel | None:
     """Return what an adapter or a checkpoint says of its base, None if it says nothing."""
-    file = folder / BASE_FILE
+    file = folder / directory.BASE_FILE
     if not file.is_file():
         return None
     with reading(file, ModelError):

@@ -67,6 +67,8 @@ _OFFICIAL_VALUES: dict[Architecture, tuple[tuple[str, object, object], ...]] = {
 }
 
 
+BASE_FILE = "base.json"
+"""Beside an adapter, or in a checkpoint without frozen weights: what identifies the model that it was trained on."""
 TOKENIZER_CODE = "tokenization_chatglm.py"
 _MODEL_CODE = "modeling_chatglm.py"
 _DIVIDES = re.compile(r"seq_idx\s*=[^\n]*/\s*self\.rope_ratio")

@@ -28,8 +28,8 @@ from toolkit.data.sampler import GlobalBatchSampler, Position, next_position, se
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.evaluate.loss import SAMPLES
-from toolkit.export.background import export_in_background
 from toolkit.export.custom import CUSTOM_CARD, WEIGHTS, check_custom_exportable, export_custom
+from toolkit.export.engine import export_in_background
 from toolkit.export.verify import aside_if_wrong
 from toolkit.launch.environment import Ranks
 from toolkit.messages import CheckpointError, ConfigError, DataError, joined, tr, warn

@@ -22,15 +22,14 @@ from toolkit.data.store import TokenizedCache
 from toolkit.distributed import process_group
 from toolkit.engine import ds_config, parameters
 from toolkit.evaluate import generate
-from toolkit.export.background import export_in_background
 from toolkit.export.card import CARD_FILE, card
-from toolkit.export.engine import check_exportable, export_model
+from toolkit.export.engine import check_exportable, export_in_background, export_model
 from toolkit.export.verify import aside_if_wrong, verify_model
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
 from toolkit.models import (
-    base_model,
     chat,
+    directory,
     loss,
     probe,
     save,
@@ -341,7 +340,7 @@ class LanguageTask(task.Task):
         files = {
             name: content
             for name, content in run.checkpointer.described.files.items()
-            if is_adapter or name != base_model.BASE_FILE
+            if is_adapter or name != directory.BASE_FILE
         }
         files[CARD_FILE] = card(result.state, is_adapter)
         folder, probe_ids = run.folder / "export", run.checkpointer.described.probe_ids
