@@ -12,7 +12,7 @@ from torch import nn
 from toolkit.config.schema import Fp8
 from toolkit.layouts import fp8
 from toolkit.models.attention import attend_to_segments
-from toolkit.models.experts import Groups, _grouped
+from toolkit.models.experts import Groups, _grouped_products
 from toolkit.models.loss import token_loss_sum
 from toolkit.train.step import Stopwatch
 
@@ -119,7 +119,7 @@ def test_products_of_experts(turned: bool, dtype: torch.dtype) -> None:
     shape = (len(sizes), 64, 96) if turned else (len(sizes), 96, 64)
     matrices = torch.randn(shape, generator=draw).to(DEVICE, dtype).requires_grad_()
     true = [one.detach().cpu().double().requires_grad_() for one in (rows, matrices)]
-    found = _grouped(rows, matrices, Groups(torch.tensor(sizes, device=DEVICE)), turned)
+    found = _grouped_products(rows, matrices, Groups(torch.tensor(sizes, device=DEVICE)), turned)
     parts = zip(true[0].split(sizes), true[1].unbind(), strict=True)
     expected = torch.cat([part @ (one if turned else one.T) for part, one in parts])
     for output in (found, expected):

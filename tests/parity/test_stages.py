@@ -110,7 +110,7 @@ def test_a_stage_reads_its_own_weights_alone(kind: str, tmp_path: Path) -> None:
     read: list[str] = []
     for stage in range(2):
         model = load_model(
-            tmp_path / "m", dtype=torch.float32, own=partial(stage_parameters, num_stages=2, stage=stage)
+            tmp_path / "m", dtype=torch.float32, needed_rows=partial(stage_parameters, num_stages=2, stage=stage)
         )
         filled = {name: one for name, one in model.named_parameters() if not one.is_meta}
         assert set(filled) == set(stage_parameters(model, 2, stage))

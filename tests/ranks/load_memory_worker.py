@@ -45,7 +45,7 @@ def main() -> None:
     if way == ["4-bits"]:
         model = load_model(path, dtype=torch.bfloat16, ready=lora.quantize_layer)
     elif way:
-        model = load_model(path, dtype=torch.float32, own=partial(experts.divide, ranks=2))
+        model = load_model(path, dtype=torch.float32, needed_rows=partial(experts.divide, ranks=2))
     else:
         model = load_model(path, dtype=torch.float32, ds_config=DS_CONFIG)
     after = memory_mb()

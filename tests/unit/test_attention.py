@@ -177,7 +177,7 @@ def test_isolation_is_measured(attention: Attention, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patched:
         # Attention over the whole row, as if packing were concatenation.
         everything = {"attention_mask": torch.ones(3, 32, dtype=torch.long)}
-        patched.setattr("toolkit.models.attention.attention_arguments", lambda module, batch: everything)
+        patched.setattr("toolkit.models.isolation.attention_arguments", lambda module, batch: everything)
         with pytest.raises(ModelError, match=r"the samples of a row influence each other .*data\.packing=grouped"):
             check_isolation(model, 128, torch.device("cpu"), "glm")
     original = model.forward

@@ -570,8 +570,9 @@ def test_what_all_ranks_have_is_written_once_and_whole(length: int, ranks: int) 
     """Whatever the length: without ZeRO each rank writes a share."""
     piece = engine_state.Piece(torch.nn.Parameter(torch.empty(length)), 5, 9, length)
     shares = [engine_state._share(piece, rank, ranks) for rank in range(ranks)]
-    assert [number for one in shares for number in range(one.place, one.place + one.length)] == [*range(5, 5 + length)]
-    assert all(one.offset - one.place == 4 for one in shares)
+    written = [number for share in shares for number in range(share.position, share.position + share.length)]
+    assert written == [*range(5, 5 + length)]
+    assert all(share.offset - share.position == 4 for share in shares)
 
 
 def test_turned_matrices_are_read_either_way(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ def test_the_quick_way_is_taken(joining: Any, monkeypatch: pytest.MonkeyPatch) -
         asked.append(text)
         return [], []
 
-    monkeypatch.setattr(SpanTokenizer, "_by_offsets", by_offsets)
+    monkeypatch.setattr(SpanTokenizer, "_mask_by_offsets", by_offsets)
     encoder.encode_many([chat("hello", "fox", "<|assistant|>", "two"), [{"role": "text", "content": "fox"}]])
     assert not asked
     encoder.encode(chat("hello", "\n\nfox"))
@@ -561,12 +561,12 @@ def test_an_answer_begins_after_the_ids_of_its_prompt(kind: str, is_fast: bool) 
     for asks in ("Assistant: ", "Assistant:", "Assistant:\n", "Assistant:  "):
         tokenizer.chat_template = SPEAKERS.replace("ASKS", repr(asks))
         encoder = TemplateChatEncoder(tokenizer)
-        slow = None if is_fast else encoder.span_tokenizer._slow
+        slow = None if is_fast else encoder.span_tokenizer._encode_slowly
         for first, second in itertools.product(ANSWERS, ANSWERS[:4]):
             messages = chat("Q", first, "R", second)
             trained = []
             for part in encoder.divide(messages):
-                ids, mask = slow(*encoder._located_in(part, None)) if slow else encoder.encode(part)
+                ids, mask = slow(*encoder._text_and_spans(part, None)) if slow else encoder.encode(part)
                 for place, message in enumerate(part):
                     if message["role"] == "user" or message.get("loss") is False:
                         continue

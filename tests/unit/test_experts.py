@@ -14,7 +14,7 @@ from tests.architectures import CONFIGS, write
 from toolkit.config.load import load
 from toolkit.layouts import experts
 from toolkit.messages import ConfigError, ModelError
-from toolkit.models import load_model, weights
+from toolkit.models import experts as model_experts, load_model, weights
 from toolkit.models.adapters import as_stored, attach_adapter
 from toolkit.models.base_model import BaseModel, base_of
 from toolkit.models.fine_tuning import apply_tuning
@@ -29,7 +29,7 @@ def test_each_rank_reads_its_experts_and_the_rest(name: str, tmp_path: Path) -> 
     whole = dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
     for rank in range(2):
         keep = partial(experts.keep, rank=rank, ranks=2, group="group")
-        model = load_model(folder, dtype=torch.bfloat16, own=keep)
+        model = load_model(folder, dtype=torch.bfloat16, needed_rows=keep)
         divided = 0
         for key, value in model.state_dict().items():
             assert not value.is_meta, key
@@ -148,7 +148,7 @@ def test_experts_in_4_bits(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path / name, name)
     small, plain = (load_model(folder, dtype=torch.float32).train() for _ in range(2))
     quantize(small)
-    for key in experts.names_of(plain):
+    for key in model_experts.names_of(plain):
         packed, whole = small.get_parameter(key), plain.get_parameter(key)
         assert packed.data.nbytes * 2 == whole.numel()
         assert packed.quant_state.shape == whole.shape
@@ -158,7 +158,7 @@ def test_experts_in_4_bits(name: str, tmp_path: Path) -> None:
             state = part.weight.quant_state
             plain.get_parameter(f"{key}.weight").data = bitsandbytes.functional.dequantize_4bit(part.weight.data, state)
     ids = torch.randint(0, 900, (2, 12), generator=torch.Generator().manual_seed(2))
-    sizes = {plain.get_parameter(key).nbytes for key in experts.names_of(plain)}
+    sizes = {plain.get_parameter(key).nbytes for key in model_experts.names_of(plain)}
     kept: list[torch.Tensor] = []
     for model in (small, plain):
         embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
@@ -233,7 +233,7 @@ def test_the_grouped_kernel_takes_what_lora_gives_it(
     ids = torch.randint(0, 900, (2, 12), generator=torch.Generator().manual_seed(2))
     found = []
     for has_kernel in (False, True):
-        monkeypatch.setattr(experts, "_has_kernel", lambda rows, has_kernel=has_kernel: has_kernel)
+        monkeypatch.setattr(model_experts, "_has_kernel", lambda rows, has_kernel=has_kernel: has_kernel)
         model.zero_grad()
         logits = model(ids, use_cache=False).logits
         logits.float().square().mean().backward()
@@ -251,7 +251,7 @@ def test_what_replaces_their_forward_pass_is_undone(tmp_path: Path) -> None:
     for layer in model.model.layers:
         layer.mlp.experts.forward = lambda states, *_: states
     assert not torch.equal(model(ids).logits, before)
-    experts.keep_interface(model)
+    model_experts.keep_interface(model)
     assert torch.equal(model(ids).logits, before)
 
 
@@ -270,16 +270,16 @@ def test_only_loras_second_factor_is_written_as_a_matrix(tmp_path: Path) -> None
 
 def test_divided_experts_are_not_saved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(write(tmp_path / "m", "qwen3_moe"))
-    for name in experts.names_of(model):
-        experts.mark(model.get_parameter(name), "group")
-    monkeypatch.setattr(experts, "shown_whole", nullcontext)
+    for name in model_experts.names_of(model):
+        model_experts.mark(model.get_parameter(name), "group")
+    monkeypatch.setattr(model_experts, "pretend_full_shapes", nullcontext)
     with pytest.raises(ConfigError, match=r"tuning.save_modules: .*mlp.experts holds experts, which parallel.expert"):
         inject_lora(model, LoraConfig(r=2, target_modules=["k_proj"], modules_to_save=["experts"]), None)
 
 
 def test_buffers_that_no_file_holds_are_computed(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", "gemma3")
-    model = load_model(folder, own=lambda empty: dict.fromkeys(weights.shapes_of(empty), slice(None)))
+    model = load_model(folder, needed_rows=lambda empty: dict.fromkeys(weights.shapes_of(empty), slice(None)))
     assert not any(buffer.is_meta for buffer in model.buffers())
     ids = torch.arange(12)[None]
     assert torch.equal(model(ids).logits, load_model(folder, dtype="auto")(ids).logits)

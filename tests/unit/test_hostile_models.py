@@ -14,7 +14,7 @@ from toolkit.config.load import load
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.memory import PeakMemory
 from toolkit.messages import BaseMissing, ConfigError, ModelError, RowError, reading
-from toolkit.models import adapter_settings, adapters
+from toolkit.models import adapter_settings, adapters, lora
 from toolkit.models.base_model import BaseModel
 from toolkit.models.chat import fit_tokenizer, load_tokenizer
 from toolkit.models.chat_template import TemplateChatEncoder
@@ -383,7 +383,7 @@ def test_adapters_cannot_name_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """peft imports what some settings name."""
     names = {"megatron_core": "canary", "megatron_config": {"a": 1}, "auto_mapping": {"parent_library": "canary"}}
     found: list[Any] = []
-    monkeypatch.setattr(adapters, "inject_lora", lambda model, config, ds_config: found.append(config))
+    monkeypatch.setattr(lora, "inject_lora", lambda model, config, ds_config: found.append(config))
     with torch.device("meta"):
         model: Any = torch.nn.Linear(2, 2)
     model.device = torch.device("meta")

@@ -53,8 +53,8 @@ def weights_of(checkpoint: Path) -> Path:
 
 def step_of(folder: Path) -> int:
     """Return the step of a published checkpoint's name, or of its weights', -1 for anything else."""
-    found = _NAME.fullmatch(folder.name)
-    return int(found[1]) if found else -1
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match else -1
 
 
 def published_checkpoints(checkpoints: Path, suffix: str = "") -> list[Path]:
@@ -62,8 +62,8 @@ def published_checkpoints(checkpoints: Path, suffix: str = "") -> list[Path]:
     if not checkpoints.is_dir():
         return []
     names = {path: _NAME.fullmatch(path.name) for path in checkpoints.iterdir()}
-    found = [path for path, name in names.items() if name and (name[2] or "") == suffix and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    published = [path for path, name in names.items() if name and (name[2] or "") == suffix and path.is_dir()]
+    return sorted(published, key=step_of, reverse=True)
 
 
 def weights_only(checkpoints: Path) -> list[Path]:
@@ -263,9 +263,9 @@ def _members(path: Path) -> list[tuple[str, int, int, int]]:
             file.seek(data + begin)
             checksums = struct.unpack(f"<{(end - begin) // 8}q", file.read(end - begin))
         names = [name for name in header if name not in ("__metadata__", CHECKSUMS)]
-        places = [(-data, 0), *(header[name]["data_offsets"] for name in names)]
-        found = zip(["header", *names], places, checksums, strict=True)
-        return [(name, data + a, b - a, checksum) for name, (a, b), checksum in found]
+        ranges = [(-data, 0), *(header[name]["data_offsets"] for name in names)]
+        members = zip(["header", *names], ranges, checksums, strict=True)
+        return [(name, data + begin, end - begin, checksum) for name, (begin, end), checksum in members]
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise OSError(f"{path.name}: {error}") from None
 
@@ -276,10 +276,10 @@ def _damaged(path: Path) -> str:
     with suppress(OSError), open(path, "rb") as file:
         for name, begin, size, checksum in _members(path):
             file.seek(begin)
-            found = 0
+            crc = 0
             while size and (block := file.read(min(size, _BLOCK_BYTES))):
-                found, size = zlib.crc32(block, found), size - len(block)
-            wrong += [name] if size or found != checksum else []
+                crc, size = zlib.crc32(block, crc), size - len(block)
+            wrong += [name] if size or crc != checksum else []
     return f" ({', '.join(wrong[:3])}{' …' * (len(wrong) > 3)})" if wrong else ""
 
 
@@ -311,13 +311,13 @@ def _read(path: Path, read: Callable[[Path], _T]) -> _T:
     return read(path)
 
 
-def read_manifest(folder: Path, known: int = FORMAT) -> dict[str, Any]:
+def read_manifest(folder: Path, expected_format: int = FORMAT) -> dict[str, Any]:
     """Return a checkpoint's manifest; CheckpointError if none can be read, OtherFormat if it is of another format than
-    `known`; an OSError says nothing about it.
+    `expected_format`; an OSError says nothing about it.
     """
     try:
-        found: dict[str, Any] = parsed_json(_read(folder / MANIFEST, file_bytes), nan=True)
-        if not isinstance(found, dict) or [type(found.get(key)) for key in ("files", "format")] != [dict, int]:
+        manifest: dict[str, Any] = parsed_json(_read(folder / MANIFEST, file_bytes), nan=True)
+        if not isinstance(manifest, dict) or [type(manifest.get(key)) for key in ("files", "format")] != [dict, int]:
             raise ValueError(tr("its manifest lists no files, or has no format"))
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and proves_nothing(error):
@@ -325,29 +325,29 @@ def read_manifest(folder: Path, known: int = FORMAT) -> dict[str, Any]:
         raise CheckpointError(
             "{folder} is not a complete checkpoint: {reason}.", folder=folder, reason=reason_of(error)
         ) from None
-    if found.get("format") != known:
+    if manifest.get("format") != expected_format:
         raise OtherFormat(
             "{folder} was written by another version of this toolkit (format {found}, here {known}). Format 1 can be "
             "converted:  toolkit convert-checkpoint {folder} output=DIR",
             folder=folder,
-            found=found.get("format"),
-            known=known,
+            found=manifest.get("format"),
+            known=expected_format,
         )
-    return found
+    return manifest
 
 
-def manifest_problems(folder: Path, known: int = FORMAT) -> list[str]:
+def manifest_problems(folder: Path, expected_format: int = FORMAT) -> list[str]:
     """Return what is wrong with a checkpoint of a format; reads every byte. OSError, OtherFormat: it may be whole, do
     not set it aside.
     """
     try:
-        files = read_manifest(folder, known)["files"]
+        files = read_manifest(folder, expected_format)["files"]
     except OtherFormat:
         raise
     except CheckpointError as error:
         return [str(error)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
-        wrong = [problem for problem in pool.map(lambda one: _problem(folder, *one), files.items()) if problem]
+        wrong = [problem for problem in pool.map(lambda entry: _problem(folder, *entry), files.items()) if problem]
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if (path.suffix in _LOADED or path.is_symlink()) and name != MANIFEST and name not in files:
@@ -355,19 +355,19 @@ def manifest_problems(folder: Path, known: int = FORMAT) -> list[str]:
     return wrong
 
 
-def _problem(folder: Path, name: str, known: Any) -> str:
+def _problem(folder: Path, name: str, record: Any) -> str:
     inner = PurePosixPath(name)  # of a file in the folder: no way up, no link that somebody placed
     is_outside = inner.is_absolute() or ".." in inner.parts or not inner.parts or "\0" in name
     if is_outside or any((folder / part).is_symlink() for part in (inner, *inner.parents[:-1])):
         return tr("{name}: this path leads out of the checkpoint", name=name)
-    if not isinstance(known, dict):
+    if not isinstance(record, dict):
         return tr("{name}: the manifest says nothing of it", name=name)
-    path, expected = folder / name, known.get("size_bytes")
+    path, expected = folder / name, record.get("size_bytes")
     try:
         size = _read(path, Path.stat).st_size
         if size != expected:
             return tr("{name}: {size} bytes instead of {expected}", name=name, size=size, expected=expected)
-        if _read(path, sha256) != known.get("sha256"):
+        if _read(path, sha256) != record.get("sha256"):
             return tr("{name}: its content is not what was written", name=name) + _damaged(path)
     except OSError as error:
         if proves_nothing(error):
@@ -434,8 +434,8 @@ def foreign_text(checkpoint: Path) -> str:
 def read_run_state(folder: Path) -> RunState:
     """Return the state in a checkpoint, or raise CheckpointError."""
     try:
-        found = parsed_json(file_bytes(folder / STATE), nan=True)
-        return RunState(**{name: value for name, value in found.items() if value is not None})
+        values = parsed_json(file_bytes(folder / STATE), nan=True)
+        return RunState(**{name: value for name, value in values.items() if value is not None})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             "{file} cannot be read: {reason}.", file=folder / STATE, reason=reason_of(error)
@@ -448,15 +448,15 @@ def resolve_checkpoint(path: Path) -> Path | None:
     """
     if (path / "config.json").is_file():
         return None
-    is_one = (path / MANIFEST).is_file()
-    found = [path] if is_one else published_checkpoints(path / "checkpoints") or published_checkpoints(path)
-    for folder in found:
+    is_checkpoint = (path / MANIFEST).is_file()
+    candidates = [path] if is_checkpoint else published_checkpoints(path / "checkpoints") or published_checkpoints(path)
+    for folder in candidates:
         wrong = manifest_problems(folder)
         if not wrong:
-            if not is_one:
+            if not is_checkpoint:
                 say("Taking {folder}.", folder=folder)
             return folder
-        say(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong[:3]))
-    if found:
+        say(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {problem}" for problem in wrong[:3]))
+    if candidates:
         raise CheckpointError("{folder} holds no intact checkpoint.", folder=path)
     return None

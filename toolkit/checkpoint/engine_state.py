@@ -30,7 +30,7 @@ class Piece:
     """A stretch of a parameter in a flat tensor."""
 
     parameter: torch.nn.Parameter
-    place: int
+    position: int
     """Of its first number in the flattened parameter, or this rank's part of it."""
     offset: int
     """In the flat tensor."""
@@ -126,7 +126,7 @@ def _partitioned(flats: Sequence[torch.Tensor], optimizer: Any, order: _Order) -
 
 
 def _offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
-    return list(accumulate((one.numel() for one in parameters), initial=0))[:-1]
+    return list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
 
 
 def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], begin: int, size: int) -> list[Piece]:
@@ -147,10 +147,10 @@ def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
         flat, pieces = optimizer.fp32_partitioned_groups_flat[number], []
         for parameter in parameters:
             _, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            place = distributed.get_rank(parameter.ds_process_group) * size
-            length = min(size, parameter.ds_numel - place)  # the last partitions are padded
+            position = distributed.get_rank(parameter.ds_process_group) * size
+            length = min(size, parameter.ds_numel - position)  # the last partitions are padded
             if length > 0:
-                pieces.append(Piece(parameter, place, offset, length))
+                pieces.append(Piece(parameter, position, offset, length))
         # Of partly offloaded sub-groups, those on the GPU are another optimizer's.
         on_gpu = hasattr(optimizer, "backup_optimizer") and optimizer.subgroup_to_device[number] != "cpu"
         yield _Flat(flat, optimizer.backup_optimizer if on_gpu else optimizer.optimizer, pieces)
@@ -173,27 +173,27 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
 
     A collective where frozen parameters that are partitioned are saved.
     """
-    names, group = {id(one): name for name, one in held.parameters.items()}, engine.seq_data_parallel_group
-    own, size = distributed.get_rank(group), distributed.get_world_size(group)
+    names, group = {id(parameter): name for name, parameter in held.parameters.items()}, engine.seq_data_parallel_group
+    rank, size = distributed.get_rank(group), distributed.get_world_size(group)
     is_first = process_group.tensor_rank() == 0
 
     def is_own(name: str, parameter: torch.nn.Parameter) -> bool:
         """Whether this rank saves what it has of a parameter: of what a tensor group has whole, its first rank does."""
         return name not in held.twice and (is_first or process_group.is_part(parameter))
 
-    fragments = list(_stored(held)) if is_first and own == 0 else []
+    fragments = list(_stored(held)) if is_first and rank == 0 else []
     bound = is_bound(engine)
     for flat in _flats(engine):
         states, numbers, rest = _states(flat, bound)
         for piece in flat.pieces:
             name = names[id(piece.parameter)]
-            piece = _share(piece, own, size) if flat.shared else piece
+            piece = _share(piece, rank, size) if flat.shared else piece
             if is_own(name, piece.parameter):
                 there = flat.in_states(piece)
-                begin = there.offset + piece.place - there.place
+                begin = there.offset + piece.position - there.position
                 values = {WEIGHT: stretch(flat.tensor, piece.offset, piece.length)}
                 values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.items()}
-                fragment = _fragment(name, piece.parameter, piece.place, values, numbers)
+                fragment = _fragment(name, piece.parameter, piece.position, values, numbers)
                 if flat.turns:
                     from toolkit.checkpoint.zenflow_state import add_to_fragment
 
@@ -202,8 +202,8 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
                 if flat.has_8_bits:
                     block, fragment.phase = divmod(piece.offset, BLOCK)
                     end = -(-(piece.offset + piece.length) // BLOCK)
-                    fragment.scales = {s: one[block:end] for s, one in rest.items() if s in _SCALES}
-                elif bound and not own:
+                    fragment.scales = {s: tensor[block:end] for s, tensor in rest.items() if s in _SCALES}
+                elif bound and rank == 0:
                     fragment.bound = rest
                 fragments.append(fragment)
         if engine.zero_nvme_offload_optimizer():
@@ -213,12 +213,12 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
         if not is_own(name, parameter):
             continue
         group = _replicas(engine, parameter)
-        own, size = distributed.get_rank(group), distributed.get_world_size(group)
+        rank, size = distributed.get_rank(group), distributed.get_world_size(group)
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            piece = _share(Piece(parameter, 0, 0, parameter.numel()), own, size)
+            piece = _share(Piece(parameter, 0, 0, parameter.numel()), rank, size)
             value = stretch(parameter, piece.offset, piece.length)
             value = value.clone() if hasattr(parameter, "ds_id") else value
-        fragments.append(_fragment(name, parameter, piece.place, {WEIGHT: value}, {}))
+        fragments.append(_fragment(name, parameter, piece.position, {WEIGHT: value}, {}))
     if fragments:
         yield content_of(fragments)
 
@@ -233,7 +233,7 @@ def _replicas(engine: deepspeed.DeepSpeedEngine, parameter: torch.nn.Parameter) 
 def _share(piece: Piece, rank: int, size: int) -> Piece:
     """Return the stretch that this rank writes of one that all ranks have."""
     begin, end = piece.length * rank // size, piece.length * (rank + 1) // size
-    return Piece(piece.parameter, piece.place + begin, piece.offset + begin, end - begin)
+    return Piece(piece.parameter, piece.position + begin, piece.offset + begin, end - begin)
 
 
 def stretch(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
@@ -246,22 +246,22 @@ def _states(flat: _Flat, bound: bool) -> tuple[dict[str, torch.Tensor], dict[str
     values: dict[str, torch.Tensor] = {}
     numbers: dict[str, float] = {}
     rest: dict[str, torch.Tensor] = {}
-    for state, one in sorted(flat.state.items()):
-        if not isinstance(one, torch.Tensor):
-            numbers |= {state: float(one)} if isinstance(one, int | float) else {}
-        elif state == "step" or (not bound and one.numel() == 1 < flat.tensor.numel()):
-            numbers[state] = float(one)
+    for state, value in sorted(flat.state.items()):
+        if not isinstance(value, torch.Tensor):
+            numbers |= {state: float(value)} if isinstance(value, int | float) else {}
+        elif state == "step" or (not bound and value.numel() == 1 < flat.tensor.numel()):
+            numbers[state] = float(value)
         else:
-            is_elementwise = flat.wholes or one.numel() == flat.tensor.numel()
-            (values if is_elementwise and not bound else rest)[state] = one
+            is_elementwise = flat.wholes or value.numel() == flat.tensor.numel()
+            (values if is_elementwise and not bound else rest)[state] = value
     return values, numbers, rest
 
 
 def _fragment(
-    name: str, parameter: torch.nn.Parameter, place: int, values: dict[str, torch.Tensor], numbers: dict[str, float]
+    name: str, parameter: torch.nn.Parameter, position: int, values: dict[str, torch.Tensor], numbers: dict[str, float]
 ) -> Fragment:
     shape = process_group.full_shape(name, parameter)
-    return Fragment(name, shape, place, parameter.dtype, process_group.part_of(parameter), values, numbers)
+    return Fragment(name, shape, position, parameter.dtype, process_group.part_of(parameter), values, numbers)
 
 
 def _stored(held: Held) -> Iterator[Fragment]:
@@ -270,19 +270,19 @@ def _stored(held: Held) -> Iterator[Fragment]:
         yield Fragment(name, tuple(buffer.shape), 0, buffer.dtype, values={WEIGHT: value})
 
 
-def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> None:
+def restore(engine: deepspeed.DeepSpeedEngine, held: Held, fragments: Fragments) -> None:
     """Put weights and optimizer states into an engine; a CheckpointError if anything is missing. A collective."""
-    names = {id(one): name for name, one in held.parameters.items()}
+    names = {id(parameter): name for name, parameter in held.parameters.items()}
     optimizer, bound = engine.optimizer, is_bound(engine)
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if partitioned:
         optimizer.checkpoint_event_prologue()
     for flat in _flats(engine, changes=True):
         for piece in flat.pieces:
-            _fill(flat, piece, names[id(piece.parameter)], found, bound)
+            _fill(flat, piece, names[id(piece.parameter)], fragments, bound)
         if flat.has_8_bits:
-            _fill_8_bits(flat, 1, names, found)
-            _fill_8_bits(flat, 2, names, found)
+            _fill_8_bits(flat, 1, names, fragments)
+            _fill_8_bits(flat, 2, names, fragments)
     if partitioned:
         optimizer.checkpoint_event_epilogue()
     elif hasattr(optimizer, "update_lp_params"):
@@ -290,29 +290,30 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, found: Fragments) -> 
         if engine.zenflow:
             from toolkit.checkpoint.zenflow_state import restore
 
-            restore(engine.optimizer, [piece for flat in _flats(engine) for piece in flat.pieces], names, found)
+            restore(engine.optimizer, [piece for flat in _flats(engine) for piece in flat.pieces], names, fragments)
     elif hasattr(optimizer, "fp16_groups"):
         for flat in _flats(engine):
             for piece in flat.pieces:
                 weights = flat.tensor.detach().reshape(-1).narrow(0, piece.offset, piece.length)
                 piece.parameter.data.copy_(weights.view_as(piece.parameter))
-    _restore_stored(held, found)
+    _restore_stored(held, fragments)
 
 
-def _fill(flat: _Flat, piece: Piece, name: str, found: Fragments, bound: bool) -> None:
+def _fill(flat: _Flat, piece: Piece, name: str, fragments: Fragments, bound: bool) -> None:
     part, shape = process_group.part_of(piece.parameter), process_group.full_shape(name, piece.parameter)
-    if (saved := tuple(found.facts.get(name, {}).get("shape", shape))) != shape:
+    if (saved := tuple(fragments.facts.get(name, {}).get("shape", shape))) != shape:
         raise CheckpointError(
             "{folder} holds {name} as {saved}, and the model has {shape}: it is of another model.",
-            folder=found.folder,
+            folder=fragments.folder,
             name=name,
             saved=saved,
             shape=shape,
         )
-    numbers, states = found.numbers(name), set() if bound or flat.has_8_bits else found.states(name) - {ZENFLOW_SUM}
+    numbers = fragments.numbers(name)
+    states = set() if bound or flat.has_8_bits else fragments.states(name) - {ZENFLOW_SUM}
     flat.state.update(numbers)
     if bound:
-        flat.state.update((state, one.to(flat.tensor.device)) for state, one in found.bound(name).items())
+        flat.state.update((state, value.to(flat.tensor.device)) for state, value in fragments.bound(name).items())
     if "step" in numbers:  # PyTorch's optimizers want a tensor of its own for each, and all others a number
         counting = getattr(flat.optimizer, "aux_optimizer", None) or flat.optimizer  # Muon's, for what is no matrix
         is_torch = type(counting).__module__.startswith("torch.optim")
@@ -324,13 +325,13 @@ def _fill(flat: _Flat, piece: Piece, name: str, found: Fragments, bound: bool) -
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
             # Of the type that the optimizer would make; what has whole parameters is of gradients'.
-            dtype = found.dtype(name, state) if flat.wholes else flat.tensor.dtype
+            dtype = fragments.dtype(name, state) if flat.wholes else flat.tensor.dtype
             empty = torch.zeros_like(flat.tensor, dtype=dtype, requires_grad=False)
-            size = sum(one.parameter.numel() for one in flat.pieces)
+            size = sum(stored_piece.parameter.numel() for stored_piece in flat.pieces)
             flat.state[state] = empty if not flat.wholes else empty.new_zeros(size)
     for state in (WEIGHT, *states):
         target, there = (flat.tensor.data, piece) if state == WEIGHT else (flat.state[state], flat.in_states(piece))
-        value = found.read(name, state, there.place, there.length, part, flat.turned(piece))
+        value = fragments.read(name, state, there.position, there.length, part, flat.turned(piece))
         if target.is_contiguous():
             target.view(-1).narrow(0, there.offset, there.length).copy_(value)
         else:  # a parameter alone, in another order of its axes
@@ -341,7 +342,7 @@ _SCALES = ("absmax1", "absmax2")
 """States of bitsandbytes that have the largest number of each block; its codes are of what is divided by it."""
 
 
-def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Fragments) -> None:
+def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], fragments: Fragments) -> None:
     """Put one of bitsandbytes' two states into an engine, whose blocks, or type, may be others than those saved.
 
     A block's scale is the largest of those that its numbers had (without codes: their sizes), and each number gets the
@@ -349,7 +350,7 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Frag
     """
     optimizer: Any = flat.optimizer
     tensor, size, codes, scales = flat.tensor, flat.tensor.numel(), f"state{number}", f"absmax{number}"
-    if not any(codes in found.states(names[id(piece.parameter)]) for piece in flat.pieces):
+    if not any(codes in fragments.states(names[id(piece.parameter)]) for piece in flat.pieces):
         return  # saved before the first update
     levels = optimizer.name2qmap["dynamic" if number == 1 else "udynamic"].to(tensor.device)
     in_bits = size >= optimizer.args.min_8bit_size
@@ -363,18 +364,18 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Frag
 
     def read(state: str, piece: Piece) -> torch.Tensor:
         part = process_group.part_of(piece.parameter)
-        return found.read(names[id(piece.parameter)], state, piece.place, piece.length, part).to(tensor.device)
+        return fragments.read(names[id(piece.parameter)], state, piece.position, piece.length, part).to(tensor.device)
 
     def scales_of(piece: Piece) -> torch.Tensor:
-        has_codes = scales in found.states(names[id(piece.parameter)])
+        has_codes = scales in fragments.states(names[id(piece.parameter)])
         return read(scales, piece) if has_codes else read(codes, piece).abs()
 
     for piece in flat.pieces if in_bits else ():
         block, phase = divmod(piece.offset, BLOCK)
         padding = phase, -(phase + piece.length) % BLOCK
-        own = torch.nn.functional.pad(scales_of(piece), padding).view(-1, BLOCK).amax(1)
-        target = flat.state[scales][block : block + len(own)]
-        torch.maximum(target, own, out=target)
+        block_scales = torch.nn.functional.pad(scales_of(piece), padding).view(-1, BLOCK).amax(1)
+        target = flat.state[scales][block : block + len(block_scales)]
+        torch.maximum(target, block_scales, out=target)
     for piece in flat.pieces:
         value, scale = read(codes, piece), scales_of(piece)
         value = levels[value.long()] if value.dtype is torch.uint8 else value.sign()
@@ -383,19 +384,19 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], found: Frag
             target.copy_(value * scale)
             continue
         block, phase = divmod(piece.offset, BLOCK)
-        own = spread(flat.state[scales][block : (piece.offset + piece.length) // BLOCK + 1], phase, piece.length)
-        value *= (scale / own).nan_to_num(1.0)  # 0 / 0: a block of zeros
+        new_scales = spread(flat.state[scales][block : (piece.offset + piece.length) // BLOCK + 1], phase, piece.length)
+        value *= (scale / new_scales).nan_to_num(1.0)  # 0 / 0: a block of zeros
         target.copy_(torch.bucketize(value, (levels[1:] + levels[:-1]) / 2, out_int32=True))
 
 
-def _restore_stored(held: Held, found: Fragments) -> None:
+def _restore_stored(held: Held, fragments: Fragments) -> None:
     for name, buffer in held.buffers.items():
-        if name in found.facts:
-            buffer.data.copy_(found.whole(name))
+        if name in fragments.facts:
+            buffer.data.copy_(fragments.whole(name))
     for name, parameter in held.frozen():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if not hasattr(parameter, "ds_id") or distributed.get_rank() == 0:
-                value = found.read(name, WEIGHT, 0, parameter.numel(), process_group.part_of(parameter))
+                value = fragments.read(name, WEIGHT, 0, parameter.numel(), process_group.part_of(parameter))
                 parameter.data.copy_(value.view(parameter.shape))
 
 

@@ -55,7 +55,7 @@ class Fragment:
     name: str
     shape: tuple[int, ...]
     """Of the whole parameter."""
-    place: int
+    position: int
     """Of the first number in the flattened parameter, or part."""
     dtype: torch.dtype
     """That the model computes with."""
@@ -91,18 +91,18 @@ def content_of(fragments: Iterable[Fragment]) -> Content:
     """Return the content of the file that holds these fragments."""
     tensors: dict[str, torch.Tensor] = {}
     facts: dict[str, Any] = {}
-    for one in fragments:
-        for kind in (one.values, one.scales, one.bound):
-            tensors |= {f"{state}:{one.name}": value.detach() for state, value in kind.items()}
-        facts[one.name] = {
-            "shape": list(one.shape),
-            "place": one.place,
-            "dtype": _NAMES[one.dtype],
-            **({"part": list(one.part)} if one.part[1] > 1 else {}),
-            **({"turned": True} if one.turned else {}),
-            **({"numbers": one.numbers} if one.numbers else {}),
-            **({"scales": sorted(one.scales), "phase": one.phase} if one.scales else {}),
-            **({"bound": sorted(one.bound)} if one.bound else {}),
+    for fragment in fragments:
+        for kind in (fragment.values, fragment.scales, fragment.bound):
+            tensors |= {f"{state}:{fragment.name}": value.detach() for state, value in kind.items()}
+        facts[fragment.name] = {
+            "shape": list(fragment.shape),
+            "place": fragment.position,
+            "dtype": _NAMES[fragment.dtype],
+            **({"part": list(fragment.part)} if fragment.part[1] > 1 else {}),
+            **({"turned": True} if fragment.turned else {}),
+            **({"numbers": fragment.numbers} if fragment.numbers else {}),
+            **({"scales": sorted(fragment.scales), "phase": fragment.phase} if fragment.scales else {}),
+            **({"bound": sorted(fragment.bound)} if fragment.bound else {}),
         }
     return Content(tensors, facts)
 
@@ -145,7 +145,7 @@ class _Stretch:
     path: Path
     begin: int
     """Byte in the file."""
-    place: int
+    position: int
     length: int
     dtype: torch.dtype
     phase: int | None = None
@@ -169,21 +169,21 @@ class Fragments:
 
     def _note(self, path: Path, header: dict[str, Any], data: int) -> None:
         facts = json.loads(header["__metadata__"]["fragments"])
-        for key, one in header.items():
+        for key, entry in header.items():
             if key in ("__metadata__", CHECKSUMS):
                 continue
             state, _, name = key.partition(":")
-            mine, begin, dtype = facts[name], data + one["data_offsets"][0], _DTYPES[one["dtype"]]
+            fragment_facts, begin, dtype = facts[name], data + entry["data_offsets"][0], _DTYPES[entry["dtype"]]
             (length,) = header[f"{WEIGHT}:{name}"]["shape"]
-            if state in mine.get("bound", ()):
-                self._bound[name][state] = path, begin, dtype, one["shape"]
+            if state in fragment_facts.get("bound", ()):
+                self._bound[name][state] = path, begin, dtype, entry["shape"]
                 continue
-            part, count = mine.get("part", (0, 1))
-            phase = int(mine["phase"]) if state in mine.get("scales", ()) else None
-            stretch = _Stretch(path, begin, int(mine["place"]), length, dtype, phase)
+            part, count = fragment_facts.get("part", (0, 1))
+            phase = int(fragment_facts["phase"]) if state in fragment_facts.get("scales", ()) else None
+            stretch = _Stretch(path, begin, int(fragment_facts["place"]), length, dtype, phase)
             self._stretches[name, state, part].append(stretch)
-            known = self.facts.setdefault(name, mine | {"parts": count})
-            known.setdefault("states", {})[state] = dtype
+            parameter_facts = self.facts.setdefault(name, fragment_facts | {"parts": count})
+            parameter_facts.setdefault("states", {})[state] = dtype
 
     @cached_property
     def names(self) -> list[str]:
@@ -207,11 +207,11 @@ class Fragments:
 
     def bound(self, name: str) -> dict[str, torch.Tensor]:
         """Return the states of a parameter that are no numbers for each of its own."""
-        found = {}
+        tensors = {}
         for state, (path, begin, dtype, shape) in self._bound.get(name, {}).items():
-            found[state] = torch.empty(shape, dtype=dtype)
-            self._fill(_octets(found[state]), path, begin)
-        return found
+            tensors[state] = torch.empty(shape, dtype=dtype)
+            self._fill(_octets(tensors[state]), path, begin)
+        return tensors
 
     def dtype(self, name: str, state: str) -> torch.dtype:
         """Return the type in which a state is stored."""
@@ -219,32 +219,32 @@ class Fragments:
         return dtype
 
     def read(
-        self, name: str, state: str, place: int, length: int, part: Part = (0, 1), turned: bool = False
+        self, name: str, state: str, position: int, length: int, part: Part = (0, 1), turned: bool = False
     ) -> torch.Tensor:
         """Return some numbers of a flattened parameter [length], of a part of it, or of the `turned` matrix."""
         if name not in self.facts:
             raise CheckpointError("{folder} holds no parameter {name}.", folder=self.folder, name=name)
         is_same = turned == self.facts[name].get("turned", False)
         if is_same and part[1] == self.facts[name]["parts"]:
-            return self._range(name, state, place, length, part[0])
+            return self._range(name, state, position, length, part[0])
         if is_same and mesh.split_of(name) is mesh.Split.rows:
-            return self._across_parts(name, state, place, length, part)
-        whole = process_group.take_part(name, self.whole(name, state), *part)
-        whole = whole.t() if turned else whole
-        return whole.reshape(-1)[place : place + length]
+            return self._across_parts(name, state, position, length, part)
+        full_tensor = process_group.take_part(name, self.whole(name, state), *part)
+        full_tensor = full_tensor.t() if turned else full_tensor
+        return full_tensor.reshape(-1)[position : position + length]
 
-    def _across_parts(self, name: str, state: str, place: int, length: int, part: Part) -> torch.Tensor:
+    def _across_parts(self, name: str, state: str, position: int, length: int, part: Part) -> torch.Tensor:
         """Return some numbers of a part where parts lie one after another in the whole, which need not be read then."""
-        facts, found = self.facts[name], []
+        facts, pieces = self.facts[name], []
         size = math.prod(facts["shape"])
-        begin, per_part = size // part[1] * part[0] + place, size // facts["parts"]
+        begin, per_part = size // part[1] * part[0] + position, size // facts["parts"]
         end = begin + length
         while begin < end:
             number, first = divmod(begin, per_part)
             count = min(end - begin, per_part - first)
-            found.append(self._range(name, state, first, count, number))
+            pieces.append(self._range(name, state, first, count, number))
             begin += count
-        return torch.cat(found)
+        return torch.cat(pieces)
 
     def whole(self, name: str, state: str = WEIGHT) -> torch.Tensor:
         """Return all of a parameter, or of a state of it, in its shape."""
@@ -255,34 +255,34 @@ class Fragments:
         parts = [self._range(name, state, 0, math.prod(shape), part).view(shape) for part in range(facts["parts"])]
         return process_group.join_parts(name, parts)
 
-    def _range(self, name: str, state: str, place: int, length: int, part: int) -> torch.Tensor:
-        stretches = sorted(self._stretches.get((name, state, part), ()), key=lambda one: one.place)
+    def _range(self, name: str, state: str, position: int, length: int, part: int) -> torch.Tensor:
+        stretches = sorted(self._stretches.get((name, state, part), ()), key=lambda stretch: stretch.position)
         dtype = stretches[0].dtype if stretches else torch.float32
-        found, done = torch.empty(length, dtype=dtype), place
-        for one in stretches:
-            end = min(one.place + one.length, place + length)
-            if one.place <= done < end:
-                self._read_stretch(found[done - place : end - place], one, done - one.place)
+        values, done = torch.empty(length, dtype=dtype), position
+        for stretch in stretches:
+            end = min(stretch.position + stretch.length, position + length)
+            if stretch.position <= done < end:
+                self._read_stretch(values[done - position : end - position], stretch, done - stretch.position)
                 done = end
-        if done < place + length:
+        if done < position + length:
             raise CheckpointError(
                 "{folder} lacks numbers {first} to {last} of {name} ({state}): the file of a rank is missing.",
                 folder=self.folder,
                 first=done,
-                last=place + length - 1,
+                last=position + length - 1,
                 name=name,
                 state=state,
             )
-        return found
+        return values
 
-    def _read_stretch(self, target: torch.Tensor, one: _Stretch, first: int) -> None:
+    def _read_stretch(self, target: torch.Tensor, stretch: _Stretch, first: int) -> None:
         """Read numbers of a stretch from the `first` on."""
-        if one.phase is None:
-            self._fill(_octets(target), one.path, one.begin + first * one.dtype.itemsize)
+        if stretch.phase is None:
+            self._fill(_octets(target), stretch.path, stretch.begin + first * stretch.dtype.itemsize)
             return
-        block, phase = divmod(one.phase + first, BLOCK)
-        scales = torch.empty(-(-(phase + len(target)) // BLOCK), dtype=one.dtype)
-        self._fill(_octets(scales), one.path, one.begin + block * one.dtype.itemsize)
+        block, phase = divmod(stretch.phase + first, BLOCK)
+        scales = torch.empty(-(-(phase + len(target)) // BLOCK), dtype=stretch.dtype)
+        self._fill(_octets(scales), stretch.path, stretch.begin + block * stretch.dtype.itemsize)
         target.copy_(spread(scales, phase, len(target)))
 
     def _fill(self, target: memoryview, path: Path, begin: int) -> None:

@@ -168,16 +168,16 @@ def capture_generators() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def restore_generators(found: Mapping[str, torch.Tensor]) -> None:
+def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
     """Set all generators as they were."""
-    gauss = found["python_gauss"].tolist()
-    random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
-    place, has_gauss = found["numpy_place"].tolist()
-    words = found["numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", words, place, has_gauss, found["numpy_gauss"].item()))
-    torch.set_rng_state(found["torch"])
-    if "device" in found and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(found["device"])
+    gauss = states["python_gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss = states["numpy_place"].tolist()
+    words = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", words, position, has_gauss, states["numpy_gauss"].item()))
+    torch.set_rng_state(states["torch"])
+    if "device" in states and get_accelerator().device_name() != "cpu":
+        get_accelerator().set_rng_state(states["device"])
 
 
 def save_generators(path: Path) -> None:

@@ -25,25 +25,26 @@ def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
     offloaded = optimizer.offload_selective_optimizer
     total = optimizer.accumulated_grads_in_cpu.get(optimizer.get_param_id(parameter))
     if optimizer.micro_step_id >= 0 and total is not None:  # there is none without a gradient
-        fragment.values[ZENFLOW_SUM] = stretch(total, piece.place, piece.length)
+        fragment.values[ZENFLOW_SUM] = stretch(total, piece.position, piece.length)
     state = optimizer.selective_optimizer.state.get(parameter)
     if not state:
         return
     here = torch.full(parameter.shape[-1:], not fragment.turned)
     if fragment.turned:
         here[parameter.selected_indices.long().cpu()] = True
-    here = stretch(here.repeat_interleave(parameter.numel() // len(here)), piece.place, piece.length)
-    live, master = stretch(parameter.t(), piece.place, piece.length), fragment.values[WEIGHT]
+    here = stretch(here.repeat_interleave(parameter.numel() // len(here)), piece.position, piece.length)
+    live, master = stretch(parameter.t(), piece.position, piece.length), fragment.values[WEIGHT]
     if hasattr(optimizer, "process_optimizer_established"):  # another process may be writing to the master
         fragment.values[WEIGHT] = live.to(master, copy=True)
     else:
         master[here] = live[here.to(live.device)].to(master)
-    if piece.place == 0:
-        moments = {one: getattr(parameter, f"{one}_cpu_data") if offloaded else state[one] for one in _MOMENTS}
+    if piece.position == 0:
         columns = {_CHOSEN: parameter.selected_indices} if fragment.turned else {}
-        fragment.bound = {
-            f"zenflow_{one}": value for one, value in {**moments, "step": state["step"], **columns}.items()
+        moments = {
+            moment: getattr(parameter, f"{moment}_cpu_data") if offloaded else state[moment] for moment in _MOMENTS
         }
+        states = {**moments, "step": state["step"], **columns}
+        fragment.bound = {f"zenflow_{name}": value for name, value in states.items()}
 
 
 def _choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -> Iterator[tuple[int, int, int]]:
@@ -60,7 +61,7 @@ def _choices(optimizer: Any, group: int, parameter: torch.nn.Parameter) -> Itera
         yield begin, end, max(1, int((end - begin) * optimizer.topk_ratio)) if begin < end else 0
 
 
-def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], found: Fragments) -> None:
+def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], fragments: Fragments) -> None:
     """Put back what `add_to_fragment` added to the fragments of a rank's `pieces`; `names`: of parameters by their id.
 
     Where ranks would choose otherwise, or ZenFlow saved nothing, the next step chooses columns, and their moments begin
@@ -68,22 +69,23 @@ def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], f
     """
     for piece in pieces:
         parameter, name = piece.parameter, names[id(piece.parameter)]
-        if ZENFLOW_SUM in found.states(name):
+        if ZENFLOW_SUM in fragments.states(name):
             total = _on_host(optimizer, torch.zeros(parameter.numel(), dtype=parameter.dtype))
-            value = found.read(name, ZENFLOW_SUM, piece.place, piece.length, turned=parameter.dim() == 2)
-            stretch(total, piece.place, piece.length).copy_(value)
+            value = fragments.read(name, ZENFLOW_SUM, piece.position, piece.length, turned=parameter.dim() == 2)
+            stretch(total, piece.position, piece.length).copy_(value)
             optimizer.accumulated_grads_in_cpu[optimizer.get_param_id(parameter)] = total
     chosen = []
     for group, parameters in enumerate(optimizer.bit16_groups):
         for parameter in parameters:
-            saved = {key.removeprefix("zenflow_"): one for key, one in found.bound(names[id(parameter)]).items()}
+            bound = fragments.bound(names[id(parameter)])
+            saved = {key.removeprefix("zenflow_"): tensor for key, tensor in bound.items()}
             parts = _parts(saved.get(_CHOSEN), list(_choices(optimizer, group, parameter)))
             if not saved or parts is None:
                 _choose_next(optimizer)
                 return
             chosen.append((parameter, saved, parts))
     for parameter, saved, parts in chosen:
-        saved = {state: one.to(parameter.device) for state, one in saved.items()}
+        saved = {state: tensor.to(parameter.device) for state, tensor in saved.items()}
         state = optimizer.selective_optimizer.state[parameter]
         state["step"] = saved["step"]
         if parts:
@@ -91,11 +93,11 @@ def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], f
             columns, rows = len(saved[_CHOSEN]), parameter.shape[0]
             parameter.selected_indices = saved[_CHOSEN]
             parameter.selected_shape = (columns, rows) if rows > 1 else (columns,)
-        for one in _MOMENTS:
+        for moment in _MOMENTS:
             if optimizer.offload_selective_optimizer:
-                setattr(parameter, f"{one}_cpu_data", _on_host(optimizer, saved[one]))
+                setattr(parameter, f"{moment}_cpu_data", _on_host(optimizer, saved[moment]))
             else:
-                state[one] = saved[one].view(parameter.shape[0], -1) if parts else saved[one]
+                state[moment] = saved[moment].view(parameter.shape[0], -1) if parts else saved[moment]
 
 
 def _on_host(optimizer: Any, value: torch.Tensor) -> torch.Tensor:

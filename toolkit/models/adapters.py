@@ -56,9 +56,10 @@ def shared_names(model: PreTrainedModel) -> dict[str, str]:
     """Return the second name of each trained parameter that is in two places (peft's `ensure_weight_tying`), with the
     first, under which alone it is trained and saved.
     """
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(one)] for name, one in every if one.requires_grad and first[id(one)] != name}
+    trained = [(name, first_names[id(parameter)]) for name, parameter in every if parameter.requires_grad]
+    return {name: first_name for name, first_name in trained if first_name != name}
 
 
 def stored_names(model: PreTrainedModel) -> dict[str, str]:
@@ -74,8 +75,8 @@ def stored_names(model: PreTrainedModel) -> dict[str, str]:
     stand_ins = {name: torch.empty(0) for name in dict.fromkeys((*names, *copies))}
     name_of = {id(value): name for name, value in stand_ins.items()}
     # Else it would ask a hub for the base's config.
-    found = get_peft_model_state_dict(model, stand_ins, lora.ADAPTER, save_embedding_layers=False)
-    return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in found.items()}
+    adapter_state = get_peft_model_state_dict(model, stand_ins, lora.ADAPTER, save_embedding_layers=False)
+    return {name_of[id(value)]: _PEFT_MODEL + stored for stored, value in adapter_state.items()}
 
 
 def as_stored(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -120,12 +121,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def base_of_adapter(folder: Path, given: str = "") -> Path:
+def base_of_adapter(folder: Path, override: str = "") -> Path:
     """Return the directory of the model that an adapter was trained on; see `find_base`."""
-    named, known = str(read_settings(folder).get("base_model_name_or_path") or ""), read_base(folder)
+    configured, base = str(read_settings(folder).get("base_model_name_or_path") or ""), read_base(folder)
     # peft's own file names the base too: alone, or by hand, as it is written with the same path as base.json.
-    is_edited = known is None or named != known.path
-    return find_base(folder, given or (named if is_edited else ""))
+    is_edited = base is None or configured != base.path
+    return find_base(folder, override or (configured if is_edited else ""))
 
 
 def method_of(settings: dict[str, Any]) -> TuningMethod:
@@ -153,7 +154,7 @@ def attach_adapter(
         )
     model.requires_grad_(False)
     # A stage of a pipeline lacks the others' weights, and draws what they begin with all the same.
-    with torch.device("meta") if all(one.is_meta for one in model.parameters()) else nullcontext():
+    with torch.device("meta") if all(parameter.is_meta for parameter in model.parameters()) else nullcontext():
         if method is TuningMethod.ptuning_v2:
             prompt_tuning.attach_prefix(model, settings["pre_seq_len"], settings["prefix_projection"], dropout)
         elif method is TuningMethod.prompt:
@@ -162,9 +163,9 @@ def attach_adapter(
         else:
             # Another version of peft may have settings that this one does not know.
             names = LoraConfig.__dataclass_fields__.keys() - _OUTSIDE
-            known = {name: value for name, value in settings.items() if name in names}
-            known = adapter_settings.with_names(known, [name for name, _ in model.named_modules()])
-            lora.inject_lora(model, LoraConfig(**known | {"inference_mode": False}), ds_config)
+            supported = {name: value for name, value in settings.items() if name in names}
+            supported = adapter_settings.with_names(supported, [name for name, _ in model.named_modules()])
+            lora.inject_lora(model, LoraConfig(**supported | {"inference_mode": False}), ds_config)
     model.tuned = AdapterState(method, settings, base, classifier.head_of(model))
 
 
@@ -177,9 +178,9 @@ def load_adapter(
     ds_config: dict[str, Any] | None = None,
 ) -> None:
     """Put a trained adapter into the model that it was trained on; see `attach_adapter`."""
-    settings, known = read_settings(folder), read_base(folder)
-    if known is not None and any(base.numbers.values()):  # an empty model has none
-        check_base(known, base, folder)
+    settings, expected = read_settings(folder), read_base(folder)
+    if expected is not None and any(base.numbers.values()):  # an empty model has none
+        check_base(expected, base, folder)
     values = read_adapter_weights(folder)
     with reading(folder / CONFIG, ModelError):
         attach_adapter(model, settings, base, dropout=dropout, ds_config=ds_config)
@@ -198,10 +199,10 @@ def read_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder: object) -> None:
     """Give an adapter's parameters their values; all of them, and nothing else."""
-    stored, own = stored_names(model), model.state_dict(keep_vars=True)
+    stored, state = stored_names(model), model.state_dict(keep_vars=True)
     wrong = []
     for name, stored_name in stored.items():
-        parameter, value = own[name], values.get(stored_name)
+        parameter, value = state[name], values.get(stored_name)
         expected = process_group.full_shape(name, parameter)
         if value is not None and value.shape != as_stored(name, torch.empty(expected, device="meta")).shape:
             wrong.append(f"{stored_name} {tuple(value.shape)} != {expected}")
@@ -214,5 +215,5 @@ def load_values(model: PreTrainedModel, values: dict[str, torch.Tensor], folder:
 def check_fit(names: set[str], values: dict[str, torch.Tensor], folder: object, wrong: Sequence[str] = ()) -> None:
     """Raise ModelError if an adapter has other tensors, or `wrong` ones; a head beside LoRA is peft's (0.21)."""
     misnamed = sorted(name for name in names ^ {*values} if not name.endswith(".base_layer.weight"))
-    if found := clauses([*misnamed, *wrong][:5]):
-        raise ModelError("the adapter in {folder} does not fit the model: {names}.", folder=folder, names=found)
+    if mismatches := clauses([*misnamed, *wrong][:5]):
+        raise ModelError("the adapter in {folder} does not fit the model: {names}.", folder=folder, names=mismatches)

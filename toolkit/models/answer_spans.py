@@ -50,7 +50,7 @@ class Openings:
 
     def find(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
         """Return the spans of all answers in a conversation's text, None if there are more or fewer."""
-        begins = [found.end() for found in self._openings.finditer(text)]
+        begins = [opening.end() for opening in self._openings.finditer(text)]
         if len(begins) != sum(message["role"] == "assistant" for message in messages):
             return None
         ends = (self._leads.search(text, begin) for begin in begins)
@@ -58,35 +58,38 @@ class Openings:
 
     def forms(self, messages: Sequence[Mapping[str, Any]], tools: Any, reasoning_key: str | None) -> set[Any]:
         """Return the forms of a conversation's messages."""
-        looks = [self._look(message, reasoning_key) for message in messages]
-        found: set[Any] = set()
+        looks = [self._form_of(message, reasoning_key) for message in messages]
+        forms: set[Any] = set()
         before = None
         later = frozenset[Any]()
         for index in range(len(looks) - 1, -1, -1):
             previous = looks[index - 1] if index else None
-            found.add((previous, looks[index], before, later, bool(tools)))
+            forms.add((previous, looks[index], before, later, bool(tools)))
             later, before = later.union(*looks[index]), looks[index]
-        return found
+        return forms
 
     def trust(self, forms: set[Any]) -> None:
         """Note that answers of these forms are where they are found."""
         if len(self.trusted) < _MOST_FORMS:
             self.trusted |= forms
 
-    def _look(self, message: Mapping[str, Any], reasoning_key: str | None) -> tuple[Any, ...]:
+    def _form_of(self, message: Mapping[str, Any], reasoning_key: str | None) -> tuple[Any, ...]:
+        """Return all that a template may look at in a message to decide how to write it."""
         calls, reasoning = message.get("tool_calls"), message.get(reasoning_key or "")
         about = message["role"], message.get("loss"), len(calls) > 1 if calls else None
-        return about, self._marks(message["content"]), self._marks(str(reasoning)) if reasoning else ()
+        return about, self._text_features(message["content"]), self._text_features(str(reasoning)) if reasoning else ()
 
-    def _marks(self, text: str) -> tuple[Any, ...]:
-        found = [(one, text.startswith(one), text.endswith(one)) for one in self._constants if one in text]
-        return text.strip() == "", text[:1].isspace(), text[-1:].isspace(), *found
+    def _text_features(self, text: str) -> tuple[Any, ...]:
+        """Return what a template may ask about a text: its white space, which of the constants it has, and where."""
+        contained = [constant for constant in self._constants if constant in text]
+        marks = [(constant, text.startswith(constant), text.endswith(constant)) for constant in contained]
+        return text.strip() == "", text[:1].isspace(), text[-1:].isspace(), *marks
 
 
 def _compared_with(tree: nodes.Template) -> set[str]:
     """Return the strings that a template compares texts with, splits them by or looks for."""
     users = [*tree.find_all((nodes.Call, nodes.Filter, nodes.Test))]
-    users += [one for one in tree.find_all(nodes.Compare) if not _asks_for_role(one.expr)]
+    users += [comparison for comparison in tree.find_all(nodes.Compare) if not _asks_for_role(comparison.expr)]
     constants = (constant.value for user in users for constant in user.find_all(nodes.Const))
     return {constant for constant in constants if constant and isinstance(constant, str)}
 
@@ -116,20 +119,21 @@ class SpanTokenizer:
         self.opening_ids: dict[str, list[int]] = {}
         self.closing_ids: dict[str, int] = {}
         if tokenizer.is_fast and openings:
-            self._look_up(openings)
+            self._choose_mark(openings)
 
-    def _look_up(self, openings: Openings) -> None:
+    def _choose_mark(self, openings: Openings) -> None:
+        """Look up the ids of openings and endings; set `mark` if all openings begin with a token to split texts at."""
         backend = self._backend()
         added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-        self.opening_ids = {one: backend.encode(one, add_special_tokens=False).ids for one in openings.texts}
-        self.closing_ids = {one: backend.token_to_id(one) for one in openings.closings if one in added}
+        self.opening_ids = {text: backend.encode(text, add_special_tokens=False).ids for text in openings.texts}
+        self.closing_ids = {text: backend.token_to_id(text) for text in openings.closings if text in added}
         self._closings = re.compile(any_of(self.closing_ids))
         first = self.opening_ids[openings.texts[0]][:1]  # [] where a file's settings make nothing of any text
         mark = added.get(backend.id_to_token(first[0])) if first else None
         if mark is None or mark.normalized or mark.lstrip or mark.rstrip or mark.single_word:
             return
-        is_alone = not any(mark.content in one and one != mark.content for one in added)
-        if is_alone and all(one.startswith(mark.content) for one in openings.texts):
+        is_alone = not any(mark.content in content and content != mark.content for content in added)
+        if is_alone and all(text.startswith(mark.content) for text in openings.texts):
             self.mark = mark.content
 
     def encode_many(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Encoded]:
@@ -137,22 +141,25 @@ class SpanTokenizer:
         text. What follows (a newline, mostly) is dropped: generation has stopped by then.
         """
         if not self.tokenizer.is_fast:
-            return [self._slow(text, marks) for text, marks in zip(texts, spans, strict=True)]
-        found: dict[int, Encoded] = {}
+            return [self._encode_slowly(text, marks) for text, marks in zip(texts, spans, strict=True)]
+        encoded: dict[int, Encoded] = {}
         is_covered = [BREAKS.search(text) is not None for text in texts]
         for side in (False, True):
             chosen = [index for index, covered in enumerate(is_covered) if covered is side]
             if not chosen:
                 continue
             backend = self.shield.backend if side else self._backend()
-            in_pieces = self._in_pieces(backend, [texts[index] for index in chosen], [spans[index] for index in chosen])
-            found.update((index, one) for index, one in zip(chosen, in_pieces, strict=True) if one)
-            others = [index for index in chosen if index not in found]
+            in_pieces = self._encode_in_pieces(
+                backend, [texts[index] for index in chosen], [spans[index] for index in chosen]
+            )
+            pairs = zip(chosen, in_pieces, strict=True)
+            encoded.update((index, ids_and_mask) for index, ids_and_mask in pairs if ids_and_mask)
+            others = [index for index in chosen if index not in encoded]
             batch = backend.encode_batch([texts[index] for index in others], add_special_tokens=False)
             for index, encoding in zip(others, batch, strict=True):
-                apart = self._apart(backend, encoding, texts[index], spans[index])
-                found[index] = self._by_offsets(*apart)
-        return [found[index] for index in range(len(texts))]
+                apart = self._split_merged_borders(backend, encoding, texts[index], spans[index])
+                encoded[index] = self._mask_by_offsets(*apart)
+        return [encoded[index] for index in range(len(texts))]
 
     def _backend(self) -> Any:
         backend = self.tokenizer.backend_tokenizer
@@ -161,7 +168,7 @@ class SpanTokenizer:
         backend.encode_special_tokens = False  # a template writes them as text
         return backend
 
-    def _in_pieces(
+    def _encode_in_pieces(
         self, backend: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> Iterator[Encoded | None]:
         """Yield ids and mask of each text; None where a span is not what an opening precedes."""
@@ -176,26 +183,29 @@ class SpanTokenizer:
             rows.append([(piece, numbers.setdefault(piece, len(numbers))) for piece in pieces])
         ids = [encoding.ids for encoding in backend.encode_batch_fast([*numbers], add_special_tokens=False)]
         for text, marks, row in zip(texts, spans, rows, strict=True):
-            yield self._joined(text, marks, [(piece, ids[number]) for piece, number in row])
+            yield self._join_pieces(text, marks, [(piece, ids[number]) for piece, number in row])
 
-    def _joined(self, text: str, spans: Sequence[Span], pieces: Sequence[tuple[str, list[int]]]) -> Encoded | None:
+    def _join_pieces(self, text: str, spans: Sequence[Span], pieces: Sequence[tuple[str, list[int]]]) -> Encoded | None:
+        """Return ids and mask of a text from its pieces and their ids; None where a span is not what an opening
+        precedes.
+        """
         is_whole = spans == [(0, len(text))]
         joined: list[int] = []
         mask: list[bool] = []
-        position, left = 0, list(reversed(() if is_whole else spans))
+        position, remaining = 0, list(reversed(() if is_whole else spans))
         for piece, ids in pieces:
             joined += ids
             mask += [is_whole] * len(ids)
             after = position + len(piece)
-            if left and left[-1][0] < after:
-                begin, stop = left.pop()
-                trained = self._trained(piece, ids, begin - position, stop - position)
+            if remaining and remaining[-1][0] < after:
+                begin, stop = remaining.pop()
+                trained = self._trained_ids(piece, ids, begin - position, stop - position)
                 if trained is None:
                     return None
                 start, end = (len(joined) - len(ids) + index for index in trained)
                 mask[start:end] = [True] * (end - start)
             position = after
-        if left or (is_whole and not text.endswith(self.end)):
+        if remaining or (is_whole and not text.endswith(self.end)):
             return None
         if spans and spans[-1][1] == len(text) and not is_whole:
             del joined[end:], mask[end:]
@@ -203,9 +213,9 @@ class SpanTokenizer:
                 joined, mask = [*joined, self.end_id], [*mask, True]
         return joined, mask
 
-    def _trained(self, piece: str, ids: list[int], begin: int, stop: int) -> tuple[int, int] | None:
+    def _trained_ids(self, piece: str, ids: list[int], begin: int, stop: int) -> tuple[int, int] | None:
         """Return which ids of a piece belong to a span of its characters, None if they cannot be told."""
-        opening = next((one for one in self.opening_ids if len(one) == begin and piece.startswith(one)), "")
+        opening = next((text for text in self.opening_ids if len(text) == begin and piece.startswith(text)), "")
         start = len(self.opening_ids.get(opening, ()))
         control = self._closings.search(piece, begin)
         if not start or ids[:start] != self.opening_ids[opening]:
@@ -229,11 +239,13 @@ class SpanTokenizer:
         before, both = (backend.encode(text, add_special_tokens=False).ids for text in (prompt, prompt + beginning))
         return not _begins_with(both, before)
 
-    def _apart(self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]) -> tuple[Any, str, Sequence[Span]]:
+    def _split_merged_borders(
+        self, backend: Any, encoding: Any, text: str, spans: Sequence[Span]
+    ) -> tuple[Any, str, Sequence[Span]]:
         """Return an encoding with its text and spans in which each span's ids follow those of the text before it alone:
         generation starts from these. A tokenizer would merge "Assistant: " and "yes" into ":", " yes".
         """
-        borders = [begin for begin, _ in spans if begin and self._is_merged(backend, encoding, text, begin)]
+        borders = [begin for begin, _ in spans if begin and self._merges_across(backend, encoding, text, begin)]
         if not borders:
             return encoding, text, spans
         pieces = [text[begin:stop] for begin, stop in pairwise([0, *borders, len(text)])]
@@ -244,7 +256,7 @@ class SpanTokenizer:
         text = SPLIT.join(pieces)
         return self.shield.backend.encode(text, add_special_tokens=False), text, shifted
 
-    def _is_merged(self, backend: Any, encoding: Any, text: str, border: int) -> bool:
+    def _merges_across(self, backend: Any, encoding: Any, text: str, border: int) -> bool:
         """Whether a token reaches across a border, or what follows the border changes the tokens before it."""
         token = encoding.char_to_token(border - 1)
         if token is None or text[border - 1].isspace():  # how white space is split depends on what follows it
@@ -255,17 +267,17 @@ class SpanTokenizer:
             token += 1
         return False
 
-    def _by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
+    def _mask_by_offsets(self, encoding: Any, text: str, spans: Sequence[Span]) -> Encoded:
         """Return ids and mask by the characters that the tokenizer returns for each token."""
         num_tokens = len(encoding)
         tokens = [
             (_token_at(encoding, begin), num_tokens if stop == len(text) else _token_at(encoding, stop))
             for begin, stop in spans
         ]
-        return self._ended(encoding.ids, tokens)
+        return self._mask_to_end(encoding.ids, tokens)
 
-    def _slow(self, text: str, spans: Sequence[Span]) -> Encoded:
-        """The same for a tokenizer without offsets: by the ids that the text's beginnings share with it."""
+    def _encode_slowly(self, text: str, spans: Sequence[Span]) -> Encoded:
+        """Return ids and mask by a tokenizer without offsets: by the ids that the text's beginnings share with it."""
         is_covered, borders = BREAKS.search(text) is not None, [0]
 
         def tokens(part: str) -> list[int]:
@@ -288,9 +300,9 @@ class SpanTokenizer:
             pairs = enumerate(zip(beginning, ids, strict=False))
             return next((index for index, (a, b) in pairs if a != b), min(len(beginning), len(ids)))
 
-        return self._ended(ids, [(shared(begin), shared(stop)) for begin, stop in spans])
+        return self._mask_to_end(ids, [(shared(begin), shared(stop)) for begin, stop in spans])
 
-    def _ended(self, ids: list[int], spans: Sequence[Span]) -> Encoded:
+    def _mask_to_end(self, ids: list[int], spans: Sequence[Span]) -> Encoded:
         """Return ids and mask: what is trained of an answer goes up to its end token."""
         end = self.end_id
         mask: list[bool] = []

@@ -126,8 +126,10 @@ def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str
         return {"attention_mask": mask}
     size = segments.size(1)
     causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
-    first, last, own = segments[:, None, :], batch.get("seen_until", segments)[:, None, :], segments[:, :, None]
-    blocks = ((first <= own) & (own <= last) & causal)[:, None]  # [B, 1, S, S]
+    # A key of segment s is seen by queries of the segments s to `seen_until`.
+    seen_from, seen_until = segments[:, None, :], batch.get("seen_until", segments)[:, None, :]
+    query_segments = segments[:, :, None]
+    blocks = ((seen_from <= query_segments) & (query_segments <= seen_until) & causal)[:, None]  # [B, 1, S, S]
     if implementation == "eager":
         dtype = next(module.parameters()).dtype
         return {"attention_mask": torch.zeros_like(blocks, dtype=dtype).masked_fill(~blocks, torch.finfo(dtype).min)}
@@ -190,7 +192,7 @@ def attend_to_segments(
     """
     rows, heads, size, width = query.shape
     groups = heads // key.size(1)
-    query, key, value = (one.transpose(1, 2).reshape(rows * size, -1, width) for one in (query, key, value))
+    query, key, value = (tensor.transpose(1, 2).reshape(rows * size, -1, width) for tensor in (query, key, value))
     key_bounds = bounds
     if paths is not None:
         # Not index_select, whose gradient is added up in another order each time on a GPU.
@@ -221,7 +223,7 @@ def attend_to_segments(
         if begin == end:  # all tokens of the segment were dropped
             continue
         q = query[begin:end].transpose(0, 1)[None]
-        k, v = (repeat_kv(one[first:last].transpose(0, 1)[None], groups) for one in (key, value))
+        k, v = (repeat_kv(tensor[first:last].transpose(0, 1)[None], groups) for tensor in (key, value))
         shared = last - first - (end - begin)
         mask = torch.ones(end - begin, last - first, dtype=torch.bool, device=q.device).tril(shared) if shared else None
         if last - first <= _SHORT and q.device.type == "cpu" and q.dtype in _KERNEL_DTYPES:
@@ -245,21 +247,29 @@ def whole_segments(batch: Batch) -> torch.Tensor:
 
 
 def own_places(batch: Batch, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which of some places in the B x S tokens of whole rows are in a rank's part, bool, and where these are in
-    the part's B x S / P.
+    """Return which places are in this rank's part of the rows, and where in it.
+
+    Args:
+        batch: whose `part`, if it has one, is this rank's number among P, and P.
+        places: indices in the B x S tokens of whole rows, row by row [N].
+
+    Returns:
+        Whether each place is in the part, bool [N]; and of those that are, the indices in its B x S / P tokens.
     """
     if "part" not in batch:
         return torch.ones_like(places, dtype=torch.bool), places
     size, (part, parts) = whole_segments(batch).size(1), batch["part"].tolist()
     length = size // parts
     column = places % size - part * length
-    mine = (column >= 0) & (column < length)
-    return mine, (places // size * length + column)[mine]
+    is_in_part = (column >= 0) & (column < length)
+    return is_in_part, (places // size * length + column)[is_in_part]
 
 
 def of_whole_rows(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return what is known of samples, of what each rank found in its part of their rows: the sum. A collective where
-    there are parts. Each rank makes the same loss of it, P of them in all, of which each has gradients for its part.
+    """Return the sum of values of samples over the P ranks that hold parts of their rows; a collective if there are.
+
+    Every rank then computes the same loss, and the mean of their gradients is taken. So the gradient goes to this
+    rank's own values alone, P times: the mean over the ranks is what one rank with whole rows would have.
     """
     if "part" not in batch:
         return values

@@ -41,13 +41,15 @@ class BaseModel:
 def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
     """Return what identifies a model, as loaded from `path`. A collective under ZeRO-3, and of stages of a pipeline."""
     # Not the head of a classifier, which is made for training.
-    parameters = sorted((one for one in model.named_parameters() if one[0] != SCORE), key=lambda one: one[0])
+    parameters = sorted(
+        ((name, parameter) for name, parameter in model.named_parameters() if name != SCORE), key=lambda named: named[0]
+    )
     indices = torch.linspace(0, len(parameters) - 1, min(_PARAMETERS, len(parameters))).round().long().tolist()
     chosen = [parameters[index] for index in dict.fromkeys(indices)]  # from the first to the last
     numbers = {name: fingerprint_of(parameter) for name, parameter in chosen}
     if any(parameter.is_meta for _, parameter in parameters):  # which another stage holds
         for part in process_group.gather(numbers):
-            numbers |= {name: found for name, found in part.items() if found}
+            numbers |= {name: fingerprint for name, fingerprint in part.items() if fingerprint}
     return BaseModel(secrets.hide(str(path.absolute())), numbers)
 
 
@@ -55,18 +57,18 @@ def fingerprint_of(parameter: torch.Tensor) -> list[float]:
     """Return some of a parameter's numbers, from all over it; none of an empty one. A collective of divided experts."""
     if parameter.is_meta:
         return []
-    if found := getattr(parameter, "fingerprint", None):  # of one in 4 bits, as it was before
-        return list(found)
+    if fingerprint := getattr(parameter, "fingerprint", None):  # of one in 4 bits, as it was before
+        return list(fingerprint)
     part, count = process_group.part_of(parameter)
     with weights.full_params([parameter]):
         flat = parameter.detach().flatten()
         size = flat.numel()
         indices = torch.linspace(0, size * count - 1, _NUMBERS, dtype=torch.float64).long().tolist()
-        found = {index: float(flat[index % size]) for index in indices if index // size == part}
+        numbers = {index: float(flat[index % size]) for index in indices if index // size == part}
     if count > 1:  # of experts, some on each rank
-        for others in process_group.gather(found):
-            found |= others
-    return [found[index] for index in indices]
+        for others in process_group.gather(numbers):
+            numbers |= others
+    return [numbers[index] for index in indices]
 
 
 def read_base(folder: Path) -> BaseModel | None:
@@ -78,18 +80,18 @@ def read_base(folder: Path) -> BaseModel | None:
         return BaseModel(**json_object(file, ModelError))
 
 
-def check_base(known: BaseModel, found: BaseModel, folder: object) -> None:
-    """Reject a model, `found`, that is not `known`, the one that was trained on; `folder`: what was trained."""
-    for name in known.numbers:
-        check_numbers(known, name, found.numbers.get(name, []), found.path, folder)
+def check_base(expected: BaseModel, actual: BaseModel, folder: object) -> None:
+    """Reject a model, `actual`, that is not `expected`, the one that was trained on; `folder`: what was trained."""
+    for name in expected.numbers:
+        check_numbers(expected, name, actual.numbers.get(name, []), actual.path, folder)
 
 
-def check_numbers(known: BaseModel, name: str, found: list[float], path: object, folder: object) -> None:
-    """Reject a model of which one parameter differs; see `check_base`. `found`: its `fingerprint_of`."""
-    numbers = known.numbers[name]
-    if len(found) != len(numbers) or any(
-        not abs(one - other) <= _ROUNDING * max(abs(one), abs(other)) + 1e-6
-        for one, other in zip(numbers, found, strict=True)
+def check_numbers(expected: BaseModel, name: str, numbers: list[float], path: object, folder: object) -> None:
+    """Reject a model of which one parameter differs; see `check_base`. `numbers`: its `fingerprint_of`."""
+    expected_numbers = expected.numbers[name]
+    if len(numbers) != len(expected_numbers) or any(
+        not abs(wanted - number) <= _ROUNDING * max(abs(wanted), abs(number)) + 1e-6
+        for wanted, number in zip(expected_numbers, numbers, strict=True)
     ):
         raise ModelError(
             "{folder} was trained on another model than {path}: {name} differs. It was trained on {known}; set "
@@ -97,33 +99,33 @@ def check_numbers(known: BaseModel, name: str, found: list[float], path: object,
             folder=folder,
             path=path,
             name=name,
-            known=known.path,
+            known=expected.path,
         )
 
 
-def find_base(folder: Path, given: str = "") -> Path:
-    """Return the base of an adapter or checkpoint with base.json: `given`, or if "" where it was, or in its run."""
-    known = read_base(folder)
-    recorded = given or ("" if known is None else known.path)
-    near = [] if given else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
-    for path in [*([Path(recorded)] if recorded else []), *near]:
-        if (path / "config.json").is_file():
-            return path
+def find_base(folder: Path, override: str = "") -> Path:
+    """Return the base of an adapter or checkpoint with base.json: `override`, or if "" where it was, or in its run."""
+    base = read_base(folder)
+    path = override or ("" if base is None else base.path)
+    near = [] if override else [parent / RUN_BASE for parent in folder.absolute().parents[:4]]
+    for candidate in [*([Path(path)] if path else []), *near]:
+        if (candidate / "config.json").is_file():
+            return candidate
     raise BaseMissing(
         "the base model of {folder} was not found: {path}. Name its directory: toolkit export-model PATH base=DIR "
         "output=OUT writes an adapter that records it; toolkit generate, chat and eval take model.path=DIR "
         "adapter={folder}.",
         folder=folder,
-        path=recorded or "?",
+        path=path or "?",
     )
 
 
 def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
     """Return the numbers of the base in memory, without quantised or divided ones. A collective under ZeRO-3."""
-    known, found = model.tuned.base.numbers, {}
+    recorded, numbers = model.tuned.base.numbers, {}
     for name, parameter in model.named_parameters():
         of_base = name.replace(".base_layer", "").replace(".original_module", "")
         is_its_own = parameter.is_floating_point() and not process_group.is_part(parameter)
-        if of_base in known and is_its_own and not parameter.requires_grad:
-            found[of_base] = fingerprint_of(parameter)
-    return found
+        if of_base in recorded and is_its_own and not parameter.requires_grad:
+            numbers[of_base] = fingerprint_of(parameter)
+    return numbers

@@ -13,14 +13,14 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 OLDER = "past_key_values"
-CACHE = "cache" if "cache" in {one.name for one in fields(CausalLMOutputWithPast)} else OLDER
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else OLDER
 """The name here, of an argument and of an output."""
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Cache | None:
     """Return the cache among the arguments of a forward pass, by either name; None if there is none."""
-    found: Cache | None = arguments.get(CACHE)
-    return arguments.get(OLDER) if found is None else found
+    cache: Cache | None = arguments.get(CACHE)
+    return arguments.get(OLDER) if cache is None else cache
 
 
 def num_cached(arguments: Mapping[str, Any]) -> int:

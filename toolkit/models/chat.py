@@ -95,7 +95,7 @@ def fit_tokenizer(
             clean_up_tokenization_spaces=False,
         ).save_pretrained(building)
 
-    build_once(target, build, lambda found: (found / "tokenizer.json").is_file())
+    build_once(target, build, lambda built: (built / "tokenizer.json").is_file())
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(target, local_files_only=True)
     return tokenizer
 
@@ -108,7 +108,7 @@ def load_tokenizer(
     `path` is an official ChatGLM directory, or one in transformers' layout; `family` auto is found in the files. With a
     `chat_template` (Jinja) special tokens in the texts of an official tokenizer are parsed.
     """
-    families = [known.value for known in schema.Family]
+    families = [member.value for member in schema.Family]
     if family not in families:
         raise ModelError("unknown model.family '{family}'. Known: {known}.", family=family, known=", ".join(families))
     folder, family = Path(path), schema.Family(family)
@@ -136,9 +136,9 @@ def load_tokenizer(
         # In what was saved here its own template counts, of training with model.chat_template; officially the family's.
         # Exports of earlier versions begin without what servers need.
         bare = (text.removeprefix(formats.SERVED_TURNS.get(kind, "")) for kind, text in formats.TEMPLATES.items())
-        own = (*formats.TEMPLATES.values(), *bare, tokenizer.own_template, None)
+        default_templates = (*formats.TEMPLATES.values(), *bare, tokenizer.own_template, None)
         is_saved = vocabulary.parent != folder or tokenizer.family is schema.Family.chatglm
-        if is_saved and (saved := directory.saved_template(folder)) not in own:
+        if is_saved and (saved := directory.saved_template(folder)) not in default_templates:
             tokenizer.chat_template, tokenizer.split_special_tokens = saved, False
     if chat_template:
         use_template(tokenizer, chat_template)
@@ -161,23 +161,23 @@ def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokeniz
         )
     from toolkit.models.chatglm import tokenizers
 
-    found = tokenizers.family_of(vocabulary)
+    detected = tokenizers.family_of(vocabulary)
     shared = {schema.Family.chatglm2, schema.Family.chatglm3, schema.Family.auto}
-    if family not in (schema.Family.auto, found) and not {family, found} <= shared:
+    if family not in (schema.Family.auto, detected) and not {family, detected} <= shared:
         raise ModelError(
             "model.family = {family}, but {file} is the vocabulary of {found}.",
             family=family.value,
             file=vocabulary,
-            found=found.value,
+            found=detected.value,
         )
-    known = found if family is schema.Family.auto else family
-    if known is schema.Family.chatglm:
+    resolved = detected if family is schema.Family.auto else family
+    if resolved is schema.Family.chatglm:
         return tokenizers.ChatGLMTokenizer(vocabulary, tokenizers.image_tokens(vocabulary))
     # Undecided: ChatGLM3's special tokens are ChatGLM2's and four more.
     return tokenizers.GlmTokenizer(
-        schema.Family.chatglm3 if known is schema.Family.auto else known,
+        schema.Family.chatglm3 if resolved is schema.Family.auto else resolved,
         vocabulary,
-        has_chat_format=known is not schema.Family.auto,
+        has_chat_format=resolved is not schema.Family.auto,
     )
 
 
@@ -268,7 +268,7 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
     settings = json.loads(backend.to_str()) if backend is not None else {}
     model = settings.get("model", {})
     # Versions of tokenizers write a merge as "a b" or as ["a", "b"].
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model.get("merges", [])]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", [])]
     is_own = getattr(tokenizer, "has_own_template", False)
     parts = {
         "vocabulary": [tokenizer.get_vocab(), merges],
@@ -278,7 +278,7 @@ def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
         "special tokens": [
             # transformers 4 lists here what is among the added tokens, too.
             {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)},
-            [[place, str(token), token.special] for place, token in sorted(tokenizer.added_tokens_decoder.items())],
+            [[index, str(token), token.special] for index, token in sorted(tokenizer.added_tokens_decoder.items())],
         ],
         "chat template": tokenizer.family.value if is_own else tokenizer.chat_template,
     }

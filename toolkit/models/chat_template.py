@@ -55,14 +55,14 @@ def _called(name: str) -> dict[str, Any]:
 _TOOLS: list[Any] = [{"type": "function", "function": {"name": _WORD, "description": "?", "parameters": {}}}]
 _RESULT = {"role": "tool", "content": _WORD, "tool_call_id": "call00000"}
 _LOOP = [_PROBE[0], _called(_WORD), _RESULT, _PROBE[1]]
-_PLACES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
+_FEATURES: dict[str, tuple[list[dict[str, Any]], list[Any] | None]] = {
     "system": ([{"role": "system", "content": _WORD}, _PROBE[0]], None),
     "tools": (_PROBE[:1], _TOOLS),
     "tool_calls": ([_PROBE[0], _called(_WORD)], None),
     "tool": ([_PROBE[0], _called("other"), _RESULT], None),
     "text": ([_PROBE[0], {**_called("other"), "content": _WORD}], None),
 }
-"""What a conversation may have -> one that has it; a template that does not write `_WORD` there has no place for it."""
+"""What a conversation may have -> an example, with its tools: a template that does not write `_WORD` would lose it."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which templates read the reasoning of an answer."""
 MODES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable_thinking": True})
@@ -148,29 +148,29 @@ class TemplateChatEncoder:
         self.render(_PROBE[:1], None, add_generation_prompt=False)
         self.turn_marks = self._turn_marks()
         answered = [[_PROBE[0], {**_PROBE[1], key: _WORD}] for key in _REASONING]
-        keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._has_place(chat, None))
+        keys = (key for key, chat in zip(_REASONING, answered, strict=True) if self._writes_word(chat, None))
         self.reasoning_key = next(keys, None)
-        self.missing = {name for name, place in _PLACES.items() if not self._has_place(*place)}
-        if not self._has_place([{"role": "user", "content": _WORD}], None):
+        self.missing = {name for name, (chat, tools) in _FEATURES.items() if not self._writes_word(chat, tools)}
+        if not self._writes_word([{"role": "user", "content": _WORD}], None):
             raise ModelError(
                 "The chat template of '{name}' does not write what the user says, which messages have under "
                 "`content`. Give another: model.chat_template=FILE.",
                 name=self.tokenizer.name_or_path,
             )
-        self._probe()
+        self._look_at_answers()
 
     def _look_at_texts(self) -> None:
         """Find out what the tokenizer itself puts around a text."""
         bos = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else None
         texts = ((_WORD, True), (_WORD, False), ((bos or "") + _WORD, False))
-        whole, bare, before = (
+        wrapped, bare, with_bos = (
             list(self.tokenizer(text, add_special_tokens=adds, verbose=False)["input_ids"]) for text, adds in texts
         )
-        start = next((n for n in reversed(range(len(whole) + 1)) if whole[n : n + len(bare)] == bare), 0)
-        self.before_text = whole[:start]
-        self.after_text: Sequence[int] = whole[start + len(bare) :]
+        start = next((n for n in reversed(range(len(wrapped) + 1)) if wrapped[n : n + len(bare)] == bare), 0)
+        self.before_text = wrapped[:start]
+        self.after_text: Sequence[int] = wrapped[start + len(bare) :]
         # Texts had a BOS by add_bos_token and nothing else, so caches of other tokenizers are built again.
-        self.text_key: Sequence[int] = whole if whole != before else ()
+        self.text_key: Sequence[int] = wrapped if wrapped != with_bos else ()
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Encoded:
         """Return ids and mask of one conversation; see `toolkit.data.tokenize_workers.ChatEncoder`."""
@@ -187,8 +187,8 @@ class TemplateChatEncoder:
         texts: list[str] = []
         spans: list[list[Span]] = []
         with time_limit(_RENDERING_S):  # of all, so that that of each costs less
-            for messages, given in zip(conversations, tools or [None] * len(conversations), strict=True):
-                text, trained = self._located_in(messages, self.shield.cover(given))
+            for messages, chat_tools in zip(conversations, tools or [None] * len(conversations), strict=True):
+                text, trained = self._text_and_spans(messages, self.shield.cover(chat_tools))
                 texts.append(text)
                 spans.append(trained)
         try:
@@ -198,15 +198,16 @@ class TemplateChatEncoder:
                 raise
             raise RowError(tr("the tokenizer fails on the text: {reason}", reason=reason_of(error))) from error
         begins = (self.before_text if messages[0]["role"] == "text" else [] for messages in conversations)
-        return [(own + ids, [False] * len(own) + mask) for own, (ids, mask) in zip(begins, encoded, strict=True)]
+        pairs = zip(begins, encoded, strict=True)
+        return [(prefix + ids, [False] * len(prefix) + mask) for prefix, (ids, mask) in pairs]
 
-    def _located_in(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+    def _text_and_spans(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return the text of a conversation, or of plain text, and the spans that are trained."""
         if isinstance(messages, _Part):
-            return self._spans(messages.given, tools, messages.text)
-        messages = self._given(messages)
+            return self._trained_spans(messages.shielded, tools, messages.text)
+        messages = self._for_template(messages)
         if messages[0]["role"] != "text":
-            return self._spans(messages, tools)
+            return self._trained_spans(messages, tools)
         text = f"{messages[0]['content']}{self.tokenizer.eos_token}"
         return text, [(0, len(text))]
 
@@ -220,26 +221,26 @@ class TemplateChatEncoder:
         if wanted in ([], [len(messages) - 1]):
             return [messages]
         merged = {index for index in wanted if self._merges(messages[index])}
-        is_rewritten = self.rewrites or (self.rewrites_reasoning and any(map(_reasons, messages)))
+        is_rewritten = self.rewrites or (self.rewrites_reasoning and any(map(_has_reasoning, messages)))
         if not is_rewritten and merged <= {wanted[-1]}:
             return [messages]
-        given, tools = self._given(messages), self.shield.cover(tools)
-        texts = {index: self.render(given[: index + 1], tools, add_generation_prompt=False) for index in wanted}
-        found: list[Sequence[Message]] = []
+        shielded, tools = self._for_template(messages), self.shield.cover(tools)
+        texts = {index: self.render(shielded[: index + 1], tools, add_generation_prompt=False) for index in wanted}
+        parts: list[Sequence[Message]] = []
         while wanted:
             last = wanted[-1]
-            kept = [
+            included = [
                 index
                 for index in wanted
-                if index == last or (index not in merged and self._stop(texts[last], texts[index]) is not None)
+                if index == last or (index not in merged and self._answer_end(texts[last], texts[index]) is not None)
             ]
-            wanted = [index for index in wanted if index not in kept]
-            marked, covered = (
-                [{**message, "loss": i in kept} for i, message in enumerate(form[: last + 1])]
-                for form in (messages, given)
+            wanted = [index for index in wanted if index not in included]
+            marked, marked_shielded = (
+                [{**message, "loss": index in included} for index, message in enumerate(chat[: last + 1])]
+                for chat in (messages, shielded)
             )
-            found.insert(0, _Part(marked, covered, texts[last]))
-        return found
+            parts.insert(0, _Part(marked, marked_shielded, texts[last]))
+        return parts
 
     def _merges(self, message: Message) -> bool:
         """Whether the tokenizer would merge an answer with the prompt before it, as far as its text begins it."""
@@ -251,36 +252,38 @@ class TemplateChatEncoder:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
         """Return the ids that generation starts from."""
-        text = self.render(self._given(messages), self.shield.cover(tools), add_generation_prompt=True)
+        text = self.render(self._for_template(messages), self.shield.cover(tools), add_generation_prompt=True)
         return self.span_tokenizer.encode_many([text], [[]])[0][0]
 
-    def _given(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def _for_template(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages as the template gets them: control strings covered, the reasoning under its key."""
         key = self.reasoning_key
         if key not in (None, "reasoning_content"):
             messages = [{key if name == "reasoning_content" else name: m[name] for name in m} for m in messages]
         return self.shield.cover(messages)
 
-    def _has_place(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
-        """Return whether the template writes `_WORD` of a conversation, or rejects it, which is told of each row."""
+    def _writes_word(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Return whether the template writes `_WORD`, which a conversation has; also if it rejects that, as such rows
+        are errors of their own.
+        """
         try:
             return _WORD in self.render(messages, tools, add_generation_prompt=False)
         except RowError:
             return True
 
-    def _probe(self) -> None:
+    def _look_at_answers(self) -> None:
         """Look at how the template renders answers; reject marks that are not what generation would write."""
         with suppress(RowError):
-            self.knows_probe = self._compared(_PROBE[:2], None, [1]) is not None
+            self.knows_probe = self._spans_by_comparison(_PROBE[:2], None, [1]) is not None
         reasoned = [[m if m["role"] != "assistant" else {**m, "reasoning_content": "Why."} for m in _PROBE]]
         reasoned += [[{**m, "content": f"<think>\nWhy.\n</think>\n\n{m['content']}"} for m in _PROBE]]
         loops = (_LOOP, [*_LOOP, _PROBE[2], *_LOOP[1:]])
-        divided = [self._divides(_PROBE, None), *(self._divides(loop, _TOOLS) for loop in loops)]
-        self.rewrites_reasoning = any(self._divides(chat, None) for chat in reasoned)
+        divided = [self._is_divided(_PROBE, None), *(self._is_divided(loop, _TOOLS) for loop in loops)]
+        self.rewrites_reasoning = any(self._is_divided(chat, None) for chat in reasoned)
         self.rewrites = any(divided)
         compared = None
         with suppress(RowError):
-            compared = self._compared(_PROBE, None, [1, 3])
+            compared = self._spans_by_comparison(_PROBE, None, [1, 3])
         if compared is None:
             return
         text, spans = compared
@@ -298,9 +301,10 @@ class TemplateChatEncoder:
             self.frame = asks, endings.pop()
         if not self.has_marks:
             return
-        marked_text, marks = self._marked(_PROBE, None)
+        marked_text, marks = self._text_and_marks(_PROBE, None)
         marked, written = (  # the end token may be unmarked
-            [marked_text[begin:stop].split(self.end)[0].strip() for begin, stop in found] for found in (marks, spans)
+            [marked_text[begin:stop].split(self.end)[0].strip() for begin, stop in answer_spans]
+            for answer_spans in (marks, spans)
         )
         if marked != written:
             raise ModelError(
@@ -311,7 +315,8 @@ class TemplateChatEncoder:
                 written=written,
             )
 
-    def _divides(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+    def _is_divided(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+        """Whether `divide` makes several samples of a conversation; False if the template rejects it."""
         try:
             return len(self.divide(messages, tools)) > 1
         except RowError:
@@ -323,10 +328,10 @@ class TemplateChatEncoder:
         answer = _PROBE[1]["content"]
 
         def between(role: str) -> list[str]:
-            said = self.render([*_PROBE[:2], {"role": role, "content": "Two?"}], None, False)
-            rest = said.partition(answer)[2].partition("Two?")[0]
-            if (found := added.match(rest)) and found[0] != self.end:
-                self.ends.add(found[0])
+            rendered = self.render([*_PROBE[:2], {"role": role, "content": "Two?"}], None, False)
+            rest = rendered.partition(answer)[2].partition("Two?")[0]
+            if (mark := added.match(rest)) and mark[0] != self.end:
+                self.ends.add(mark[0])
             return added.findall(rest)
 
         marks: set[str] = set()
@@ -352,48 +357,48 @@ class TemplateChatEncoder:
         for role in ("user", "tool"):
             with suppress(RowError):
                 after = self.render([*_PROBE[:2], {**_RESULT, "role": role}], None, False).partition(answer)[2]
-                stop = self._stop(after, ending)
+                stop = self._answer_end(after, ending)
                 leads.add(self.shield.control_at(after, stop or 0))
         if not is_same or "" in leads:
             return None
-        given = self.tokenizer.chat_template
-        templates = {self.template, *(given.values() if isinstance(given, dict) else ())}
+        chat_template = self.tokenizer.chat_template
+        templates = {self.template, *(chat_template.values() if isinstance(chat_template, dict) else ())}
         trees = [compiled(template).environment.parse(template) for template in templates]
         return Openings(openings, leads, {self.end, *self.ends}, trees)
 
-    def _located(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int], known: str
+    def _spans_by_openings(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int], rendered: str
     ) -> tuple[str, list[Span]] | None:
-        """Return what `_compared` does, in one rendering where it is known to find the same."""
+        """Return what `_spans_by_comparison` does, in one rendering where the two have agreed on such conversations."""
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if self.openings is None or not set(wanted) <= set(answers):
-            return self._compared(messages, tools, wanted)
-        text = known or self.render(messages, tools, add_generation_prompt=False)
+            return self._spans_by_comparison(messages, tools, wanted)
+        text = rendered or self.render(messages, tools, add_generation_prompt=False)
         spans = self.openings.find(messages, text)
         if spans is None:
-            return self._compared(messages, tools, wanted)
-        found = text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]
+            return self._spans_by_comparison(messages, tools, wanted)
+        located = text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]
         forms = self.openings.forms(messages, tools, self.reasoning_key)
         if forms <= self.openings.trusted:
-            return found
-        compared = self._compared(messages, tools, wanted)
-        if compared == found:
+            return located
+        compared = self._spans_by_comparison(messages, tools, wanted)
+        if compared == located:
             self.openings.trust(forms)
         return compared
 
-    def _spans(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, known: str = ""
+    def _trained_spans(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, rendered: str = ""
     ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, which may be `known`, and the spans of its trained messages."""
+        """Return a conversation's text, which may be `rendered` already, and the spans of its trained messages."""
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         is_plain = all(len(message) == 2 and message["role"] != "tool" for message in messages)
         if not is_plain:
-            self._check_places(messages)
-        found = self._marked_spans(messages, tools, wanted) if self.has_marks else None
-        found = found or self._located(messages, tools, wanted, known)
-        if found is None:
-            raise self._rewritten(messages, wanted)
-        text, spans = found
+            self._check_nothing_is_lost(messages)
+        located = self._spans_by_marks(messages, tools, wanted) if self.has_marks else None
+        located = located or self._spans_by_openings(messages, tools, wanted, rendered)
+        if located is None:
+            raise self._untrainable_error(messages, wanted)
+        text, spans = located
         for index, (begin, stop) in zip(wanted, spans, strict=True):
             self._check_written(messages[index], index, text[begin:stop])
         is_plain = is_plain and not any("</think>" in messages[index]["content"] for index in wanted)
@@ -408,7 +413,7 @@ class TemplateChatEncoder:
         """
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         parts = [message["content"].rpartition("</think>")[2].strip()]
-        parts += [str(name) for one in functions for name in (one["name"], *one["arguments"])]
+        parts += [str(name) for function in functions for name in (function["name"], *function["arguments"])]
         if lost := next((part for part in parts if part not in text and _as_json(part) not in text), ""):
             raise RowError(
                 "message {number}: the chat template of '{name}' writes {text} where the answer has {lost}. Give one "
@@ -419,7 +424,7 @@ class TemplateChatEncoder:
                 lost=repr(shortened(lost, _EXCERPT_CHARS)),
             )
 
-    def _check_places(self, messages: Sequence[Message]) -> None:
+    def _check_nothing_is_lost(self, messages: Sequence[Message]) -> None:
         """Raise a RowError for what the template would not write."""
         for number, message in enumerate(messages, start=1):
             calls, has = message.get("tool_calls"), set()
@@ -445,10 +450,10 @@ class TemplateChatEncoder:
                     what=kinds[lost],
                 )
 
-    def _rewritten(self, messages: Sequence[Message], wanted: Sequence[int]) -> Exception:
-        """Return why the trained answers of a conversation cannot be found in its text."""
+    def _untrainable_error(self, messages: Sequence[Message], wanted: Sequence[int]) -> Exception:
+        """Return the error that says why the trained answers of a conversation cannot be found in its text."""
         for index in wanted:
-            if not _reasons(messages[index]) and (asks := self._asks_for_reasoning(messages[:index])):
+            if not _has_reasoning(messages[index]) and (asks := self._asks_for_reasoning(messages[:index])):
                 return RowError(
                     "message {number}: the chat template's prompt for an answer ends with {asks}, which asks for "
                     "reasoning, and the answer has none. Write it into its `reasoning_content`, or give a template "
@@ -509,22 +514,24 @@ class TemplateChatEncoder:
             other = {**message, "content": f"{block[0] if block else ''}\ufdd2"}
             rendered = self.render([*messages[:index], other, *messages[index + 1 :]], tools, False)
             pairs = enumerate(zip(text[begin:stop], rendered[begin:], strict=False))
-            begin += next((offset for offset, (one, another) in pairs if one != another), 0)
+            begin += next((offset for offset, (char, other_char) in pairs if char != other_char), 0)
         if self.ends and self.end not in text[begin:stop]:
             stop += len(next((end for end in self.ends if text.startswith(end, stop)), ""))
         return begin, stop
 
-    def _compared(
+    def _spans_by_comparison(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int]
     ) -> tuple[str, list[Span]] | None:
-        """Return a conversation's text and the spans of `wanted`; None if it rewrites turns."""
+        """Return a conversation's text and the spans of `wanted`; None if the template writes turns otherwise once
+        others follow. Each answer lies between the rendering of what precedes it and that which ends with it.
+        """
         rendered = self.render(messages, tools, add_generation_prompt=False)
         spans = []
         for index in wanted:
             last = index == len(messages) - 1
             after = rendered if last else self.render(messages[: index + 1], tools, add_generation_prompt=False)
-            stop = self._stop(rendered, after)
-            begin = None if stop is None else self._begin(messages[index], after)
+            stop = self._answer_end(rendered, after)
+            begin = None if stop is None else self._answer_begin(messages[index], after)
             if stop is not None and begin is None:
                 begin = self._prompt_length(messages[:index], tools, rendered, messages[index]["role"] == "assistant")
             if stop is None or begin is None:
@@ -532,7 +539,7 @@ class TemplateChatEncoder:
             spans.append((begin, stop))
         return rendered, spans
 
-    def _stop(self, text: str, after: str) -> int | None:
+    def _answer_end(self, text: str, after: str) -> int | None:
         """Return where a text that ends with an answer stops in a longer one, None if it is written otherwise there.
         Phi-3's template writes an end token after the last answer only.
         """
@@ -551,7 +558,7 @@ class TemplateChatEncoder:
                 return len(before)
         return None
 
-    def _begin(self, message: Message, text: str) -> int | None:
+    def _answer_begin(self, message: Message, text: str) -> int | None:
         """Return where the answer begins in the text that ends with it, framed as in the probe; spares a rendering."""
         if not self.frame or message["role"] != "assistant" or message.get("tool_calls"):
             return None
@@ -560,26 +567,28 @@ class TemplateChatEncoder:
         is_framed = begin >= 0 and text.endswith(message["content"] + ending) and text.endswith(asks, 0, begin)
         return begin if is_framed else None
 
-    def _marked_spans(
+    def _spans_by_marks(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, wanted: Sequence[int]
     ) -> tuple[str, list[Span]] | None:
-        """Return the same by the template's marks; None if they are not of these messages."""
+        """Return a conversation's text and the spans of `wanted` by the template's own marks ({% generation %}); None
+        if these are not of exactly its answers.
+        """
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        text, marks = self._marked(messages, tools)
+        text, marks = self._text_and_marks(messages, tools)
         # A template that joins messages marks fewer answers than there are.
         if len(marks) != len(answers) or not set(wanted) <= set(answers):
             return None
         return text, [mark for index, mark in zip(answers, marks, strict=True) if index in wanted]
 
-    def _marked(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
+    def _text_and_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Return a conversation's text and what the template marks in it."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         bound_templates()
         listed = list(tools) if tools else None
         texts, marks = _rendered(
-            lambda given: render_jinja_template(
-                conversations=[given],
+            lambda conversation: render_jinja_template(
+                conversations=[conversation],
                 tools=listed,
                 chat_template=self.tokenizer.get_chat_template(tools=listed),
                 return_assistant_tokens_mask=True,
@@ -598,8 +607,8 @@ class TemplateChatEncoder:
         listed = list(tools) if tools else None
         template = self.template if listed is None else self.tokenizer.get_chat_template(tools=listed)
         text: str = _rendered(
-            lambda given: compiled(template).render(
-                messages=given,
+            lambda conversation: compiled(template).render(
+                messages=conversation,
                 tools=listed,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -619,9 +628,9 @@ class TemplateChatEncoder:
 class _Part(list[Message]):
     """What `divide` makes of a conversation: messages, the same as the template gets them, and their text."""
 
-    def __init__(self, messages: Sequence[Message], given: Sequence[Message], text: str) -> None:
+    def __init__(self, messages: Sequence[Message], shielded: Sequence[Message], text: str) -> None:
         super().__init__(messages)
-        self.given, self.text = given, text
+        self.shielded, self.text = shielded, text
 
 
 def _as_json(text: str) -> str:
@@ -629,7 +638,7 @@ def _as_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _reasons(message: Message) -> bool:
+def _has_reasoning(message: Message) -> bool:
     return "reasoning_content" in message or "</think>" in message["content"]
 
 

@@ -49,8 +49,8 @@ def read_head(folder: Path) -> Head | None:
     if not file.is_file():
         return None
     with reading(file, ModelError):
-        found = json_object(file, ModelError)
-        return Head(tuple(map(str, found["labels"])), int(found["pad_token_id"]))
+        record = json_object(file, ModelError)
+        return Head(tuple(map(str, record["labels"])), int(record["pad_token_id"]))
 
 
 def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
@@ -85,7 +85,7 @@ def with_head(model: PreTrainedModel, head: Head, seed: int) -> PreTrainedModel:
             architecture=type(model).__name__,
         )
     setattr(scorer, scorer.base_model_prefix, model.base_model)
-    if not all(one.is_meta for one in model.parameters()):  # a stage of a pipeline has some
+    if not all(parameter.is_meta for parameter in model.parameters()):  # a stage of a pipeline has some
         weight = torch.empty(scorer.score.weight.shape)
         weight.normal_(0, getattr(config, "initializer_range", 0.02), generator=torch.Generator().manual_seed(seed))
         scorer.score.weight = nn.Parameter(weight)
@@ -105,30 +105,32 @@ _COLUMNS = ("input_ids", "inputs_embeds", "position_ids", "segment_ids", "cu_seq
 
 def scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Run forward and return the scores of each sample, row by row, float32 `[samples, labels]`."""
-    given = {name: batch[name].to(engine.device, non_blocking=True) for name in _COLUMNS if name in batch}
+    inputs = {name: batch[name].to(engine.device, non_blocking=True) for name in _COLUMNS if name in batch}
     model: Any = getattr(engine, "module", engine)
     places = _last_places(batch, model.config.pad_token_id)
-    mine, own = attention.own_places(batch, places)
-    ends, own = (one.to(engine.device, non_blocking=True) for one in (mine.nonzero()[:, 0], own))
+    is_in_part, local_places = attention.own_places(batch, places)
+    local_samples = is_in_part.nonzero()[:, 0].to(engine.device, non_blocking=True)
+    local_places = local_places.to(engine.device, non_blocking=True)
     layer, size = _score_layer(model), batch["input_ids"].shape
-    own_forward = layer.forward
+    score_forward = layer.forward
 
     def answer(states: torch.Tensor) -> torch.Tensor:
         """Return the scores of all samples in place of each token's, of which the model takes one."""
-        found: torch.Tensor = own_forward(states.flatten(0, 1).index_select(0, own))
+        local_scores: torch.Tensor = score_forward(states.flatten(0, 1).index_select(0, local_places))
         # Of a part of rows some samples end elsewhere.
-        found = found.new_zeros(len(places), found.size(-1)).index_copy(0, ends, found)
-        return found.view(1, 1, -1).expand(*size, -1)
+        all_scores = local_scores.new_zeros(len(places), local_scores.size(-1))
+        all_scores = all_scores.index_copy(0, local_samples, local_scores)
+        return all_scores.view(1, 1, -1).expand(*size, -1)
 
-    if "inputs_embeds" in given:  # of the stage before: there are no ids in which transformers could find the places
-        found = answer(loss.hidden_states(model, given))[0, 0]
+    if "inputs_embeds" in inputs:  # of the stage before: there are no ids in which transformers could find the places
+        flat_scores = answer(loss.hidden_states(model, inputs))[0, 0]
     else:
         layer.forward = answer
         try:
-            found = loss.logits_of(engine, given)[0]
+            flat_scores = loss.logits_of(engine, inputs)[0]
         finally:
             del layer.forward
-    return attention.of_whole_rows(found.view(len(places), -1).float(), batch)
+    return attention.of_whole_rows(flat_scores.view(len(places), -1).float(), batch)
 
 
 def token_scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
@@ -136,13 +138,13 @@ def token_scores(engine: Any, batch: attention.Batch) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     layer = _score_layer(getattr(engine, "module", engine))
     hook = layer.register_forward_hook(lambda _, __, output: seen.append(output.detach().clone()))
-    given = {name: batch[name].to(engine.device) for name in _COLUMNS if name in batch}
+    inputs = {name: batch[name].to(engine.device) for name in _COLUMNS if name in batch}
     try:
         with probe.evaluating(engine):
-            if "inputs_embeds" in given:
-                layer(loss.hidden_states(engine, given))
+            if "inputs_embeds" in inputs:
+                layer(loss.hidden_states(engine, inputs))
             else:
-                loss.logits_of(engine, given)
+                loss.logits_of(engine, inputs)
     finally:
         hook.remove()
     return seen[0].float()

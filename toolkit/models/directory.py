@@ -230,8 +230,8 @@ def _check_code_is_inside(folder: Path, config: dict[str, Any], *, is_run: bool)
     names = []
     for keys, text in _texts(config):
         if is_run and "auto_map" in keys:
-            found = re.fullmatch(r"(\w+)\.\w+", text)
-            names += [text] if found is None or found[1] not in modules else []
+            match = re.fullmatch(r"(\w+)\.\w+", text)
+            names += [text] if match is None or match[1] not in modules else []
         elif "/" in text and any("_implementation" in key for key in keys):
             names.append(text)
     if names:
@@ -522,19 +522,19 @@ def _growth(step: Any) -> float:
     """Return how many times longer a step of a tokenizer can make a text, as far as its settings tell."""
     if not isinstance(step, dict):
         return 1.0
-    found = 1.0
+    growth = 1.0
     inner_steps = step.get("normalizers") or step.get("decoders")
     for inner in inner_steps if isinstance(inner_steps, list) else []:
-        found = min(found * _growth(inner), 1e9)  # some hundred of them would overflow
+        growth = min(growth * _growth(inner), 1e9)  # some hundred of them would overflow
     if step.get("type") == "Replace":
         pattern = step.get("pattern")
         text = pattern.get("String") if isinstance(pattern, dict) else None
         matched = len(text.encode()) if isinstance(text, str) else 1  # an expression may match a single character
         content = len(str(step.get("content", "")).encode())
-        found *= max(1.0, content / matched if matched else content + 1.0)
+        growth *= max(1.0, content / matched if matched else content + 1.0)
     elif step.get("type") == "Prepend":
-        found *= 1.0 + len(str(step.get("prepend", "")))
-    return found
+        growth *= 1.0 + len(str(step.get("prepend", "")))
+    return growth
 
 
 def official_vocabulary(folder: Path) -> Path | None:

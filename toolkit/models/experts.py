@@ -39,7 +39,7 @@ def keep_interface(model: nn.Module) -> None:
 
 def names_of(model: PreTrainedModel) -> set[str]:
     """Return the names of the matrices of a model's routed experts, each of all experts of a layer."""
-    return {name for name, one in model.named_parameters() if is_stacked(name, one)}
+    return {name for name, parameter in model.named_parameters() if is_stacked(name, parameter)}
 
 
 def is_stacked(name: str, parameter: nn.Parameter) -> bool:
@@ -49,7 +49,7 @@ def is_stacked(name: str, parameter: nn.Parameter) -> bool:
 
 def parameters_of(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """Return the parameters of a model's routed experts, biases included."""
-    return {name: one for name, one in model.named_parameters() if re.match(mesh.EXPERTS, name)}
+    return {name: parameter for name, parameter in model.named_parameters() if re.match(mesh.EXPERTS, name)}
 
 
 def mark(parameter: nn.Parameter, group: str) -> nn.Parameter:
@@ -62,8 +62,8 @@ class ExpertLora(ParamWrapper):
     """LoRA of all experts of a layer, which are one tensor, for the module that has it.
 
     peft's own adds both factors' product, as large as all experts, to the tensor in each pass (0.21, ParamWrapper).
-    Here the factors multiply each expert's rows (`_product`). The second one is `[out, rank, E]`; peft's `[out, rank x
-    E]` has its numbers in the same order.
+    Here the factors multiply each expert's rows (`_expert_products`). The second one is `[out, rank, E]`; peft's
+    `[out, rank x E]` has its numbers in the same order.
     """
 
     def forward(self, *args: Any, **options: Any) -> Any:
@@ -72,20 +72,21 @@ class ExpertLora(ParamWrapper):
 
 
 @contextmanager
-def shown_whole(model: PreTrainedModel) -> Iterator[None]:
-    """Let divided experts look as large as all of a layer, so that what LoRA draws does not depend on the ranks, and
-    experts in 4 bits as if they were not.
+def pretend_full_shapes(model: PreTrainedModel) -> Iterator[None]:
+    """Let peft see experts in the shapes of the whole layer, and not divided over ranks or packed into 4 bits.
+
+    So what LoRA draws for them does not depend on the number of ranks. peft reads `ds_shape` where a parameter has one.
     """
     divided = {
-        name: one
-        for name, one in parameters_of(model).items()
-        if process_group.is_expert_part(one) or hasattr(one, "quant_state")
+        name: parameter
+        for name, parameter in parameters_of(model).items()
+        if process_group.is_expert_part(parameter) or hasattr(parameter, "quant_state")
     }
-    for name, one in divided.items():  # what peft reads of partitioned ones
-        one.__dict__["ds_shape"] = torch.Size(process_group.full_shape(name, one))
+    for name, parameter in divided.items():
+        parameter.__dict__["ds_shape"] = torch.Size(process_group.full_shape(name, parameter))
     yield
-    for one in divided.values():
-        del one.__dict__["ds_shape"]
+    for parameter in divided.values():
+        del parameter.__dict__["ds_shape"]
 
 
 def quantize(layer: Any, name: str, device: torch.device) -> Any:
@@ -93,16 +94,16 @@ def quantize(layer: Any, name: str, device: torch.device) -> Any:
     from bitsandbytes import nn as bnb
 
     leaf = name.rpartition(".")[2]
-    whole = getattr(layer, leaf)
-    if whole.numel() >= 1 << 31:
+    matrices = getattr(layer, leaf)
+    if matrices.numel() >= 1 << 31:
         raise ModelError(
             "tuning.method = qlora: {name} has {count} numbers on a rank, and bitsandbytes counts to 2 ** 31. "
             "Divide the experts: parallel.expert.",
             name=name,
-            count=f"{whole.numel():,}",
+            count=f"{matrices.numel():,}",
         )
-    small = bnb.Params4bit(whole.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
-    setattr(layer, leaf, mark(small, whole.group_name) if process_group.is_expert_part(whole) else small)
+    small = bnb.Params4bit(matrices.data, requires_grad=False, compress_statistics=True, quant_type="nf4").to(device)
+    setattr(layer, leaf, mark(small, matrices.group_name) if process_group.is_expert_part(matrices) else small)
     return small
 
 
@@ -113,57 +114,57 @@ def compute_sorted(model: PreTrainedModel) -> bool:
     return is_possible
 
 
-class _QuantizedProduct(torch.autograd.Function):
-    """`_grouped` with frozen matrices in 4 bits, which are expanded once more in the backward pass and not kept."""
+class _QuantizedProducts(torch.autograd.Function):
+    """`_grouped_products` with frozen matrices in 4 bits, dequantized again by the backward pass and not kept."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, packed: Any, groups: "Groups", turned: bool) -> torch.Tensor:
-        ctx.of = packed, groups, turned
-        return _grouped(rows, _expanded(packed, rows.dtype), groups, turned)
+        ctx.operands = packed, groups, turned
+        return _grouped_products(rows, _dequantized(packed, rows.dtype), groups, turned)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        packed, groups, turned = ctx.of
-        found = _grouped(gradients[0], _expanded(packed, gradients[0].dtype), groups, not turned)
-        return found, None, None, None
+        packed, groups, turned = ctx.operands
+        input_gradient = _grouped_products(gradients[0], _dequantized(packed, gradients[0].dtype), groups, not turned)
+        return input_gradient, None, None, None
 
 
-def _expanded(packed: Any, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(packed: Any, dtype: torch.dtype) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
-    found: torch.Tensor = dequantize_4bit(packed.data, packed.quant_state)
-    return found.to(dtype)
+    matrices: torch.Tensor = dequantize_4bit(packed.data, packed.quant_state)
+    return matrices.to(dtype)
 
 
 def attach_lora(model: PreTrainedModel, adapter: str) -> None:
     """Let what peft put around experts be computed as `ExpertLora`; of divided ones, leave this rank's part."""
-    wrapped = [(name, one) for name, one in model.named_modules() if type(one) is ParamWrapper]
-    found = [(name, one) for name, one in wrapped if hasattr(one.get_base_layer(), "has_gate")]
-    if not found or not compute_sorted(model):
+    wrapped = [(name, module) for name, module in model.named_modules() if type(module) is ParamWrapper]
+    expert_layers = [(name, module) for name, module in wrapped if hasattr(module.get_base_layer(), "has_gate")]
+    if not expert_layers or not compute_sorted(model):
         return
-    for name, layer in found:
+    for name, layer in expert_layers:
         base: Any = layer.get_base_layer()
         first: Any = layer.lora_A[adapter]
         second: Any = layer.lora_B[adapter]
         second.weight = nn.Parameter(second.weight.data.unflatten(1, (-1, layer.num_experts)))
         if base.num_experts < layer.num_experts:
             for key, factor in (("lora_A", first), ("lora_B", second)):
-                whole = f"{name}.{key}.{adapter}.weight"
+                factor_name = f"{name}.{key}.{adapter}.weight"
                 part = process_group.part_of(base.get_parameter(layer.parameter_name))
-                own = process_group.take_part(whole, factor.weight.data, *part)
-                factor.weight = mark(nn.Parameter(own.clone()), base.expert_group)
+                rank_part = process_group.take_part(factor_name, factor.weight.data, *part)
+                factor.weight = mark(nn.Parameter(rank_part.clone()), base.expert_group)
             layer.num_experts = base.num_experts
         layer.__class__ = ExpertLora
         base.__dict__.setdefault("lora", {})[layer.parameter_name] = (layer, adapter)
 
 
-def _forward(
+def _sorted_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Return what the experts of each token make of it, weighted and added up, [T, H] of [T, H]. `top_k_index`, [T, K]:
     numbers among all experts, of which `self` has this rank's, ~number of a dropped choice, whose weight [T, K] is 0.
     """
-    choices, own = top_k_index.size(-1), self.num_experts
+    choices, num_local = top_k_index.size(-1), self.num_experts
     elsewhere = getattr(self, "compute_elsewhere", None)
     if elsewhere is None:  # nothing is sent; leaving dropped ones out would cost a wait for the number of the others
         top_k_index = torch.where(top_k_index < 0, ~top_k_index, top_k_index)
@@ -171,7 +172,7 @@ def _forward(
     token = order // choices
     # Rows have no name here: they are freed where they have been copied.
     if elsewhere is None:
-        computed = compute(self, hidden_states[token], Groups(count(chosen, own)), chosen)
+        computed = compute(self, hidden_states[token], Groups(count(chosen, num_local)), chosen)
     else:
         computed = elsewhere(self, hidden_states[token], chosen)
     of_tokens = computed[order.argsort()].view(-1, choices, computed.size(-1)) * top_k_weights.unsqueeze(-1)
@@ -198,30 +199,41 @@ class Groups:
 
 def compute(self: Any, rows: torch.Tensor, groups: Groups, expert: torch.Tensor) -> torch.Tensor:
     """Return what experts make of rows [N, H] in the order of their experts, `expert` [N]; as transformers does."""
-    inner = _product(self, "gate_up_proj" if self.has_gate else "up_proj", rows, groups, expert)
+    inner = _expert_products(self, "gate_up_proj" if self.has_gate else "up_proj", rows, groups, expert)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    outer = _product(self, "down_proj", inner, groups, expert)
+    outer = _expert_products(self, "down_proj", inner, groups, expert)
     return self.post_expert_norm(outer) if getattr(self, "has_post_expert_norm", False) else outer
 
 
-def _product(self: Any, name: str, rows: torch.Tensor, groups: Groups, expert: torch.Tensor) -> torch.Tensor:
-    """Return the product of each row with its expert's matrix, and with what LoRA adds to it."""
+def _expert_products(self: Any, name: str, rows: torch.Tensor, groups: Groups, expert: torch.Tensor) -> torch.Tensor:
+    """Return the product of each row with its expert's matrix, and with what LoRA adds to it.
+
+    Args:
+        self: the module of a layer's experts, as transformers hands it to a function of its interface.
+        name: attribute of the matrices [E, O, I], or [E, I, O] where they are transposed.
+        rows: [N, I], in the order of their experts.
+        groups: how many rows each expert has.
+        expert: the expert of each row [N].
+
+    Returns:
+        [N, O].
+    """
     matrices, turned = getattr(self, name), self.is_transposed
     if hasattr(matrices, "quant_state"):
-        found = _QuantizedProduct.apply(rows, matrices, groups, turned)
+        products = _QuantizedProducts.apply(rows, matrices, groups, turned)
     else:
-        found = _grouped(rows, matrices, groups, turned)
+        products = _grouped_products(rows, matrices, groups, turned)
     layer, adapter = getattr(self, "lora", {}).get(name, (None, ""))
     if layer is not None and not layer.disable_adapters:
         first = layer.lora_A[adapter].weight.unflatten(0, (layer.num_experts, -1))  # [E, rank, I]
         # [E, rank, O] in that order: what the kernel multiplies has one axis of neighbours, in steps of 16 bytes.
         second = layer.lora_B[adapter].weight.permute(2, 1, 0).contiguous()
-        added = _grouped(_grouped(rows, first, groups, False), second, groups, True)
-        found = found + added * layer.scaling[adapter]
-    return found + getattr(self, f"{name}_bias")[expert] if self.has_bias else found
+        added = _grouped_products(_grouped_products(rows, first, groups, False), second, groups, True)
+        products = products + added * layer.scaling[adapter]
+    return products + getattr(self, f"{name}_bias")[expert] if self.has_bias else products
 
 
-def _grouped(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups, turned: bool) -> torch.Tensor:
+def _grouped_products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups, turned: bool) -> torch.Tensor:
     """Return the products of rows [N, I] with matrices [E, O, I], `turned` [E, I, O], each with its group of rows.
 
     Every matrix takes part, also one without a row: its gradient is 0, and all ranks reduce the same.
@@ -236,4 +248,4 @@ def _has_kernel(rows: torch.Tensor) -> bool:
     return rows.is_cuda and rows.dtype is torch.bfloat16 and len(rows) > 0
 
 
-ALL_EXPERTS_FUNCTIONS.register(SORTED, _forward)
+ALL_EXPERTS_FUNCTIONS.register(SORTED, _sorted_forward)

@@ -57,7 +57,7 @@ def apply_tuning(
     method = config.method
     if method is TuningMethod.full:
         return
-    known = base_of(model, base)
+    base_model = base_of(model, base)
     if method is TuningMethod.prompt and getattr(model, "builds_positions", False):
         raise ModelError(
             tr("ChatGLM-6B finds its positions from its tokens, among which a learned prompt has none: use ptuning_v2.")
@@ -68,16 +68,16 @@ def apply_tuning(
         torch.manual_seed(seed)
         if config.adapter:
             folder = Path(config.adapter)
-            found = method_of(read_settings(folder))
-            if found is not (TuningMethod.lora if method is TuningMethod.qlora else method):
+            adapter_method = method_of(read_settings(folder))
+            if adapter_method is not (TuningMethod.lora if method is TuningMethod.qlora else method):
                 raise ConfigError(
                     "tuning.adapter = {folder} is an adapter of tuning={found}, not of tuning={wanted}.",
                     folder=folder,
-                    found=found.value,
+                    found=adapter_method.value,
                     wanted=method.value,
                 )
-            load_adapter(model, folder, known, dropout=config.dropout, ds_config=ds_config)
-            if not all(one.is_contiguous() for one in model.parameters() if one.requires_grad):
+            load_adapter(model, folder, base_model, dropout=config.dropout, ds_config=ds_config)
+            if not all(parameter.is_contiguous() for parameter in model.parameters() if parameter.requires_grad):
                 raise ConfigError(
                     "tuning.adapter = {folder}: with ensure_weight_tying peft computes LoRA of the output layer from "
                     "the numbers of that of the embedding, which DeepSpeed cannot train as one. Merge it (toolkit "
@@ -86,10 +86,10 @@ def apply_tuning(
                 )
         elif method is TuningMethod.freeze:
             freeze(model, config)
-            model.tuned = AdapterState(method, {}, known)
+            model.tuned = AdapterState(method, {}, base_model)
         else:
-            settings = new_settings(model, config, known.path)
-            attach_adapter(model, settings, known, dropout=config.dropout, ds_config=ds_config)
+            settings = new_settings(model, config, base_model.path)
+            attach_adapter(model, settings, base_model, dropout=config.dropout, ds_config=ds_config)
             if method is TuningMethod.prompt:
                 model.soft_prompt.embedding.weight.data.copy_(prompt_tuning.initial_values(model, config, tokenizer))
 

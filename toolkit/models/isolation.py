@@ -30,7 +30,7 @@ def check_isolation(
     a batch where the engine cannot simply be called, such as a pipeline's. `remedy`: what to do where they are not.
     """
     for trunk in (0, 8) if shared else (0,):
-        batch, first, own = isolation_rows(vocab_size, trunk=trunk), 12 + trunk, 20 + trunk
+        batch, first, length_alone = isolation_rows(vocab_size, trunk=trunk), 12 + trunk, 20 + trunk
         remedy = "data.share_prefixes=false" if trunk else remedy
         try:
             logits = forward(batch) if forward is not None else evaluate_logits(engine, batch, device)
@@ -44,7 +44,7 @@ def check_isolation(
                 name=name,
                 reason=str(error).split("\n")[0],
             ) from error
-        after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, trunk:own]
+        after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, trunk:length_alone]
         changes = torch.stack([(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, alone)])
         change = float(changes.max() / after_other.std())
         if not change <= MOST_CHANGE:  # nan too
@@ -60,13 +60,13 @@ def check_isolation(
 
 def evaluate_logits(engine: torch.nn.Module, batch: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the logits of rows in evaluation mode, float32 [B, S, V]. A collective under ZeRO-3."""
-    given = {key: tensor.to(device) for key, tensor in batch.items()}
+    inputs = {key: tensor.to(device) for key, tensor in batch.items()}
     module = getattr(engine, "module", engine)
     with evaluating(engine), torch.compiler.set_stance("force_eager"):  # as in `probe.capture`
         logits: torch.Tensor = engine(
-            input_ids=given["input_ids"],
+            input_ids=inputs["input_ids"],
             use_cache=False,
-            **{"position_ids": given["position_ids"], **attention_arguments(module, given)},
+            **{"position_ids": inputs["position_ids"], **attention_arguments(module, inputs)},
         ).logits
     return logits.float()
 
@@ -76,17 +76,17 @@ def isolation_rows(vocab_size: int, times: int = 1, trunk: int = 0) -> Batch:
     begins with `times` x `trunk` more, the same for all and once in a row.
     """
     trunk, first, second = trunk * times, (12 + trunk) * times, 20 * times
-    width, own = first + second, trunk + second
+    width, length_alone = first + second, trunk + second
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(vocab_size, (3, width), generator=generator)
     ids[:, :trunk] = ids[0, :trunk]
-    ids[1, first:] = ids[2, trunk:own] = ids[0, first:]
+    ids[1, first:] = ids[2, trunk:length_alone] = ids[0, first:]
     segments = torch.ones_like(ids)
     segments[:2, first:] = 2
-    segments[2, own:] = 0
-    positions = torch.cat((torch.arange(first), torch.arange(trunk, own))).repeat(3, 1)
+    segments[2, length_alone:] = 0
+    positions = torch.cat((torch.arange(first), torch.arange(trunk, length_alone))).repeat(3, 1)
     positions[2] = torch.arange(width)
-    bounds = [0, first, width, width + first, 2 * width, 2 * width + own, 3 * width]
+    bounds = [0, first, width, width + first, 2 * width, 2 * width + length_alone, 3 * width]
     batch = {
         "input_ids": ids,
         "segment_ids": segments,
@@ -98,6 +98,6 @@ def isolation_rows(vocab_size: int, times: int = 1, trunk: int = 0) -> Batch:
         batch["seen_until"][:2, :trunk] = 2
         path = torch.cat((torch.arange(first), torch.arange(trunk), torch.arange(first, width)))
         batch["keys"] = torch.cat((path, width + path, torch.arange(2 * width, 3 * width)))
-        seen = torch.tensor([0, first, own, first, own, own, first - trunk])
+        seen = torch.tensor([0, first, length_alone, first, length_alone, length_alone, first - trunk])
         batch["cu_seq_lens_k"] = seen.cumsum(0).int()
     return batch

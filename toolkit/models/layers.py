@@ -55,14 +55,14 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 def tile_mlp(model: nn.Module, pieces: int) -> None:
     """Let feed-forward layers, not experts, take tokens in `pieces`: equal on all ranks, as ZeRO-3 gathers for each."""
-    found = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
-    if not found:
+    mlps = [part for name, part in model.named_modules() if name.endswith(".mlp") and not hasattr(part, "experts")]
+    if not mlps:
         raise ConfigError(
             "kernels.mlp_pieces = {pieces}: {model} has no feed-forward layers that could be divided. Set it to 1.",
             pieces=pieces,
             model=type(model).__name__,
         )
-    for layer in found:
+    for layer in mlps:
         layer.forward = partial(_forward, layer, layer.forward, pieces)
 
 
@@ -80,16 +80,16 @@ class _Tiled(torch.autograd.Function):
         ctx: Any, states: torch.Tensor, mlp_forward: Forward, pieces: int, trained: list[nn.Parameter]
     ) -> torch.Tensor:
         ctx.save_for_backward(states)
-        ctx.given = mlp_forward, pieces, trained
+        ctx.settings = mlp_forward, pieces, trained
         flat = states.flatten(0, -2)  # [tokens, H]
         return torch.cat([mlp_forward(piece) for piece in flat.tensor_split(pieces)]).view(states.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        mlp_forward, pieces, trained = ctx.given
+        mlp_forward, pieces, trained = ctx.settings
         [states] = ctx.saved_tensors
         flat, outer = states.detach().flatten(0, -2), gradients[0].flatten(0, -2)
-        found = []
+        state_gradients = []
         cut = zip(flat.tensor_split(pieces), outer.tensor_split(pieces), strict=True)
         for number, (piece, gradient) in enumerate(cut, start=1):
             for parameter in trained:  # ZeRO hands a gradient on when the last piece is in it (deepspeed 0.19.8)
@@ -98,8 +98,8 @@ class _Tiled(torch.autograd.Function):
             with torch.enable_grad():
                 output = mlp_forward(piece)
             torch.autograd.backward(output, gradient)
-            found.append(piece.grad)
-        return torch.cat(found).view(states.shape), None, None, None
+            state_gradients.append(piece.grad)
+        return torch.cat(state_gradients).view(states.shape), None, None, None
 
 
 def add_neftune(model: PreTrainedModel, alpha: float) -> None:

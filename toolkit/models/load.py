@@ -30,7 +30,7 @@ def load_model(
     *,
     dtype: torch.dtype | str | None = None,
     ds_config: dict[str, Any] | None = None,
-    own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
+    needed_rows: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
     ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> PreTrainedModel:
     """Load a model from a local directory; nothing in it is executed, nothing is downloaded.
@@ -39,8 +39,8 @@ def load_model(
         path: an official ChatGLM directory, or any causal language model in transformers' layout.
         dtype: of the parameters, by name too; None or "auto" keeps each tensor's. Rotary frequencies stay float32.
         ds_config: the DeepSpeed dict; with stage 3 a collective: rank 0 reads, every rank keeps its part.
-        own: gets the empty model and returns by name which rows of its parameters and stored buffers this process
-            needs, and may leave no more of them in the model; None reads all.
+        needed_rows: gets the empty model and returns by name which rows of its parameters and stored buffers this
+            process needs, and may leave no more of them in the model; None reads all.
         ready: gets the model and the name of each parameter as soon as it has its values, and may replace it by
             something smaller before the next one is read; not called where a folder's own code is trusted.
 
@@ -59,11 +59,12 @@ def load_model(
     if partitioned is not None and "tensor_parallel" in partitioned:
         partitioned = None  # AutoTP splits whole layers, and the engine partitions what it has split
     # Code of a folder may build what cannot be built empty; what `ready` does is done to it later.
-    streams = partitioned is not None or own is not None or (ready is not None and not directory.is_trusted(folder))
+    replaces = ready is not None and not directory.is_trusted(folder)
+    streams = partitioned is not None or needed_rows is not None or replaces
     if directory.architecture_of(config) is None and not streams:
         return _load_by_transformers(folder, dtype)
     model, files, layout = _open(folder, config, dtype, partitioned)
-    weights.read_weights(model, files, layout, dtype, own, ready)
+    weights.read_weights(model, files, layout, dtype, needed_rows, ready)
     return model
 
 
@@ -106,10 +107,10 @@ def _build_empty(
     """
     architecture, generation_file = directory.architecture_of(config), folder / "generation_config.json"
     if architecture is None:
-        known, trusted = change_config(known_config(folder), changed or {}), directory.is_trusted(folder)
+        model_config, trusted = change_config(transformers_config(folder), changed or {}), directory.is_trusted(folder)
         try:
             model = weights.empty_model(
-                lambda: _auto_class(known).from_config(known, dtype=dtype, trust_remote_code=trusted),
+                lambda: _auto_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=trusted),
                 ds_config,
             )
         except _OF_VALUES as error:  # of keys that `check_sizes` does not know
@@ -120,11 +121,11 @@ def _build_empty(
             model.generation_config = read_generation_config(folder)
         return _finish(model, folder)
     generation = directory.read_object(generation_file) if generation_file.is_file() else {}
-    kind, known = official_class(folder, config, generation)
-    change_config(known, changed or {})
-    model = weights.empty_model(lambda: kind(known), ds_config)
+    kind, model_config = official_class(folder, config, generation)
+    change_config(model_config, changed or {})
+    model = weights.empty_model(lambda: kind(model_config), ds_config)
     model.generation_config = GenerationConfig(
-        eos_token_id=known.eos_token_id,
+        eos_token_id=model_config.eos_token_id,
         pad_token_id=config.get("pad_token_id", generation.get("pad_token_id", 0)),
     )
     save.load_origin(model, folder)
@@ -192,7 +193,7 @@ def create_model(
     ds_config: dict[str, Any] | None = None,
     packed: bool = False,
     parts: int = 1,
-    own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
+    needed_rows: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
     head: "Head | None" = None,
     ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> PreTrainedModel:
@@ -208,7 +209,9 @@ def create_model(
             model = transformers.GlmForCausalLM(glm)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
     else:
-        model = load_model(config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, own=own, ready=ready)
+        model = load_model(
+            config.path, dtype=TORCH_DTYPES[dtype], ds_config=ds_config, needed_rows=needed_rows, ready=ready
+        )
     check_vocabulary(model, tokenizer)
     if head is None:
         check_writes(model, config.path)
@@ -267,13 +270,13 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     if getattr(model, "builds_positions", False):
         # A tokenizer of another revision would put <sop> where the model never looks.
         for key, token in (("bos_token_id", "<sop>"), ("eos_token_id", "<eop>"), ("gmask_token_id", "[gMASK]")):
-            expected, found = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
-            if found != expected:
+            expected, token_id = getattr(model.config, key), tokenizer.convert_tokens_to_ids(token)
+            if token_id != expected:
                 raise ModelError(
                     "the tokenizer's {token} is {found}, the model's {expected} ({key} in config.json): they are of "
                     "different revisions. Download tokenizer and model from the same revision.",
                     token=token,
-                    found=found,
+                    found=token_id,
                     expected=expected,
                     key=key,
                 )
@@ -302,7 +305,7 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def known_config(folder: Path) -> Any:
+def transformers_config(folder: Path) -> Any:
     """Return the config of an architecture of transformers, imported before zero.Init begins: DeepSpeed 0.19.8 undoes
     decorated constructors of classes defined meanwhile (transformers' experts would lose their config).
     """
@@ -310,9 +313,9 @@ def known_config(folder: Path) -> Any:
     try:
         with directory.alone() if trusted else nullcontext():
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trusted, local_files_only=True)
-            own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") if trusted else None
-            if own:
-                get_class_from_dynamic_module(own, folder, local_files_only=True)
+            class_reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM") if trusted else None
+            if class_reference:
+                get_class_from_dynamic_module(class_reference, folder, local_files_only=True)
                 return config
     except Exception as error:  # whatever a damaged or absurd config.json makes the library raise
         if trusted and not isinstance(error, (OSError, ValueError, ImportError)):
@@ -356,9 +359,9 @@ def check_structure(folder: Path, stored: Mapping[str, torch.Tensor]) -> None:
 
 
 def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    known = known_config(folder)
+    config = transformers_config(folder)
     try:
-        model, report = _auto_class(known).from_pretrained(
+        model, report = _auto_class(config).from_pretrained(
             folder,
             dtype=dtype or "auto",
             trust_remote_code=directory.is_trusted(folder),
@@ -404,9 +407,9 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
 
     def read(names: dict[str, str]) -> None:
         """Set the parameters `names` to the values of those that they are tied to, or their own."""
-        found = dict(weights.stored_values(files, layout, shapes, {*names.values()}))
+        values = dict(weights.stored_values(files, layout, shapes, {*names.values()}))
         for name, source in names.items():
-            weights.set_value(model, name, found[source].to(dtypes[source]).contiguous())
+            weights.set_value(model, name, values[source].to(dtypes[source]).contiguous())
 
     def drop(names: dict[str, str]) -> None:
         for name, source in names.items():
@@ -418,7 +421,7 @@ def streamed_model(path: str | Path, dtype: torch.dtype | None = None) -> PreTra
     lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     for prefix, part in model.named_modules():
         # What is read at once: items of the outermost lists, embeddings and matrices next to them.
-        inside = [one for one in lists if prefix.startswith(f"{one}.")]
+        inside = [list_name for list_name in lists if prefix.startswith(f"{list_name}.")]
         if inside != [prefix.rpartition(".")[0]] and (inside or not isinstance(part, nn.Embedding | nn.Linear)):
             continue
         stored = [f"{prefix}.{name}" for name in part.state_dict(keep_vars=True)]

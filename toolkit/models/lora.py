@@ -41,7 +41,7 @@ def inject_lora(model: PreTrainedModel, config: LoraConfig, ds_config: dict[str,
             # name keeps the config, to which transformers has a weak reference.
             _config = HfDeepSpeedConfig(ds_config)
             stack.callback(unset_hf_deepspeed_config)
-        stack.enter_context(experts.shown_whole(model))
+        stack.enter_context(experts.pretend_full_shapes(model))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", _OF_MERGING)
         try:
@@ -72,15 +72,16 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
     peft's `enable_adapters` would also freeze the additions and thaw them again, behind the back of DeepSpeed's hooks.
     """
-    layers: list[Any] = [one for one in model.modules() if isinstance(one, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
             layer._disable_adapters = True
         yield
     finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer._disable_adapters = was
+        for layer, was_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = was_disabled
 
 
 def quantize(model: PreTrainedModel) -> None:
@@ -108,7 +109,8 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
     if is_stacked and not model._can_set_experts_implementation():  # only the model itself could compute with them
         return
     needed = [parameter] if is_stacked else list(layer.parameters(recurse=False))
-    if any(one.is_meta or hasattr(one, "quant_state") for one in needed):  # meta: of another stage of a pipeline, too
+    # On the meta device are those of another stage of a pipeline, too.
+    if any(tensor.is_meta or hasattr(tensor, "quant_state") for tensor in needed):
         return
     if is_stacked:
         numbers = fingerprint_of(parameter)
@@ -166,5 +168,5 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
             name=min(lost),
         )
         return others, of_experts
-    by_name = of_experts or any(sign in one for one in patterns for sign in "*?[")
+    by_name = of_experts or any(sign in pattern for pattern in patterns for sign in "*?[")
     return (chosen if by_name else patterns), of_experts

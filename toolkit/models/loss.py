@@ -37,18 +37,18 @@ def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch
     how many these are: float32 on the engine's device, with gradients. One without trained tokens gives 0. Arguments
     as above.
     """
-    given = attention.with_label_positions(batch)
+    labelled = attention.with_label_positions(batch)
     # Of the token that predicts, which is of the same sample, and in a part of rows where the other may not be.
-    places, segments, in_row = given["places"].cpu() - 1, given["segment_ids"].cpu(), samples_in_rows(given)
+    places, segments, in_row = labelled["places"].cpu() - 1, labelled["segment_ids"].cpu(), samples_in_rows(labelled)
     before = in_row.cumsum(0) - in_row
     counts = torch.bincount(
         before[places // segments.size(1)] + segments.flatten()[places] - 1, minlength=int(in_row.sum())
     )
-    losses = loss_head(engine).losses(engine, on_device(engine, given), each=True)
+    losses = loss_head(engine).losses(engine, on_device(engine, labelled), each=True)
     # Not index_add, whose order of additions is another one each time on a GPU.
     sums = torch.stack([part.sum() for part in losses.split(counts.tolist())])
-    found = attention.of_whole_rows(torch.stack((-sums, counts.to(losses, non_blocking=True))), given)
-    return found[0], found[1].detach()
+    sums_and_counts = attention.of_whole_rows(torch.stack((-sums, counts.to(losses, non_blocking=True))), labelled)
+    return sums_and_counts[0], sums_and_counts[1].detach()
 
 
 def samples_in_rows(batch: attention.Batch) -> torch.Tensor:
@@ -59,11 +59,11 @@ def samples_in_rows(batch: attention.Batch) -> torch.Tensor:
 @torch.no_grad()
 def token_losses(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Return each trained token's cross entropy, at the position before it, 0 elsewhere: float32 `[B, S]`."""
-    given = on_device(engine, batch)
+    inputs = on_device(engine, batch)
     with torch.compiler.set_stance("force_eager"):
-        losses = loss_head(engine).losses(engine, given)
-    everywhere = losses.new_zeros(given["input_ids"].numel())
-    return everywhere.index_copy_(0, given["places"] - 1, losses).view(given["input_ids"].shape)
+        losses = loss_head(engine).losses(engine, inputs)
+    everywhere = losses.new_zeros(inputs["input_ids"].numel())
+    return everywhere.index_copy_(0, inputs["places"] - 1, losses).view(inputs["input_ids"].shape)
 
 
 def num_trained_tokens(batch: attention.Batch) -> int:
@@ -74,7 +74,7 @@ def num_trained_tokens(batch: attention.Batch) -> int:
 def on_device(engine: Any, batch: attention.Batch) -> attention.Batch:
     """Return a batch on the device of an engine or a model, with the places of its trained tokens."""
     module = getattr(engine, "module", engine)
-    given = {
+    moved = {
         name: tensor.to(engine.device, non_blocking=True)
         for name, tensor in attention.with_label_positions(batch).items()
     }
@@ -82,8 +82,8 @@ def on_device(engine: Any, batch: attention.Batch) -> attention.Batch:
     if getattr(module, "builds_positions", False):
         rows = "row_ids" if "row_ids" in batch else "input_ids"
         module.check_rows(batch[rows])
-        given[rows].is_checked = True  # type: ignore[attr-defined]
-    return given
+        moved[rows].is_checked = True  # type: ignore[attr-defined]
+    return moved
 
 
 class LossPath(Enum):
@@ -295,23 +295,23 @@ def hidden_states(model: Any, batch: attention.Batch) -> torch.Tensor:
     """Run a transformers model without its output layer: `[B, S, H]`. A later pipeline stage's batch holds
     `inputs_embeds`; without `segment_ids` rows are whole, as those of a probe.
     """
-    given = on_device(model, batch) if "labels" in batch else batch
-    output = model.base_model(**_arguments(model, given))
+    inputs = on_device(model, batch) if "labels" in batch else batch
+    output = model.base_model(**_arguments(model, inputs))
     states: torch.Tensor = output if isinstance(output, torch.Tensor) else output.last_hidden_state
     return states
 
 
 def _arguments(module: Any, batch: attention.Batch) -> dict[str, Any]:
     """Return what a model's forward takes of a batch that is on its device."""
-    given: dict[str, Any] = {"use_cache": False}
+    arguments: dict[str, Any] = {"use_cache": False}
     builds_positions = getattr(module, "builds_positions", False)
     if "segment_ids" in batch:
-        given |= {"position_ids": batch["position_ids"], **attention.attention_arguments(module, batch)}
+        arguments |= {"position_ids": batch["position_ids"], **attention.attention_arguments(module, batch)}
     if "inputs_embeds" in batch:
-        given["inputs_embeds"] = batch["inputs_embeds"]
+        arguments["inputs_embeds"] = batch["inputs_embeds"]
     if "inputs_embeds" not in batch or builds_positions:
-        given["input_ids"] = batch["input_ids"]
-    return given
+        arguments["input_ids"] = batch["input_ids"]
+    return arguments
 
 
 def loss_head(engine: Any) -> LossHead:
@@ -356,11 +356,11 @@ class _ChunkedLossSum(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=torch.float32)
 
         def of_logits(part: slice) -> torch.Tensor:
-            found, wanted = _log_probabilities(hidden[part], weight, bias), targets[part, None]
-            total.sub_(found.gather(1, wanted).sum())
+            log_probabilities, wanted = _log_probabilities(hidden[part], weight, bias), targets[part, None]
+            total.sub_(log_probabilities.gather(1, wanted).sum())
             # Of a token's loss by its logits: the probabilities, less 1 at the target.
-            found.exp_()
-            return found.scatter_(1, wanted, found.gather(1, wanted) - 1)
+            gradient = log_probabilities.exp_()
+            return gradient.scatter_(1, wanted, gradient.gather(1, wanted) - 1)
 
         size = chunk_rows(len(weight))
         ctx.gradients = (LossGradients(Scores(hidden, weight, bias), ctx.needs_input_grad, of_logits, size),)
@@ -449,8 +449,9 @@ class _ChunkedLosses(torch.autograd.Function):
                 hidden_gradient[begin : begin + size] = _product(gradient, weight)
             if weight_gradient is not None:
                 weight_gradient += _product(gradient.t(), states)
-        whole = (weight_gradient, weight), (bias_gradient, bias)
-        return hidden_gradient, *(None if found is None else found.to(like.dtype) for found, like in whole), None
+        weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        bias_gradient = None if bias_gradient is None else bias_gradient.to(bias.dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None
 
 
 def chunk_rows(vocabulary: int) -> int:

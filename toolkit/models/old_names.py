@@ -36,7 +36,7 @@ def add_to_config(file: Path) -> None:
             section["layer_types"] = [_OLD_LAYERS[kind].get(name, name) for name in section["layer_types"]]
         for key, value in section.items():  # transformers 5 writes {"__float__": "Infinity"}
             if isinstance(value, list):
-                section[key] = [float(one["__float__"]) if _is_tagged(one) else one for one in value]
+                section[key] = [float(element["__float__"]) if _is_tagged(element) else element for element in value]
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -49,11 +49,12 @@ def _old_rope(rope: dict[str, Any], names: dict[str, str] | None) -> dict[str, A
     if names is None:
         has_kinds = any(isinstance(value, dict) for value in rope.values())
         names = {} if has_kinds else {key: key for key in ("rope_theta", "partial_rotary_factor")}
-    whole, sliding = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
-    whole = whole or rope
-    values = [("sliding", sliding.get("rope_theta")), *whole.items()]
+    full_attention, sliding = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+    full_attention = full_attention or rope
+    values = [("sliding", sliding.get("rope_theta")), *full_attention.items()]
     old = {names[name]: value for name, value in values if name in names and isinstance(value, (int, float))}
-    return old | ({"rope_scaling": whole} if old and whole.get("rope_type", "default") != "default" else {})
+    is_scaled = full_attention.get("rope_type", "default") != "default"
+    return old | ({"rope_scaling": full_attention} if old and is_scaled else {})
 
 
 def add_to_tokenizer(folder: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 from toolkit.messages import ModelError
-from toolkit.models.load import known_config
+from toolkit.models.load import transformers_config
 from toolkit.plan.lookup import NO_MODEL
 from toolkit.plan.outline import flop_sizes
 
@@ -38,13 +38,13 @@ def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int
     """Return the bytes per token that one layer keeps for the backward pass, all of it being trained; or nothing but
     what comes before it.
     """
-    one, two = (_saved(folder, layers, dtype, trains) for layers in (_LAYERS, 2 * _LAYERS))
-    return (two - one) // (_LAYERS * _LENGTH)
+    shallow, deep = (_saved(folder, layers, dtype, trains) for layers in (_LAYERS, 2 * _LAYERS))
+    return (deep - shallow) // (_LAYERS * _LENGTH)
 
 
 def outline(folder: Path) -> dict[str, Any]:
     """Return shapes of the parameters, sizes, and what a layer keeps per token in both precisions; or a ModelError."""
-    config = known_config(folder)
+    config = transformers_config(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     text = config.get_text_config()
@@ -55,7 +55,7 @@ def outline(folder: Path) -> dict[str, Any]:
     dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
     keys = (getattr(text, "num_key_value_heads", None) or heads) * size
     return {
-        "shapes": {name: list(one.shape) for name, one in model.named_parameters()},
+        "shapes": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
         "sizes": {
             **sizes,
             "hidden": text.hidden_size,
@@ -86,14 +86,14 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
     if any("expert" in name for name, _ in model.named_parameters()):
         model.set_experts_implementation("grouped_mm")  # the other ways look at values, and here are none
     model.requires_grad_(trains).get_input_embeddings().requires_grad_()
-    own = [one.untyped_storage() for one in (*model.parameters(), *model.buffers())]
-    known = {id(storage) for storage in own}
-    kept: dict[int, torch.UntypedStorage] = {}
+    model_storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    model_storage_ids = {id(storage) for storage in model_storages}
+    saved_storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if id(storage) not in known:
-            kept.setdefault(id(storage), storage)
+        if id(storage) not in model_storage_ids:
+            saved_storages.setdefault(id(storage), storage)
         return tensor
 
     real = functional.scaled_dot_product_attention
@@ -108,7 +108,7 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
             model(input_ids=ids, attention_mask=mask, use_cache=False)
     finally:
         functional.scaled_dot_product_attention, sdpa_attention.use_gqa_in_sdpa = real, uses_groups
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved_storages.values())
 
 
 if __name__ == "__main__":

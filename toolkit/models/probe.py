@@ -117,8 +117,8 @@ def _prefix_scores(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Return the scores of every beginning of some rows: [R, L x labels] of ids [R, L], in one forward pass."""
     rows, size = ids.shape
     shown = torch.ones(size, size, dtype=torch.bool, device=ids.device).tril().repeat(rows, 1)
-    given = ids.repeat_interleave(size, dim=0).masked_fill(~shown, model.config.pad_token_id)
-    logits: torch.Tensor = model(input_ids=given, attention_mask=shown.long(), use_cache=False).logits
+    prefixes = ids.repeat_interleave(size, dim=0).masked_fill(~shown, model.config.pad_token_id)
+    logits: torch.Tensor = model(input_ids=prefixes, attention_mask=shown.long(), use_cache=False).logits
     return logits.reshape(rows, -1)
 
 
@@ -148,31 +148,34 @@ def read(folder: Path) -> Probe | None:
         return Probe(tensors.get_tensor("ids"), tensors.get_tensor("logits"), tensors.metadata()["dtype"])
 
 
-def difference_of(found: Probe, probe: Probe) -> float:
+def difference_of(measured: Probe, recorded: Probe) -> float:
     """Return the largest difference of a logit as a fraction of the logits' spread, nan if one is no number."""
-    if found.logits.shape != probe.logits.shape:
+    if measured.logits.shape != recorded.logits.shape:
         return float("inf")
-    if torch.equal(found.logits, probe.logits):
+    if torch.equal(measured.logits, recorded.logits):
         return 0.0
-    return float((found.logits - probe.logits).abs().max() / probe.logits.std())
+    return float((measured.logits - recorded.logits).abs().max() / recorded.logits.std())
 
 
-def coarser(found: Probe, probe: Probe) -> str:
+def coarser(measured: Probe, recorded: Probe) -> str:
     """Return the coarser precision of two probes, a key of `TOLERANCES`."""
-    return max(found.dtype, probe.dtype, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+    return max(measured.dtype, recorded.dtype, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
 
 
-def other_precision(found: Probe, probe: Probe) -> torch.dtype | None:
+def other_precision(measured: Probe, recorded: Probe) -> torch.dtype | None:
     """Return the precision to run again to learn how a model rounds, or None; bfloat16 rounds like TF32."""
-    kind = coarser(found, probe)
+    kind = coarser(measured, recorded)
     if kind not in _STEPS:
         return None
     if kind == "float32":
         return torch.float64
-    return torch.bfloat16 if found.dtype == "float32" else torch.float32
+    return torch.bfloat16 if measured.dtype == "float32" else torch.float32
 
 
-def rounding(found: Probe, again: Probe, probe: Probe) -> float:
-    """Return how much logits are rounded in the coarser precision of `found` and `probe`; `again`: in the other one."""
-    ran = _STEPS[coarser(found, again)]
-    return difference_of(again, found) * _STEPS[coarser(found, probe)] / ran
+def rounding(measured: Probe, again: Probe, recorded: Probe) -> float:
+    """Return how much logits are rounded in the coarser precision of `measured` and `recorded`.
+
+    `again`: the same weights, run in the other precision (`other_precision`).
+    """
+    ran = _STEPS[coarser(measured, again)]
+    return difference_of(again, measured) * _STEPS[coarser(measured, recorded)] / ran

@@ -59,10 +59,20 @@ class PrefixEncoder(nn.Module):
         states = functional.dropout(states, self.dropout, self.training)  # of each row for itself, as the original's
         return [(states[2 * layer], states[2 * layer + 1]) for layer in range(self.num_layers)]
 
-    def begin(
+    def prepend_prefix(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Put the prefix in front of a forward pass, before it."""
+        """Let the cache of a forward pass begin with the prefix: a hook before the model's forward pass.
+
+        Args:
+            model: the model that runs, for the names of its positional arguments.
+            args: positional arguments of the pass.
+            kwargs: its keyword arguments; `input_ids` [B, S] or `inputs_embeds` [B, S, H].
+
+        Returns:
+            No positional arguments, and all by keyword: with a cache that holds P keys and values of each layer before
+            those of the pass, and a mask [B, P + S] that shows them (ChatGLM-6B and parts of rows find them alone).
+        """
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"] if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
         cache = cache_of(kwargs)
@@ -86,14 +96,14 @@ class FixedCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the prefix and the new states of a layer, [B, heads, P + S, head_size] each."""
-        own = self.layers[layer_idx]
-        return torch.cat((own.keys, key_states), dim=-2), torch.cat((own.values, value_states), dim=-2)
+        prefix = self.layers[layer_idx]
+        return torch.cat((prefix.keys, key_states), dim=-2), torch.cat((prefix.values, value_states), dim=-2)
 
 
 def attach_prefix(model: PreTrainedModel, num_tokens: int, projection: bool, dropout: float) -> None:
     """Let every forward pass of a model begin with an untrained prefix, its submodule `prefix_encoder`."""
     model.prefix_encoder = prefix = PrefixEncoder(model.config, num_tokens, projection, dropout).to(model.dtype)
-    model.register_forward_pre_hook(prefix.begin, with_kwargs=True)
+    model.register_forward_pre_hook(prefix.prepend_prefix, with_kwargs=True)
     for layer in decoder_layers(model):  # transformers would drop the cache where activations are recomputed
         layer._can_checkpoint_with_cache = True  # type: ignore[assignment]
 
@@ -106,12 +116,23 @@ class SoftPrompt(nn.Module):
         self.num_tokens = len(values)
         self.embedding = nn.Embedding.from_pretrained(values, freeze=False)
         self.is_due = False
-        """Whether the tokens that are embedded next begin with places for the prompt."""
+        """Whether the rows that are embedded next begin with filler tokens, which the prompt replaces."""
 
-    def make_room(
+    def reserve_prompt_tokens(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        """Put places for the prompt in front of a forward pass's tokens, before it."""
+        """Put P filler tokens in front of each row, with mask and positions: a hook before the model's forward pass.
+
+        Later passes of generation, whose cache holds the prompt already, get the mask and the positions alone.
+
+        Args:
+            model: the model that runs, for the names of its positional arguments.
+            args: positional arguments of the pass.
+            kwargs: its keyword arguments; `input_ids` [B, S].
+
+        Returns:
+            No positional arguments, and all by keyword: `input_ids` [B, P + S] in the first pass.
+        """
         kwargs = arguments_by_name(model, args, kwargs)
         ids = kwargs["input_ids"]
         if kwargs.get("in_parts"):
@@ -122,22 +143,44 @@ class SoftPrompt(nn.Module):
         self.is_due = not num_cached(kwargs)
         if self.is_due:
             kwargs["input_ids"] = torch.cat((ids.new_zeros(len(ids), self.num_tokens), ids), dim=1)
-            own = torch.arange(self.num_tokens, device=ids.device).expand(len(positions), -1)
-            positions = torch.cat((own, positions), dim=1)
+            prompt_positions = torch.arange(self.num_tokens, device=ids.device).expand(len(positions), -1)
+            positions = torch.cat((prompt_positions, positions), dim=1)
         kwargs["position_ids"] = positions
         return (), kwargs
 
-    def fill(self, _: nn.Module, __: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
-        """Put the prompt where `make_room` left room for it, after the input embedding."""
+    def insert_prompt(self, _: nn.Module, __: tuple[Any, ...], embedded: torch.Tensor) -> torch.Tensor:
+        """Replace the embeddings of the filler tokens by the prompt: a hook after the input embedding.
+
+        Args:
+            embedded: what the embedding returned, [B, P + S, H] in the first pass.
+
+        Returns:
+            The same with the learned embeddings [P, H] at the first P positions of each row.
+        """
         if not self.is_due:
             return embedded
         self.is_due = False
         prompt = self.embedding(torch.arange(self.num_tokens, device=embedded.device)).to(embedded.dtype)  # [P, H]
         return torch.cat((prompt.expand(len(embedded), -1, -1), embedded[:, self.num_tokens :]), dim=1)
 
-    def drop_logits(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Drop the logits of the prompt, after the forward pass."""
-        if output.logits.size(1) == kwargs["position_ids" if kwargs.get("in_parts") else "attention_mask"].size(1) > 1:
+    def remove_prompt_logits(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Remove the logits at the prompt's positions, which no caller knows of: a hook after the forward pass.
+
+        They are there only if the output layer ran on every token of the pass and that was its first. Not so in later
+        passes of generation, nor where it computes losses or logits of chosen tokens alone (`loss`, `logits_to_keep`).
+
+        Args:
+            kwargs: the pass's arguments as `reserve_prompt_tokens` returned them.
+            output: the model's output, with `logits` [B, P + S, V].
+
+        Returns:
+            `output`, its `logits` cut to [B, S, V].
+        """
+        # A part of rows has a mask of the whole rows, but positions of its own tokens.
+        per_token = kwargs["position_ids"] if kwargs.get("in_parts") else kwargs["attention_mask"]
+        num_positions = per_token.size(1)
+        has_prompt_logits = num_positions > 1 and output.logits.size(1) == num_positions
+        if has_prompt_logits:
             output.logits = output.logits[:, self.num_tokens :]
         return output
 
@@ -145,9 +188,9 @@ class SoftPrompt(nn.Module):
 def attach_prompt(model: PreTrainedModel, prompt: SoftPrompt) -> None:
     """Let every forward pass of a model begin with learned embeddings, its submodule `soft_prompt`."""
     model.soft_prompt = prompt
-    model.register_forward_pre_hook(prompt.make_room, with_kwargs=True)
-    model.get_input_embeddings().register_forward_hook(prompt.fill)
-    model.register_forward_hook(prompt.drop_logits, with_kwargs=True)
+    model.register_forward_pre_hook(prompt.reserve_prompt_tokens, with_kwargs=True)
+    model.get_input_embeddings().register_forward_hook(prompt.insert_prompt)
+    model.register_forward_hook(prompt.remove_prompt_logits, with_kwargs=True)
 
 
 PTUNING_V2 = "PTUNING_V2"

@@ -46,19 +46,20 @@ class Routers:
         numbers = [(re.findall(r"\d+", name) or [name])[0] for name in routers]
         self.layers = numbers if len(set(numbers)) == len(numbers) else list(routers)
         """Numbers of their layers, or their names where a layer has several."""
-        self._found: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._observed: dict[int, tuple[torch.Tensor, ...]] = {}
+        """Router -> of the micro-batch its loss, each expert's tokens [E], and with a capacity its drops."""
         self._sizes: dict[int, int] = {}
         self._sum: torch.Tensor | None = None
         self._samples: torch.Tensor | None = None
         self._parts, self._learned, self._factor, self._is_filler = 1, 1, 0.0, False
         for number, router in enumerate(self._routers):
-            router.register_forward_hook(lambda router, _, output, number=number: self._add(number, router, output))
+            router.register_forward_hook(lambda router, _, output, number=number: self._observe(number, router, output))
 
     def begin(self, batch: attention.Batch, device: torch.device, scale: float) -> None:
         """Observe the next micro-batch; `scale` is that of its token loss. Tokens count once for each sample that they
         are in, as if samples shared none; those of a filler (loader.collate) are no expert's load, and have no loss.
         """
-        self._end()
+        self._close_micro_batch()
         segments, rows = batch["segment_ids"], batch.get("row_ids", batch["input_ids"])
         samples = (segments > 0) * (batch.get("seen_until", segments) - segments + 1)
         self._samples = samples.to(device, non_blocking=True)
@@ -72,7 +73,7 @@ class Routers:
         """Return this rank's sums over micro-batches, and stop observing: of the mean over layers of the losses,
         without coefficient; then each expert's tokens, layer after layer; with a capacity, how many were dropped.
         """
-        self._end()
+        self._close_micro_batch()
         total, self._sum, self._samples = self._sum, None, None
         return torch.zeros(1, device=device) if total is None else total
 
@@ -96,19 +97,27 @@ class Routers:
         sizes = list(self._sizes.values())
         return zip(self._sizes, loads[: sum(sizes)].split(sizes), strict=True)
 
-    def _end(self) -> None:
-        if self._found:
-            self._sizes = {number: len(self._found[number][1]) for number in sorted(self._found)}
-            losses, loads, *dropped = zip(*(self._found[number] for number in self._sizes), strict=True)
-            found = torch.cat(
-                (torch.stack(losses).mean()[None], *loads, *(torch.stack(one).sum()[None] for one in dropped))
+    def _close_micro_batch(self) -> None:
+        """Add what the routers showed in the last micro-batch to the sums; nothing if none was observed."""
+        if self._observed:
+            self._sizes = {number: len(self._observed[number][1]) for number in sorted(self._observed)}
+            losses, loads, *dropped = zip(*(self._observed[number] for number in self._sizes), strict=True)
+            sums = torch.cat(
+                (torch.stack(losses).mean()[None], *loads, *(torch.stack(counts).sum()[None] for counts in dropped))
             )
             if self._is_filler:
-                found.zero_()
-            self._sum = found if self._sum is None else self._sum + found
-            self._found = {}
+                sums.zero_()
+            self._sum = sums if self._sum is None else self._sum + sums
+            self._observed = {}
 
-    def _add(self, number: int, router: nn.Module, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    def _observe(
+        self, number: int, router: nn.Module, output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Note loss, load and drops of a router, and return its output with the loss's gradient and without drops.
+
+        A hook after a router's forward pass; None leaves the output as it is. `output`: logits [tokens, E], weights and
+        numbers of the chosen experts [tokens, K] each, and whatever else the router returns.
+        """
         if self._samples is None or not router.training:
             return None
         if not isinstance(output, tuple) or len(output) < 3:
@@ -128,11 +137,11 @@ class Routers:
         samples = nn.functional.pad(self._samples, (learned, 0), value=self._learned).flatten()
         load = expert_loads(chosen, samples, logits.size(-1))
         value = balance(logits, load, samples, self._parts) if self.coefficient else load.new_zeros(())
-        self._found[number] = value.detach(), load  # twice the same where the layer is computed again
+        self._observed[number] = value.detach(), load  # twice the same where the layer is computed again
         if self.capacity:
-            kept = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
-            self._found[number] += (((~kept).sum(-1).flatten() * samples).sum().float(),)
-            weights, chosen = weights * kept, torch.where(kept, chosen, ~chosen)
+            fits = within_capacity(chosen, weights.detach(), samples > 0, logits.size(-1), self.capacity)
+            self._observed[number] += (((~fits).sum(-1).flatten() * samples).sum().float(),)
+            weights, chosen = weights * fits, torch.where(fits, chosen, ~chosen)
         elif not value.requires_grad:
             return None
         if value.requires_grad:
@@ -167,8 +176,8 @@ def within_capacity(
     expert = expert[order]  # [tokens x K], those of an expert next to each other
     counts = experts.count(expert, size + 1)
     places = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
-    kept = (places < limit) & (expert < size)
-    return torch.empty_like(kept).scatter_(0, order, kept).view_as(chosen)
+    fits = (places < limit) & (expert < size)
+    return torch.empty_like(fits).scatter_(0, order, fits).view_as(chosen)
 
 
 def load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
@@ -219,16 +228,16 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
     where what they choose cannot be seen and nothing is asked for.
     """
     wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
-    own = getattr(model.config, "router_aux_loss_coef", None)
+    config_coefficient = getattr(model.config, "router_aux_loss_coef", None)
     routers = routers_in(model)
-    if wanted > 0 and (own is None or not routers):
+    if wanted > 0 and (config_coefficient is None or not routers):
         raise ConfigError(
             "model.router_loss = {value}, but {architecture} has no routers with such a loss (no "
             "router_aux_loss_coef in its config). Leave it out.",
             value=wanted,
             architecture=type(model).__name__,
         )
-    if rate and (not routers or not all("e_score_correction_bias" in one._buffers for one in routers.values())):
+    if rate and (not routers or not all("e_score_correction_bias" in router._buffers for router in routers.values())):
         raise ConfigError(
             "model.router_bias_rate = {value}, but {architecture} has no routers with a bias (e_score_correction_bias) "
             "that could be moved. Leave it out; experts of other models are balanced with model.router_loss.",
@@ -242,7 +251,7 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
             value=capacity,
             architecture=type(model).__name__,
         )
-    coefficient = float(own or 0) if wanted < 0 else wanted
+    coefficient = float(config_coefficient or 0) if wanted < 0 else wanted
     if not routers:
         return None
     hidden = {  # what routers return is not seen

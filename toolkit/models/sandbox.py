@@ -80,9 +80,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        known, self.filters = self.filters, _Filters()
-        self.filters.update({name: _bounded(name, one) for name, one in known.items()})
-        self.globals["lipsum"] = _bounded("lipsum", utils.generate_lorem_ipsum)
+        jinja_filters, self.filters = self.filters, _Filters()
+        self.filters.update({name: _with_bounds(name, function) for name, function in jinja_filters.items()})
+        self.globals["lipsum"] = _with_bounds("lipsum", utils.generate_lorem_ipsum)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator, if its result is not too large."""
@@ -123,8 +123,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return function(*args, **options) if is_method else function(context.eval_ctx, *args, **options)
         # Jinja's sandbox hands out format and format_map in a wrapper, whose text is that of the method within.
         owner = getattr(getattr(function, "__wrapped__", None), "__self__", owner)
-        given = (owner, *args) if isinstance(owner, str) else args
-        _check_call(getattr(function, "__name__", ""), given, options)
+        arguments = (owner, *args) if isinstance(owner, str) else args
+        _check_call(getattr(function, "__name__", ""), arguments, options)
         return super().call(context, function, *args, **options)
 
     def concat(self, parts: Iterable[str]) -> str:
@@ -142,7 +142,7 @@ class _Filters(dict[str, Callable[..., Any]]):
     """Bounds replaced filters too: transformers has a `tojson` of its own (5.23)."""
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
-        super().__setitem__(name, _bounded(name, function))
+        super().__setitem__(name, _with_bounds(name, function))
 
 
 class _Generator(CodeGenerator):
@@ -173,11 +173,11 @@ def compiled(template: str) -> Template:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     bound_templates()
-    found: Template = _compile_jinja_template(template)
-    return found
+    compiled_template: Template = _compile_jinja_template(template)
+    return compiled_template
 
 
-def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_bounds(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     kind = "%" if name == "format" else name  # the filter of that name, unlike the method
 
     @wraps(function)  # with the marks by which Jinja hands the context to some
@@ -198,25 +198,27 @@ def _check_call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> No
         _check(_SIZES[name](values) if values else 0)
 
 
-def _padded(values: list[Any]) -> int:
+def _padded_size(values: list[Any]) -> int:
     """Return how long a text is whose every line, or tab, may get a width, or a text, more."""
     places = sum(values[0].count(sign) for sign in "\n\t") + 1 if isinstance(values[0], str) else 1
     return _length(values[0]) + places * _longest(values[1:])
 
 
-def _replaced(values: list[Any]) -> int:
+def _replaced_size(values: list[Any]) -> int:
+    """Return how long a text is after a replacement: values are the text, what is replaced and by what."""
     text, old, new = (str(value) for value in [*values, "", ""][:3])
     return len(text) + text.count(old) * len(new)
 
 
-def _joined(values: list[Any]) -> int:
-    """Of a list and what separates its items, in either order: method and filter."""
+def _joined_size(values: list[Any]) -> int:
+    """Return how long the joined items of a list are; values: list and separator, in either order (method, filter)."""
     items = next((value for value in values if isinstance(value, (list, tuple))), ())
     separator = max((len(value) for value in values if isinstance(value, str)), default=0)
     return sum(_length(item) + separator for item in items)
 
 
-def _formatted(values: list[Any], sign: str = "{") -> int:
+def _formatted_size(values: list[Any], sign: str = "{") -> int:
+    """Return how long a format is once its fields, which begin with `sign`, are filled with the other values."""
     text = str(values[0])
     widths = sum(int(width[:20]) for width in _WIDTH.findall(text))
     return len(text) + widths + text.count(sign) * _longest(values[1:])
@@ -236,11 +238,11 @@ def _length(value: Any) -> int:
 
 
 _SIZES: dict[str, Callable[[list[Any]], int]] = {
-    **dict.fromkeys(("ljust", "rjust", "center", "zfill", "expandtabs", "indent"), _padded),
-    **dict.fromkeys(("format", "format_map"), _formatted),
-    "%": lambda values: _formatted(values, "%"),
-    "replace": _replaced,
-    "join": _joined,
+    **dict.fromkeys(("ljust", "rjust", "center", "zfill", "expandtabs", "indent"), _padded_size),
+    **dict.fromkeys(("format", "format_map"), _formatted_size),
+    "%": lambda values: _formatted_size(values, "%"),
+    "replace": _replaced_size,
+    "join": _joined_size,
     "sum": lambda values: sum(map(_length, values[0])) if isinstance(values[0], (list, tuple)) else 0,
     "translate": lambda values: _length(values[0]) * _longest(values[1:]),
     "tojson": lambda values: 10**5 * _longest(values[1:]),

@@ -54,8 +54,8 @@ def save_model(
         _write_official(model, folder, state)
     elif format == "hf":
         _count_predicting_layers(model)
-        known = None if state is None else weights.under_first_names(model, state)
-        model.save_pretrained(folder, state_dict=known, max_shard_size=max_shard_size)
+        first_named = None if state is None else weights.under_first_names(model, state)
+        model.save_pretrained(folder, state_dict=first_named, max_shard_size=max_shard_size)
         write_origin(model, folder)
     else:
         raise ModelError("unknown format '{format}'. Known: {known}.", format=format, known="hf, official")
@@ -80,10 +80,10 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
         writes = model.can_generate()  # a classifier gives scores alone
         if encoder is not None and writes:
             # Programs that know nothing of the chat format stop where answers end, too (GLM-4#297: they never did).
-            known = model.generation_config.eos_token_id
-            known = [known] if isinstance(known, int) else list(known or [])
-            if added := [index for index in encoder.stop_ids if index not in known]:
-                model.generation_config.eos_token_id = known + added
+            end_ids = model.generation_config.eos_token_id
+            end_ids = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
+            if added := [index for index in encoder.stop_ids if index not in end_ids]:
+                model.generation_config.eos_token_id = end_ids + added
         if encoder is not None:
             encoder.tokenizer.save_pretrained(folder)
             old_names.add_to_tokenizer(folder)
@@ -187,8 +187,8 @@ def load_origin(model: PreTrainedModel, folder: Path) -> None:
     if not record.is_file():
         return
     try:
-        known = json.loads(record.read_text(encoding="utf-8"))
-        origin = Origin(**known | {"folder": str(folder / ORIGIN_DIR)})
+        values = json.loads(record.read_text(encoding="utf-8"))
+        origin = Origin(**values | {"folder": str(folder / ORIGIN_DIR)})
         for entry in origin.tensors.values():
             # The record may come from elsewhere: its names must stay inside the directory that is written.
             if Path(entry["file"]).name != entry["file"] or not isinstance(getattr(torch, entry["dtype"]), torch.dtype):

@@ -24,7 +24,8 @@ class Shield:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", turn_marks: Iterable[str]) -> None:
         self._tokenizer = tokenizer
         added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
-        control = {*tokenizer.all_special_tokens, *turn_marks} | {text for text, one in added.items() if one.special}
+        special = {text for text, token in added.items() if token.special}
+        control = {*tokenizer.all_special_tokens, *turn_marks} | special
         # A token of a single character cannot be broken up; no known tokenizer has one that is special.
         self._breaks = {
             text: _AFTER_NORMALIZER if text in added and added[text].normalized else _BEFORE_NORMALIZER
@@ -38,26 +39,26 @@ class Shield:
 
     def cover(self, value: _Value) -> _Value:
         """Return messages or tools with every control string in them broken up; the same object if there is none."""
-        return self._cover(value) if self._holds_one(value) else value
+        return self._cover(value) if self._holds_control(value) else value
 
     def control_at(self, text: str, position: int = 0) -> str:
         """Return the control string that stands there in a text, "" if none does."""
-        found = self._control.match(text, position)
-        return found[0] if found else ""
+        control = self._control.match(text, position)
+        return control[0] if control else ""
 
-    def _holds_one(self, value: Any) -> bool:
+    def _holds_control(self, value: Any) -> bool:
         if isinstance(value, str):
             return self._hint.search(value) is not None and self._control.search(value) is not None
         if isinstance(value, dict):
-            return any(self._holds_one(one) for pair in value.items() for one in pair)
-        return isinstance(value, (list, tuple)) and any(self._holds_one(one) for one in value)
+            return any(self._holds_control(inner) for pair in value.items() for inner in pair)
+        return isinstance(value, (list, tuple)) and any(self._holds_control(inner) for inner in value)
 
     def _cover(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self._control.sub(lambda found: "".join(c + self._breaks[found[0]] for c in found[0]), value)
+            return self._control.sub(lambda control: "".join(c + self._breaks[control[0]] for c in control[0]), value)
         if isinstance(value, dict):
-            return {self._cover(key): self._cover(one) for key, one in value.items()}
-        return [self._cover(one) for one in value] if isinstance(value, (list, tuple)) else value
+            return {self._cover(key): self._cover(inner) for key, inner in value.items()}
+        return [self._cover(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
     @cached_property
     def backend(self) -> Any:
@@ -68,9 +69,9 @@ class Shield:
         drop = normalizers.Replace(_BEFORE_NORMALIZER, "")
         copy.normalizer = drop if copy.normalizer is None else normalizers.Sequence([drop, copy.normalizer])
         split = pre_tokenizers.Split(_AFTER_NORMALIZER, "removed")
-        known = copy.pre_tokenizer
-        order = [split] if known is None else [split, known]
-        if isinstance(known, pre_tokenizers.Metaspace):  # it would put a blank before each part
+        pre_tokenizer = copy.pre_tokenizer
+        order = [split] if pre_tokenizer is None else [split, pre_tokenizer]
+        if isinstance(pre_tokenizer, pre_tokenizers.Metaspace):  # it would put a blank before each part
             order.reverse()
         copy.pre_tokenizer = pre_tokenizers.Sequence(order)
         copy.no_padding()

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from toolkit.models import attention, loss, probe
 
-Found = TypeVar("Found")
+Measured = TypeVar("Measured")
 
 
 def stage_model(module: Any) -> Any:
@@ -31,8 +31,8 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def measured(
-    engine: Any, micro_batches: Iterable[attention.Batch], measure: Callable[[Any, attention.Batch], Found]
-) -> Iterator[tuple[attention.Batch, Found]]:
+    engine: Any, micro_batches: Iterable[attention.Batch], measure: Callable[[Any, attention.Batch], Measured]
+) -> Iterator[tuple[attention.Batch, Measured]]:
     """Yield micro-batches and what `measure` makes of a model, or its engine, and each of them; nothing but on the last
     of a pipeline's stages. A collective over these.
     """
@@ -50,13 +50,13 @@ def forward_logits(
     """Run the same rows on every rank; return what `pick` takes of logits `[B, S, V]`, or of a head's scores at each
     token, float32, CPU. A collective.
     """
-    given = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+    inputs = {name: tensor.to(engine.device) for name, tensor in batch.items()}
     of_tokens = loss.logits_of
     if probe.is_classifier(unwrap_model(engine.module)):
         from toolkit.models.classifier import token_scores as of_tokens
     with probe.evaluating(engine):
         picked = engine.module.evaluate_window(
-            engine, [given], lambda model, one: pick(of_tokens(model, one)).float().cpu()
+            engine, [inputs], lambda model, rows: pick(of_tokens(model, rows)).float().cpu()
         )
     logits: torch.Tensor = broadcast_from_last(engine, lambda: picked[0])
     return logits
@@ -68,7 +68,11 @@ def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
         return probe.capture(engine.module, ids, engine.device)
     # Of a head: the scores of every beginning, as `probe.capture` has them.
     has_head = probe.is_classifier(unwrap_model(engine.module))
-    logits = forward_logits(engine, {"input_ids": ids}, lambda found: found.flatten(1) if has_head else found[:, -1])
+
+    def pick(token_logits: torch.Tensor) -> torch.Tensor:
+        return token_logits.flatten(1) if has_head else token_logits[:, -1]
+
+    logits = forward_logits(engine, {"input_ids": ids}, pick)
     return probe.Probe(ids, logits, str(stage_model(engine.module).dtype).removeprefix("torch."))
 
 
@@ -76,6 +80,6 @@ def broadcast_from_last(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
     """Return on every rank what is known on the last stage; without stages simply that. A collective."""
     if not is_pipeline(engine):
         return ask()
-    found = [ask() if engine.is_last_stage() else None]
-    dist.broadcast_object_list(found, src=dist.get_world_size() - 1)
-    return found[0]
+    answers = [ask() if engine.is_last_stage() else None]
+    dist.broadcast_object_list(answers, src=dist.get_world_size() - 1)
+    return answers[0]

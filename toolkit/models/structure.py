@@ -16,10 +16,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def decoder_layers_name(model: PreTrainedModel) -> str:
     """Return the name of the list of a model's decoder layers; ModelError if there is none."""
     number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    found = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == number]
-    if not found:
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == number]
+    if not names:
         raise ModelError("{architecture} has no list of decoder layers.", architecture=type(model).__name__)
-    return min(found, key=len)
+    return min(names, key=len)
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
@@ -41,7 +41,7 @@ def routers_in(model: PreTrainedModel) -> dict[str, nn.Module]:
         if isinstance(recorder, OutputRecorder) and recorder.index == 0:
             layer = f".{recorder.layer_name.strip('.')}." if recorder.layer_name else "."
             for name, module in part.named_modules():
-                is_one = isinstance(module, recorder.target_class) and layer in f".{name}."
-                if is_one and module not in routers.values():
+                is_router = isinstance(module, recorder.target_class) and layer in f".{name}."
+                if is_router and module not in routers.values():
                     routers[f"{prefix}.{name}"] = module
     return routers

@@ -71,12 +71,12 @@ class TransformersLayout(Layout):
     def __init__(self, model: PreTrainedModel) -> None:
         self._shapes, self._model = shapes_of(model), model
         table = get_model_conversion_mapping(model)
-        self._renamings = [one for one in table if isinstance(one, loading.WeightRenaming)]
-        self._converters = [one for one in table if isinstance(one, loading.WeightConverter)]
+        self._renamings = [entry for entry in table if isinstance(entry, loading.WeightRenaming)]
+        self._converters = [entry for entry in table if isinstance(entry, loading.WeightConverter)]
         self._target = cache(self._find_target)
         # Layers for predicting several tokens at once (GLM-4.5, DeepSeek-V3), buffers of older versions.
         unread = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", predicting(model.config)}
-        self._unread = re.compile("|".join(f"(?:{one})" for one in unread))
+        self._unread = re.compile("|".join(f"(?:{expression})" for expression in unread))
 
     def parameters(self, name: str) -> list[str]:
         """Return the parameter, perhaps a joint one of all experts; [] if transformers reads no such tensor."""
@@ -95,13 +95,13 @@ class TransformersLayout(Layout):
             parameter, pattern = loading.rename_source_key(name, [], [], prefix, self._shapes)
         if pattern is None or parameter not in self._shapes:
             return parameter, ...
-        converter = next(one for one in self._converters if pattern in one.source_patterns)
+        converter = next(candidate for candidate in self._converters if pattern in candidate.source_patterns)
         renamed = name
         for renaming in self._renamings:
             renamed, _ = renaming.rename_source_key(renamed)
         number = re.search(pattern.replace("*", r"(\d+)"), renamed) if "*" in pattern else None
         # One expert after another along the first dimension, and equal parts (gate and up) beside each other along one.
-        steps = [(type(one).__name__, getattr(one, "dim", None)) for one in converter.operations]
+        steps = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
         parts, is_joint = len(converter.source_patterns), ("MergeModulelist", 0) in steps
         joined = [int(dim or 0) for step, dim in steps if step == "Concatenate"]
         if len(steps) != is_joint + len(joined) or len(joined) != (parts > 1) or is_joint != (number is not None):
@@ -220,10 +220,10 @@ def empty_model(build: Callable[[], PreTrainedModel], ds_config: dict[str, Any] 
         model = build()
     model.tie_weights()
     # Routers' biases, which a model in half precision has in float32.
-    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    float32_names = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name in kept:
+            if name in float32_names:
                 module._buffers[name] = buffer.float()
     # Frequencies are computed again in float32: the meta device leaves them empty, and zero.Init casts whatever a
     # constructor makes; in half precision they are noise beyond a few hundred positions.
@@ -242,17 +242,17 @@ def read_weights(
     files: WeightFiles,
     layout: Layout,
     dtype: torch.dtype | None,
-    own: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
+    needed_rows: Callable[[PreTrainedModel], Mapping[str, slice]] | None = None,
     ready: Callable[[PreTrainedModel, str], None] | None = None,
 ) -> None:
-    """Fill the rows of what `own` says, or all; partitioned, a collective: rank 0 reads. `dtype` None keeps the files'
-    own; `ready` is called with the name of each parameter that is filled.
+    """Fill the rows that `needed_rows` returns, or all; partitioned, a collective: rank 0 reads. `dtype` None keeps
+    that of the files; `ready` is called with the name of each parameter that is filled.
     """
-    held = _stored_as(model)
+    held = _stored_tensors(model)
     is_partitioned = any(hasattr(value, "ds_shape") for value in held.values())
     is_rank0 = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    rows = dict.fromkeys(held, slice(None)) if own is None else own(model)
-    groups = _by_target(files, layout, rows)
+    rows = dict.fromkeys(held, slice(None)) if needed_rows is None else needed_rows(model)
+    groups = _names_by_target(files, layout, rows)
     num_bytes = {name: info.dtype.itemsize * torch.Size(info.shape).numel() for name, info in files.items()}
     total = sum(num_bytes[name] for names in groups.values() for name in names)
     with terminal.phase(tr("Loading weights"), total, terminal.BYTES) as advance:
@@ -267,14 +267,14 @@ def read_weights(
                                 if is_partitioned:
                                     held[target].data[index].copy_(part)
                                 else:
-                                    _put(model, target, index, part, rows[target], dtype)
+                                    _fill_target(model, target, index, part, rows[target], dtype)
                     advance(num_bytes[name])
             if ready is not None:
                 for target in targets:
                     ready(model, target)
             if partitioned or ready is not None:
                 return_memory()
-    if own is not None or ready is not None:  # a tied head has lost the parameter that was replaced
+    if needed_rows is not None or ready is not None:  # a tied head has lost the parameter that was replaced
         model.tie_weights()
         if not any(parameter.is_meta for parameter in model.parameters()):
             compute_buffers(model)
@@ -288,7 +288,7 @@ def _is_within(index: Any, rows: slice) -> bool:
     return isinstance(number, slice) or number in range(rows.start, rows.stop)
 
 
-def _put(
+def _fill_target(
     model: PreTrainedModel, name: str, index: Any, part: torch.Tensor, rows: slice, dtype: torch.dtype | None
 ) -> None:
     """Put a stored tensor into an empty parameter or buffer, of which this process has some rows."""
@@ -312,7 +312,7 @@ def stored_values(
     files: WeightFiles, layout: Layout, shapes: Shapes, wanted: Set[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `wanted` parameters and stored buffers by name, and those that share a stored tensor with them."""
-    for targets, names in _by_target(files, layout, shapes).items():
+    for targets, names in _names_by_target(files, layout, shapes).items():
         if wanted.isdisjoint(targets):
             continue
         if all(layout.index(name) is ... for name in names):
@@ -328,7 +328,7 @@ def stored_values(
         yield from joint.items()
 
 
-def _by_target(files: WeightFiles, layout: Layout, held: Container[str]) -> dict[tuple[str, ...], list[str]]:
+def _names_by_target(files: WeightFiles, layout: Layout, held: Container[str]) -> dict[tuple[str, ...], list[str]]:
     """Return the stored tensors of each set of parameters, without tied copies and what is computed."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in files:
@@ -371,26 +371,26 @@ def differences(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> li
     shapes = shapes_of(model)
     wrong = [tr("{name}: missing", name=name) for name in shapes if name not in state]
     for name, value in state.items():
-        expected, found = shapes.get(name), tuple(value.shape)
+        expected, shape = shapes.get(name), tuple(value.shape)
         if expected is None:
             wrong.append(tr("{name}: the model has no such tensor", name=name))
-        elif found != expected:
-            wrong.append(tr("{name}: {found} instead of {expected}", name=name, found=found, expected=expected))
+        elif shape != expected:
+            wrong.append(tr("{name}: {found} instead of {expected}", name=name, found=shape, expected=expected))
     return wrong
 
 
 def shapes_of(model: PreTrainedModel) -> Shapes:
     """Return the whole shape of every parameter and stored buffer, also of partitioned ones."""
-    return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in _stored_as(model).items()}
+    return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in _stored_tensors(model).items()}
 
 
-def _stored_as(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return what a checkpoint must hold, by name: parameters, each once, and persistent buffers."""
     held, tied = model.state_dict(keep_vars=True), tied_names(model)
-    known = {name for name, _ in model.named_buffers()}
+    stored_names = {name for name, _ in model.named_buffers()}
     # A model may hold its head before the embedding that it is tied to, by whose name files have it.
-    known |= {tied[name] if tied.get(name) in held else name for name, _ in model.named_parameters()}
-    return {name: value for name, value in held.items() if name in known}
+    stored_names |= {tied[name] if tied.get(name) in held else name for name, _ in model.named_parameters()}
+    return {name: value for name, value in held.items() if name in stored_names}
 
 
 def full_params(parameters: Sequence[torch.Tensor], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
@@ -446,13 +446,13 @@ def check_weights_fit(model: PreTrainedModel, files: WeightFiles, layout: Layout
 
 def reject_differences(folder: Path, model: PreTrainedModel, **names: Iterable[str]) -> None:
     """Raise if names are `missing`, `unexpected` or `mismatched`; with the first few of each, and their number."""
-    wrong = {kind: sorted(found) for kind, found in names.items()}
+    wrong = {kind: sorted(listed) for kind, listed in names.items()}
     if any(wrong.values()):
-        counts = {kind: f" … ({len(found)})" if len(found) > 5 else "" for kind, found in wrong.items()}
+        counts = {kind: f" … ({len(listed)})" if len(listed) > 5 else "" for kind, listed in wrong.items()}
         raise ModelError(
             "the weights in {path} are not those of {architecture}: missing {missing}, unexpected {unexpected}, of "
             "another shape {mismatched}.",
             path=folder,
             architecture=type(model).__name__,
-            **{kind: f"[{', '.join(found[:5])}{counts[kind]}]" for kind, found in wrong.items()},
+            **{kind: f"[{', '.join(listed[:5])}{counts[kind]}]" for kind, listed in wrong.items()},
         )

@@ -267,8 +267,8 @@ class _ChatGLM3(_Roles):
 
     def _call(self, arguments: Any) -> str:
         """Python that calls, as in the README of ChatGLM3's tools_using_demo."""
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        return f"```python\ntool_call({given})\n```"
+        keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        return f"```python\ntool_call({keywords})\n```"
 
 
 class _Glm4(_Roles):

@@ -69,8 +69,8 @@ def build_positions(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: to
     # [gMASK], else [MASK], else (where the original gives up) the context's end, where one would stand.
     mask_at = start
     for token in (config.mask_token_id, config.gmask_token_id):
-        found = first_index(input_ids, token)[:, None]
-        mask_at = torch.where(found < input_ids.size(1), found, mask_at)
+        token_at = first_index(input_ids, token)[:, None]
+        mask_at = torch.where(token_at < input_ids.size(1), token_at, mask_at)
     index = torch.arange(input_ids.size(1), device=input_ids.device)[None]  # [1, S]
     num_left = 0 if padded is None else padded.long().cumprod(dim=1).sum(dim=1, keepdim=True)
     context = torch.where(index < start, index, mask_at) - num_left
@@ -90,8 +90,8 @@ def build_mask(input_ids: torch.Tensor, config: "ChatGLMConfig", padded: torch.T
 
 def first_index(input_ids: torch.Tensor, token: int) -> torch.Tensor:
     """Return the first index of a token in each row `[B]`; S where there is none."""
-    found = input_ids == token
-    return torch.where(found.any(dim=1), found.int().argmax(dim=1), input_ids.size(1))
+    is_token = input_ids == token
+    return torch.where(is_token.any(dim=1), is_token.int().argmax(dim=1), input_ids.size(1))
 
 
 # The published weights were trained with sqrt(2 * 28); the original block never learns of another number of layers.
@@ -343,9 +343,10 @@ class ChatGLMForConditionalGeneration(ChatGLMPreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None and not (self.training and self.transformer.gradient_checkpointing):
             past_key_values = DynamicCache(config=self.config)
         states = self.transformer(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, in_parts)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
-        if not (isinstance(kept, int) and kept == 0):
-            states = states[:, kept]
+        keeps_last = isinstance(logits_to_keep, int) and logits_to_keep
+        columns = slice(-logits_to_keep, None) if keeps_last else logits_to_keep
+        if not (isinstance(columns, int) and columns == 0):
+            states = states[:, columns]
         logits = self.lm_head(states)
         loss = None
         if labels is not None:
@@ -488,10 +489,10 @@ class GlmLayout(Layout):
             return []
         if name in _FIXED:
             return [_FIXED[name]]
-        found = _LAYER.fullmatch(name)
-        if found is None:
+        match = _LAYER.fullmatch(name)
+        if match is None:
             return [name]
-        prefix, rest = f"model.layers.{found[1]}", found[2]
+        prefix, rest = f"model.layers.{match[1]}", match[2]
         if rest.startswith(_QKV):
             return [f"{prefix}.self_attn.{part}_proj.{rest.removeprefix(_QKV)}" for part in "qkv"]
         return [f"{prefix}.{_IN_LAYER[rest]}" if rest in _IN_LAYER else name]

@@ -52,7 +52,7 @@ def sentencepiece_bpe(file: Path, roles: bool) -> Tokenizer:
         if not (pieces.is_control(index) or pieces.is_byte(index) or pieces.is_unknown(index))
     }
     specials = [*_COMMANDS, *(_ROLES if roles else [])]
-    vocab |= {token: size + place for place, token in enumerate(specials)}
+    vocab |= {token: size + offset for offset, token in enumerate(specials)}
     backend = Tokenizer(
         models.BPE(vocab=vocab, merges=_merges(ranks), unk_token="<unk>", byte_fallback=True, fuse_unk=False)
     )
@@ -78,7 +78,7 @@ def tiktoken_bpe(file: Path) -> Tokenizer:
         ranks["".join(letters[byte] for byte in base64.b64decode(token, validate=True))] = int(rank)
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError("ranks are missing")
-    specials = {token: len(ranks) + place for place, token in enumerate(_GLM4_SPECIALS)}
+    specials = {token: len(ranks) + offset for offset, token in enumerate(_GLM4_SPECIALS)}
     backend = Tokenizer(models.BPE(vocab=ranks | specials, merges=_merges(ranks), fuse_unk=False, ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -99,8 +99,8 @@ def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
-        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        joinable = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(joinable, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     return merges
 
 
@@ -189,7 +189,7 @@ class _Chats:
         """Return a conversation's ids exactly as the original builds them. As text (`tokenize=False`), and with rarer
         options, it goes transformers' way, which parses control strings in messages.
         """
-        known = {
+        supported = {
             "add_generation_prompt",
             "padding",
             "padding_side",
@@ -198,7 +198,7 @@ class _Chats:
             "tokenize",
             "tools",
         }
-        is_plain = options.get("tokenize", True) and not args and set(options) <= known and self.has_chat_format
+        is_plain = options.get("tokenize", True) and not args and set(options) <= supported and self.has_chat_format
         if not is_plain or not self.has_own_template:
             tokenizer_options = {"split_special_tokens": False, **(options.pop("tokenizer_kwargs", None) or {})}
             return super().apply_chat_template(  # type: ignore[misc]
@@ -209,7 +209,7 @@ class _Chats:
         pieces = form.question if options.get("add_generation_prompt") else form.conversation
         chats = conversation if is_batch else [conversation]
         encoded = form.encode_pieces(pieces(formats.with_tools(chat, options.get("tools"))) for chat in chats)
-        ids = [one for one, _ in encoded]
+        ids = [token_ids for token_ids, _ in encoded]
         tensors = options.get("return_tensors")
         out = self.pad(  # type: ignore[attr-defined]
             {"input_ids": ids if is_batch or tensors else ids[0]},
@@ -257,7 +257,7 @@ class GlmTokenizer(_Chats, PreTrainedTokenizerFast):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         with formats.no_cycles():
-            return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def describe_tools(self, tools: Sequence[Any]) -> str | None:
         """Return the system message about tools, where the official template has words for them."""
