@@ -125,7 +125,7 @@ import sys, time
 from pathlib import Path
 from toolkit.distributed import failure
 folder = Path(sys.argv[1])
-failure.watch_failures(folder, known={int(inode) for inode in sys.argv[3:]})
+failure.watch_failures(folder, earlier_markers={int(inode) for inode in sys.argv[3:]})
 if sys.argv[2] == "announce":
     print(failure.announce_failure(3, "first", 70), failure.announce_failure(3, "again", 1), flush=True)
 else:

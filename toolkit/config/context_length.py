@@ -25,7 +25,7 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
         return _number(config, "seq_length")
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, Mapping) else config
-    unscaled = next((found for key in _KEYS if (found := _number(config, key))), None)
+    unscaled = next((number for key in _KEYS if (number := _number(config, key))), None)
     if unscaled is None or config.get("alibi"):
         return None
     limits = [unscaled]

@@ -108,11 +108,11 @@ def recipe_folders() -> list[Path]:
 
 def known_recipes() -> dict[str, Path]:
     """Return every recipe that `recipe=NAME` can name; the first folder of `recipe_folders` wins."""
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for folder in recipe_folders():
         for path in sorted(folder.glob("*.yaml")):
-            found.setdefault(path.stem, path)
-    return found
+            recipes.setdefault(path.stem, path)
+    return recipes
 
 
 def language_of(recipe: str) -> str:
@@ -120,10 +120,10 @@ def language_of(recipe: str) -> str:
 
     The text is searched before anything is read as YAML: errors of the recipe itself are reported in its language.
     """
-    known, seen, waiting = known_recipes(), set[Path](), [recipe]
+    recipes, seen, waiting = known_recipes(), set[Path](), [recipe]
     while waiting:
         name = waiting.pop()
-        path = Path(name) if name.endswith((".yaml", ".yml")) or os.sep in name else known.get(name)
+        path = Path(name) if name.endswith((".yaml", ".yml")) or os.sep in name else recipes.get(name)
         if path is None or path in seen:
             continue
         seen.add(path)
@@ -131,8 +131,8 @@ def language_of(recipe: str) -> str:
             text = file_bytes(path, LARGEST_FILE_BYTES).decode(errors="replace")
         except (OSError, ValueError):
             continue
-        if found := re.search(r"""^language *: *["']?(en|zh)\b""", text, re.MULTILINE):
-            return found[1]
+        if match := re.search(r"""^language *: *["']?(en|zh)\b""", text, re.MULTILINE):
+            return match[1]
         waiting += re.findall(r"^ *- +([\w.-]+) *(?:#.*)?$", text, re.MULTILINE)
     return ""
 
@@ -254,7 +254,9 @@ def check_directory(path: Path, error: type[ToolkitError] = ConfigError, argumen
         return
     names: list[str] = []
     with suppress(OSError):
-        names = sorted(one.name for one in path.absolute().parent.iterdir() if one.is_dir() and one.name[0] != ".")
+        names = sorted(
+            entry.name for entry in path.absolute().parent.iterdir() if entry.is_dir() and entry.name[0] != "."
+        )
     longer = [name for name in names if name.startswith(path.name)]
     name = longer[0] if longer and path.name else nearest(path.name, names)
     sentence = tr("there is no directory {path} ({name}).", path=path, name=argument) if argument else ""

@@ -70,8 +70,8 @@ class LoadedConfig:
 
     def position(self, key: str) -> str:
         """Return "file:line: " of a key that is set, else ""."""
-        place = self.where.get(key, "")
-        return tr("{place}: ", place=place) if place else ""
+        location = self.where.get(key, "")
+        return tr("{place}: ", place=location) if location else ""
 
     def place(self, path: str) -> str:
         """Return where a key is set, or else the section or list that it is in; "" if neither is."""
@@ -109,54 +109,54 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
     `config_dir` is a further directory of groups, next to conf/. `problems` receives wrong keys and values, which are
     left out of the config; without it they are a ConfigError, as is what keeps a config from being composed.
     """
-    found = Problems() if problems is None else problems
+    all_problems = Problems() if problems is None else problems
     if config_dir and not os.path.isdir(config_dir):
         raise ConfigError("--config-dir {folder} is not a directory.", folder=config_dir)
     groups = _groups(config_dir)
-    parsed = [override for word in overrides if (override := found.attempt(_parse, word)) is not None]
-    chosen = found.attempt(_choose_recipe, parsed)
+    parsed = [override for word in overrides if (override := all_problems.attempt(_parse, word)) is not None]
+    chosen = all_problems.attempt(_choose_recipe, parsed)
     if chosen is None:
-        found.raise_all()
+        all_problems.raise_all()
     assert chosen is not None
     (name, path), typed = chosen, _CommandLine()
     for override in parsed:
         if override.key_or_group != "recipe":
-            found.attempt(typed.take, override, groups, found)
+            all_problems.attempt(typed.take, override, groups, all_problems)
     loaded, tree = LoadedConfig(cfg=schema.RunConfig()), dict[str, Any]()
     try:
-        documents = _read_recipes(path, groups, found)
+        documents = _read_recipes(path, groups, all_problems)
         order = _defaults_list(documents, typed.choices, config_dir)
-        for document, package, layer in _layers(order, documents, groups, typed, loaded, found):
+        for document, package, layer in _layers(order, documents, groups, typed, loaded, all_problems):
             keys = [key for key, _ in document.leaves]
             loaded.where |= document.leaves
             loaded.layers |= dict.fromkeys(keys, layer)
             # What no layer above conf/ sets was not chosen by anybody.
             loaded.explicit = loaded.explicit.union(keys) if layer else loaded.explicit.difference(keys)
             _merge(tree, document.values, *filter(None, package.split(".")))
-            found.attempt(_set_source, tree, document.source, document.place("data"))
+            all_problems.attempt(_set_source, tree, document.source, document.place("data"))
         loaded.where |= dict.fromkeys(typed.keys, tr("command line"))
         loaded.layers |= dict.fromkeys(typed.keys, TYPED)
         loaded.explicit |= typed.keys
         for key, value in typed.values:
             *parents, last = key.split(".")
             _merge(tree, {last: value}, *parents)
-        found.attempt(_set_source, tree, typed.source, tr("command line"))
+        all_problems.attempt(_set_source, tree, typed.source, tr("command line"))
         if "${" in repr(tree):  # texts take the place of their references to other keys, such as ${run.name}
-            whole = to_plain(schema.RunConfig())
-            _merge(whole, tree)
-            tree = dict(OmegaConf.to_container(OmegaConf.create(whole), resolve=True))  # type: ignore[arg-type]
-        loaded.cfg = TreeReader(lambda path: loaded.place(path) or name, found, is_resolved=True).read(
+            values = to_plain(schema.RunConfig())
+            _merge(values, tree)
+            tree = dict(OmegaConf.to_container(OmegaConf.create(values), resolve=True))  # type: ignore[arg-type]
+        loaded.cfg = TreeReader(lambda path: loaded.place(path) or name, all_problems, is_resolved=True).read(
             tree, schema.RunConfig
         )
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
-        found.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
+        all_problems.raise_all()  # what is wrong with a group's file ends Hydra too, with less to say about it
         reason = tr("cannot compose the config: {reason}", reason=" ".join(str(error).split()))
         if isinstance(error, InterpolationResolutionError):
             reason = joined(reason, tr("Where ${{ is meant as it stands, write \\${{."))
         raise ConfigError(reason) from error
     learn_from(tree)
     if problems is None:
-        found.raise_all()
+        all_problems.raise_all()
     _follow(loaded)
     # A resolved config (runs/NAME/config.yaml) keeps the name of the recipe that it was made from.
     loaded.cfg.recipe = loaded.cfg.recipe or name
@@ -191,8 +191,8 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
     A ConfigError if a key is unknown or a value has the wrong type.
     """
     tree, problems = to_plain(loaded.cfg), Problems()
-    for key, (value, place) in values.items():
-        kind, value, at = field_type(key), to_plain(value), partial(_always, place)
+    for key, (value, origin) in values.items():
+        kind, value, at = field_type(key), to_plain(value), partial(_always, origin)
         if kind is None:
             raise unknown_key(key, at)
         TreeReader(at, problems).read(value, kind, key)
@@ -203,7 +203,7 @@ def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: 
     return dataclasses.replace(
         loaded,
         cfg=cfg,
-        where=loaded.where | {key: place for key, (_, place) in values.items()},
+        where=loaded.where | {key: origin for key, (_, origin) in values.items()},
         explicit=set(loaded.explicit),
         layers=loaded.layers | dict.fromkeys(values, layer),
         notices=list(loaded.notices),
@@ -247,11 +247,11 @@ def escaped(value: Any) -> Any:
 
 def _groups(config_dir: str) -> Groups:
     """Return each group's choices; a user's own directory adds to ours."""
-    found: Groups = {}
+    groups: Groups = {}
     for base in filter(None, (str(files.conf_folder()), config_dir)):
         for path in sorted(Path(base).glob("*/*.yaml")):
-            found.setdefault(path.parent.name, {}).setdefault(path.stem, path)
-    return found
+            groups.setdefault(path.parent.name, {}).setdefault(path.stem, path)
+    return groups
 
 
 def _parse(word: str) -> Override:
@@ -285,7 +285,7 @@ def quoted(word: str) -> str:
         return word
     text = r"[^\s\[\]{}(),:][^\[\]{}(),:]*"
     return (
-        key + equals + re.sub(text, lambda found: found[0] if found[0].isascii() else f"'{found[0].rstrip()}'", value)
+        key + equals + re.sub(text, lambda match: match[0] if match[0].isascii() else f"'{match[0].rstrip()}'", value)
     )
 
 
@@ -330,11 +330,11 @@ class _CommandLine:
 
     def take(self, override: Override, groups: Groups, problems: Problems) -> None:
         """Check one argument and note what it chooses or sets."""
-        key, value, place = override.key_or_group, override.value(), tr("command line")
+        key, value, location = override.key_or_group, override.value(), tr("command line")
         if key == "data" and isinstance(value, dict):
             inner = [name for name in _OF_SOURCE if name in value]
             for name in inner:
-                self._takes_source(f"data.{name}", value.pop(name), place, problems)
+                self._takes_source(f"data.{name}", value.pop(name), location, problems)
             if inner and not value:
                 return
         # Short forms: data=chat.jsonl, data.sources=[a,b], zero=3.
@@ -342,42 +342,42 @@ class _CommandLine:
         if key == "data" and (is_list or (_is_path(value) and value not in groups["data"])):
             key = "data.sources"
         value = _sources(value) if key in [f"data.{name}" for name in _SOURCES] else _stage(key, value)
-        if _is_choice(key, value, groups, place):
+        if _is_choice(key, value, groups, location):
             self.choices[key] = value
             return
         typed = str(override.input_line).partition("=")[2].strip()
         is_text = _OF_SOURCE.get(key.removeprefix("data.")) is str and isinstance(value, (bool, int, float))
-        if self._takes_source(key, typed if is_text else value, place, problems):
+        if self._takes_source(key, typed if is_text else value, location, problems):
             return
         kind, before = field_type(key), problems.count
         if kind is None or "_target_" in key.split("."):
-            raise unknown_key(key, partial(_always, place))
+            raise unknown_key(key, partial(_always, location))
         if (kind is str or key.startswith("launch.env.")) and isinstance(value, (bool, int, float)):
             value = typed  # 1e3, not 1000.0
         elif (kind == list[str] or key == "launch.env") and isinstance(value, (list, dict)):
             value = _texts(value, typed)
-        reader = TreeReader(partial(_always, place), problems)
+        reader = TreeReader(partial(_always, location), problems)
         reader.read(value, kind, key)
         if problems.count == before:
             self.values.append((key, value))
             self.keys.update(reader.leaves)
 
-    def _takes_source(self, key: str, value: Any, place: str, problems: Problems) -> bool:
+    def _takes_source(self, key: str, value: Any, location: str, problems: Problems) -> bool:
         """Note what an argument says of the only source, and return whether it does; `columns` may stand alone."""
         parts = ["data", *key.split(".")] if key.partition(".")[0] == "columns" else key.split(".")
         section, name, inner = parts[0], parts[1] if len(parts) > 1 else "", parts[2:]
         if section != "data" or name not in _OF_SOURCE or len(inner) > (name == "columns"):
             return False
-        read = _read_source({name: {inner[0]: value} if inner else value}, partial(_always, place), problems)
+        read = _read_source({name: {inner[0]: value} if inner else value}, partial(_always, location), problems)
         _merge(self.source, read)
         self.keys.add("data.sources")
         if {"path", "hub"} & self.source.keys() and any(key == "data.sources" for key, _ in self.values):
-            raise _two_sources(name, place)
+            raise _two_sources(name, location)
         return True
 
 
-def _always(place: str, path: str) -> str:
-    return place
+def _always(location: str, path: str) -> str:
+    return location
 
 
 def _texts(value: Any, typed: str) -> Any:
@@ -388,8 +388,8 @@ def _texts(value: Any, typed: str) -> Any:
     if len(parts) != len(items):  # a comma within quotes or brackets
         parts = [schema.as_text(item) for item in items]
     pairs = zip(items, parts, strict=True)
-    found = [part.strip() if isinstance(item, (bool, int, float)) else item for item, part in pairs]
-    return dict(zip(value, found, strict=True)) if is_map else found
+    texts = [part.strip() if isinstance(item, (bool, int, float)) else item for item, part in pairs]
+    return dict(zip(value, texts, strict=True)) if is_map else texts
 
 
 def _sources(value: Any) -> Any:
@@ -400,20 +400,20 @@ def _sources(value: Any) -> Any:
     return [{"path": item} if isinstance(item, str) and "${" not in item else item for item in listed]
 
 
-def _read_source(values: dict[str, Any], place: Place, problems: Problems) -> dict[str, Any]:
+def _read_source(values: dict[str, Any], locate: Place, problems: Problems) -> dict[str, Any]:
     """Return what `data` says of its only source, checked, and without what is wrong."""
     right: dict[str, Any] = {}
     for name, value in values.items():
-        found = Problems()
-        TreeReader(place, found).read(value, _OF_SOURCE[name], f"data.{name}")
-        right |= {} if found.errors else {name: value}
-        for error in found.errors:
+        own_problems = Problems()
+        TreeReader(locate, own_problems).read(value, _OF_SOURCE[name], f"data.{name}")
+        right |= {} if own_problems.errors else {name: value}
+        for error in own_problems.errors:
             error.keys = (*error.keys, "data.sources[0]")  # its rows cannot be judged
             problems.add(error)
     return right
 
 
-def _set_source(tree: dict[str, Any], values: dict[str, Any], place: str) -> None:
+def _set_source(tree: dict[str, Any], values: dict[str, Any], location: str) -> None:
     """Set keys of the only source; with a path or a name on the Hub it is a new one."""
     if not values:
         return
@@ -423,16 +423,16 @@ def _set_source(tree: dict[str, Any], values: dict[str, Any], place: str) -> Non
         raise ConfigError(
             "{place}: data.{name} is for a single source, but data.sources has {count}. Add data.path=FILE, or write "
             "it into each: data.sources=[{{path: FILE, {name}: …}}, …]",
-            place=place,
+            place=location,
             name=next(iter(values)),
             count=len(sources),
         )
     data["sources"] = [{**sources[0], **values}]
 
 
-def _two_sources(name: str, place: str) -> ConfigError:
+def _two_sources(name: str, location: str) -> ConfigError:
     return ConfigError(
-        "{place}: data.{name} and data.sources both name data. Keep one of them.", place=place, name=name
+        "{place}: data.{name} and data.sources both name data. Keep one of them.", place=location, name=name
     )
 
 
@@ -446,15 +446,15 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, str) and "${" not in value and (bool(re.search(r"[./*]", value)) or os.path.exists(value))
 
 
-def _is_choice(group: str, value: Any, groups: Groups, place: str) -> bool:
+def _is_choice(group: str, value: Any, groups: Groups, location: str) -> bool:
     """Return whether a value names a file of a group, or several where possible; a ConfigError for an unknown name."""
     names = value if isinstance(value, list) and group in _SEVERAL else [value]
     if group not in groups or not all(isinstance(name, str) for name in names):
         return False
     for name in names:
         if name not in groups[group]:
-            sentence = tr("{place}: unknown choice '{group}={name}'.", place=place, group=group, name=name)
-            known = tr("Known: {choices}.", choices=", ".join(groups[group]))
+            sentence = tr("{place}: unknown choice '{group}={name}'.", place=location, group=group, name=name)
+            choices = tr("Known: {choices}.", choices=", ".join(groups[group]))
             advice = did_you_mean(name, groups[group])
             losses = groups["preference"].keys() - {"none"}
             if group == "task" and name in {"preference", *losses}:
@@ -462,20 +462,23 @@ def _is_choice(group: str, value: Any, groups: Groups, place: str) -> bool:
                 advice = tr("Preferences are a group of their own: preference={loss}.", loss=loss)
             elif group == "model" and _is_path(name):
                 advice = tr("A directory or a name on Hugging Face is model.path={name}.", name=name)
-            raise about(joined(sentence, advice, known), group)
+            raise about(joined(sentence, advice, choices), group)
     return True
 
 
 def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str, files.YamlDocument]:
     """Read the chosen recipe and those it builds on; wrong entries of their defaults lists are skipped."""
     documents: dict[str, files.YamlDocument] = {}
-    recipes, own = files.known_recipes(), {item.name for item in dataclasses.fields(schema.RunConfig)} | {"defaults"}
+    recipes, sections = (
+        files.known_recipes(),
+        {item.name for item in dataclasses.fields(schema.RunConfig)} | {"defaults"},
+    )
     # Name, file, and the files that build on it: a recipe cannot build on itself.
     waiting: list[tuple[str, Path, tuple[Path, ...]]] = [(_CHOSEN, chosen, ())]
     while waiting:
         name, path, above = waiting.pop()
         document = documents[name] = files.read(path, schema.RunConfig)
-        others = [str(key) for key in document.values if key not in own and is_foreign(str(key))]
+        others = [str(key) for key in document.values if key not in sections and is_foreign(str(key))]
         if len(others) >= 2 and 2 * len(others) > len(document.values):  # else its keys would be reported one by one
             raise ConfigError(
                 "{file} is no recipe but another program's config ({keys}, …). Make a recipe of it:  toolkit "
@@ -498,40 +501,42 @@ def _read_recipes(chosen: Path, groups: Groups, problems: Problems) -> dict[str,
             for key in item if isinstance(item, dict) else ():
                 item[key] = _stage(str(key).rpartition("/")[2], item[key])
         for index, item in enumerate(defaults):
-            place = document.place(f"defaults[{index}]")
-            base = problems.attempt(_check_default, item, place, recipes, groups)
+            location = document.place(f"defaults[{index}]")
+            base = problems.attempt(_check_default, item, location, recipes, groups)
             if base is not None:
                 document.defaults.append(item)
             if base:
                 if recipes[base].resolve() in (path.resolve(), *above):
-                    raise _wrong_default(item, place)
+                    raise _wrong_default(item, location)
                 waiting.append((base, recipes[base], (path.resolve(), *above)))
         _check_document(document, "", problems)
     return documents
 
 
-def _check_default(item: Any, place: str, recipes: dict[str, Path], groups: Groups) -> str:
+def _check_default(item: Any, location: str, recipes: dict[str, Path], groups: Groups) -> str:
     """Check an item of a recipe's defaults list; return the name of the recipe that it builds on, or ""."""
     if isinstance(item, str) and item != "_self_":
         if item not in recipes:
-            sentence = tr("{place}: unknown recipe '{name}'.", place=place, name=item)
+            sentence = tr("{place}: unknown recipe '{name}'.", place=location, name=item)
             raise ConfigError(joined(sentence, did_you_mean(item, recipes)))
         return item
     [(key, value)] = item.items() if isinstance(item, dict) and len(item) == 1 else [("", item)]
     group = str(key).removeprefix("override").strip().lstrip("/")
     is_override = str(key).startswith("override /")
     if is_override and group not in groups:
-        sentence = tr("{place}: unknown group '{group}'.", place=place, group=group)
-        known = tr("Known: {choices}.", choices=", ".join(groups))
-        raise ConfigError(joined(sentence, did_you_mean(group, groups), known))
-    if item != "_self_" and not (is_override and _is_choice(group, value, groups, place)):
-        raise _wrong_default(item, place)
+        sentence = tr("{place}: unknown group '{group}'.", place=location, group=group)
+        group_names = tr("Known: {choices}.", choices=", ".join(groups))
+        raise ConfigError(joined(sentence, did_you_mean(group, groups), group_names))
+    if item != "_self_" and not (is_override and _is_choice(group, value, groups, location)):
+        raise _wrong_default(item, location)
     return ""
 
 
-def _wrong_default(item: Any, place: str) -> ConfigError:
+def _wrong_default(item: Any, location: str) -> ConfigError:
     return ConfigError(
-        "{place}: '{item}': write `- override /GROUP: CHOICE`, or the name of another recipe.", place=place, item=item
+        "{place}: '{item}': write `- override /GROUP: CHOICE`, or the name of another recipe.",
+        place=location,
+        item=item,
     )
 
 
@@ -598,17 +603,17 @@ def _layers(
             for key in item if isinstance(item, dict) else ():
                 group = str(key).rpartition("/")[2]
                 layers[group] = max(layers.get(group, 0), number)
-    for one in order:
-        path = one.config_path or ""
+    for default in order:
+        path = default.config_path or ""
         group, _, name = path.rpartition("/")
         if group == "recipe":  # a run's config.yaml says of every key what it was: that is nobody's choice
             yield recipes[name], "", 0 if "recipe" in recipes[name].values else named.index(name) + 1
         elif group in groups:
             layer = layers.get(group, 0 if path in ordinary else 1)
-            kind = field_type(one.package) if one.package else schema.RunConfig
+            kind = field_type(default.package) if default.package else schema.RunConfig
             document = files.read(groups[group][name], kind)
-            _check_document(document, one.package or "", problems)
-            yield document, one.package or "", layer
+            _check_document(document, default.package or "", problems)
+            yield document, default.package or "", layer
         elif path == "config":
             yield config, "", 0
 

@@ -70,19 +70,19 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 yield validate.about(loaded.position(name) + sentence, f"{name}[{index}]")
 
 
-def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
+def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:
     if source.format is schema.RowFormat.docstrings:
         for name in ("path", "hub", "split", "columns"):
             value = getattr(source, name)
             if value and (name, value) != ("split", "train"):
-                key, shown = f"{place}.{name}", as_typed(value)
+                key, shown = f"{location}.{name}", as_typed(value)
                 yield tr("{key} = {path} has no effect with format docstrings. Remove it.", key=key, path=shown)
     elif bool(source.path) == bool(source.hub):
         yield tr(
-            "{place} needs one of path (a file, directory or pattern) and hub (a name on Hugging Face).", place=place
+            "{place} needs one of path (a file, directory or pattern) and hub (a name on Hugging Face).", place=location
         )
     elif source.path and not os.path.exists(files.located(source.path)) and not matching(source.path):
-        key, folder = f"{place}.path", Path.cwd()
+        key, folder = f"{location}.path", Path.cwd()
         yield tr(
             "{key} = {path}: there is no such file (looked in {folder}).", key=key, path=source.path, folder=folder
         )
@@ -90,26 +90,28 @@ def _wrong_source(source: schema.SourceConfig, place: str) -> Iterator[str]:
         yield tr(
             "{place}.split = {split} has an effect with hub and directories of several splits (dataset_dict.json) "
             "only. Remove it; where files are named by their split, give a pattern as path: data/{split}-*.parquet.",
-            place=place,
+            place=location,
             split=source.split,
         )
     for key in ("subset", "revision"):
         if getattr(source, key) and not source.hub:
-            yield tr("{place}.{key} has an effect with hub only. Remove it.", place=place, key=key)
-    if sentence := check_columns(source, place):
+            yield tr("{place}.{key} has an effect with hub only. Remove it.", place=location, key=key)
+    if sentence := check_columns(source, location):
         yield sentence
     if not 0 < source.weight < math.inf:
         yield tr(
-            "{place}.weight = {weight} must be above 0; remove the source instead.", place=place, weight=source.weight
+            "{place}.weight = {weight} must be above 0; remove the source instead.",
+            place=location,
+            weight=source.weight,
         )
 
 
-def check_columns(source: schema.SourceConfig, place: str) -> str:
+def check_columns(source: schema.SourceConfig, location: str) -> str:
     """Return what is wrong with a source's `columns`: a name that its format does not read; "" if nothing is."""
     fields = schema.ROW_FIELDS.get(source.format) or tuple(chain.from_iterable(schema.ROW_FIELDS.values()))
     for column in source.columns:
         if column not in fields:
-            sentence = tr("{place}.columns: no format reads '{column}'.", place=place, column=column)
+            sentence = tr("{place}.columns: no format reads '{column}'.", place=location, column=column)
             return joined(sentence, did_you_mean(str(column), fields))
     return ""
 

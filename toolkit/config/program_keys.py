@@ -33,13 +33,13 @@ _table = cache(partial(read_table, "config/program_keys.yaml"))
 @cache
 def keys_of(program: str) -> dict[str, Key]:
     """Return a program's keys by name."""
-    own = {name: Key(**row) for name, row in _table()[program].items()}
-    for name, key in [*own.items()]:
+    keys = {name: Key(**row) for name, row in _table()[program].items()}
+    for name, key in [*keys.items()]:
         if key.same_as:
-            known = keys_of("hf")[key.same_as]
-            known = replace(known, default=key.default, says=key.says or known.says, same_as="")
-            own |= {key.same_as: known, name: replace(known, same_as=key.same_as)}
-    return own if program == "trainer" else keys_of("trainer") | own
+            trainer_key = keys_of("hf")[key.same_as]
+            trainer_key = replace(trainer_key, default=key.default, says=key.says or trainer_key.says, same_as="")
+            keys |= {key.same_as: trainer_key, name: replace(trainer_key, same_as=key.same_as)}
+    return keys if program == "trainer" else keys_of("trainer") | keys
 
 
 def own_names(program: str) -> list[str]:
@@ -49,8 +49,8 @@ def own_names(program: str) -> list[str]:
 
 def names_of(what: str) -> dict[str, Any]:
     """Return a table of names of values: the other program's -> ours."""
-    found: dict[str, Any] = _table()["names"][what]
-    return found
+    names: dict[str, Any] = _table()["names"][what]
+    return names
 
 
 def sentence(name: str) -> str:

@@ -28,32 +28,32 @@ def check_rules(
     config names must exist here; not those of a config that is only exported for another machine, nor `devices` where
     it is checked for other GPUs. `custom`: whether a program trains a custom model and dataset with it.
     """
-    found = Problems() if problems is None else problems
-    found.settle()
-    found.apply((_check_bounds,), loaded)
-    found.apply((_check_table,), loaded, rule_tables.RANGES)
-    found.settle()
+    all_problems = Problems() if problems is None else problems
+    all_problems.settle()
+    all_problems.apply((_check_bounds,), loaded)
+    all_problems.apply((_check_table,), loaded, rule_tables.RANGES)
+    all_problems.settle()
     if custom:
-        found.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
-    found.apply((_check_both_given,), loaded)
-    found.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE)
-    found.apply((_check_world_sizes, _check_weights, _check_requirements, _check_untested), loaded)
-    found.apply((_check_variables, _check_deadline), loaded)
+        all_problems.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_WITH_CUSTOM_MODELS)
+    all_problems.apply((_check_both_given,), loaded)
+    all_problems.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE)
+    all_problems.apply((_check_world_sizes, _check_weights, _check_requirements, _check_untested), loaded)
+    all_problems.apply((_check_variables, _check_deadline), loaded)
     if not custom:
-        found.apply((_check_keep_best, _check_shape, _check_pairs, _check_general), loaded)
-        found.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_OF_MODELS)
+        all_problems.apply((_check_keep_best, _check_shape, _check_pairs, _check_general), loaded)
+        all_problems.apply((_check_table,), loaded, rule_tables.INCOMPATIBLE_OF_MODELS)
     read_by_models = (rule_tables.READ_BY_LANGUAGE_MODELS,) if custom else ()
-    found.apply((check_unused_keys,), loaded, (*read_by_models, *rule_tables.READ_WHEN))
+    all_problems.apply((check_unused_keys,), loaded, (*read_by_models, *rule_tables.READ_WHEN))
     ranks, position = world_size or mesh.model_ranks(loaded.cfg), loaded.position("batch.global_size")
-    found.attempt(mesh.accumulation, mesh.with_micro_batch(loaded.cfg), ranks, position)
+    all_problems.attempt(mesh.accumulation, mesh.with_micro_batch(loaded.cfg), ranks, position)
     if world_size is not None:
-        found.apply((_check_ranks,), loaded, world_size)
+        all_problems.apply((_check_ranks,), loaded, world_size)
     if files:
-        found.apply(paths.CUSTOM_FILES if custom else (*paths.FILES, *requirements.RULES), loaded)
+        all_problems.apply(paths.CUSTOM_FILES if custom else (*paths.FILES, *requirements.RULES), loaded)
         if devices:
-            found.apply((requirements.check_devices,), loaded)
+            all_problems.apply((requirements.check_devices,), loaded)
     if problems is None:
-        found.raise_all()
+        all_problems.raise_all()
 
 
 def check_without_validation(loaded: LoadedConfig) -> None:
@@ -86,7 +86,7 @@ def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen
                 continue
             seen.add(key)
             # A key that nothing sets has the layer of the choice of its group.
-            above = [owner[: found.start()] for owner in row.owners for found in re.finditer(r"\.|$", owner)]
+            above = [owner[: dot.start()] for owner in row.owners for dot in re.finditer(r"\.|$", owner)]
             is_overruled = not layer or any(loaded.layers.get(section, 0) > layer for section in above)
             reason = loaded.fill(row.owners[0] if row.owners else key, row.reason)
             if is_overruled:
@@ -245,12 +245,12 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
         for number, source in enumerate(sources):
             if source.format is wanted if wanted else source.format not in of_pairs + of_scores:
                 continue
-            place, given = f"{key}[{number}].format", source.format.value
+            location, row_format = f"{key}[{number}].format", source.format.value
             if wanted and not preference.is_on:
                 sentence = tr(
                     "{place} = {format} is not the format that task={kind} reads ({wanted}). Leave the format out.",
-                    place=place,
-                    format=given,
+                    place=location,
+                    format=row_format,
                     kind=loaded.cfg.task.kind.value,
                     wanted=wanted.value,
                 )
@@ -258,19 +258,19 @@ def _check_pairs(loaded: LoadedConfig) -> Iterator[ConfigError]:
                 sentence = tr(
                     "{place} = {format} is not the format that preference.loss = {loss} reads ({wanted}). Leave the "
                     "format out, or use preference=none.",
-                    place=place,
-                    format=given,
+                    place=location,
+                    format=row_format,
                     loss=preference.loss.value,
                     wanted=preference.row_format.value,
                 )
             elif source.format in of_scores:
-                sentence = tr("{place} = {format} needs task={format}.", place=place, format=given)
+                sentence = tr("{place} = {format} needs task={format}.", place=location, format=row_format)
             else:
                 loss = "dpo" if source.format is schema.RowFormat.preference else "kto"
                 sentence = tr(
                     "{place} = {format} needs a preference loss, for example preference={loss}.",
-                    place=place,
-                    format=given,
+                    place=location,
+                    format=row_format,
                     loss=loss,
                 )
             yield loaded.about(key, sentence)
@@ -410,25 +410,25 @@ def _check_variables(loaded: LoadedConfig) -> Iterator[ConfigError]:
 def _check_keep_best(loaded: LoadedConfig) -> Iterator[ConfigError]:
     """The best checkpoint can be chosen by what is measured only, and only where more or less of it is better."""
     key, evaluate = "evaluate.keep_best", loaded.cfg.evaluate
-    known = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
+    figures = [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in evaluate.metrics if metric.value != "length")]
     kind, is_paired = loaded.cfg.task.kind, loaded.cfg.preference.is_paired
-    known += {schema.TaskKind.classify: schema.EVAL_LABELS, schema.TaskKind.embed: schema.EVAL_EMBED}.get(kind, ())
+    figures += {schema.TaskKind.classify: schema.EVAL_LABELS, schema.TaskKind.embed: schema.EVAL_EMBED}.get(kind, ())
     if kind is schema.TaskKind.distill:
-        known += schema.EVAL_TAUGHT[: 1 if loaded.cfg.distill.teacher else 2] if _has_teacher(loaded.cfg) else ()
-    known += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + (is_paired or kind is schema.TaskKind.reward)]
-    if evaluate.keep_best and evaluate.keep_best not in known:
+        figures += schema.EVAL_TAUGHT[: 1 if loaded.cfg.distill.teacher else 2] if _has_teacher(loaded.cfg) else ()
+    figures += schema.EVAL_PAIRS[: loaded.cfg.preference.is_on + (is_paired or kind is schema.TaskKind.reward)]
+    if evaluate.keep_best and evaluate.keep_best not in figures:
         could_be = evaluate.keep_best in {f"eval_{metric.value}" for metric in schema.Metric} - {"eval_length"}
         yield loaded.error(
             key,
             "{key} = {value} is none of {known}. {advice}",
-            known=", ".join(known),
-            advice=tr("Add it to evaluate.metrics.") if could_be else did_you_mean(evaluate.keep_best, known),
+            known=", ".join(figures),
+            advice=tr("Add it to evaluate.metrics.") if could_be else did_you_mean(evaluate.keep_best, figures),
         )
 
 
 def _has_teacher(cfg: schema.RunConfig) -> bool:
     """Whether validation samples have a teacher: all by another model, else those of sources that are `general`."""
-    return bool(cfg.distill.teacher) or any(one.general for one in cfg.data.validation or cfg.data.sources)
+    return bool(cfg.distill.teacher) or any(source.general for source in cfg.data.validation or cfg.data.sources)
 
 
 def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]:

@@ -44,8 +44,8 @@ def field_type(path: str) -> Any:
 class TreeReader:
     """Reads a tree of values by the schema. Errors go to `problems`; wrong values are removed from their sections."""
 
-    def __init__(self, place: Place, problems: Problems, *, is_resolved: bool = False) -> None:
-        self.place, self.problems, self.is_resolved = place, problems, is_resolved
+    def __init__(self, locate: Place, problems: Problems, *, is_resolved: bool = False) -> None:
+        self.place, self.problems, self.is_resolved = locate, problems, is_resolved
         self.leaves: list[str] = []
         """Dotted keys of the right values that were read; a list is one value."""
 
@@ -106,10 +106,10 @@ def about(sentence: str, *keys: str) -> ConfigError:
     return error
 
 
-def unknown_key(path: str, place: Place) -> ConfigError:
+def unknown_key(path: str, locate: Place) -> ConfigError:
     """Return the error for a key that the schema does not have, with ours for it, or the nearest one."""
     meant, siblings = keys_meant(path), _members(re.sub(r"\[\d+\]", "", path).rpartition(".")[0])
-    sentence = tr("{place}: unknown key '{key}'.", place=place(path), key=path)
+    sentence = tr("{place}: unknown key '{key}'.", place=locate(path), key=path)
     if meant:
         names = "' / '".join(meant[:3])
         is_old = any(f"{key}.".startswith(f"{path}.") for key in REMOVED)
@@ -140,8 +140,8 @@ def keys_meant(path: str) -> tuple[str, ...]:
         meant = (f"{prefix}.{close}" if prefix else close,)
     elif not meant:
         leaf = {key.rpartition(".")[2]: key for key in reversed(all_keys())}
-        found = nearest(shown, (key for key in all_keys() if not shown.startswith(f"{key}."))) or leaf.get(name)
-        meant = (found,) if found else ()
+        nearest_key = nearest(shown, (key for key in all_keys() if not shown.startswith(f"{key}."))) or leaf.get(name)
+        meant = (nearest_key,) if nearest_key else ()
     return meant
 
 
@@ -152,39 +152,39 @@ def _members(section: str) -> list[str]:
     return list(types_of(typing.cast("type", kind))) if dataclasses.is_dataclass(kind) else []
 
 
-def _names_code(path: str, place: Place) -> ConfigError:
-    return ConfigError("{place}: '_target_' is not allowed: a config never names code to run.", place=place(path))
+def _names_code(path: str, locate: Place) -> ConfigError:
+    return ConfigError("{place}: '_target_' is not allowed: a config never names code to run.", place=locate(path))
 
 
-def _check_free(value: Any, path: str, place: Place) -> None:
+def _check_free(value: Any, path: str, locate: Place) -> None:
     """In a free section too nothing may name code or call a resolver."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key == "_target_":
-                raise _names_code(path, place)
+                raise _names_code(path, locate)
             if not isinstance(key, str):
-                raise unknown_key(f"{path}.{key}", place)
-            _check_free(inner, f"{path}.{key}", place)
+                raise unknown_key(f"{path}.{key}", locate)
+            _check_free(inner, f"{path}.{key}", locate)
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            _check_free(inner, f"{path}[{index}]", place)
+            _check_free(inner, f"{path}[{index}]", locate)
     elif isinstance(value, str):
-        _is_interpolation(value, path, place)
+        _is_interpolation(value, path, locate)
     elif value is not None and not isinstance(value, (bool, int, float)):
-        raise _wrong(path, value, tr("a text"), place)
+        raise _wrong(path, value, tr("a text"), locate)
 
 
-def _is_interpolation(value: str, path: str, place: Place) -> bool:
+def _is_interpolation(value: str, path: str, locate: Place) -> bool:
     """Return whether the value refers to another key; refuse `${resolver:…}`, which could read the environment."""
     # What is left without every plain ${other.key} may hold no "${": `${${x}:HOME}` would be a resolver too.
     if "${" in re.sub(r"\$\{[\w.\[\]]+\}", "", value):
         raise ConfigError(
-            "{place}: '{key}' = {value}: only ${{other.key}} is allowed.", place=place(path), key=path, value=value
+            "{place}: '{key}' = {value}: only ${{other.key}} is allowed.", place=locate(path), key=path, value=value
         )
     return "${" in value
 
 
-def _scalar(value: Any, kind: Any, path: str, place: Place) -> Any:
+def _scalar(value: Any, kind: Any, path: str, locate: Place) -> Any:
     """Return a single value in its type."""
     if kind not in _NODES:  # one of several words
         if isinstance(value, str) and value in kind.__members__:
@@ -192,7 +192,7 @@ def _scalar(value: Any, kind: Any, path: str, place: Place) -> Any:
         choices = ", ".join(kind.__members__)
         sentence = tr(
             "{place}: '{key}' = {value} must be one of: {choices}.",
-            place=place(path),
+            place=locate(path),
             key=path,
             value=value,
             choices=choices,
@@ -209,17 +209,17 @@ def _scalar(value: Any, kind: Any, path: str, place: Place) -> Any:
         wanted = dict(zip(_NODES, (*words, tr("a whole number or auto"), tr("true, false or auto")), strict=True))[kind]
         if kind is int and isinstance(value, float) and value.is_integer():
             wanted += " " + tr("(write {number})", number=int(value))
-        raise _wrong(path, value, wanted, place) from error
+        raise _wrong(path, value, wanted, locate) from error
     if isinstance(made, (int, float)) and LARGEST_NUMBER < abs(made) < math.inf:  # the rules reject infinity and NaN
         limits = tr("a number from {least} to {most}", least=-LARGEST_NUMBER, most=LARGEST_NUMBER)
-        raise _wrong(path, shortened(value, _LONGEST_VALUE), limits, place)
+        raise _wrong(path, shortened(value, _LONGEST_VALUE), limits, locate)
     return made
 
 
-def _wrong(path: str, value: Any, wanted: str, place: Place) -> ConfigError:
+def _wrong(path: str, value: Any, wanted: str, locate: Place) -> ConfigError:
     shown = "null" if value is None else value
     return about(
-        tr("{place}: '{key}' = {value} must be {wanted}.", place=place(path), key=path, value=shown, wanted=wanted),
+        tr("{place}: '{key}' = {value} must be {wanted}.", place=locate(path), key=path, value=shown, wanted=wanted),
         path,
     )
 
@@ -233,8 +233,8 @@ def foreign_names() -> dict[str, tuple[str, ...]]:
     from toolkit.config.program_keys import keys_of
 
     # axolotl's rl is too likely a misspelling of lr.
-    found = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to and name != "rl"}
-    return {name: tuple(keys.split(", ")) for name, keys in (found | read_table("config/other_names.yaml")).items()}
+    names = {name: key.to for program in _PROGRAMS for name, key in keys_of(program).items() if key.to and name != "rl"}
+    return {name: tuple(keys.split(", ")) for name, keys in (names | read_table("config/other_names.yaml")).items()}
 
 
 def is_foreign(name: str) -> bool:

@@ -210,8 +210,8 @@ class RowReader:
 
     def _add_answer(self, row: Mapping[str, Any], key: str, messages: list[Message]) -> None:
         """Add an answer: a text, a message or a list of messages."""
-        said = self._heard(row[key]) if key in row else missing_key(row, key)
-        items = said if isinstance(said, list) else [said]
+        answer = self._heard(row[key]) if key in row else missing_key(row, key)
+        items = answer if isinstance(answer, list) else [answer]
         if not any(isinstance(item, dict) for item in items):
             messages.append(plain_message("assistant", required_text(row, key)))
             return
@@ -225,11 +225,11 @@ class RowReader:
 
     def _heard(self, value: object) -> object:
         """Return the messages that a text holds, else the value: an answer may be JSON of its own."""
-        found = conversation_in(value)
-        items = found if isinstance(found, list) else [found]
+        conversation = conversation_in(value)
+        items = conversation if isinstance(conversation, list) else [conversation]
         keys = {self.names["from"], self.names["role"]}
         is_heard = items and all(isinstance(item, dict) and keys.intersection(item) for item in items)
-        return found if is_heard else value
+        return conversation if is_heard else value
 
     def _listed(self, row: Mapping[str, Any]) -> list[Message]:
         """A list of messages, each with from and value, or role and content; or of pairs with human and assistant."""
@@ -272,9 +272,9 @@ class RowReader:
 
     def _add_item(self, item: dict[str, Any], messages: list[Message]) -> None:
         """Add the messages of one item; ChatGLM3's `tool` items are a call and what came back."""
-        speaker, said = self.names["from"], self.names["value"]
+        speaker, content_key = self.names["from"], self.names["value"]
         if speaker not in item:
-            speaker, said = self.names["role"], self.names["content"]
+            speaker, content_key = self.names["role"], self.names["content"]
         name = required_text(item, speaker)
         role = _ROLE_NAMES.get(name)
         if role is None:
@@ -282,10 +282,10 @@ class RowReader:
                 "unknown role '{name}'; expected one of {names}", name=name[:40], names=", ".join(_ROLE_NAMES)
             )
         is_call = role == "tool" and "parameters" in item
-        read = (speaker, said, *self.flags, *_READ.get("call" if is_call else role, ()))
+        read = (speaker, content_key, *self.flags, *_READ.get("call" if is_call else role, ()))
         self.skipped.update(unread_keys(item, read, is_answer=is_call or role in ("assistant", "function_call")))
         extra = self._loss(item)
-        if role == "system" and item.get(said) in (None, ""):
+        if role == "system" and item.get(content_key) in (None, ""):
             return  # as under the row's "system"
         if is_call:
             call = {"name": item.get("name"), "arguments": item["parameters"]}
@@ -294,13 +294,13 @@ class RowReader:
             return
         if role == "tool":
             # What a tool gives back may be an object, and may be nothing.
-            result = {**plain_message("tool", result_text(item.get(said))), **extra}
+            result = {**plain_message("tool", result_text(item.get(content_key))), **extra}
             messages.append({**result, **call_id(item, "tool_call_id")})
             return
         if role not in ("assistant", "function_call"):
-            messages.append({**plain_message(role, self._content(item, said)[0]), **extra})
+            messages.append({**plain_message(role, self._content(item, content_key)[0]), **extra})
             return
-        message = self._answer(item, said, role)
+        message = self._answer(item, content_key, role)
         if isinstance(item.get("metadata"), str):
             message["metadata"] = item["metadata"]
         last = messages[-1] if messages else {}
@@ -313,7 +313,7 @@ class RowReader:
 
     def _loss(self, item: Mapping[str, Any]) -> dict[str, bool]:
         """Return whether a message is trained; {} where nothing is said."""
-        found: dict[str, bool] = {}
+        flags: dict[str, bool] = {}
         for key, meaning in self.flags.items():
             value = item.get(key)
             if value is None:
@@ -321,13 +321,13 @@ class RowReader:
             if value not in (0, 1, True, False) or isinstance(value, str):
                 raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
             is_trained = bool(value) is meaning
-            if found.setdefault("loss", is_trained) != is_trained:
+            if flags.setdefault("loss", is_trained) != is_trained:
                 raise RowError(
                     "{keys} contradict each other", keys=quoted_keys({k: 0 for k in self.flags if k in item})
                 )
-        return found
+        return flags
 
-    def _answer(self, item: dict[str, Any], said: str, role: str) -> dict[str, Any]:
+    def _answer(self, item: dict[str, Any], content_key: str, role: str) -> dict[str, Any]:
         """Return what the assistant said, thought and called."""
         message = plain_message("assistant", "")
         thoughts = list(dict.fromkeys(thought for key in REASONING_KEYS if (thought := reasoning_of(item, key))))
@@ -337,15 +337,15 @@ class RowReader:
             )
         calls: list[Any] = []
         if role == "function_call":
-            value: Any = item.get(said)
+            value: Any = item.get(content_key)
             if isinstance(value, str) and (block := _THINK.match(value)):  # LLaMA-Factory's way of thinking aloud
                 message["content"], value = block[1], value[block.end() :]
             calls = self._calls(parsed_json(value))
         else:
             called = item.get("tool_calls")
             calls = self._calls(parsed_json(called)) if called else []
-            if not calls or item.get(said) not in (None, ""):
-                message["content"], more_thoughts, more_calls = self._content(item, said, is_answer=True)
+            if not calls or item.get(content_key) not in (None, ""):
+                message["content"], more_thoughts, more_calls = self._content(item, content_key, is_answer=True)
                 thoughts, calls = thoughts + more_thoughts, calls + more_calls
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
@@ -379,24 +379,24 @@ class RowReader:
         """Return tool calls as OpenAI writes them, with the arguments as an object."""
         calls = []
         for item in value if isinstance(value, list) else [value]:
-            whole = item if isinstance(item, dict) else {}
-            call = whole.get("function", whole)
+            entry = item if isinstance(item, dict) else {}
+            call = entry.get("function", entry)
             if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
                 raise RowError(
                     'a call of a tool must look like {{"name": …, "arguments": {{…}}}}, and this is {kind}',
                     kind=kind_of(item),
                 )
-            given = "parameters" if "arguments" not in call and "parameters" in call else "arguments"
-            arguments = {} if call.get(given) in (None, "") else parsed_json(call[given])
+            arguments_key = "parameters" if "arguments" not in call and "parameters" in call else "arguments"
+            arguments = {} if call.get(arguments_key) in (None, "") else parsed_json(call[arguments_key])
             if not isinstance(arguments, dict):
                 raise RowError(
                     "the arguments of '{name}' are {kind}, not an object", name=call["name"], kind=kind_of(arguments)
                 )
-            self.skipped.update(unread_keys(call, ("type", "id", "name", given)))
-            if call is not whole:
-                self.skipped.update(unread_keys(whole, ("type", "id", "function")))
+            self.skipped.update(unread_keys(call, ("type", "id", "name", arguments_key)))
+            if call is not entry:
+                self.skipped.update(unread_keys(entry, ("type", "id", "function")))
             function = {"name": call["name"], "arguments": arguments}
-            calls.append({"type": "function", **call_id(whole, "id"), "function": function})
+            calls.append({"type": "function", **call_id(entry, "id"), "function": function})
         return calls
 
 
@@ -499,13 +499,13 @@ def check_trainable(row: Mapping[str, Any], columns: Mapping[str, str]) -> None:
                 key=key,
             )
     if not PREFERENCE_KEYS.isdisjoint(row) and PREFERENCE_KEYS.isdisjoint(columns.values()):
-        found = {key: row[key] for key in row if key in PREFERENCE_KEYS and row[key] not in (None, "", [])}
-        if found:
+        preferences = {key: row[key] for key in row if key in PREFERENCE_KEYS and row[key] not in (None, "", [])}
+        if preferences:
             raise RowError(
                 "preference data ({keys}) needs preference=dpo or another loss of pairs. To train the better answers "
                 "alone, map them (columns: {{response: chosen}}, columns: {{messages: chosen}}) or write "
                 "them into a file of their own",
-                keys=quoted_keys(found),
+                keys=quoted_keys(preferences),
             )
     for key in ("label", "kto_tag"):
         # As a text, as in CSV, a label may be anything.

@@ -41,21 +41,21 @@ class PairReader(RowReader):
     def read_all(self, row: object) -> list[Conversation]:
         """Return the conversation with the chosen answer and the one with the rejected; a RowError as `RowReader`."""
         mapping, names = as_object(row), self.names
-        whole = {answer: key for answer in _ANSWERS if (key := self._whole(mapping, answer))}
-        if names["chosen"] not in mapping and ("rejected" in whole or mapping.get(names["rejected_response"])):
+        answer_keys = {answer: key for answer in _ANSWERS if (key := self._whole(mapping, answer))}
+        if names["chosen"] not in mapping and ("rejected" in answer_keys or mapping.get(names["rejected_response"])):
             # ms-swift: the chosen answer ends the conversation, or is what the other formats call it.
             chosen = self._before(mapping, is_answered=True)
-            if "rejected" in whole:
-                rejected = self._read(mapping, RowFormat.messages, messages=whole["rejected"])
+            if "rejected" in answer_keys:
+                rejected = self._read(mapping, RowFormat.messages, messages=answer_keys["rejected"])
             else:
                 rejected = self._answered(replace(chosen, messages=chosen.messages[:-1]), mapping, "rejected_response")
             pair = [chosen, rejected]
-        elif len(whole) == len(_ANSWERS):
-            pair = [self._read(mapping, RowFormat.messages, messages=whole[answer]) for answer in _ANSWERS]
+        elif len(answer_keys) == len(_ANSWERS):
+            pair = [self._read(mapping, RowFormat.messages, messages=answer_keys[answer]) for answer in _ANSWERS]
         else:
             before = self._before(mapping)
             pair = [self._answered(before, mapping, answer) for answer in _ANSWERS]
-        plain = [_unmarked(one) for one in pair]
+        plain = [_unmarked(conversation) for conversation in pair]
         for messages, name in zip(plain, _ANSWERS, strict=True):
             if messages[-1]["role"] != "assistant":
                 raise RowError("the {answer} conversation does not end with the assistant's answer", answer=name)
@@ -63,7 +63,7 @@ class PairReader(RowReader):
             raise RowError(
                 tr("the chosen and the rejected conversation must have the same messages before their last answer")
             )
-        return [replace(one, messages=messages) for one, messages in zip(pair, plain, strict=True)]
+        return [replace(conversation, messages=messages) for conversation, messages in zip(pair, plain, strict=True)]
 
     def _before(self, row: Mapping[str, Any], is_answered: bool = False) -> Conversation:
         """Return what was said before the last answer; `is_answered`: with the chosen one."""
@@ -134,7 +134,7 @@ class MarginReader(PairReader):
                 raise ValueError
         except (ValueError, TypeError, OverflowError):
             raise RowError("'{key}' is {kind}, not a number", key=key, kind=kind_of(margin)) from None
-        return [replace(one, value=value) for one in super().read_all(row)]
+        return [replace(conversation, value=value) for conversation in super().read_all(row)]
 
 
 _LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
@@ -155,12 +155,12 @@ class LabelReader(PairReader):
         if str(value).lower() not in _LABELS:
             raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
         if self.names["completion"] in mapping:
-            whole = self._answered(self._before(mapping), mapping, "completion")
+            conversation = self._answered(self._before(mapping), mapping, "completion")
         else:
-            whole = self._before(mapping, is_answered=True)
-        if whole.messages[-1]["role"] != "assistant":
+            conversation = self._before(mapping, is_answered=True)
+        if conversation.messages[-1]["role"] != "assistant":
             raise RowError(tr("the conversation does not end with the assistant's answer"))
-        return [replace(whole, messages=_unmarked(whole), value=_LABELS[str(value).lower()])]
+        return [replace(conversation, messages=_unmarked(conversation), value=_LABELS[str(value).lower()])]
 
 
 class ClassReader(PairReader):
@@ -178,8 +178,8 @@ class ClassReader(PairReader):
         if not label:
             raise RowError("'{key}' is empty: the row has no label", key=key)
         is_text = self.names["text"] in mapping
-        whole = self._read(mapping, RowFormat.text) if is_text else self._before(mapping)
-        return [replace(whole, messages=_unmarked(whole), label=label, is_read=True)]
+        conversation = self._read(mapping, RowFormat.text) if is_text else self._before(mapping)
+        return [replace(conversation, messages=_unmarked(conversation), label=label, is_read=True)]
 
     def _others(self, is_answered: bool) -> set[str]:
         return {self.names["label"]}  # an answer that is there is read
@@ -199,7 +199,7 @@ class TextPairReader(PairReader):
         if negatives is not None and not isinstance(negatives, str | list):
             raise RowError("'{key}' is {kind}, neither a list of texts nor a text", key=key, kind=kind_of(negatives))
         items = [negatives] if isinstance(negatives, str) else negatives or []
-        texts += [required_text({f"{key}[{place}]": text}, f"{key}[{place}]") for place, text in enumerate(items)]
+        texts += [required_text({f"{key}[{index}]": text}, f"{key}[{index}]") for index, text in enumerate(items)]
         if texts[1] in texts[2:]:
             raise RowError("'{key}' holds the positive itself. Correct or remove the row", key=key)
         return [Conversation([plain_message(TEXT, text)], is_read=True) for text in texts]

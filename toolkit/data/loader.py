@@ -60,7 +60,7 @@ def collate(
     `Branch` there are the tokens that it does not share, at the positions that they have in the whole sample.
     """
     branches = [[Branch(*sample) if len(sample) > 2 else Branch(*sample, 0) for sample in row] for row in rows]
-    longest = max((sum(len(one.ids) - one.shared for one in row) for row in branches), default=1)
+    longest = max((sum(len(branch.ids) - branch.shared for branch in row) for row in branches), default=1)
     size = (max(len(rows), 1), -(-longest // multiple) * multiple)
     input_ids = torch.full(size, pad_id, dtype=torch.int64)
     labels = torch.full(size, UNTRAINED, dtype=torch.int64)
@@ -84,7 +84,7 @@ def collate(
     batch = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "segment_ids": segment_ids}
     if packed:
         batch["cu_seq_lens"] = torch.tensor(bounds if rows else [0, size[1]], dtype=torch.int32)
-    if any(one.shared for row in branches for one in row):
+    if any(branch.shared for row in branches for branch in row):
         batch |= _visibility(branches, segment_ids)
     return batch
 
@@ -95,9 +95,9 @@ def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor)
     keys = []
     for number, row in enumerate(branches):
         end, path = number * width, torch.empty(0, dtype=torch.int64)
-        for segment, one in enumerate(row, start=1):
-            begin, end = end, end + len(one.ids) - one.shared
-            path = torch.cat((path[: one.shared], torch.arange(begin, end)))
+        for segment, branch in enumerate(row, start=1):
+            begin, end = end, end + len(branch.ids) - branch.shared
+            path = torch.cat((path[: branch.shared], torch.arange(begin, end)))
             seen_until.view(-1)[path] = segment
             keys.append(path)
         if end < (number + 1) * width:
@@ -120,7 +120,7 @@ class PlannedRows:
         samples, prefixes = self.plan[row], self.plan.prefixes(row)
         if not any(prefixes):
             return [self.cache[sample] for sample in samples]
-        return [Branch(*self.cache[one], shared) for one, shared in zip(samples, prefixes, strict=True)]
+        return [Branch(*self.cache[number], shared) for number, shared in zip(samples, prefixes, strict=True)]
 
 
 def build_loader(
@@ -170,5 +170,5 @@ _Of = TypeVar("_Of")
 def laid_out(rows: Sequence[Sequence[_Of]], layout: Layout) -> Sequence[Sequence[_Of]]:
     """Return what rows of a plan hold of each sample, as the rows of a batch."""
     if layout is Layout.alone:
-        return [[one] for row in rows for one in row]
-    return [[one for row in rows for one in row]] if layout is Layout.joined and rows else rows
+        return [[sample] for row in rows for sample in row]
+    return [[sample for row in rows for sample in row]] if layout is Layout.joined and rows else rows

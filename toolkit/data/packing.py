@@ -112,8 +112,8 @@ def plan_sequences(
     weights = [1.0 if by_source else source.weight for source in sources]
     is_capped = 0 < most < len(cache) // size
     if packing is Packing.none and not by_source and all(weight == 1 for weight in weights):
-        found = size * evaluated_samples(cache, most, size) if len(relative) > 1 or is_capped else None
-        return PackingPlan(len(cache)) if found is None else _unpacked(found, relative)
+        evaluated = size * evaluated_samples(cache, most, size) if len(relative) > 1 or is_capped else None
+        return PackingPlan(len(cache)) if evaluated is None else _unpacked(evaluated, relative)
     key: list[Any] = [CODE_VERSION, cache.content, cache.split, packing.name, max_length, window, seed, weights]
     key += [micro_per_gpu] * (packing is Packing.grouped) + [{"most": most}] * is_capped + ["pairs"] * (size > 1)
     share = share and packing is Packing.packed and not np.diff(cache.rows[cache.members]).all()
@@ -129,14 +129,14 @@ def plan_sequences(
         kinds = cache.sources()[dealt.first] if by_source else np.searchsorted(classes, dealt.longest)
         rows, bounds = np.empty(len(kinds), np.int64), [0]
         for kind in range(len(sources) if by_source else len(classes) + 1):
-            mine = np.flatnonzero(kinds == kind)
+            of_kind = np.flatnonzero(kinds == kind)
             if packing is Packing.packed:
-                filled = pack(dealt.lengths[mine], max_length, window)
+                filled = pack(dealt.lengths[of_kind], max_length, window)
             elif packing is Packing.grouped:
-                filled = group(dealt.lengths[mine], micro_per_gpu * max_length)
+                filled = group(dealt.lengths[of_kind], micro_per_gpu * max_length)
             else:
-                filled = np.arange(len(mine))
-            rows[mine] = filled + bounds[-1]
+                filled = np.arange(len(of_kind))
+            rows[of_kind] = filled + bounds[-1]
             bounds.append(bounds[-1] + int(filled.max(initial=-1)) + 1)
         dealt.save(folder, rows, relative)
         return bounds[-1], bounds if by_source else []
@@ -206,18 +206,18 @@ def shared_prefixes(cache: store.TokenizedCache, samples: NDArray[Any], capacity
     """
     shared, rows = np.zeros(len(samples), np.int64), cache.rows[cache.members[samples]]
     before, size, latest = np.empty(0, cache.dtype), 0, -1
-    for place in (np.flatnonzero(rows[1:] == rows[:-1]) + 1).tolist():
-        if place - 1 != latest:
-            before, _ = cache[samples[place - 1]]
+    for index in (np.flatnonzero(rows[1:] == rows[:-1]) + 1).tolist():
+        if index - 1 != latest:
+            before, _ = cache[samples[index - 1]]
             size = len(before)
-        ids, trained = cache[samples[place]]
+        ids, trained = cache[samples[index]]
         common = _common(before, ids, trained)
         if common >= LEAST_SHARED and size + len(ids) - common <= capacity:
-            shared[place] = common
+            shared[index] = common
         else:
             size = 0
-        size += len(ids) - int(shared[place])
-        before, latest = ids, place
+        size += len(ids) - int(shared[index])
+        before, latest = ids, index
     return shared
 
 
@@ -281,13 +281,13 @@ def weighted_samples(cache: store.TokenizedCache, weights: list[float], seed: in
     source_of = cache.sources()[::size]
     chosen = []
     for number, weight in enumerate(weights):
-        mine = everything[source_of == number]
-        chosen += [mine] * int(weight)
-        part = round((weight - int(weight)) * len(mine))
+        of_source = everything[source_of == number]
+        chosen += [of_source] * int(weight)
+        part = round((weight - int(weight)) * len(of_source))
         if not part and weight < 1:
-            part = min(1, len(mine))  # a source that was named is never left out
+            part = min(1, len(of_source))  # a source that was named is never left out
         if part:
-            chosen.append(mine[sampler.Permutation(len(mine), f"weight {seed} {number}")(np.arange(part))])
+            chosen.append(of_source[sampler.Permutation(len(of_source), f"weight {seed} {number}")(np.arange(part))])
     return np.concatenate(chosen) if chosen else everything[:0]
 
 
@@ -301,14 +301,14 @@ def evaluated_samples(cache: store.TokenizedCache, most: int, size: int = 1) -> 
     numbers, counts = np.unique(source_of, return_counts=True)
     wanted = counts * (most / len(source_of))
     shares = np.maximum(1, np.floor(wanted).astype(np.int64))
-    for place in np.argsort(shares - wanted, kind="stable")[: max(0, most - int(shares.sum()))]:
-        shares[place] += 1  # the largest remainders first
+    for source in np.argsort(shares - wanted, kind="stable")[: max(0, most - int(shares.sum()))]:
+        shares[source] += 1  # the largest remainders first
     while shares.sum() > most and shares.max() > 1:
         shares[shares.argmax()] -= 1
     chosen = []
     for number, share in zip(numbers, shares, strict=True):
-        mine = np.flatnonzero(source_of == number)
-        chosen.append(mine[sampler.Permutation(len(mine), f"evaluation {number}")(np.arange(share))])
+        of_source = np.flatnonzero(source_of == number)
+        chosen.append(of_source[sampler.Permutation(len(of_source), f"evaluation {number}")(np.arange(share))])
     return np.sort(np.concatenate(chosen))
 
 

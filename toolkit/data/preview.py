@@ -64,9 +64,9 @@ def legend(style: Style) -> str:
 def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -> list[tuple[str, str]]:
     """Return a sample as a person reads it: every token is there, special ones by their names."""
     special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
-    found: list[tuple[str, str]] = []
-    pairs = [(int(token), bool(kept)) for token, kept in zip(ids, trained, strict=True)]
-    for kept, stretch in groupby(pairs, key=lambda pair: pair[1]):
+    spans: list[tuple[str, str]] = []
+    pairs = [(int(token), bool(is_trained)) for token, is_trained in zip(ids, trained, strict=True)]
+    for is_trained, stretch in groupby(pairs, key=lambda pair: pair[1]):
         parts = []
         for is_special, group in groupby((token for token, _ in stretch), key=special.__contains__):
             tokens = list(group)
@@ -76,8 +76,8 @@ def colored_spans(tokenizer: Any, ids: Sequence[int], trained: Sequence[bool]) -
                 text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
                 parts.append(("context", text))
         # A trained end token keeps the colour of what is trained.
-        found += [("trained", "".join(text for _, text in parts))] if kept else parts
-    return [(kind, printable(text)) for kind, text in found]
+        spans += [("trained", "".join(text for _, text in parts))] if is_trained else parts
+    return [(kind, printable(text)) for kind, text in spans]
 
 
 def marked(text: Iterable[tuple[str, str]], style: Style) -> str:
@@ -94,12 +94,12 @@ def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], st
         if kind == "equal":
             short = len(ids) <= 2 * _AROUND
             shown = [ids] if short else [ids[:_AROUND] if parts else [], ids[-_AROUND:]]
-            parts.append("…".join(printable(tokenizer.decode(one)) for one in shown))
+            parts.append("…".join(printable(tokenizer.decode(part)) for part in shown))
             continue
         pair = {"ids": list(ids[:5]), "others": list(others[:5])}
         first = first or tr("at token {place}: {ids} -> {others}", place=bounds[0], **pair)
-        for name, one in (("removed", ids), ("added", others)):
-            parts += [_in_style(name, printable(tokenizer.decode(one)), style)] if one else []
+        for name, part in (("removed", ids), ("added", others)):
+            parts += [_in_style(name, printable(tokenizer.decode(part)), style)] if part else []
     return f"{first}  {''.join(parts)}"
 
 
@@ -219,11 +219,11 @@ def sample_lines(
 
 def _label(cfg: schema.RunConfig, cache: store.TokenizedCache, sample: int) -> str:
     """Return what a sample is in its row, and what the row says of an answer; "" where there is nothing to say."""
-    place, role = sample % objective.data_unit(cfg)[1], ""
+    index, role = sample % objective.data_unit(cfg)[1], ""
     if cfg.task.kind is schema.TaskKind.embed:
-        return ", " + (tr("the query"), tr("the positive"), tr("a negative"))[min(place, 2)]
+        return ", " + (tr("the query"), tr("the positive"), tr("a negative"))[min(index, 2)]
     if objective.has_pairs(cfg):
-        role = ", " + (tr("the rejected answer") if place else tr("the chosen answer"))
+        role = ", " + (tr("the rejected answer") if index else tr("the chosen answer"))
     if (values := cache.values([sample])) is None:
         return role
     if cfg.task.kind is schema.TaskKind.classify:

@@ -117,14 +117,14 @@ class _ArrayReader:
         """Step over what follows the array in its object: facts about the file, but no other rows."""
         while len(self.text) - self.at < _CHUNK_BYTES and not self.at_end:
             self._more()
-        found = _AFTER_ROWS.match(self.text, self.at)
-        if found is None:
+        match = _AFTER_ROWS.match(self.text, self.at)
+        if match is None:
             raise DataError(
                 "{path}:{line}: there is more than one list of rows in this object. Write each into a file of its own.",
                 path=self.path,
                 line=self._line_of(self.at),
             )
-        self.at = found.end()
+        self.at = match.end()
 
     def _value(self) -> object:
         """Return the next item; as text, which is rejected as a line is, what is JSON but for a NaN or a key twice."""
@@ -190,11 +190,11 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Reject a key that stands twice: Python's reader would keep the last value and say nothing."""
-    whole = dict(pairs)
-    if len(whole) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         twice = _first_repeated([key for key, _ in pairs])
         raise ValueError(tr("the key '{key}' stands there twice", key=twice))
-    return whole
+    return members
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object)
@@ -258,7 +258,7 @@ def table_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[list[dict
             done += batch.num_rows
             _check_count(done, size)
             names = batch.schema.names
-            chosen = batch.select([place for place, name in enumerate(names) if name in columns])
+            chosen = batch.select([index for index, name in enumerate(names) if name in columns])
             for rows in _table_rows_of(chosen, names):
                 yield rows, mapped.tell()
 
@@ -406,12 +406,12 @@ def _known_files(folder: Path) -> list[Path]:
     def enter(path: Path) -> bool:
         return not path.name.startswith(".")
 
-    paths = (place / name for place, names in walk(folder, str(folder), enter, stop) for name in names)
-    found = [path for path in paths if path.name[0] != "." and _bare(path.name).endswith(SUFFIXES)]
-    for path in found:
+    paths = (directory / name for directory, names in walk(folder, str(folder), enter, stop) for name in names)
+    files = [path for path in paths if path.name[0] != "." and _bare(path.name).endswith(SUFFIXES)]
+    for path in files:
         if not os.path.exists(path):
             raise DataError("Cannot read '{path}': {reason}.", path=path, reason=tr("the link leads nowhere"))
-    return sorted(path for path in found if os.path.isfile(path))
+    return sorted(path for path in files if os.path.isfile(path))
 
 
 def _bare(name: str) -> str:
@@ -492,17 +492,17 @@ def blocks(path: Path, least_bytes: int, columns: Collection[str] = ()) -> Itera
 def _start_of_rows(file: io.BufferedReader, path: Path, columns: Collection[str]) -> int:
     """Return where the rows begin, in characters, if the file is one object with one list of them, else 0."""
     text = file.peek(4096)[:4096].decode("utf-8", "ignore").removeprefix("\ufeff")
-    found = _BEFORE_ROWS.match(text)
-    if found is None or json.loads(found[1]) in columns:  # a row with a list of messages
+    match = _BEFORE_ROWS.match(text)
+    if match is None or json.loads(match[1]) in columns:  # a row with a list of messages
         return 0
-    if "\n" not in found[0].strip():
+    if "\n" not in match[0].strip():
         with _opened(path) as (again, _):
             line = again.readline(_LARGEST_LINE_BYTES)
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if again.read(_CHUNK_BYTES).strip() or not row.keys().isdisjoint(columns):  # rows, one per line
                     return 0
-    return found.end()
+    return match.end()
 
 
 def _delimiter(file: io.BufferedReader, usual: str) -> str:

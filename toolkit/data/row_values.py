@@ -91,11 +91,11 @@ def parsed_json(value: object) -> object:
     """Return what a text holds if it is a JSON list or object, as many data sets write them; else the value."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
-            found = DECODER.decode(value)
+            parsed = DECODER.decode(value)
         except (ValueError, RecursionError):
             return value
-        check_characters(found)
-        return found
+        check_characters(parsed)
+        return parsed
     return value
 
 
@@ -107,7 +107,10 @@ def conversation_in(value: object) -> object:
     if not isinstance(value, str) or not _SPEAKER.match(value):
         return parsed_json(value)
     parts = _SPEAKER.split(value)[1:]
-    return [{"role": role.lower(), "content": said.strip()} for role, said in zip(parts[::2], parts[1::2], strict=True)]
+    return [
+        {"role": role.lower(), "content": content.strip()}
+        for role, content in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def required_text(row: Mapping[str, Any], key: str) -> str:

@@ -64,10 +64,10 @@ class Position(NamedTuple):
 BEGINNING = Position()
 
 
-def next_position(place: Position, num_rows: int, global_size: int) -> Position:
+def next_position(position: Position, num_rows: int, global_size: int) -> Position:
     """Return the place after the step that begins at a place."""
-    row = place.row + global_size
-    return Position(place.epoch, row) if row < num_rows else Position(place.epoch + 1, 0)
+    row = position.row + global_size
+    return Position(position.epoch, row) if row < num_rows else Position(position.epoch + 1, 0)
 
 
 def steps_per_epoch(num_rows: int, global_size: int) -> int:
@@ -111,33 +111,33 @@ class GlobalBatchSampler:
         """Micro-batches per rank and step."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        place, done = self.start, 0
+        position, done = self.start, 0
         while self.num_steps is None or done < self.num_steps:
-            batch = self.step_rows(place)
+            batch = self.step_rows(position)
             if self.lengths is not None:
                 batch = batch[np.argsort(-self.lengths(batch), kind="stable")]
             # Sizes differ by one at most, over the ranks and over the micro-batches of a rank.
-            mine = batch[self.rank :: self.world_size]
-            yield from (part.tolist() for part in np.array_split(mine, self.accumulation))
-            place, done = self.after(place), done + 1
+            own_rows = batch[self.rank :: self.world_size]
+            yield from (part.tolist() for part in np.array_split(own_rows, self.accumulation))
+            position, done = self.after(position), done + 1
 
-    def after(self, place: Position) -> Position:
+    def after(self, position: Position) -> Position:
         """Return the place after the step that begins at a place."""
-        return next_position(place, self.num_rows, self.global_size)
+        return next_position(position, self.num_rows, self.global_size)
 
-    def step_rows(self, place: Position) -> NDArray[np.int64]:
+    def step_rows(self, position: Position) -> NDArray[np.int64]:
         """Return the rows of the step that begins at a place, over all ranks; fewer than global_size at the end."""
-        positions = np.arange(place.row, min(place.row + self.global_size, self.num_rows))
+        positions = np.arange(position.row, min(position.row + self.global_size, self.num_rows))
         if self.order is not None:
-            return self.order.rows(place, len(positions))
-        return Permutation(self.num_rows, f"{self.key} {place.epoch}")(positions) if self.shuffle else positions
+            return self.order.rows(position, len(positions))
+        return Permutation(self.num_rows, f"{self.key} {position.epoch}")(positions) if self.shuffle else positions
 
 
 def sequential(num_rows: int, micro_per_gpu: int, rank: int, world_size: int) -> list[list[int]]:
     """Return one rank's micro-batches for an evaluation: each row once over all ranks; [] where a rank has run out."""
-    mine = list(range(rank, num_rows, world_size))
+    own_rows = list(range(rank, num_rows, world_size))
     most = -(-num_rows // world_size)
-    return [mine[begin : begin + micro_per_gpu] for begin in range(0, most, micro_per_gpu)]
+    return [own_rows[begin : begin + micro_per_gpu] for begin in range(0, most, micro_per_gpu)]
 
 
 def length_limits(curriculum: CurriculumConfig, max_length: int) -> NDArray[np.float64]:
@@ -189,17 +189,17 @@ class CurriculumOrder:
         """The limits that hold, where there are too few short rows for those asked for."""
         self._first_epoch = by_chance[_drawn(drawn[ascending], within, ends)]
 
-    def rows(self, place: Position, count: int) -> NDArray[np.int64]:
+    def rows(self, position: Position, count: int) -> NDArray[np.int64]:
         """Return the rows of the step that begins at a place."""
-        if place.epoch == 0:
-            return self._first_epoch[place.row : place.row + count]
-        positions = np.arange(place.row, place.row + count)
-        return Permutation(self.num_rows, f"{self.key} {place.epoch}")(positions)
+        if position.epoch == 0:
+            return self._first_epoch[position.row : position.row + count]
+        positions = np.arange(position.row, position.row + count)
+        return Permutation(self.num_rows, f"{self.key} {position.epoch}")(positions)
 
-    def figures(self, place: Position) -> dict[str, float]:
+    def figures(self, position: Position) -> dict[str, float]:
         """Return the longest sample that the step may take."""
-        step = place.row // self.global_size
-        grows = place.epoch == 0 and step < len(self.limits)
+        step = position.row // self.global_size
+        grows = position.epoch == 0 and step < len(self.limits)
         return {"curriculum_length": int(self.limits[step]) if grows else self.max_length}
 
 
@@ -209,11 +209,11 @@ def _drawn(candidates: NDArray[np.int64], within: NDArray[np.int64], ends: NDArr
     """
     order: list[int] = []
     pool: list[int] = []
-    known = 0
+    checked = 0
     for may, end in zip(within.tolist(), ends.tolist(), strict=True):
-        for candidate in candidates[known:may].tolist():
+        for candidate in candidates[checked:may].tolist():
             heapq.heappush(pool, candidate)
-        known = max(known, may)
+        checked = max(checked, may)
         order += [heapq.heappop(pool) for _ in range(end - len(order))]
     left = np.ones(len(candidates), bool)
     left[order] = False
@@ -259,21 +259,21 @@ class ScheduledMixture:
         parts = [source.weight_at(at) * size for source, size in zip(self.sources, self.sizes, strict=True)]
         return [part / sum(parts) for part in parts]
 
-    def rows(self, place: Position, count: int) -> NDArray[np.int64]:
+    def rows(self, position: Position, count: int) -> NDArray[np.int64]:
         """Return the rows of the step that begins at a place."""
-        step = self._step(place)
+        step = self._step(position)
         before, after = self._taken_before(step), self._taken_before(step + 1)
         return np.concatenate([self._of(number, *span) for number, span in enumerate(zip(before, after, strict=True))])
 
-    def figures(self, place: Position) -> dict[str, float]:
+    def figures(self, position: Position) -> dict[str, float]:
         """Return the share of each source."""
-        found: dict[str, float] = {}
-        for name, share in zip(self.names, self.shares(self._step(place)), strict=True):
-            found[f"mixture_share/{name}"] = round(found.get(f"mixture_share/{name}", 0) + share, 6)
-        return found
+        shares: dict[str, float] = {}
+        for name, share in zip(self.names, self.shares(self._step(position)), strict=True):
+            shares[f"mixture_share/{name}"] = round(shares.get(f"mixture_share/{name}", 0) + share, 6)
+        return shares
 
-    def _step(self, place: Position) -> int:
-        return place.epoch * self.steps_per_epoch + place.row // self.global_size
+    def _step(self, position: Position) -> int:
+        return position.epoch * self.steps_per_epoch + position.row // self.global_size
 
     def _taken_before(self, step: int) -> list[int]:
         """Return the rows of each source before a step: what it is owed in whole rows, the rest to those owed most."""
@@ -281,11 +281,11 @@ class ScheduledMixture:
             row = number % self.steps_per_epoch * self.global_size
             count = min(self.global_size, self.num_rows - row)
             owed = [old + count * share for old, share in zip(self._owed, self.shares(number), strict=True)]
-            given = [max(0, math.floor(due) - len(owed)) for due in owed]  # never more than `count` together
-            for _ in range(count - sum(given)):
-                given[int(np.argmax(np.subtract(owed, given)))] += 1
-            self._owed = [due - got for due, got in zip(owed, given, strict=True)]
-            self._taken.append([old + got for old, got in zip(self._taken[-1], given, strict=True)])
+            taken = [max(0, math.floor(due) - len(owed)) for due in owed]  # never more than `count` together
+            for _ in range(count - sum(taken)):
+                taken[int(np.argmax(np.subtract(owed, taken)))] += 1
+            self._owed = [due - got for due, got in zip(owed, taken, strict=True)]
+            self._taken.append([old + got for old, got in zip(self._taken[-1], taken, strict=True)])
         return self._taken[step]
 
     def _of(self, number: int, begin: int, end: int) -> NDArray[np.int64]:

@@ -103,7 +103,7 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
     """
     taken, least_bytes = 0, block_bytes(total_bytes(files))
     for number, file in enumerate(files):
-        known: DataFile | None = None
+        with_known_format: DataFile | None = None
         for block in blocks(file.path, least_bytes, file.columns.values()):
             if limit := limits[number] if limits else 0:
                 if taken >= limit:
@@ -116,9 +116,9 @@ def read_blocks(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
                     block = replace(block, content=content)
                 else:
                     block = replace(block, content=rows)
-            if known is None:
-                known = with_format(file, block)
-            yield number, known or file, block
+            if with_known_format is None:
+                with_known_format = with_format(file, block)
+            yield number, with_known_format or file, block
 
 
 def with_format(file: DataFile, block: Block) -> DataFile | None:
@@ -133,16 +133,16 @@ def with_format(file: DataFile, block: Block) -> DataFile | None:
         # Not an object: the row's own complaint is the clearest.
         return replace(file, row_format=RowFormat.prompt_response)
     try:
-        found = detect_format(row, file.columns)
+        row_format = detect_format(row, file.columns)
     except RowError as error:  # the whole file is meant, so skipping rows would not help
         raise DataError(f"{file.path}:{line}: {error}.") from None
-    return replace(file, row_format=found)
+    return replace(file, row_format=row_format)
 
 
 def read_conversations(data: DataConfig, cache_dir: Path) -> Iterator[Conversation]:
     """Yield the training sources' conversations, for a tokenizer; the cache's build reports the rows skipped here."""
     files = [file for file in locate_all(data, cache_dir) if file.source < len(data.sources)]
-    return (one for _, one in usable_rows(files, [data.max_samples] * len(files)))
+    return (conversation for _, conversation in usable_rows(files, [data.max_samples] * len(files)))
 
 
 def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterator[tuple[str, Conversation]]:
@@ -151,7 +151,10 @@ def usable_rows(files: Sequence[DataFile], limits: Sequence[int] = ()) -> Iterat
         reader = reader_of(file.row_format, file.columns)
         for offset, row in rows_of(block):
             with suppress(RowError):
-                yield from ((f"{file.path}:{block.first + offset}", one) for one in reader.read_all(parse_row(row)))
+                yield from (
+                    (f"{file.path}:{block.first + offset}", conversation)
+                    for conversation in reader.read_all(parse_row(row))
+                )
 
 
 def total_bytes(files: Sequence[DataFile]) -> int:
@@ -164,20 +167,20 @@ def content_hash(path: Path, cache_dir: Path) -> str:
     file that was changed within the clock's resolution of being read.
     """
     with reading(path, DataError):
-        found = path.stat()
-        stamp = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+        status = path.stat()
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         # Nodes that share both folders may know the device by other numbers: each number has its own memory.
-        name = hashlib.sha256(f"{found.st_dev} {path.absolute()}".encode(errors="surrogateescape")).hexdigest()[:32]
-        kept = cache_dir / "hashes" / f"{name}.json"
+        name = hashlib.sha256(f"{status.st_dev} {path.absolute()}".encode(errors="surrogateescape")).hexdigest()[:32]
+        hash_file = cache_dir / "hashes" / f"{name}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
-            remembered = json.loads(kept.read_text(encoding="utf-8"))
+            remembered = json.loads(hash_file.read_text(encoding="utf-8"))
             if remembered["stamp"] == stamp:
                 return str(remembered["sha256"])
         digest = sha256(path)
-    if time.time() - max(found.st_mtime, found.st_ctime) > _SETTLED_S:
+    if time.time() - max(status.st_mtime, status.st_ctime) > _SETTLED_S:
         with suppress(OSError):  # a memory that cannot be kept is no error
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, json.dumps({"path": str(path), "stamp": stamp, "sha256": digest}).encode())
+            hash_file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(hash_file, json.dumps({"path": str(path), "stamp": stamp, "sha256": digest}).encode())
     return digest
 
 
@@ -245,7 +248,7 @@ def pairs_file(cache_dir: Path) -> Path:
             for question, answer in pairs:
                 file.write(json.dumps({"prompt": question, "response": answer}, ensure_ascii=False) + "\n")
 
-    build_once(folder, build, lambda found: (found / _PAIRS_FILE).is_file())
+    build_once(folder, build, lambda built: (built / _PAIRS_FILE).is_file())
     return folder / _PAIRS_FILE
 
 
@@ -307,16 +310,17 @@ _MOST_S = 3.0
 """Further files are not opened once this has been spent."""
 
 
-def check_sources(data: DataConfig, known: Collection[str], problems: Problems) -> str:
-    """Read the first rows of every local file; return a sentence where not all were looked at, else "". `known`: places
-    such as "data.sources[0]" that are known to be wrong already.
+def check_sources(data: DataConfig, wrong_places: Collection[str], problems: Problems) -> str:
+    """Read the first rows of every local file; return a sentence where not all were looked at, else "".
+
+    `wrong_places`: those, such as "data.sources[0]", that are known to be wrong already.
     """
     until = time.monotonic() + _MOST_S
     looked = total = 0
     for name, sources in (("data.sources", data.sources), ("data.validation", data.validation)):
         for index, source in enumerate(sources):
-            place = f"{name}[{index}]"
-            if source.hub or source.format is RowFormat.docstrings or place in known:
+            location = f"{name}[{index}]"
+            if source.hub or source.format is RowFormat.docstrings or location in wrong_places:
                 continue
             files = problems.attempt(files_of, source) or []
             total += len(files)
@@ -325,7 +329,7 @@ def check_sources(data: DataConfig, known: Collection[str], problems: Problems) 
                     break
                 looked += 1
                 file = DataFile(path, index, source.format, dict(source.columns))
-                problems.attempt(_check_file, file, source, place, data.on_bad_row, problems)
+                problems.attempt(_check_file, file, source, location, data.on_bad_row, problems)
     if looked == total:
         return ""
     return tr(
@@ -335,16 +339,16 @@ def check_sources(data: DataConfig, known: Collection[str], problems: Problems) 
     )
 
 
-def _check_file(file: DataFile, source: SourceConfig, place: str, on_bad_row: OnBadRow, problems: Problems) -> None:
+def _check_file(file: DataFile, source: SourceConfig, location: str, on_bad_row: OnBadRow, problems: Problems) -> None:
     """Check the columns and the first rows of one file."""
     block = next(blocks(file.path, _BYTES, file.columns.values()), None)
     rows = [(block.first + offset, row) for offset, row in islice(rows_of(block), _ROWS)] if block else []
     if block is None or not rows:
         raise DataError("{path} holds no row.", path=file.path)
-    if wrong := _missing_column(source, [row for _, row in rows], place, str(file.path)):
+    if wrong := _missing_column(source, [row for _, row in rows], location, str(file.path)):
         raise DataError(wrong)
-    known = with_format(file, block)
-    reader = reader_of(known.row_format, file.columns) if known else None
+    with_known_format = with_format(file, block)
+    reader = reader_of(with_known_format.row_format, file.columns) if with_known_format else None
     errors = []
     for line, row in rows:
         try:
@@ -365,7 +369,7 @@ def _check_file(file: DataFile, source: SourceConfig, place: str, on_bad_row: On
         problems.add(DataError(sentence))
 
 
-def _missing_column(source: SourceConfig, rows: list[Any], place: str, path: str) -> str:
+def _missing_column(source: SourceConfig, rows: list[Any], location: str, path: str) -> str:
     """Return what is wrong with `columns`: a name that no row has; "" if all are there or no row can be parsed."""
     names: dict[str, None] = {}
     for row in rows:
@@ -376,12 +380,12 @@ def _missing_column(source: SourceConfig, rows: list[Any], place: str, path: str
         if isinstance(parsed, dict):
             lists = [value[:20] for value in parsed.values() if isinstance(value, list)]
             messages = [item for value in lists for item in value if isinstance(item, dict)]
-            names |= {key: None for one in (parsed, *messages) for key in one if isinstance(key, str)}
+            names |= {key: None for mapping in (parsed, *messages) for key in mapping if isinstance(key, str)}
     for ours, theirs in source.columns.items():
         if names and theirs not in names:
             sentence = tr(
                 "{place}.columns: {field} = {name}, but no row of {path} has '{name}'; there are {names}.",
-                place=place,
+                place=location,
                 field=ours,
                 name=theirs,
                 path=path,
@@ -394,7 +398,7 @@ def _missing_column(source: SourceConfig, rows: list[Any], place: str, path: str
 def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence[str] | None = None) -> None:
     """Reject a file that two entries read, under whatever path or link; with hashes also one of the same content."""
     identities: Sequence[Hashable] = hashes or [
-        (found.st_dev, found.st_ino) for found in (os.stat(file.path) for file in files)
+        (status.st_dev, status.st_ino) for status in (os.stat(file.path) for file in files)
     ]
     seen: dict[Hashable, list[DataFile]] = {}
     training = len(data.sources)
@@ -406,8 +410,10 @@ def check_distinct(data: DataConfig, files: Sequence[DataFile], hashes: Sequence
             if other.source == file.source or (len(formats) > 1 and RowFormat.auto not in formats):
                 continue
             first, second = (
-                f"data.sources[{one.source}]" if one.source < training else f"data.validation[{one.source - training}]"
-                for one in (other, file)
+                f"data.sources[{each.source}]"
+                if each.source < training
+                else f"data.validation[{each.source - training}]"
+                for each in (other, file)
             )
             named = f"{file.path}" if other.path == file.path else f"{other.path} = {file.path}"
             if other.source < training <= file.source:
@@ -435,14 +441,18 @@ def look_at(data: DataConfig) -> tuple[list[RowFormat], list[int]]:
     until, formats, sizes = time.monotonic() + _MOST_S, set[RowFormat](), list[int]()
     for file in local_files(data):
         block = next(blocks(file.path, _BYTES, file.columns.values()), None)
-        if block is None or (known := with_format(file, block)) is None or (sizes and time.monotonic() > until):
+        if (
+            block is None
+            or (with_known_format := with_format(file, block)) is None
+            or (sizes and time.monotonic() > until)
+        ):
             continue
-        formats.add(known.row_format)
-        reader = reader_of(known.row_format, known.columns)
+        formats.add(with_known_format.row_format)
+        reader = reader_of(with_known_format.row_format, with_known_format.columns)
         for _, row in islice(rows_of(block), _ROWS):
             with suppress(RowError):
                 for read in reader.read_all(parse_row(row)):
-                    sizes.append(sum(len(str(one["content"]).encode()) for one in read.messages))
+                    sizes.append(sum(len(str(message["content"]).encode()) for message in read.messages))
     return sorted(formats), sorted(sizes)
 
 
@@ -454,25 +464,27 @@ _ESTIMATE_S = 1.0
 def estimate(data: DataConfig, most: int) -> tuple[int, int] | None:
     """Return about how many samples and sequences an epoch has; None if there are more than `most`, or unknown."""
     until = time.monotonic() + _ESTIMATE_S
-    kept = 1.0 if data.validation else 1.0 - data.validation_fraction
+    training_share = 1.0 if data.validation else 1.0 - data.validation_fraction
     rows = size = 0.0
     for source in data.sources:
         if source.hub or source.format is RowFormat.docstrings:
             return None
-        weight = kept * (source.mean_weight if source.weights else source.weight)
+        weight = training_share * (source.mean_weight if source.weights else source.weight)
         try:
             for path in files_of(source):
                 for block in blocks(path, _BYTES, source.columns.values()):
-                    found = list(rows_of(block))
+                    rows_of_block = list(rows_of(block))
                     content = block.content
-                    length = len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in found)
-                    rows, size = rows + weight * len(found), size + weight * length
+                    length = (
+                        len(content) if isinstance(content, bytes) else sum(len(str(row)) for _, row in rows_of_block)
+                    )
+                    rows, size = rows + weight * len(rows_of_block), size + weight * length
                     if _sequences(data, rows, size) > most or time.monotonic() > until:
                         return None
         except ToolkitError:
             return None  # told by the check of the files
     if data.max_samples:
-        rows, size = (value * min(1.0, data.max_samples * kept / max(rows, 1.0)) for value in (rows, size))
+        rows, size = (value * min(1.0, data.max_samples * training_share / max(rows, 1.0)) for value in (rows, size))
     return round(rows), _sequences(data, rows, size)
 
 

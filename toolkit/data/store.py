@@ -185,13 +185,13 @@ class MismatchedCache(TokenizedCache):
         return 2 * len(self)
 
     def __getitem__(self, index: int) -> Sample:
-        place = index % len(self)
-        ids, trained = super().__getitem__(place)
+        sample = index % len(self)
+        ids, trained = super().__getitem__(sample)
         if index < len(self):
             return ids, trained
         asked = int(trained.argmax())
         for back in (*range(1, 64), 1):  # answers of one question may stand side by side, or be all there are
-            others, covered = super().__getitem__((place - back) % len(self))
+            others, covered = super().__getitem__((sample - back) % len(self))
             answered = int(covered.argmax())
             if not np.array_equal(ids[:asked], others[:answered]):
                 break
@@ -225,9 +225,9 @@ class CacheWriter:
         """Add the samples of a part."""
         self._write(IDS, part.ids.astype(self.dtype, copy=False))
         trained = np.concatenate((self._rest, part.trained))
-        whole = len(trained) // 8 * 8
-        self._write(TRAINED, np.packbits(trained[:whole]))
-        self._rest = trained[whole:].copy()
+        full_bytes = len(trained) // 8 * 8
+        self._write(TRAINED, np.packbits(trained[:full_bytes]))
+        self._rest = trained[full_bytes:].copy()
         starts = np.concatenate(([0], np.cumsum(part.lengths, dtype=np.int64)))
         trained_before = np.concatenate(([0], np.cumsum(part.trained, dtype=np.uint32)))
         of_part = {
@@ -280,7 +280,7 @@ class CacheWriter:
         samples: list[NDArray[Any]] = [index.hashes, index.lengths, index.values, index.files, rows]  # not their lines
         for part in samples + [arrays[f"{split}.npy"] for split in sorted(splits)]:
             digest.update(part.tobytes())
-        whole = {
+        contents = {
             **manifest,
             "content": digest.hexdigest()[:32],
             "dtype": self.dtype.name,
@@ -289,7 +289,7 @@ class CacheWriter:
             "crc32": self._checksums,
         }
         # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
-        text = json.dumps(whole, indent=2, ensure_ascii=False)
+        text = json.dumps(contents, indent=2, ensure_ascii=False)
         (self.folder / MANIFEST).write_text(text, encoding="utf-8", errors="backslashreplace")
 
     def close(self) -> None:
@@ -346,7 +346,7 @@ def is_complete(folder: Path) -> bool:
 def damaged_files(folder: Path) -> list[str]:
     """Return the files of a complete cache whose content is not what was written; reads it all."""
     checksums: dict[str, int] = read_manifest(folder)["crc32"]
-    return [name for name, known in checksums.items() if checksum(folder / name) != known]
+    return [name for name, expected in checksums.items() if checksum(folder / name) != expected]
 
 
 def checksum(path: Path) -> int:

@@ -54,12 +54,12 @@ class TokenTargets:
         if self.folder is None:
             return columns
         stored = record(self.top_k)
-        mine = numbers[self.is_taught[numbers] & (self.counts[numbers] > 0)]
-        found = [self._read(int(sample), stored) for sample in mine]
-        whole = np.concatenate(found) if found else np.empty(0, stored)
+        taught = numbers[self.is_taught[numbers] & (self.counts[numbers] > 0)]
+        parts = [self._read(int(sample), stored) for sample in taught]
+        records = np.concatenate(parts) if parts else np.empty(0, stored)
         return columns | {
-            "teacher_ids": torch.from_numpy(np.ascontiguousarray(whole["ids"])),
-            "teacher_logs": torch.from_numpy(np.ascontiguousarray(whole["logs"])),
+            "teacher_ids": torch.from_numpy(np.ascontiguousarray(records["ids"])),
+            "teacher_logs": torch.from_numpy(np.ascontiguousarray(records["logs"])),
         }
 
     def _read(self, sample: int, stored: np.dtype[Any]) -> NDArray[Any]:
@@ -81,9 +81,9 @@ class TargetWriter:
 
     def append(self, ids: torch.Tensor, logs: torch.Tensor) -> None:
         """Add tokens: ids [N, K] and log-probabilities [N, K + 1]."""
-        whole = np.empty(len(ids), self.record)
-        whole["ids"], whole["logs"] = ids.cpu().numpy(), logs.cpu().numpy()
-        self._file.write(whole.tobytes())
+        records = np.empty(len(ids), self.record)
+        records["ids"], records["logs"] = ids.cpu().numpy(), logs.cpu().numpy()
+        self._file.write(records.tobytes())
 
     def close(self) -> None:
         """Write what is left, onto the disk."""
@@ -107,7 +107,11 @@ def publish(
         begins[share] = np.cumsum(targets.counts[share]) - targets.counts[share]
     np.save(building / PARTS, parts)
     np.save(building / BEGINS, begins)
-    manifest = {"top_k": top_k, "parts": len(shares), "tokens": int(sum(targets.counts[one].sum() for one in shares))}
+    manifest = {
+        "top_k": top_k,
+        "parts": len(shares),
+        "tokens": int(sum(targets.counts[samples].sum() for samples in shares)),
+    }
     (building / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
     for path in [*building.iterdir(), building]:
         flush(path)

@@ -42,19 +42,19 @@ def cache_changes(stores: Path, inputs: dict[str, Any]) -> str:
     for folder in stores.glob("*"):
         if not store.is_complete(folder):
             continue
-        known = store.read_manifest(folder).get("inputs", {})
-        differing = [name for name, value in inputs.items() if known.get(name) != value]
+        inputs_of_cache = store.read_manifest(folder).get("inputs", {})
+        differing = [name for name, value in inputs.items() if inputs_of_cache.get(name) != value]
         entry = (len(differing), -folder.stat().st_mtime, folder.name, differing)
         nearest = min(nearest, entry) if nearest else entry
     if nearest is None or nearest[0] > len(inputs) // 3:
         return ""
-    known = store.read_manifest(stores / nearest[2])["inputs"]
+    inputs_of_cache = store.read_manifest(stores / nearest[2])["inputs"]
     named = {
         "files": tr("the content, format or columns of the data files"),
         "encoder": tr("the tokenizer or its chat template"),
         "texts": tr("the tokenizer or its chat template"),
     }
-    words = [named.get(name, f"{name} {known.get(name)} -> {inputs[name]}") for name in nearest[3]]
+    words = [named.get(name, f"{name} {inputs_of_cache.get(name)} -> {inputs[name]}") for name in nearest[3]]
     return tr(
         "Tokenizing again: since the cache {name} was built, this changed: {changes}.",
         name=nearest[2][:8],
@@ -250,10 +250,10 @@ def prepare_shard(cfg: RunConfig, encoder: ChatEncoder) -> tuple[int, int]:
     """Make the parts of `prepare.shard`; return how many there are and how many were made now. `prepare` joins them."""
     number, count = (int(text) for text in cfg.prepare.shard.split("/"))
     builder = _Builder(cfg, encoder, locate_all(cfg.data, Path(cfg.prepare.dir)))
-    mine = (block for place, block in enumerate(builder.blocks()) if place % count == number - 1)
+    own_blocks = (block for index, block in enumerate(builder.blocks()) if index % count == number - 1)
     total = new = 0
     try:
-        for made in make_parts(mine, builder.maker, builder.num_workers):
+        for made in make_parts(own_blocks, builder.maker, builder.num_workers):
             builder.check(made, builder.read(made))
             total, new = total + 1, new + made.is_new
     except OSError as error:
@@ -271,9 +271,9 @@ def first_rows(cfg: RunConfig, encoder: ChatEncoder) -> tuple[PrepareReport, lis
         block = next(readers.blocks(file.path, _FIRST_BYTES, file.columns.values()), None)
         if block is None or time.monotonic() > until:
             continue
-        known = with_format(file, block) or file
-        part = builder.maker.encode(block, reader_of(known.row_format, known.columns))
-        made = BuiltPart(number, known, block, Path(), is_new=True)
+        with_known_format = with_format(file, block) or file
+        part = builder.maker.encode(block, reader_of(with_known_format.row_format, with_known_format.columns))
+        made = BuiltPart(number, with_known_format, block, Path(), is_new=True)
         builder.check(made, part)
         builder.report.add_part(made, part.counts)
         lengths += part.lengths.tolist()
@@ -444,10 +444,10 @@ class _Builder:
             # A file's name need not be UTF-8; such bytes become escapes, which JSON reads back.
             with open(bad_rows_file, "a", encoding="utf-8", errors="backslashreplace") as file:
                 for row, why, excerpt in counts.bad:
-                    place = {"file": str(made.file.path), "line": made.block.first + row.offset}
+                    location = {"file": str(made.file.path), "line": made.block.first + row.offset}
                     if made.block.first_item:
-                        place["item"] = made.block.first_item + row.ordinal
-                    line = {**place, "reason": why, "excerpt": excerpt}
+                        location["item"] = made.block.first_item + row.ordinal
+                    line = {**location, "reason": why, "excerpt": excerpt}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def check_limit(self, done: int, bad_rows_file: Path) -> None:
@@ -509,20 +509,20 @@ class _Builder:
                     "all rows have the label '{label}': there is nothing to tell apart. Add rows with other labels.",
                     label=self.labels[0],
                 )
-            found = np.bincount(index.values[train].astype(np.int64), minlength=len(self.labels))
-            report.labels = dict(zip(self.labels, found.tolist(), strict=True))
+            counts = np.bincount(index.values[train].astype(np.int64), minlength=len(self.labels))
+            report.labels = dict(zip(self.labels, counts.tolist(), strict=True))
         sources = [*self.data.sources, *self.data.validation]
         of_sample = np.array([file.source for file in self.files])[index.files]
         for number, source in enumerate(sources):
-            mine = of_sample == number
+            is_of_source = of_sample == number
             report.sources.append(
                 {
                     "name": hide(source.path or source.hub or source.format.value),
                     "split": "train" if number < len(self.data.sources) else "validation",
                     "rows": self.source_rows[number],
-                    "samples": int(mine.sum()),
-                    "tokens": int(index.lengths[mine].sum()),
-                    "trained_tokens": int(index.trained[mine].sum()),
+                    "samples": int(is_of_source.sum()),
+                    "tokens": int(index.lengths[is_of_source].sum()),
+                    "trained_tokens": int(index.trained[is_of_source].sum()),
                 }
             )
 
@@ -533,8 +533,8 @@ class _Builder:
         is_training[rows[training]] = True
         samples = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
 
-        def examples(found: NDArray[np.int64]) -> list[str]:
-            pairs = [(samples[row], samples[first[row]]) for row in found[: workers.EXAMPLES]]
+        def examples(repeated: NDArray[np.int64]) -> list[str]:
+            pairs = [(samples[row], samples[first[row]]) for row in repeated[: workers.EXAMPLES]]
             return [" = ".join(f"{self.files[index.files[n]].path}:{index.lines[n]}" for n in pair) for pair in pairs]
 
         # Training files are read first, so the first of equal rows is a training row if any of them is.
@@ -546,10 +546,10 @@ class _Builder:
 
 def _place(made: BuiltPart, row: RowPosition) -> str:
     """Return "file:line" of a row; of an item of a JSON array also which it is, as a line may hold them all."""
-    place = f"{made.file.path}:{made.block.first + row.offset}"
+    location = f"{made.file.path}:{made.block.first + row.offset}"
     if made.block.first_item:
-        place += " " + tr("(item {number})", number=f"{made.block.first_item + row.ordinal:,}")
-    return place
+        location += " " + tr("(item {number})", number=f"{made.block.first_item + row.ordinal:,}")
+    return location
 
 
 def _label_order(label: str) -> tuple[bool, int, str]:

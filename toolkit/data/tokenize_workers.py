@@ -138,9 +138,9 @@ class RowCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.longest = max(self.longest, other.longest)
         self.unused = list(dict.fromkeys([*self.unused, *other.unused]))[:100]
-        for mine, theirs in ((self.dropped, other.dropped), (self.message_keys, other.message_keys)):
+        for counts, theirs in ((self.dropped, other.dropped), (self.message_keys, other.message_keys)):
             for name, count in theirs.items():
-                mine[name] = mine.get(name, 0) + count
+                counts[name] = counts.get(name, 0) + count
 
 
 @dataclass(slots=True)
@@ -259,25 +259,27 @@ class PartBuilder:
         mask, sizes = np.frombuffer(trained, np.bool_), np.frombuffer(lengths, np.uint32)
         rows_of_samples = np.frombuffer(ordinals, np.uint32)
         hashes = row_hashes(tokens, mask, sizes, rows_of_samples)
-        known = np.frombuffer(values, np.float32)
-        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, known, counts)
+        values_of_samples = np.frombuffer(values, np.float32)
+        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, values_of_samples, counts)
 
     def _batch(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> Iterator[_Sample]:
         """Yield the samples of some rows, each with its row."""
         counts.rows += len(batch)
         read: list[_ReadRow] = []
-        known: set[tuple[Any, ...]] = set()
+        seen_keys: set[tuple[Any, ...]] = set()
         for row, value in batch:
             try:
                 parsed = parse_row(value)
                 texts = reader.read_all(parsed)
                 wholes = self._wanted(texts)
-                found = list(chain.from_iterable(self._learned(whole, counts) for whole in wholes))
+                conversations = list(
+                    chain.from_iterable(self._learned(conversation_of_row, counts) for conversation_of_row in wholes)
+                )
             except RowError as error:
                 counts.refuse(row, error, value)
                 continue
-            if isinstance(parsed, dict) and (keys := (*parsed, len(texts) > len(wholes) == 2)) not in known:
-                known.add(keys)
+            if isinstance(parsed, dict) and (keys := (*parsed, len(texts) > len(wholes) == 2)) not in seen_keys:
+                seen_keys.add(keys)
                 counts.add(RowCounts(unused=reader.unused(parsed) + ["negatives"] * keys[-1]))
             if (self.encoder.drops_tools and wholes[0].tools) or (
                 self.encoder.drops_system and any(m["role"] == "system" for m in wholes[0].messages)
@@ -287,12 +289,12 @@ class PartBuilder:
                 same = tr("both texts are the same") if wholes[0].is_read else tr("both answers are the same")
                 counts.drop(same, row)
                 continue
-            if not found:
+            if not conversations:
                 counts.drop(tr("no token the loss covers"), row)
-            read += [(row, value, conversation) for conversation in found]
+            read += [(row, value, conversation) for conversation in conversations]
         before = accumulate((_chars(conversation) for _, _, conversation in read), initial=0)
         for _, some in groupby(zip(before, read, strict=False), key=lambda pair: pair[0] // _BATCH_CHARS):
-            for (row, value, conversation), encoded in self._encoded([one for _, one in some], counts):
+            for (row, value, conversation), encoded in self._encoded([each for _, each in some], counts):
                 if self.too_long is TooLong.error and len(encoded[0]) > self.limit:
                     counts.too_long = counts.too_long or [(row, len(encoded[0]))]
                     continue
@@ -314,40 +316,42 @@ class PartBuilder:
             )
         return wholes[: self.texts]
 
-    def _learned(self, whole: Conversation, counts: PartCounts) -> list[Conversation]:
+    def _learned(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
         """Return what is learned from a row: what is trained of it, or that it has a label."""
-        if not whole.is_read:
-            return self._marked(whole, counts)
-        if self.labels and whole.label is not None and whole.label not in self.labels:
+        if not conversation.is_read:
+            return self._marked(conversation, counts)
+        if self.labels and conversation.label is not None and conversation.label not in self.labels:
             raise RowError(
                 "the label '{label}' is none of classify.labels ({labels})",
-                label=whole.label[:40],
+                label=conversation.label[:40],
                 labels=", ".join(self.labels),
             )
-        return [whole]
+        return [conversation]
 
-    def _marked(self, whole: Conversation, counts: PartCounts) -> list[Conversation]:
+    def _marked(self, conversation: Conversation, counts: PartCounts) -> list[Conversation]:
         """Return what is learned from a row; see `formats.mark_trained`."""
-        if len(whole.messages) > _MOST_MESSAGES:
+        if len(conversation.messages) > _MOST_MESSAGES:
             raise RowError(
                 "a conversation of {count} messages; at most {most} can be used. Split it over several rows",
-                count=f"{len(whole.messages):,}",
+                count=f"{len(conversation.messages):,}",
                 most=f"{_MOST_MESSAGES:,}",
             )
-        found: list[Conversation] = []
-        for marked in mark_trained(whole, self.train_on, self.encoder.only_last):
+        parts_trained: list[Conversation] = []
+        for marked in mark_trained(conversation, self.train_on, self.encoder.only_last):
             parts = self.encoder.divide(marked.messages, marked.tools)
-            found += [replace(marked, messages=part if isinstance(part, list) else list(part)) for part in parts]
+            parts_trained += [
+                replace(marked, messages=part if isinstance(part, list) else list(part)) for part in parts
+            ]
             counts.divided += len(parts) > 1
             counts.divided_samples += len(parts) if len(parts) > 1 else 0
-        if len(found) > 1 and sum(map(_chars, found)) > _MOST_TEXT:
+        if len(parts_trained) > 1 and sum(map(_chars, parts_trained)) > _MOST_TEXT:
             raise RowError(
                 "{count} answers, each with all that is said before it, come to more than {most} million "
                 "characters. Split the conversation over several rows",
-                count=len(found),
+                count=len(parts_trained),
                 most=_MOST_TEXT >> 20,
             )
-        return found
+        return parts_trained
 
     def _encoded(self, read: list[_ReadRow], counts: PartCounts) -> Iterator[tuple[_ReadRow, Encoded]]:
         """Encode a batch at once; if a row of it cannot be encoded, one by one to find which."""
@@ -368,15 +372,23 @@ class PartBuilder:
         """Encode conversations. Those that are read: a text as the tokenizer itself ends it, and what no answer ends up
         to where one would begin; marked is the last token, at which their score is.
         """
-        whole = [one for one in read if not one.is_read or one.is_text or one.messages[-1]["role"] == "assistant"]
-        found = iter(self.encoder.encode_many([one.messages for one in whole], [one.tools for one in whole]))
-        if len(whole) == len(read) and not any(one.is_read for one in read):
-            return list(found)
+        complete = [
+            conversation
+            for conversation in read
+            if not conversation.is_read or conversation.is_text or conversation.messages[-1]["role"] == "assistant"
+        ]
+        encodings = iter(
+            self.encoder.encode_many(
+                [conversation.messages for conversation in complete], [conversation.tools for conversation in complete]
+            )
+        )
+        if len(complete) == len(read) and not any(conversation.is_read for conversation in read):
+            return list(encodings)
         encoded = []
-        for one in read:
-            is_whole = one.is_text or one.messages[-1]["role"] == "assistant"
-            ids = next(found)[0] if is_whole else self.encoder.prompt(one.messages, one.tools)
-            ids = [*ids[:-1], *self.encoder.after_text] if one.is_text else ids
+        for conversation in read:
+            is_whole = conversation.is_text or conversation.messages[-1]["role"] == "assistant"
+            ids = next(encodings)[0] if is_whole else self.encoder.prompt(conversation.messages, conversation.tools)
+            ids = [*ids[:-1], *self.encoder.after_text] if conversation.is_text else ids
             encoded.append((ids, [index == len(ids) - 1 for index in range(len(ids))]))
         return encoded
 
@@ -453,21 +465,21 @@ class PartBuilder:
             samples = iter([newest]) if newest else self._windows(encoded)
         else:
             samples = self._turn_windows(conversation)
-        kept = [sample for sample in map(_usable, samples) if sample]
-        if sum(encoded[1][1:]) > sum(sum(mask) for _, mask in kept):
+        usable = [sample for sample in map(_usable, samples) if sample]
+        if sum(encoded[1][1:]) > sum(sum(mask) for _, mask in usable):
             counts.drop(tr("longer than data.max_length = {limit}", limit=self.limit), row)
-        counts.split += len(kept) > 1
-        return kept
+        counts.split += len(usable) > 1
+        return usable
 
     def _turn_windows(self, conversation: Conversation) -> Iterator[Encoded]:
         """Yield samples of whole turns, as many as fit; of a turn that is too long, windows of tokens."""
         system, rest = turns(conversation.messages)
         while rest:
-            count, found = self._most_turns(conversation, system, rest)
-            if found is None:
+            count, window = self._most_turns(conversation, system, rest)
+            if window is None:
                 yield from self._windows(self.encoder.encode([*system, *rest[0]], conversation.tools))
             else:
-                yield found
+                yield window
             rest = rest[max(count, 1) :]
 
     def _windows(self, encoded: Encoded) -> Iterator[Encoded]:
@@ -492,11 +504,11 @@ def _groups(samples: Iterable[_Sample], size: int) -> Iterator[_Sample]:
             yield from group
 
 
-def _number(label: str, known: list[str]) -> int:
+def _number(label: str, labels: list[str]) -> int:
     """Return the number of a label among those that came before, to which it is added."""
-    if label not in known:
-        known.append(label)
-    return known.index(label)
+    if label not in labels:
+        labels.append(label)
+    return labels.index(label)
 
 
 def _usable(encoded: Encoded) -> Encoded | None:
@@ -521,12 +533,12 @@ def row_hashes(
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     bounds = [*starts[begins].tolist(), len(ids)]
     id_bytes, mask_bytes, size = memoryview(ids.tobytes()), memoryview(trained.tobytes()), ids.itemsize
-    found = bytearray()
+    digests = bytearray()
     for start, end in pairwise(bounds):
         digest = hashlib.blake2b(id_bytes[start * size : end * size], digest_size=8)
         digest.update(mask_bytes[start:end])
-        found += digest.digest()
-    return np.frombuffer(found, np.uint64)
+        digests += digest.digest()
+    return np.frombuffer(digests, np.uint64)
 
 
 def _chars(conversation: Conversation) -> int:
@@ -558,15 +570,15 @@ def read_part(path: Path) -> Part | None:
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in ("ids", "lengths", "lines", "rows", "hashes", "values")}
             trained = np.unpackbits(stored["trained"], count=len(arrays["ids"])).view(np.bool_)
-            found = json.loads(stored["account"].tobytes())
+            account = json.loads(stored["account"].tobytes())
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    found["bad"] = [(RowPosition(*row), reason, excerpt) for row, reason, excerpt in found["bad"]]
-    found["too_long"] = [(RowPosition(*row), length) for row, length in found["too_long"]]
-    found["dropped_rows"] = {
-        reason: [RowPosition(*row) for row in rows] for reason, rows in found["dropped_rows"].items()
+    account["bad"] = [(RowPosition(*row), reason, excerpt) for row, reason, excerpt in account["bad"]]
+    account["too_long"] = [(RowPosition(*row), length) for row, length in account["too_long"]]
+    account["dropped_rows"] = {
+        reason: [RowPosition(*row) for row in rows] for reason, rows in account["dropped_rows"].items()
     }
-    part = Part(**arrays, trained=trained, counts=PartCounts(**found))
+    part = Part(**arrays, trained=trained, counts=PartCounts(**account))
     return part if int(part.lengths.sum()) == len(part.ids) else None
 
 

@@ -19,9 +19,9 @@ def out_of_memory_kills() -> int:
     """Return how many processes the kernel has ended for lack of memory in this process's control group; 0 unknown."""
     try:
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-        place = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "/").strip("/")
+        group = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "/").strip("/")
         root = Path("/sys/fs/cgroup")
-        for file in (root / place / "memory.events", root / "memory.events", root / "memory" / "memory.oom_control"):
+        for file in (root / group / "memory.events", root / "memory.events", root / "memory" / "memory.oom_control"):
             if file.is_file():
                 return sum(map(int, re.findall(r"^oom_kill (\d+)$", file.read_text(encoding="utf-8"), re.MULTILINE)))
     except (OSError, ValueError):
@@ -31,7 +31,7 @@ def out_of_memory_kills() -> int:
 
 def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
     """Return the kernel's own line about a process that it ended for lack of memory; "" if there is none to be read."""
-    found = ""
+    last_match = ""
     with suppress(OSError):
         handle = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
         try:
@@ -39,7 +39,7 @@ def kernel_line(pid: int, log: str = "/dev/kmsg") -> str:
                 while record := os.read(handle, 1 << 13):
                     for line in record.decode(errors="replace").splitlines():
                         if re.search(rf"Killed process {pid}\b", line):
-                            found = line.rpartition(";")[2].strip()
+                            last_match = line.rpartition(";")[2].strip()
         finally:
             os.close(handle)
-    return found
+    return last_match

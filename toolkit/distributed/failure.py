@@ -36,13 +36,13 @@ _PEER_S = 1.5
 
 
 def watch_failures(
-    folder: Path | None, rank: int = 0, everybody: Sequence[Peer] = (), known: Collection[int] = ()
+    folder: Path | None, rank: int = 0, everybody: Sequence[Peer] = (), earlier_markers: Collection[int] = ()
 ) -> None:
     """From now on this process ends itself soon after another rank has failed or was killed. `folder`: the run
-    directory, None until it is chosen; `known`: inodes of markers of earlier starts, which may seem to be there.
+    directory, None until it is chosen; `earlier_markers`: inodes of those of earlier starts, which may seem there.
     """
     global _marker, _note, _peers, _earlier, _is_watching
-    _marker, _earlier = folder / "FAILED" if folder else None, known
+    _marker, _earlier = folder / "FAILED" if folder else None, earlier_markers
     if everybody:
         note, peers = Note(folder, rank, everybody[rank], len(everybody)), None
         if len(everybody) > 1:

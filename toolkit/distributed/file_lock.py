@@ -124,10 +124,10 @@ class _Signature:
 
     def another_lives(self, trusted: bool) -> bool:
         """Whether the signature's process still beats; `trusted`: the lock was granted, so a local holder is gone."""
-        found = self.read()
-        if not found or found.get("token") == self.me["token"]:
+        holder = self.read()
+        if not holder or holder.get("token") == self.me["token"]:
             return False
-        if trusted and found.get("host") == self.me["host"]:
+        if trusted and holder.get("host") == self.me["host"]:
             return False
         deadline = time.monotonic() + _SILENT_S
         while time.monotonic() < deadline:
@@ -135,7 +135,7 @@ class _Signature:
             now = self.read()
             if not now:
                 return False
-            if now.get("beat") != found.get("beat") or now.get("token") != found.get("token"):
+            if now.get("beat") != holder.get("beat") or now.get("token") != holder.get("token"):
                 return True
         return False
 
@@ -159,13 +159,13 @@ def _wait(file: IO[str], signature: _Signature) -> None:
                 fcntl.flock(file, fcntl.LOCK_UN)
         if not told and time.monotonic() - started > NOTICE_AFTER_S:
             told = True
-            found = signature.read()
+            holder = signature.read()
             waiting = tr(
                 "Waiting for process {pid} on {host}, which is preparing {folder}. {doing}",
-                pid=found.get("pid", "?"),
-                host=found.get("host", "?"),
+                pid=holder.get("pid", "?"),
+                host=holder.get("host", "?"),
                 folder=file.name.removesuffix(".lock"),
-                doing=found.get("doing", ""),
+                doing=holder.get("doing", ""),
             )
             say(waiting.rstrip())
         time.sleep(_POLL_S)

@@ -36,9 +36,11 @@ _comparisons = count()
 """Each has a place of its own in the store; all ranks compare the same in the same order."""
 
 
-def check_alike(config: schema.DistributedConfig, mine: Mapping[str, str], error: type[messages.ToolkitError]) -> None:
-    """Raise `error` on every rank unless `mine`, by name, is the same on all: else collectives hang or train something
-    else. A collective, before or after the process group exists.
+def check_alike(
+    config: schema.DistributedConfig, values: Mapping[str, str], error: type[messages.ToolkitError]
+) -> None:
+    """Raise `error` on every rank unless `values`, by name, are the same on all: else collectives hang or train
+    something else. A collective, before or after the process group exists.
     """
     if world_size() == 1:
         return
@@ -46,7 +48,7 @@ def check_alike(config: schema.DistributedConfig, mine: Mapping[str, str], error
         store, rank, size = meet(timedelta(seconds=config.timeout_s))
     except (RuntimeError, ValueError) as problem:
         raise _not_together(config, problem) from problem
-    told = differences(store, rank, size, f"alike/{next(_comparisons)}", mine, timedelta(seconds=config.timeout_s))
+    told = differences(store, rank, size, f"alike/{next(_comparisons)}", values, timedelta(seconds=config.timeout_s))
     if told:
         raise error(told)
 
@@ -272,7 +274,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Return store, rank, world size by the launcher's variables; RuntimeError if a rank has not come in `timeout`."""
     global _met
     if _met is None:
-        found: list[tuple[Store, int, int]] = []
+        met: list[tuple[Store, int, int]] = []
         problems: list[Exception] = []
 
         def wait() -> None:
@@ -282,7 +284,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
                 is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
                 if is_kept and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
                     store = PrefixStore(agree_on_store(store, rank, size, timeout), store)
-                found.append((store, rank, size))
+                met.append((store, rank, size))
             except Exception as error:  # handed on to the thread that waits
                 problems.append(error)
 
@@ -293,7 +295,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
             thread.join(_POLL_S)
         if problems:
             raise problems[0]
-        _met = found[0]
+        _met = met[0]
     return _met
 
 
@@ -318,23 +320,23 @@ def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> st
     """Return a name that all ranks of this start have: rank 0 answers to every name it finds, earlier starts' too.
     RuntimeError if ranks do not come within `timeout`.
     """
-    mine = uuid.uuid4().hex
+    own_name = uuid.uuid4().hex
     if rank:
-        store.set(f"name/{rank}", mine)
-        agreed = str(store.get(f"answer/{mine}").decode())
+        store.set(f"name/{rank}", own_name)
+        agreed = str(store.get(f"answer/{own_name}").decode())
         store.set(f"heard/{agreed}/{rank}", "")
         return agreed
     missing, deadline = set(range(1, size)), time.monotonic() + timeout.total_seconds()
     while missing:
         for other in sorted(missing):
-            if store.check([f"heard/{mine}/{other}"]):
+            if store.check([f"heard/{own_name}/{other}"]):
                 missing.discard(other)
             elif store.check([f"name/{other}"]):
-                store.set(f"answer/{store.get(f'name/{other}').decode()}", mine)
+                store.set(f"answer/{store.get(f'name/{other}').decode()}", own_name)
         if missing and time.monotonic() > deadline:
             raise RuntimeError(f"no sign of rank {sorted(missing)} in {timeout.total_seconds():.0f} s")
         time.sleep(_POLL_S)
-    return mine
+    return own_name
 
 
 _HEARD_S = 10.0
@@ -342,22 +344,22 @@ _MOST = 8
 _LONGEST = 120
 
 
-def differences(store: Store, rank: int, size: int, key: str, mine: Mapping[str, str], timeout: timedelta) -> str:
+def differences(store: Store, rank: int, size: int, key: str, values: Mapping[str, str], timeout: timedelta) -> str:
     """Return what differs between the ranks, the same on all, "" for nothing; `key` must be new in the store."""
     until = time.monotonic() + timeout.total_seconds()
     if rank:
         _wait_for_keys(store, {0: f"{key}/first"}, until)
         first = json.loads(store.get(f"{key}/first"))
-        names = dict.fromkeys([*first["values"], *mine])
-        pairs = {name: (first["values"].get(name), mine.get(name)) for name in names}
-        found = {name: pair for name, pair in pairs.items() if None in pair or not secrets.are_same(*pair)}
-        store.set(f"{key}/{rank}", json.dumps({"host": socket.gethostname(), "differ": found}))
+        names = dict.fromkeys([*first["values"], *values])
+        pairs = {name: (first["values"].get(name), values.get(name)) for name in names}
+        differing = {name: pair for name, pair in pairs.items() if None in pair or not secrets.are_same(*pair)}
+        store.set(f"{key}/{rank}", json.dumps({"host": socket.gethostname(), "differ": differing}))
         _wait_for_keys(store, {0: f"{key}/verdict"}, until)
         told = str(store.get(f"{key}/verdict").decode())
         store.set(f"{key}/heard/{rank}", "")
         return told
     host = socket.gethostname()
-    store.set(f"{key}/first", json.dumps({"values": dict(mine)}))
+    store.set(f"{key}/first", json.dumps({"values": dict(values)}))
     _wait_for_keys(store, {other: f"{key}/{other}" for other in range(1, size)}, until)
     answers = {other: json.loads(store.get(f"{key}/{other}")) for other in range(1, size)}
     told = _differences_text(host, answers)
@@ -407,12 +409,12 @@ def _wait_for_keys(store: Store, keys: Mapping[int, str], until: float) -> None:
 
 def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple[str | None, str | None]]]]) -> str:
     """Return one message about all differences: of each thing, the first rank that has another value."""
-    found: dict[str, list[int]] = {}
+    ranks_by_name: dict[str, list[int]] = {}
     for rank, answer in answers.items():
         for name in answer["differ"]:
-            found.setdefault(name, []).append(rank)
+            ranks_by_name.setdefault(name, []).append(rank)
     lines = []
-    for name, ranks in list(found.items())[:_MOST]:
+    for name, ranks in list(ranks_by_name.items())[:_MOST]:
         first, other = answers[ranks[0]]["differ"][name]
         line = tr(
             "  {name}: {first} on rank 0 ({host}), {other} on rank {rank} ({other_host})",
@@ -426,8 +428,8 @@ def _differences_text(host: str, answers: Mapping[int, dict[str, dict[str, tuple
         lines.append(line + (tr(" and {count} more ranks", count=len(ranks) - 1) if len(ranks) > 1 else ""))
     if not lines:
         return ""
-    if len(found) > _MOST:
-        lines.append(tr("  and {count} more", count=len(found) - _MOST))
+    if len(ranks_by_name) > _MOST:
+        lines.append(tr("  and {count} more", count=len(ranks_by_name) - _MOST))
     return tr(
         "the ranks do not have the same settings, data or code:\n{lines}\nStart every rank with the same command, "
         "on the same data, code and package versions.",
@@ -456,10 +458,14 @@ def gather_metrics(values: Mapping[str, torch.Tensor], device: torch.device | st
     Raises:
         ValueError: on every rank: ranks give other names, types or shapes.
     """
-    names = gather({name: (len(one), str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()})
-    if any(set(one) != set(names[0]) for one in names):
-        raise ValueError(f"ranks gather other metrics: {[sorted(one) for one in names]}")
-    return {name: _gather_tensors(values[name], [one[name] for one in names], device) for name in sorted(values)}
+    names = gather(
+        {name: (len(described), str(described.dtype), tuple(described.shape[1:])) for name, described in values.items()}
+    )
+    if any(set(described) != set(names[0]) for described in names):
+        raise ValueError(f"ranks gather other metrics: {[sorted(described) for described in names]}")
+    return {
+        name: _gather_tensors(values[name], [described[name] for described in names], device) for name in sorted(values)
+    }
 
 
 def _gather_tensors(
@@ -474,11 +480,11 @@ def _gather_tensors(
     dtype = getattr(torch, name.removeprefix("torch."))
     # As bytes: not every backend knows every type (gloo: bool and bfloat16). all_gather wants one length of all ranks.
     longest, width = max(count for count, *_ in kinds), torch.Size(shape).numel() * dtype.itemsize
-    mine = torch.zeros(longest, width, dtype=torch.uint8, device=device)
+    padded = torch.zeros(longest, width, dtype=torch.uint8, device=device)
     if len(value):
-        mine[: len(value)] = value.detach().to(device).contiguous().reshape(len(value), -1).view(torch.uint8)
-    parts = [torch.empty_like(mine) for _ in kinds]
-    dist.all_gather(parts, mine)
+        padded[: len(value)] = value.detach().to(device).contiguous().reshape(len(value), -1).view(torch.uint8)
+    parts = [torch.empty_like(padded) for _ in kinds]
+    dist.all_gather(parts, padded)
     rows = torch.cat([part[:count] for part, (count, *_) in zip(parts, kinds, strict=True)]).cpu()
     return rows.contiguous().view(dtype).reshape(-1, *shape)
 
@@ -567,14 +573,14 @@ def join_parts(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(parts))
 
 
-def take_part(name: str, whole: torch.Tensor, number: int, count: int) -> torch.Tensor:
+def take_part(name: str, tensor: torch.Tensor, number: int, count: int) -> torch.Tensor:
     """Return what rank `number` of a tensor group of `count` has of a parameter: `join_parts` backwards."""
     split = mesh.split_of(name)
     if split is None or count == 1:
-        return whole
+        return tensor
     if split is mesh.Split.pairs:
-        return torch.cat([half.chunk(count)[number] for half in whole.chunk(2)])
-    return whole.chunk(count, dim=mesh.AXES.get(split, 0))[number]
+        return torch.cat([half.chunk(count)[number] for half in tensor.chunk(2)])
+    return tensor.chunk(count, dim=mesh.AXES.get(split, 0))[number]
 
 
 def exchange_rows(

@@ -109,12 +109,12 @@ def _by_model(folder: Path) -> Score:
 
     @torch.no_grad()
     def score(rows: Sequence[Row]) -> list[float]:
-        found = []
+        scores = []
         for row in rows:  # alone: no padding, of which model families think differently
-            said = [*row["messages"], {"role": "assistant", "content": row["answer"]}]
-            ids, _ = encoder.encode(said, row.get("tools"))
-            found.append(float(model(input_ids=torch.tensor([ids], device=device)).logits[0, 0]))
-        return found
+            conversation = [*row["messages"], {"role": "assistant", "content": row["answer"]}]
+            ids, _ = encoder.encode(conversation, row.get("tools"))
+            scores.append(float(model(input_ids=torch.tensor([ids], device=device)).logits[0, 0]))
+        return scores
 
     return score
 

@@ -84,14 +84,14 @@ def adapter_options(adapter: Path, base: Path, name: str, is_vllm: bool) -> list
             "{folder} is no LoRA adapter in peft's layout; vLLM serves no other kind of adapter.", folder=adapter
         )
     needed = max(config.get("r", 0), *config.get("rank_pattern", {}).values(), 0)
-    rank = next((known for known in _RANKS if known >= needed), needed)
+    rank = next((allowed for allowed in _RANKS if allowed >= needed), needed)
     options = ["--enable-lora", "--max-lora-rank", str(rank)]
     template = adapter.resolve() / "chat_template.jinja"
     if template.is_file() and saved_template(adapter) != saved_template(base):
         options += ["--chat-template", str(template)]
     if (adapter / "generation_config.json").is_file():
         options += ["--generation-config", str(adapter.resolve())]
-    if not (experts := {one.rpartition(".")[2] for one in config.get("target_parameters") or ()}):
+    if not (experts := {parameter.rpartition(".")[2] for parameter in config.get("target_parameters") or ()}):
         return [*options, "--lora-modules", f"{name}={adapter.resolve()}"]
     # Adapters of experts that are one tensor must be declared, or vLLM (its pull request 42242, in 0.25) computes with
     # what it takes for something else; and where one of the two is missing, it leaves experts without either.
@@ -133,10 +133,10 @@ class Bounded:
             return await _answer(send, 413, tr("the request is larger than {limit} MiB.", limit=MOST_BYTES >> 20))
         if body.lstrip()[:1] not in (b"", b"{"):  # FastAPI repeats it in its answer, and fails if it is NaN
             return await _answer(send, 400, tr("the request must be a JSON object."))
-        whole = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        messages = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def read() -> dict[str, Any]:
-            return whole.pop() if whole else await receive()
+            return messages.pop() if messages else await receive()
 
         status, error = 0, bytearray()
 
@@ -158,8 +158,8 @@ def _sentence(body: bytes) -> str:
     """Return what an error of FastAPI says."""
     text = body.decode(errors="replace")
     with suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        detail = found.get("detail", found) if isinstance(found, dict) else found
+        answer = json.loads(text)
+        detail = answer.get("detail", answer) if isinstance(answer, dict) else answer
         return detail if isinstance(detail, str) else json.dumps(detail, ensure_ascii=False)
     return text
 
@@ -297,7 +297,7 @@ def _bound_requests() -> None:
     for manager in (utils.GenerateManager, utils.CBGenerateManager):
         limit(manager, "generate_streaming")
         limit(manager, "generate_non_streaming")
-    server.build_server = lambda *given, **named: Bounded(build(*given, **named))
+    server.build_server = lambda *arguments, **named: Bounded(build(*arguments, **named))
 
 
 def _follow_temperature() -> None:
@@ -306,8 +306,8 @@ def _follow_temperature() -> None:
 
     build = BaseHandler._build_generation_config
 
-    def sampled(self: BaseHandler, body: dict[str, Any], *given: Any, **named: Any) -> Any:
-        generation = build(self, body, *given, **named)
+    def sampled(self: BaseHandler, body: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+        generation = build(self, body, *arguments, **named)
         if body.get("temperature"):
             generation.do_sample = True
         return generation

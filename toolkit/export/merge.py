@@ -106,8 +106,8 @@ def plan_merge(part: TunedPart) -> MergePlan:
     config = {TIED: False} if apart else {}
     config |= dict.fromkeys(_bias_keys(part, shell, plain, needed), True) if needed else {}
     model = part.shaped(empty(part.base, config)) if config else part.shaped(empty(part.base))
-    found, still_tied = weights.shapes_of(model), weights.tied_names(model)
-    if still := sorted(name for name in apart if name in still_tied or name not in found):
+    shapes, still_tied = weights.shapes_of(model), weights.tied_names(model)
+    if still := sorted(name for name in apart if name in still_tied or name not in shapes):
         raise _not_mergeable(
             part,
             tr(
@@ -117,7 +117,7 @@ def plan_merge(part: TunedPart) -> MergePlan:
                 architecture=type(model).__name__,
             ),
         )
-    if lost := sorted({*changes} - {*found}):
+    if lost := sorted({*changes} - {*shapes}):
         raise _not_mergeable(
             part,
             tr(
@@ -126,8 +126,8 @@ def plan_merge(part: TunedPart) -> MergePlan:
                 architecture=type(model).__name__,
             ),
         )
-    copied = {second: first for second, first in tied.items() if second in found and second not in still_tied}
-    added = frozenset(found.keys() - plain.keys() - copied.keys())
+    copied = {second: first for second, first in tied.items() if second in shapes and second not in still_tied}
+    added = frozenset(shapes.keys() - plain.keys() - copied.keys())
     return MergePlan(model, stored, changes, copied, added, config)
 
 
@@ -181,23 +181,25 @@ def _changes(shell: PreTrainedModel) -> dict[str, list[Change]]:
     adapted: dict[str, list[Change]] = {}
     for name, module in shell.named_modules():
         plain = name.replace(".base_layer", "")
-        own = {key: name_of[id(value)] for key, value in module.named_parameters(remove_duplicate=False)}
+        parameters = {key: name_of[id(value)] for key, value in module.named_parameters(remove_duplicate=False)}
         if isinstance(module, LoraLayer):
             # Of experts in one tensor each parameter has a layer around the layer of the one before.
-            own = {key: value for key, value in own.items() if not key.startswith("base_layer.")}
-            adapted.setdefault(f"{plain}.{parameter_of(module)}", []).append(_Lora(module, own))
+            parameters = {key: value for key, value in parameters.items() if not key.startswith("base_layer.")}
+            adapted.setdefault(f"{plain}.{parameter_of(module)}", []).append(_Lora(module, parameters))
             if module.lora_bias.get(lora.ADAPTER):
                 scaling = module.scaling[lora.ADAPTER]
-                bias = own[f"lora_B.{lora.ADAPTER}.bias"]
+                bias = parameters[f"lora_B.{lora.ADAPTER}.bias"]
                 adapted.setdefault(f"{plain}.bias", []).append(_Bias(bias, scaling))
         elif isinstance(module, ModulesToSaveWrapper):
             prefix = f"modules_to_save.{lora.ADAPTER}."
-            kept = [key for key in module.state_dict(keep_vars=True) if key.startswith(prefix)]  # and stored buffers
-            for key in kept:
-                replaced[f"{name}.{key.removeprefix(prefix)}"] = [_Replaced(own.get(key, f"{name}.{key}"))]
+            stored = [key for key in module.state_dict(keep_vars=True) if key.startswith(prefix)]  # and stored buffers
+            for key in stored:
+                replaced[f"{name}.{key.removeprefix(prefix)}"] = [_Replaced(parameters.get(key, f"{name}.{key}"))]
         elif isinstance(module, TrainableTokensWrapper):
             rows = module.token_adapter.token_indices[lora.ADAPTER]
-            adapted[f"{name}.weight"] = [_Rows(own[f"token_adapter.trainable_tokens_delta.{lora.ADAPTER}"], list(rows))]
+            adapted[f"{name}.weight"] = [
+                _Rows(parameters[f"token_adapter.trainable_tokens_delta.{lora.ADAPTER}"], list(rows))
+            ]
     for name in structure.trained_names(shell):  # biases that peft's `bias` trains
         plain = name.replace(".base_layer", "")
         if ".lora_" not in name and ".modules_to_save." not in name and ".token_adapter." not in name:
@@ -264,8 +266,8 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
     # The layer itself stays on the meta device; what it was built with may hold another one's tensors.
     layer = deepcopy(layer, {id(layer.kwargs): {}}).eval()
     layer.lora_bias = dict.fromkeys(layer.lora_bias, False)  # a parameter of its own: see _Bias
-    base, own = layer.get_base_layer(), parameter_of(layer)
-    weights.set_value(base, own, weight.float())
+    base, parameter_name = layer.get_base_layer(), parameter_of(layer)
+    weights.set_value(base, parameter_name, weight.float())
     for name, value in trained.items():
         is_bias = name.startswith("lora_B.") and name.endswith(".bias")
         weights.set_value(layer, name, torch.zeros(value.shape) if is_bias else value.float())
@@ -275,7 +277,7 @@ def merge_lora(layer: Any, weight: torch.Tensor, trained: dict[str, torch.Tensor
         layer.merge(safe_merge=True)
         if before is not None:
             _compare(base(trial), *before)
-    merged: torch.Tensor = base.get_parameter(own).detach()
+    merged: torch.Tensor = base.get_parameter(parameter_name).detach()
     return merged
 
 
@@ -361,8 +363,8 @@ def merge_adapter(part: TunedPart) -> tuple[MergePlan, Iterator[tuple[str, torch
     if plan is None or not plan.config:  # the model as its directory has it, with its origin
         model = part.shaped(model)
     if plan is None:
-        own = {*trained} - {*weights.tied_names(model)}
-        plan = MergePlan(model, {}, {name: [_Replaced(name)] for name in own})
+        own_names = {*trained} - {*weights.tied_names(model)}
+        plan = MergePlan(model, {}, {name: [_Replaced(name)] for name in own_names})
     elif not plan.config:
         plan = replace(plan, model=model)
     return plan, _merged(part, plan, values, trained)

@@ -258,7 +258,7 @@ class LossHead:
             seen.append((inputs[0], output, output._version))
 
         def compare(_: nn.Module, __: Any, output: Any) -> None:
-            is_logits.append(any(output.logits is one and one._version == version for _, one, version in seen))
+            is_logits.append(any(output.logits is tensor and tensor._version == version for _, tensor, version in seen))
 
         # Last of the layer's hooks, and first of the model's: DeepSpeed's own put other objects in the tensors' place.
         hooks = layer.register_forward_hook(see), module.register_forward_hook(compare, prepend=True)

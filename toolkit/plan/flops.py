@@ -133,10 +133,10 @@ def formula(
         return FlopRates(per_token + prefix_tokens * num_layers * pair, num_layers * pair, per_trained_token)
 
     def backward(parts: list[tuple[int, bool, Place]]) -> int:
-        return sum(cost * (is_trained + (place > first)) for cost, is_trained, place in parts)
+        return sum(cost * (is_trained + (position > first)) for cost, is_trained, position in parts)
 
     # A layer is computed again from its input, which gets a gradient whether or not something before it is trained.
-    layers_again = sum(cost * (1 + (place <= first)) for cost, _, place in matrices if place[0] >= first[0])
+    layers_again = sum(cost * (1 + (position <= first)) for cost, _, position in matrices if position[0] >= first[0])
     return Formula(
         rates(sum(cost for cost, *_ in matrices), layers, sum(cost for cost, *_ in heads)),
         rates(backward(matrices), 2 * behind, backward(heads)),

@@ -95,10 +95,10 @@ class Machine:
 
 def parse_bytes(text: str, key: str) -> int:
     """Return the bytes of `80GB`, `1.5TB`; a K is 1024, as memory is sold."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
+    if not match:
         raise ConfigError("{key} = {value} is no size: write 80GB or 1TB.", key=key, value=text)
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def parse_machine(gpus: str, nodes: int, host_memory: str) -> Machine:

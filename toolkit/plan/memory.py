@@ -63,20 +63,20 @@ class Rows:
 
 def saved_bytes(outline: Outline, rows: Rows, width: int, dropout: float = 0.0) -> dict[str, int]:
     """Return the bytes by kind: norms, attention, mlp, lora, mask. `width`: bytes of a number; `dropout`: LoRA's."""
-    kept: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for layer in range(outline.sizes["layers"]):
-        kept.update(layer_bytes(outline, rows, width, layer, dropout))
+        sizes.update(layer_bytes(outline, rows, width, layer, dropout))
     # Beside the layers: the mask that all share, cosines and sines, the ids, the last norm.
     hidden, tokens, rotary = outline.sizes["hidden"], rows.tokens, outline.sizes["rotary"]
     if outline.is_v1:
-        kept["norms"] += tokens * (width * hidden + 2 * _statistic(rows, width))
+        sizes["norms"] += tokens * (width * hidden + 2 * _statistic(rows, width))
     else:
         trained = width * hidden if "model.norm.weight" in outline.trained else 0
-        kept["norms"] += tokens * (4 * hidden + 4 + trained)
-    kept["mask"] += 0 if rows.mask_per_layer else _mask(rows)
-    kept["attention"] += 2 * tokens * width * rotary if rotary == outline.sizes["head_size"] else 0
-    kept["attention"] += 8 * tokens if any("embed" in name for name in outline.trained) else 0
-    return dict(kept)
+        sizes["norms"] += tokens * (4 * hidden + 4 + trained)
+    sizes["mask"] += 0 if rows.mask_per_layer else _mask(rows)
+    sizes["attention"] += 2 * tokens * width * rotary if rotary == outline.sizes["head_size"] else 0
+    sizes["attention"] += 8 * tokens if any("embed" in name for name in outline.trained) else 0
+    return dict(sizes)
 
 
 def layer_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropout: float = 0.0) -> dict[str, int]:
@@ -95,7 +95,7 @@ def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropou
         routed = routed_bytes(outline, rows, width)[0]
         return {"layers": outline.sizes[f"saved_{width}"] * rows.tokens, **({"experts": routed} if routed else {})}
     inputs: dict[tuple[str, int], int] = {}
-    kept: Counter[str] = Counter({"layers": outline.sizes[f"frozen_{width}"] * rows.tokens})
+    sizes: Counter[str] = Counter({"layers": outline.sizes[f"frozen_{width}"] * rows.tokens})
     for name in outline.targets:
         if layer_of(name) != layer:
             continue
@@ -103,13 +103,13 @@ def _measured_bytes(outline: Outline, rows: Rows, width: int, layer: int, dropou
         rank = factor[0]
         if is_routed(name):
             rank, count = factor[0] // outline.sizes["experts"], _rows_of_experts(outline, 1)[1]
-        kept["lora"] += int(rows.tokens * count * width * rank)
+        sizes["lora"] += int(rows.tokens * count * width * rank)
         is_apart = dropout > 0  # each has its own input, and which of its numbers are left
         key = (name if is_apart else name.rpartition(".")[0], factor[1])
         inputs[key] = int(rows.tokens * count * factor[1] * (width + is_apart * (width if rows.on_cpu else 1)))
-    kept["lora"] += sum(inputs.values())
-    kept["experts"] += routed_bytes(outline, rows, width)[0]
-    return {kind: size for kind, size in kept.items() if size}
+    sizes["lora"] += sum(inputs.values())
+    sizes["experts"] += routed_bytes(outline, rows, width)[0]
+    return {kind: size for kind, size in sizes.items() if size}
 
 
 def _rows_of_experts(outline: Outline, tokens: int) -> tuple[int, float]:
@@ -130,9 +130,9 @@ def routed_bytes(outline: Outline, rows: Rows, width: int) -> tuple[int, int]:
         return 0, 0
     hidden, inner = outline.sizes["hidden"], outline.sizes["expert_inner"]
     sent, received = _rows_of_experts(outline, rows.tokens)
-    kept = 3 * inner + (hidden + inner if not outline.targets else 0)
+    saved_width = 3 * inner + (hidden + inner if not outline.targets else 0)
     moment = max(sent * hidden * (8 + width), (sent + 2 * received) * hidden * width)
-    return int((received - sent) * kept * width), int(moment)
+    return int((received - sent) * saved_width * width), int(moment)
 
 
 def _statistic(rows: Rows, width: int) -> int:
@@ -315,11 +315,11 @@ def plan_rank(outline: Outline, cfg: schema.RunConfig, world_size: int, on_cpu: 
     # One micro-batch forward and one back in turn: the first stage waits longest for its first gradient.
     held = (min(mesh.accumulation(cfg, world_size), stages - stage) for stage in range(stages))
     parts = (division.rank_part(part, cfg) for part in division.stage_outlines(outline, stages))
-    found = [
+    ranks = [
         _Rank(part, cfg, world_size, on_cpu, in_flight).memory() for part, in_flight in zip(parts, held, strict=True)
     ]
-    peaks = tuple(one.peak(one.worst) for one in found)
-    return replace(found[peaks.index(max(peaks))], stages=peaks)
+    peaks = tuple(rank.peak(rank.worst) for rank in ranks)
+    return replace(ranks[peaks.index(max(peaks))], stages=peaks)
 
 
 def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) -> Rows:
@@ -495,15 +495,17 @@ class _Rank:
         if not self.outline.trains_head:
             return inputs
         matrix, group = 4 * vocab * hidden, 2 * hidden // self.weight
-        kept = min(rows.tokens, group) * vocab * self.weight if min(rows.tokens, group) * vocab * 4 > CHUNK_BYTES else 0
-        return inputs + matrix + kept + (min(matrix, CHUNK_BYTES) if self.is_half else 0)
+        logits = (
+            min(rows.tokens, group) * vocab * self.weight if min(rows.tokens, group) * vocab * 4 > CHUNK_BYTES else 0
+        )
+        return inputs + matrix + logits + (min(matrix, CHUNK_BYTES) if self.is_half else 0)
 
     def evaluation(self) -> Parts:
         """Rows of the same size forward, nothing kept; or answers, if they take more."""
         rows, sizes, asked = self.rows, self.outline.sizes, self.cfg.evaluate
         layer = self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
-        one = replace(rows, rows=1, length=1, parts=1)
-        layer = max(layer, routed_bytes(self.outline, one, self.weight)[1])
+        single_token = replace(rows, rows=1, length=1, parts=1)
+        layer = max(layer, routed_bytes(self.outline, single_token, self.weight)[1])
         parts = {"activations": layer * rows.tokens, "loss": self.loss(with_gradients=False)}
         if asked.metrics:
             tokens = asked.batch_size * (rows.length + rows.prefix + asked.max_new_tokens)
@@ -512,7 +514,7 @@ class _Rank:
                 "loss": 4 * asked.batch_size * self.outline.vocabulary[0],
                 "cache": self.weight * sizes.get("cached", 2 * sizes["keys"]) * sizes["layers"] * tokens,
             }
-            parts = max(parts, answers, key=lambda found: sum(found.values()))
+            parts = max(parts, answers, key=lambda part_sizes: sum(part_sizes.values()))
         return parts | self.gathered()
 
     def host(self) -> Parts:
@@ -546,12 +548,12 @@ class _Rank:
         weights, their gradients and a copy in the model's type, and each accumulated gradient (stage_1_and_2.py); under
         stage 3 all gradients, those of a tile, each offloaded weight, and then all trained ones (stage3.py).
         """
-        zero, weight, own = self.cfg.zero, self.weight, self.own_trained
+        zero, weight, own_numbers = self.cfg.zero, self.weight, self.own_trained
         sizes = {name: math.prod(shape) for name, shape in self.outline.shapes.items()}
         trained, parts = [size for name, size in sizes.items() if name in self.outline.trained], Counter[str]()
         if self.offloads and zero.offload_optimizer.pin_memory and zero.stage < 3:
             parts["optimizer"] = _rounding(4, *self.own_groups)
-            accumulated = _rounding(weight, *trained) * own // max(self.trained, 1)
+            accumulated = _rounding(weight, *trained) * own_numbers // max(self.trained, 1)
             parts["gradients"] = parts["optimizer"] + _rounding(weight, *self.own_groups) + accumulated
         elif self.offloads and zero.offload_optimizer.pin_memory:
             tiles = [0]
@@ -559,9 +561,9 @@ class _Rank:
                 tiles[-1:] = [tiles[-1] + size] if tiles[-1] < zero.sub_group_size else [tiles[-1], size]
             tiles = [*tiles, max(tiles) * zero.offload_optimizer.super_offload]  # the process's own copy
             is_there = zero.offload_optimizer.device is schema.Device.cpu
-            parts["gradients"] = _rounding(self.grad, own) + (_rounding(4, *tiles) if is_there else 0)
+            parts["gradients"] = _rounding(self.grad, own_numbers) + (_rounding(4, *tiles) if is_there else 0)
         if zero.offload_param.device is schema.Device.cpu and zero.offload_param.pin_memory:
-            parts["weights"] = weight * own + _rounding(weight, own, *map(self.part, sizes.values()))
+            parts["weights"] = weight * own_numbers + _rounding(weight, own_numbers, *map(self.part, sizes.values()))
         return parts
 
 
@@ -606,7 +608,7 @@ def _stage1(rank: _Rank) -> _Stage:
     In bf16 by DeepSpeed's BF16_Optimizer: gradients w X, and 4 X in float32.
     """
     weight, trained = rank.weight, rank.trained
-    own, bucket = weight * rank.own_trained, weight * rank.bucket
+    own_weights, bucket = weight * rank.own_trained, weight * rank.bucket
     at_rest = _at_rest_below_3(rank)
     if rank.cfg.precision.dtype is schema.Dtype.bf16 and not rank.offloads:
         at_rest |= {"gradients": 4 * trained}
@@ -621,7 +623,7 @@ def _stage1(rank: _Rank) -> _Stage:
         load=_before_states(rank, at_rest),
         at_rest=at_rest,
         accumulated={"gradients": weight * trained, "buckets": bucket},
-        backward={"gradients": weight * trained, "buckets": bucket + own - rank.part(own)},
+        backward={"gradients": weight * trained, "buckets": bucket + own_weights - rank.part(own_weights)},
         update={} if rank.offloads else {"gradients": (rank.grad + 4) * rank.own_trained},
     )
 
@@ -662,9 +664,9 @@ def _stage3(rank: _Rank) -> _Stage:
     zero, weight, part = rank.cfg.zero, rank.weight, rank.own_trained
     sizes = map(math.prod, rank.outline.shapes.values())
     persistent = sum(size for size in sizes if size <= zero.stage3_param_persistence_threshold)
-    own = rank.own_all if zero.offload_param.device is schema.Device.none else 0
+    own_numbers = rank.own_all if zero.offload_param.device is schema.Device.none else 0
     states = {} if rank.offloads else {"optimizer": int((4 + rank.states) * part), "gradients": rank.grad * part}
-    at_rest = {"weights": weight * (own + persistent), **states, "buckets": weight * rank.bucket}
+    at_rest = {"weights": weight * (own_numbers + persistent), **states, "buckets": weight * rank.bucket}
     if zero.zero_hpz_partition_size > 1:  # the second copy, split over the ranks of one node
         at_rest["second weights"] = weight * -(-rank.all // zero.zero_hpz_partition_size)
     flush = weight * min(rank.trained, zero.reduce_bucket_size) + weight * rank.largest // 2
@@ -738,10 +740,10 @@ def plan_host(outline: Outline, cfg: schema.RunConfig, machine: Machine, memory:
     if cfg.checkpoint.asynchronous:
         steps["copies"] = ranks * checkpoint_bytes(outline, cfg) // machine.world_size
     # What a rank has in host memory before it goes to its device.
-    whole = division.expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
-    weights = (4 if cfg.model.init is schema.Init.random else width) * whole.num_parameters
+    model_of_rank = division.expert_part(outline, cfg.parallel.expert)  # of experts each rank reads its own alone
+    weights = (4 if cfg.model.init is schema.Init.random else width) * model_of_rank.num_parameters
     if cfg.model.init is not schema.Init.random and cfg.tuning.method is schema.TuningMethod.qlora:
-        small = in_4_bits(whole)  # which leave the host one after another
+        small = in_4_bits(model_of_rank)  # which leave the host one after another
         weights -= width * (sum(small) - max(small)) - (sum(small) // 2 if machine.on_cpu else 0)
     if cfg.model.init is not schema.Init.random and cfg.zero.stage == 3:
         rows, columns = outline.vocabulary
@@ -768,5 +770,5 @@ def checkpoint_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
 
 def export_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
     """Return the bytes of what is exported: the model, or what was added to it."""
-    whole = all(name in outline.trained for name in outline.shapes) or cfg.tuning.method.value == "freeze"
-    return WIDTHS[cfg.precision.dtype] * (outline.num_parameters if whole else outline.num_trained)
+    is_whole = all(name in outline.trained for name in outline.shapes) or cfg.tuning.method.value == "freeze"
+    return WIDTHS[cfg.precision.dtype] * (outline.num_parameters if is_whole else outline.num_trained)

@@ -17,9 +17,11 @@ from toolkit.plan.speed import Rates
 from toolkit.terminal import text_table
 
 
-def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, layouts: Sequence[Layout]) -> list[str]:
+def plan_lines(
+    outline: Outline, machine: Machine, rates: Rates, recipe_layout: Layout, layouts: Sequence[Layout]
+) -> list[str]:
     """Return a plan as text: the recipe's layout, all layouts, the fastest, the leanest, and what is not known."""
-    cfg, best = mine.cfg, fastest(layouts)
+    cfg, best = recipe_layout.cfg, fastest(layouts)
     if best is None:
         advice = tr(
             "None fits. Shorter rows (data.max_length), tuning=lora, zero=stage3_nvme, or more GPUs: plan again with "
@@ -29,20 +31,20 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, l
         advice = tr("The fastest that fits: {words}", words=" ".join(changes))
     else:
         advice = tr("The fastest that fits is the recipe as it is.")
-    divides = any(layout.cfg.parallel.expert > 1 for layout in (mine, *layouts))
+    divides = any(layout.cfg.parallel.expert > 1 for layout in (recipe_layout, *layouts))
     return [
-        _head(outline, mine, machine, cfg.model.name or cfg.model.path),
+        _head(outline, recipe_layout, machine, cfg.model.name or cfg.model.path),
         *active_line(outline),
         "",
         tr(
             "The recipe as it is: {layout}, micro-batch {micro}. {fits}",
-            layout=mine.name,
+            layout=recipe_layout.name,
             micro=cfg.batch.micro_per_gpu,
-            fits=tr("It fits.") if mine.fits else tr("It does NOT fit."),
+            fits=tr("It fits.") if recipe_layout.fits else tr("It does NOT fit."),
         ),
-        *memory_table(mine),
+        *memory_table(recipe_layout),
         "",
-        *bytes_table(tr("GiB per node"), mine.host),
+        *bytes_table(tr("GiB per node"), recipe_layout.host),
         tr(
             "Disk: {checkpoint} GiB per checkpoint, of which {count} are there at once; {export} GiB for export/.",
             checkpoint=gib(checkpoint_bytes(outline, cfg)),
@@ -50,7 +52,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, l
             export=gib(export_bytes(outline, cfg)),
         ),
         *([_stored_line(cfg)] if cfg.distill.top_k else []),
-        _time_line(mine, rates),
+        _time_line(recipe_layout, rates),
         "",
         tr(
             "All layouts with the same global batch of {size} sequences, the fastest first:",
@@ -60,7 +62,7 @@ def plan_lines(outline: Outline, machine: Machine, rates: Rates, mine: Layout, l
         "",
         advice,
         *([*_kept_line(cfg, best, layouts), *_tight_line(cfg, best, layouts), _leanest_line(layouts)] if best else []),
-        *(f"  {note}" for note in _unknown(mine, machine, rates, divides)),
+        *(f"  {note}" for note in _unknown(recipe_layout, machine, rates, divides)),
     ]
 
 
@@ -121,8 +123,8 @@ def _leanest_line(layouts: Sequence[Layout]) -> str:
     )
 
 
-def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
-    zero, card, dtype = mine.cfg.zero, machine.card, mine.cfg.precision.dtype.value
+def _unknown(recipe_layout: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
+    zero, card, dtype = recipe_layout.cfg.zero, machine.card, recipe_layout.cfg.precision.dtype.value
     is_npu = card is not None and not card.capability
     notes = (
         (is_npu, tr("Training on NPUs is not supported, and what their software takes is not known.")),
@@ -132,7 +134,7 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> lis
         ),
         (not machine.host_bytes, tr("host_memory= is not given: whether the host's memory is enough is not judged.")),
         (
-            mine.cfg.model.init is Init.random,
+            recipe_layout.cfg.model.init is Init.random,
             tr("The vocabulary of a random model is that of its tokenizer, at most model.shape.vocab_size."),
         ),
         (
@@ -143,11 +145,11 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> lis
             divides,
             tr(
                 "Divided experts: the memory of a rank that gets {times} times its share of tokens.",
-                times=busiest(mine.cfg.model.expert_capacity),
+                times=busiest(recipe_layout.cfg.model.expert_capacity),
             ),
         ),
         (
-            mine.cfg.precision.fp8 is not Fp8.none,
+            recipe_layout.cfg.precision.fp8 is not Fp8.none,
             tr("FP8: times are those of bf16. What it saves is not known without a measurement."),
         ),
         (not rates.is_measured, tr("Times rest on datasheets and assumptions: trust their order, not their digits.")),
@@ -156,7 +158,7 @@ def _unknown(mine: Layout, machine: Machine, rates: Rates, divides: bool) -> lis
     return [note for is_due, note in notes if is_due]
 
 
-def plan_json(outline: Outline, machine: Machine, mine: Layout, layouts: Sequence[Layout]) -> dict[str, Any]:
+def plan_json(outline: Outline, machine: Machine, recipe_layout: Layout, layouts: Sequence[Layout]) -> dict[str, Any]:
     """Return a plan's numbers, bytes and seconds."""
     best = fastest(layouts)
     return {
@@ -164,11 +166,11 @@ def plan_json(outline: Outline, machine: Machine, mine: Layout, layouts: Sequenc
         "active_parameters": outline.num_active,
         "trained_parameters": outline.num_trained,
         "machine": {**asdict(machine), "card": machine.card.name if machine.card else None},
-        "checkpoint_bytes": checkpoint_bytes(outline, mine.cfg),
-        "export_bytes": export_bytes(outline, mine.cfg),
-        "recipe": layout_numbers(mine),
+        "checkpoint_bytes": checkpoint_bytes(outline, recipe_layout.cfg),
+        "export_bytes": export_bytes(outline, recipe_layout.cfg),
+        "recipe": layout_numbers(recipe_layout),
         "layouts": [layout_numbers(layout) for layout in layouts],
-        "fastest": overrides(mine.cfg, best.cfg) if best else None,
+        "fastest": overrides(recipe_layout.cfg, best.cfg) if best else None,
     }
 
 
@@ -214,12 +216,12 @@ def _time_line(layout: Layout, rates: Rates) -> str:
     )
 
 
-def _layout_table(found: Sequence[Layout]) -> list[str]:
+def _layout_table(all_layouts: Sequence[Layout]) -> list[str]:
     """Return of each layout the micro-batch, and division of experts, that is the fastest to fit, or the leanest where
     none fits; the fastest first.
     """
     groups: dict[tuple[Any, ...], list[Layout]] = {}
-    for layout in found:
+    for layout in all_layouts:
         cfg = layout.cfg
         places = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
         recomputes, divides = cfg.train.activation_checkpointing.enabled, cfg.parallel.expert > 1
@@ -227,8 +229,8 @@ def _layout_table(found: Sequence[Layout]) -> list[str]:
     rows = []
     for layouts in groups.values():
         fitting = [layout for layout in layouts if layout.fits]
-        fast = min(fitting, key=lambda one: one.time.seconds, default=None)
-        best = fast or min(layouts, key=lambda one: one.peak)
+        fast = min(fitting, key=lambda candidate: candidate.time.seconds, default=None)
+        best = fast or min(layouts, key=lambda candidate: candidate.peak)
         rows.append((best.name, best))
     rows.sort(key=lambda row: (not row[1].fits, row[1].time.seconds if row[1].fits else row[1].peak))
     return layout_table(tr("layout"), rows)

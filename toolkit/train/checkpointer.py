@@ -34,13 +34,13 @@ from toolkit.train.rotation import Rotation
 
 def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
     """Return what an engine's checkpoints hold, under the names of the model."""
-    model, whole = stage_model(engine.module), unwrap_model(engine.module)
+    model, full_model = stage_model(engine.module), unwrap_model(engine.module)
     # On the last stage of a pipeline a head that is the embedding has a name of its own, and is saved by the first.
-    tied = weights.tied_names(whole) if is_pipeline(engine) else {}
-    named = {tied.get(name, name): one for name, one in model.named_parameters()}
-    twice = {name for name, one in named.items() if getattr(one, "ds_pipe_replicated", False)}
+    tied = weights.tied_names(full_model) if is_pipeline(engine) else {}
+    named = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
+    twice = {name for name, tensor in named.items() if getattr(tensor, "ds_pipe_replicated", False)}
     stored = model.state_dict(keep_vars=True)
-    buffers = {name: one for name, one in model.named_buffers() if name in stored}
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in stored}
     return engine_state.Held(named, buffers, with_frozen, frozenset(twice))
 
 
@@ -173,11 +173,11 @@ class Checkpointer:
 
     def load(self, checkpoint: Path) -> None:
         """Load a checkpoint of whatever layout, or raise a CheckpointError."""
-        found = fragments.Fragments(checkpoint)
-        if not found.names:
+        saved = fragments.Fragments(checkpoint)
+        if not saved.names:
             raise CheckpointError("{file} cannot be read: {reason}.", file=checkpoint, reason=tr("it holds no weights"))
         counts = counts_in(checkpoint)
-        engine_state.restore(self.engine, self._held, found)
+        engine_state.restore(self.engine, self._held, saved)
         engine_state.restore_counts(self.engine, counts)
         if ruined := ruined_ranks(self.engine):
             raise CheckpointError(
@@ -201,7 +201,7 @@ class Checkpointer:
         parts: list[tuple[str, dict[str, directory.FileRecord]]] = gather((pending.failure, pending.records))
         failure = next((reason for reason, _ in parts if reason), "")
         name = pending.folder.name.removesuffix(".tmp")
-        records = {file: one for _, part in parts for file, one in part.items()}
+        records = {file: record for _, part in parts for file, record in part.items()}
         target = self.folder / name
         if not failure:
             try:
@@ -216,7 +216,7 @@ class Checkpointer:
             self._give_up(name, failure)
             return
         self.newest, self.failed = target, False
-        self._last_bytes = sum(one.size_bytes for one in records.values())
+        self._last_bytes = sum(record.size_bytes for record in records.values())
         self._rated = pending.evaluations
         if pending.is_good:
             self._mark_good(target)
@@ -289,10 +289,10 @@ class Checkpointer:
         there = {directory.step_of(path): path for path in directory.published_checkpoints(self.folder)}
         sign = 1 if self.keep_best in (schema.EVAL_LOSS, *schema.EVAL_TAUGHT) else -1
         rated = [
-            (sign * one[self.keep_best], int(one["step"]))
-            for one in evaluations
+            (sign * evaluation[self.keep_best], int(evaluation["step"]))
+            for evaluation in evaluations
             # A metric that failed at a step is missing from its row.
-            if int(one["step"]) in there and math.isfinite(one.get(self.keep_best, math.nan))
+            if int(evaluation["step"]) in there and math.isfinite(evaluation.get(self.keep_best, math.nan))
         ]
         return [there[min(rated)[1]]] if rated else []
 

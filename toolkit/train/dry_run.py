@@ -67,14 +67,14 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
             outline = cached_outline(cfg, vocab_size)
             if outline is None:
                 return None
-            found = RunPlan(
+            planned = RunPlan(
                 layouts.evaluate_layout(outline, cfg, machine, speed.rates_of(cfg, machine, outline)), machine.on_cpu
             )
-            file.write_text(json.dumps(layouts.layout_numbers(found.layout), indent=2) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(layouts.layout_numbers(planned.layout), indent=2) + "\n", encoding="utf-8")
         except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
             warn("this run has no plan of its memory: {reason}", reason=repr(error))
             return None
-        return found
+        return planned
 
     return on_rank0(plan)
 
@@ -91,7 +91,7 @@ def choose_layout(
     before = state.config if state is not None and state.world_size == ranks.world_size else {}
     # Not where another global batch (`checkpoint.allow_changes`) cannot be divided in that way.
     if before and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
-        kept = search.with_layout(
+        laid_out = search.with_layout(
             cfg,
             before["zero"]["stage"],
             Device(before["zero"]["offload_optimizer"]["device"]),
@@ -99,9 +99,9 @@ def choose_layout(
             before["train"]["activation_checkpointing"]["enabled"],
             before["batch"]["micro_per_gpu"],
         )
-        size = kept.zero.zero_hpz_partition_size  # which was limited to a node's GPUs
-        kept.zero.zero_hpz_partition_size = min(size, before["zero"].get("zero_hpz_partition_size", size))
-        return kept
+        size = laid_out.zero.zero_hpz_partition_size  # which was limited to a node's GPUs
+        laid_out.zero.zero_hpz_partition_size = min(size, before["zero"].get("zero_hpz_partition_size", size))
+        return laid_out
     machine = _machine(cfg, ranks, device)
 
     def best() -> layouts.Layout | None:
@@ -109,16 +109,16 @@ def choose_layout(
         rates = speed.rates_of(cfg, machine, outline)
         return search.fastest(list(search.layouts(outline, cfg, machine, rates, [cfg.parallel.expert])))
 
-    found = on_rank0(best)
-    if found is None:
+    chosen = on_rank0(best)
+    if chosen is None:
         raise OutOfMemory(
             "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
             machine=machine.name,
             usable=layouts.gib(machine.usable_bytes),
         )
-    words = " ".join(search.overrides(cfg, found.cfg)) or tr("the recipe as it is")
-    say("plan.auto: {words}  ({layout})", words=words, layout=found.name)
-    return found.cfg
+    words = " ".join(search.overrides(cfg, chosen.cfg)) or tr("the recipe as it is")
+    say("plan.auto: {words}  ({layout})", words=words, layout=chosen.name)
+    return chosen.cfg
 
 
 def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
@@ -127,15 +127,15 @@ def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
     on_cpu = device.type == "cpu"
     local = ranks.local_world_size or ranks.world_size
     available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local
-    found = gather((available, host, local))
-    local = max(one for *_, one in found)
+    of_ranks = gather((available, host, local))
+    local = max(size for *_, size in of_ranks)
     return Machine(
         ranks=local,
-        memory_bytes=min(one for one, *_ in found),
+        memory_bytes=min(size for size, *_ in of_ranks),
         card=None if on_cpu else gpu_of(available, torch.cuda.get_device_name(device)),
         nodes=-(-ranks.world_size // local),
         uneven_ranks=ranks.world_size,
-        host_bytes=min(one for _, one, _ in found),
+        host_bytes=min(size for _, size, _ in of_ranks),
         on_cpu=on_cpu,
         context_bytes=0,  # it is there already, and not among what is available
     )
@@ -228,16 +228,16 @@ def export_bytes(engine: DeepSpeedEngine, config: CheckpointConfig) -> int:
         return 0
     module = stages.unwrap_model(engine.module)
     is_adapter = structure.has_adapter(module)
-    exported = [one for one in module.parameters() if one.requires_grad or not is_adapter]
-    return sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in exported)
+    exported = [parameter for parameter in module.parameters() if parameter.requires_grad or not is_adapter]
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size() for parameter in exported)
 
 
 def check_writable(track: TrackConfig, folder: Path) -> None:
     """Raise TrackError unless metrics.jsonl and trackers' local directories can be written. For rank 0 only."""
 
-    def write_into(place: Path) -> None:
-        place.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=place) as file:
+    def write_into(directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory) as file:
             file.write(b"x")
             file.flush()
 
@@ -249,8 +249,8 @@ def check_writable(track: TrackConfig, folder: Path) -> None:
     if track.tensorboard.enabled and track.tensorboard.dir:
         places.append(("track.tensorboard.dir", Path(track.tensorboard.dir), write_into))
     uri = track.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    if track.mlflow.enabled and uri and (place := paths.mlflow_folder(uri)):
-        places.append(("track.mlflow.uri", place, write_into))
+    if track.mlflow.enabled and uri and (directory := paths.mlflow_folder(uri)):
+        places.append(("track.mlflow.uri", directory, write_into))
     for key, path, write in places:
         if reason := _reason(write, path):
             raise TrackError(
@@ -435,11 +435,15 @@ def _take_update_memory(engine: DeepSpeedEngine) -> None:
     states = _STATES.get(type(optimizer).__name__, 2)
     tiles = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 hands over one after the other
     groups = [[tile] for tile in tiles] if tiles else [group["params"] for group in optimizer.param_groups]
-    here = [[one for one in group if one.device == engine.device] for group in groups]
+    here = [[tensor for tensor in group if tensor.device == engine.device] for group in groups]
     moments = [
-        torch.empty_like(one) for group in here for one in group for _ in range(states) if not optimizer.state.get(one)
+        torch.empty_like(tensor)
+        for group in here
+        for tensor in group
+        for _ in range(states)
+        if not optimizer.state.get(tensor)
     ]
-    copies = max((sum(one.numel() for one in group) for group in here), default=0)
+    copies = max((sum(tensor.numel() for tensor in group) for group in here), default=0)
     moments.append(torch.empty(copies, dtype=torch.float32, device=engine.device))
 
 
@@ -528,7 +532,7 @@ def search_micro_batch(
         )
     engine, guard = build()
     times, sizes = mesh.accumulation(cfg, ranks.world_size), mesh.micro_sizes(cfg, ranks.world_size)
-    found = 1
+    most_rows = 1
 
     def measure(rows: int, share: float = 1.0) -> Measured:
         doing = tr("looking for batch.micro_per_gpu with {rows} rows", rows=rows)
@@ -538,25 +542,28 @@ def search_micro_batch(
     with PeakMemory(engine.device) as memory:
         with restore_after(engine):
             if times > 1:
-                half, two_halves, one = measure(1, 0.5), measure(2, 0.5), measure(1)
-                before, last = (0, 2 * half.forward_backward - two_halves.forward_backward), (1, one.forward_backward)
+                half, two_halves, single = measure(1, 0.5), measure(2, 0.5), measure(1)
+                before, last = (
+                    (0, 2 * half.forward_backward - two_halves.forward_backward),
+                    (1, single.forward_backward),
+                )
                 while (rows := min(gather(_next(sizes, before, last, SHARE * limit)))) > last[0]:
                     measured = measure(rows)
                     if not all(gather(max(measured.forward_backward, measured.update) <= SHARE * limit)):
                         break
                     before, last = last, (rows, measured.forward_backward)
-                found = last[0]
+                most_rows = last[0]
         used = memory.highest()
     get_accelerator().empty_cache()
     say(
         "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
         "was sought: {used} at most, of {limit}.",
-        rows=found,
-        times=times // found,
+        rows=most_rows,
+        times=times // most_rows,
         used=shown(used),
         limit=shown(limit),
     )
-    return found, (engine, guard)
+    return most_rows, (engine, guard)
 
 
 def _next(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], room: float) -> int:

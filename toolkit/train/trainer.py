@@ -191,7 +191,7 @@ class Trainer:
         peers = _peers_that_see(folder)
         # Of an earlier start, put aside: file servers may still show it to other nodes under its old name.
         old_markers = process_group.on_rank0(lambda: {file.stat().st_ino for file in (folder / "logs").glob("FAILED*")})
-        failure.watch_failures(folder, known=old_markers)
+        failure.watch_failures(folder, earlier_markers=old_markers)
         startup.start_logs(folder / "logs" / f"rank_{ranks.rank}.log", ranks.rank)
         self.hosts = [peer.host for peer in peers]
         limits = self.cfg.distributed.hang_after_s, float(self.cfg.distributed.timeout_s)
