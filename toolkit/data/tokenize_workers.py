@@ -259,8 +259,8 @@ class PartBuilder:
         mask, sizes = np.frombuffer(trained, np.bool_), np.frombuffer(lengths, np.uint32)
         rows_of_samples = np.frombuffer(ordinals, np.uint32)
         hashes = row_hashes(tokens, mask, sizes, rows_of_samples)
-        sample_values = np.frombuffer(values, np.float32)
-        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, sample_values, counts)
+        of_samples = np.frombuffer(values, np.float32)
+        return Part(tokens, mask, sizes, np.frombuffer(lines, np.uint32), rows_of_samples, hashes, of_samples, counts)
 
     def _batch(self, batch: list[tuple[RowPosition, Any]], reader: RowReader, counts: PartCounts) -> Iterator[_Sample]:
         """Yield the samples of some rows, each with its row."""
