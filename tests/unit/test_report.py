@@ -243,7 +243,7 @@ def test_a_large_file_of_answers_is_read_at_its_beginning(tmp_path: Path) -> Non
     found = run_module.read_answers(tmp_path)
     assert time.process_time() - began < 2
     assert found.steps == [0, 3, 6, 8, 11] and found.evaluations == 12
-    assert len(found.samples[0].said[11]) == run_module.LETTERS + 1
+    assert len(found.samples[0].answers[11]) == run_module.LETTERS + 1
 
 
 def test_runs_of_one_name_are_told_apart(quick: None, tmp_path: Path) -> None:

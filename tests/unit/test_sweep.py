@@ -284,7 +284,7 @@ def test_multirun_is_a_sweep() -> None:
 def test_a_signal_reaches_the_run_and_stops_the_sweep(number: signal.Signals) -> None:
     Path("runs").mkdir()
     Path("runs/lr-0.1.do").write_text("wait")
-    imports = "import sys; from toolkit.cli import main; from toolkit.jobs import sweep"
+    imports = "import sys; from toolkit.cli import main; from toolkit.extras import sweep"
     code = f"{imports}; sweep.LAUNCH = {FAKE!r}; sys.exit(main(sys.argv[1:]))"
     words = ["sweep", *RECIPE, "optim.lr=0.1,0.2", "sweep=s"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8"}

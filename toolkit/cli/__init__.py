@@ -94,8 +94,8 @@ def _dispatch(words: list[str]) -> int:
             raise ConfigError(
                 joined(unknown, tr("It has been removed; instead, see '{name}'.", name="' / '".join(instead)))
             )
-        known = tr("Known: {commands}.", commands=", ".join(COMMANDS))
-        raise ConfigError(joined(unknown, did_you_mean(command, COMMANDS), known))
+        commands = tr("Known: {commands}.", commands=", ".join(COMMANDS))
+        raise ConfigError(joined(unknown, did_you_mean(command, COMMANDS), commands))
     module = import_module(module_of(command))
     if any(word in ("-h", "--help") for word in rest):
         from toolkit.arguments import choose_language  # only now: it brings Hydra

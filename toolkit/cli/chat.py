@@ -38,10 +38,12 @@ USAGE = "toolkit chat PATH"
 
 
 def run(words: list[str]) -> None:
-    given = named_arguments(words, required=(), optional=(*MODEL, "system", *SAMPLING), usage=USAGE, bare="model.path")
-    check_model(given, USAGE)
-    sampling = sampling_arguments(given, max_new_tokens=512)
-    path, family, template, adapter = (given.get(name, "") for name in MODEL)
+    arguments = named_arguments(
+        words, required=(), optional=(*MODEL, "system", *SAMPLING), usage=USAGE, bare="model.path"
+    )
+    check_model(arguments, USAGE)
+    sampling = sampling_arguments(arguments, max_new_tokens=512)
+    path, family, template, adapter = (arguments.get(name, "") for name in MODEL)
     from toolkit.evaluate.chat_session import ChatSession
     from toolkit.export.load import load_any
 
@@ -49,23 +51,23 @@ def run(words: list[str]) -> None:
         loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template)
     help_text = "\n".join(line for line in help_of("chat").splitlines() if line.startswith("  /"))
     session = ChatSession(loaded.model, loaded.encoder, sampling, sys.stdin.isatty(), help_text)
-    session.set_system(given.get("system", ""))
+    session.set_system(arguments.get("system", ""))
     session.talk()
 
 
-def check_model(given: dict[str, str], usage: str) -> None:
+def check_model(arguments: dict[str, str], usage: str) -> None:
     """Reject a command that names neither a model nor an adapter, which knows its base, or one that does not exist."""
-    if not given.get("model.path") and not given.get("adapter"):
+    if not arguments.get("model.path") and not arguments.get("adapter"):
         raise ConfigError("{name} is missing: {usage}", name="model.path", usage=usage)
     for name in ("model.path", "adapter"):
-        if given.get(name):
-            files.check_directory(Path(given[name]), ModelError, name)
+        if arguments.get(name):
+            files.check_directory(Path(arguments[name]), ModelError, name)
 
 
-def sampling_arguments(given: dict[str, str], max_new_tokens: int) -> "Sampling":
+def sampling_arguments(arguments: dict[str, str], max_new_tokens: int) -> "Sampling":
     """Return how tokens are chosen; an argument that greedy decoding ignores is an error."""
-    temperature = number(given, "temperature", 0.0)
-    drawn = [name for name in ("top_p", "top_k", "seed") if name in given]
+    temperature = number(arguments, "temperature", 0.0)
+    drawn = [name for name in ("top_p", "top_k", "seed") if name in arguments]
     if drawn and not temperature:
         raise ConfigError(
             "{name} has no effect without temperature: the likeliest token is taken. Remove it.", name=drawn[0]
@@ -73,9 +75,9 @@ def sampling_arguments(given: dict[str, str], max_new_tokens: int) -> "Sampling"
     from toolkit.evaluate.generate import Sampling
 
     return Sampling(
-        max_new_tokens=positive_int(given, "max_new_tokens") or max_new_tokens,
+        max_new_tokens=positive_int(arguments, "max_new_tokens") or max_new_tokens,
         temperature=temperature,
-        top_p=number(given, "top_p", 1.0, most=1.0),
-        top_k=non_negative_int(given, "top_k", 0),
-        seed=non_negative_int(given, "seed", 0),
+        top_p=number(arguments, "top_p", 1.0, most=1.0),
+        top_k=non_negative_int(arguments, "top_k", 0),
+        seed=non_negative_int(arguments, "seed", 0),
     )

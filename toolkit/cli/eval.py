@@ -76,20 +76,21 @@ def _with_base(words: list[str]) -> list[str]:
         return words
     from toolkit.models.adapters import base_of_adapter, method_of, read_settings
 
-    own = [f"tuning={method_of(read_settings(Path(adapter))).value}"]
+    adapter_words = [f"tuning={method_of(read_settings(Path(adapter))).value}"]
     if not any(word.startswith("model.path=") for word in words):
-        own += ["model=hf", f"model.path={base_of_adapter(Path(adapter))}"]
-    return [*words, *own]
+        adapter_words += ["model=hf", f"model.path={base_of_adapter(Path(adapter))}"]
+    return [*words, *adapter_words]
 
 
-def _output(cfg: schema.RunConfig, given: str) -> Path:
-    if not given:
+def _output(cfg: schema.RunConfig, path: str) -> Path:
+    """Return the file of answers; a new one in the directory of runs where none is named."""
+    if not path:
         name = f"{cfg.recipe}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
         return unused_path(Path(cfg.run.dir) / "evaluations" / name)
-    file = Path(given)
+    file = Path(path)
     if file.suffix != ".jsonl":
         raise ConfigError("output = {file} must end with .jsonl.", file=file)
-    for path in (file, file.with_suffix(".json")):
-        if path.exists():
-            raise ConfigError("{path} already exists. Choose another output, or remove it.", path=path)
+    for existing in (file, file.with_suffix(".json")):
+        if existing.exists():
+            raise ConfigError("{path} already exists. Choose another output, or remove it.", path=existing)
     return file

@@ -41,19 +41,19 @@ _CHOSEN = {"adapter": "adapter", "base": "base", "family": "model.family"}
 
 
 def run(words: list[str]) -> None:
-    given = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE, bare="model.path")
-    format, merge = one_of(given, "format", FORMATS), one_of(given, "merge", ("false", "true"))
-    dtype = DTYPES[one_of(given, "dtype", tuple(DTYPES))] if "dtype" in given else ""
-    forward = one_of(given, "forward", ("yes", "no"))
-    size = given.get("max_shard_size", "")
+    arguments = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE, bare="model.path")
+    format, merge = one_of(arguments, "format", FORMATS), one_of(arguments, "merge", ("false", "true"))
+    dtype = DTYPES[one_of(arguments, "dtype", tuple(DTYPES))] if "dtype" in arguments else ""
+    forward = one_of(arguments, "forward", ("yes", "no"))
+    size = arguments.get("max_shard_size", "")
     if size and not re.fullmatch("[1-9][0-9]*[KMGT]B", size):
         raise ConfigError("max_shard_size = {size} is no size such as 500MB or 5GB.", size=size)
-    path = Path(given["model.path"])
+    path = Path(arguments["model.path"])
     files.check_directory(path)
-    if not given.get("output") and not (path / "config.yaml").is_file():  # no run directory
+    if not arguments.get("output") and not (path / "config.yaml").is_file():  # no run directory
         raise ConfigError("{name} is missing: {usage}", name="output", usage=_USAGE)
     name = "official" if format == "official" else "merged" if merge == "true" else "export"
-    output = Path(given.get("output") or path / name)
+    output = Path(arguments.get("output") or path / name)
     if output.exists():
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
     import transformers
@@ -65,7 +65,7 @@ def run(words: list[str]) -> None:
     shards = {"max_shard_size": size} if size else {}
     layout: Format = "official" if format == "official" else "hf"
     options = ExportOptions(format=layout, merge=merge == "true", dtype=dtype, **shards)
-    chosen = {name: given[word] for name, word in _CHOSEN.items() if word in given}
+    chosen = {name: arguments[word] for name, word in _CHOSEN.items() if word in arguments}
     verdict = export_verified(path, output, options, forward=forward == "yes", **chosen)
     print(tr("wrote {folder}.", folder=output))
     if verdict:

@@ -47,60 +47,60 @@ _FOR_FILES = ("output", "format", "columns", "batch_size", "samples", "shard")
 
 def run(words: list[str]) -> None:
     optional = (*MODEL, "prompt", "input", *_FOR_FILES, "system", *SAMPLING, "engine")
-    given = named_arguments(words, required=(), optional=optional, usage=USAGE, bare="model.path")
-    check_model(given, USAGE)
-    is_split = one_of(given, "engine", ("transformers", "deepspeed")) == "deepspeed"
-    if bool(given.get("prompt")) == bool(given.get("input")):
+    settings = named_arguments(words, required=(), optional=optional, usage=USAGE, bare="model.path")
+    check_model(settings, USAGE)
+    is_split = one_of(settings, "engine", ("transformers", "deepspeed")) == "deepspeed"
+    if bool(settings.get("prompt")) == bool(settings.get("input")):
         raise ConfigError(tr('either prompt="…", or input=FILE and output=FILE.'))
-    (_ask_file if given.get("input") else _ask)(given, sampling_arguments(given, max_new_tokens=64), is_split)
+    (_ask_file if settings.get("input") else _ask)(settings, sampling_arguments(settings, max_new_tokens=64), is_split)
     if is_split:
         from toolkit.distributed import process_group
 
         process_group.stop()
 
 
-def _ask(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
+def _ask(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
     for name in _FOR_FILES:
-        if name in given:
+        if name in settings:
             raise ConfigError("{name} has an effect with input=FILE only. Remove it.", name=name)
     with notes_to_stderr():  # which checkpoint of a run it is, and others that are damaged
-        model, encoder = _load(given, is_split)
+        model, encoder = _load(settings, is_split)
     from toolkit.distributed import process_group
     from toolkit.evaluate.generate import decode_answer, generate, with_system
 
-    messages = with_system([{"role": "user", "content": given["prompt"]}], given.get("system", ""))
+    messages = with_system([{"role": "user", "content": settings["prompt"]}], settings.get("system", ""))
     [ids] = generate(model, encoder, [encoder.prompt(messages)], sampling, model.device)
     if process_group.rank() == 0:
         print(printable(decode_answer(encoder, ids)))
 
 
-def _ask_file(given: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
-    if not given.get("output"):
+def _ask_file(settings: dict[str, str], sampling: "Sampling", is_split: bool) -> None:
+    if not settings.get("output"):
         raise ConfigError("{name} is missing: {usage}", name="output", usage="input=FILE output=FILE")
-    if is_split and "shard" in given:
+    if is_split and "shard" in settings:
         raise ConfigError(tr("shard= and engine=deepspeed do not go together. Keep one of them."))
-    row_format = RowFormat(one_of(given, "format", [known.value for known in RowFormat]))
+    row_format = RowFormat(one_of(settings, "format", [choice.value for choice in RowFormat]))
     from toolkit.evaluate.answer_files import answer_source, parse_shard, question_source
 
     answer_source(
-        question_source(given["input"], row_format, given.get("columns", "{}")),
-        Path(given["output"]),
-        lambda: _load(given, is_split),
+        question_source(settings["input"], row_format, settings.get("columns", "{}")),
+        Path(settings["output"]),
+        lambda: _load(settings, is_split),
         sampling,
-        batch_size=positive_int(given, "batch_size") or 8,
-        samples=positive_int(given, "samples") or 1,
-        system=given.get("system", ""),
-        models=[Path(given[name]) for name in ("model.path", "adapter") if given.get(name)],
-        settings={name: given[name] for name in given if name not in ("input", "output", "batch_size", "shard")},
-        shard=parse_shard(given.get("shard", "1/1")),
+        batch_size=positive_int(settings, "batch_size") or 8,
+        samples=positive_int(settings, "samples") or 1,
+        system=settings.get("system", ""),
+        models=[Path(settings[name]) for name in ("model.path", "adapter") if settings.get(name)],
+        settings={name: settings[name] for name in settings if name not in ("input", "output", "batch_size", "shard")},
+        shard=parse_shard(settings.get("shard", "1/1")),
     )
 
 
-def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyChatEncoder]":
+def _load(settings: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyChatEncoder]":
     from toolkit.evaluate.generate import check_system
     from toolkit.export.load import load_any, usual_precision
 
-    path, family, template, adapter = (given.get(name, "") for name in MODEL)
+    path, family, template, adapter = (settings.get(name, "") for name in MODEL)
     where: dict[str, str] = {}
     if is_split:
         import torch
@@ -116,5 +116,5 @@ def _load(given: dict[str, str], is_split: bool) -> "tuple[PreTrainedModel, AnyC
     loaded = load_any(path, adapter=adapter, family=family or "auto", chat_template=template, **where)
     if is_split:
         split_inference(loaded.model)
-    check_system(loaded.encoder, given.get("system", ""))
+    check_system(loaded.encoder, settings.get("system", ""))
     return loaded.model, loaded.encoder

@@ -16,13 +16,13 @@ from toolkit.messages import LaunchError, say
 
 def run(words: list[str]) -> None:
     usage = "toolkit hostfile output=hostfile nodes=gpu[01-04] slots=8"
-    given = named_arguments(words, required=("output",), optional=("nodes", "slots"), usage=usage)
+    arguments = named_arguments(words, required=("output",), optional=("nodes", "slots"), usage=usage)
     defaults = {"nodes": os.environ.get("SLURM_JOB_NODELIST", ""), "slots": os.environ.get("SLURM_GPUS_ON_NODE", "")}
-    given = {**{name: value for name, value in defaults.items() if value}, **given}
-    slots = positive_int(given, "slots")
-    if not given.get("nodes") or not slots:
+    arguments = {**{name: value for name, value in defaults.items() if value}, **arguments}
+    slots = positive_int(arguments, "slots")
+    if not arguments.get("nodes") or not slots:
         raise LaunchError("this is no Slurm job that says nodes and GPUs: give both. {usage}", usage=usage)
-    text = "".join(f"{host} slots={slots}\n" for host in hostfile.expand_nodes(given["nodes"]))
-    hosts = hostfile.parse_hostfile(text, given["output"])
-    write_output(given, text)
-    say("{file}: {count} nodes, {slots} GPUs each.", file=given["output"], count=len(hosts), slots=slots)
+    text = "".join(f"{host} slots={slots}\n" for host in hostfile.expand_nodes(arguments["nodes"]))
+    hosts = hostfile.parse_hostfile(text, arguments["output"])
+    write_output(arguments, text)
+    say("{file}: {count} nodes, {slots} GPUs each.", file=arguments["output"], count=len(hosts), slots=slots)

@@ -41,7 +41,7 @@ OWN = ("gpus", "nodes", "host_memory", "calibrate", "trace", "output")
 
 
 def run(words: list[str]) -> None:
-    loaded, given, machine = _checked(words)
+    loaded, settings, machine = _checked(words)
     if needs_lookup(loaded.cfg.model):
         loaded = resolve_model_path(loaded, config_only=True)
     check_positions(loaded)
@@ -49,41 +49,41 @@ def run(words: list[str]) -> None:
         loaded = resolve_teacher(loaded, config_only=True)
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
-    if given.get("calibrate") == "true":
+    if settings.get("calibrate") == "true":
         calibration.calibrate(cfg, machine, outline)
     rates = speed.rates_of(cfg, machine, outline)
-    mine = evaluate_layout(outline, cfg, machine, rates)
-    found = list(layouts(outline, cfg, machine, rates))
-    for line in plan_lines(outline, machine, rates, mine, found):
+    layout = evaluate_layout(outline, cfg, machine, rates)
+    other_layouts = list(layouts(outline, cfg, machine, rates))
+    for line in plan_lines(outline, machine, rates, layout, other_layouts):
         say(line)
     traced = None
-    if given.get("trace") == "true":
+    if settings.get("trace") == "true":
         recipe = [word for word in words if word.partition("=")[0] not in OWN]
         # The directory that the config was found in, where there is one.
         found_at = [f"model.path={files.quoted(Path(cfg.model.path))}"] if cfg.model.path else []
         tracing = import_module(TRACING)
-        traced = tracing.report(tracing.trace([*recipe, *found_at], machine), mine)
-    if given.get("output"):
-        result = plan_json(outline, machine, mine, found) | ({"trace": traced} if traced else {})
-        write_output(given, json.dumps(result, indent=2) + "\n")
+        traced = tracing.report(tracing.trace([*recipe, *found_at], machine), layout)
+    if settings.get("output"):
+        result = plan_json(outline, machine, layout, other_layouts) | ({"trace": traced} if traced else {})
+        write_output(settings, json.dumps(result, indent=2) + "\n")
 
 
 def _checked(words: list[str]) -> tuple[load.LoadedConfig, dict[str, str], Machine]:
     """Return the checked config, the command's own arguments and the machine to plan for."""
     problems = Problems()
     arguments = parse(words, names=OWN, problems=problems)
-    given = arguments.values
-    problems.attempt(check_output, given)
+    settings = arguments.values
+    problems.attempt(check_output, settings)
     for name in ("calibrate", "trace"):
-        problems.attempt(one_of, given, name, ("false", "true"))
-    machine = problems.attempt(check.machine_for, given, arguments.loaded.cfg)
+        problems.attempt(one_of, settings, name, ("false", "true"))
+    machine = problems.attempt(check.machine_for, settings, arguments.loaded.cfg)
     loaded = arguments.loaded if machine is None else _with_fitting_batch(arguments.loaded, machine.world_size)
-    if given.get("trace") == "true":
+    if settings.get("trace") == "true":
         problems.attempt(import_module(TRACING).check_traceable, arguments.loaded.cfg, machine)
     check_parsed(loaded, machine.world_size if machine else None, problems, files=False)
     problems.raise_all()
     assert machine is not None
-    return loaded, given, machine
+    return loaded, settings, machine
 
 
 def _with_fitting_batch(loaded: load.LoadedConfig, world_size: int) -> load.LoadedConfig:

@@ -25,10 +25,10 @@ from toolkit.train.startup import make_ready
 
 def run(words: list[str]) -> None:
     usage = "toolkit replay runs/NAME step=120"
-    given = named_arguments(
+    arguments = named_arguments(
         environment.strip_launcher_arguments(words), required=("run", "step"), optional=(), usage=usage, bare="run"
     )
-    step, folder = positive_int(given, "step"), Path(given["run"])
+    step, folder = positive_int(arguments, "step"), Path(arguments["run"])
     assert step is not None
     from toolkit.train.replay import replay, replay_words
 

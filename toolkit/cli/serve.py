@@ -31,28 +31,28 @@ BACKENDS = ("auto", "vllm", "transformers")
 
 
 def run(words: list[str]) -> None:
-    own = list(takewhile(lambda word: not word.startswith("--"), words))
-    options = words[len(own) :]
-    given = named_arguments(
-        own,
+    toolkit_words = list(takewhile(lambda word: not word.startswith("--"), words))
+    options = words[len(toolkit_words) :]
+    arguments = named_arguments(
+        toolkit_words,
         required=("model.path",),
         optional=("port", "host", "served_name", "backend", "adapter"),
         usage=USAGE,
         bare="model.path",
     )
-    folder = resolve_servable(Path(given["model.path"]))
-    host, port = given.get("host", "127.0.0.1"), positive_int(given, "port") or 8000
-    model = given.get("served_name") or name_of(folder)
-    program = server_program(one_of(given, "backend", BACKENDS))
+    folder = resolve_servable(Path(arguments["model.path"]))
+    host, port = arguments.get("host", "127.0.0.1"), positive_int(arguments, "port") or 8000
+    model = arguments.get("served_name") or name_of(folder)
+    program = server_program(one_of(arguments, "backend", BACKENDS))
     is_vllm = len(program) == 1
     command = [*program, *([] if is_vllm else [model]), "serve", str(folder), "--host", host, "--port", str(port)]
     if not is_vllm and "--dtype" not in options:
         command += ["--dtype", _precision(options)]
     if is_vllm:
         command += ["--served-model-name", model, str(folder)]
-    if given.get("adapter"):
-        model = Path(given["adapter"]).resolve().name
-        command += adapter_options(Path(given["adapter"]), folder, model, is_vllm=is_vllm)
+    if arguments.get("adapter"):
+        model = Path(arguments["adapter"]).resolve().name
+        command += adapter_options(Path(arguments["adapter"]), folder, model, is_vllm=is_vllm)
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "你好"}]}, ensure_ascii=False)
     say("Starting:  {command}", command=" ".join([*command, *options]))
     say(

@@ -22,8 +22,8 @@ def run(words: list[str]) -> None:
 
     if words and words[0].endswith(".jsonl") and "=" not in words[0]:
         usage = "toolkit show runs/NAME/logs/bad-step-N.jsonl n=5 color=auto"
-        given = named_arguments(words[1:], required=(), optional=("n", "color"), usage=usage)
-        count, color = non_negative_int(given, "n", 5), one_of(given, "color", COLORS)
+        settings = named_arguments(words[1:], required=(), optional=("n", "color"), usage=usage)
+        count, color = non_negative_int(settings, "n", 5), one_of(settings, "color", COLORS)
         say("\n".join(preview.bad_step_lines(Path(words[0]), count, preview.style_of(color))))
         return
     arguments = parse_checked(words, names=("n", "split", "color"))

@@ -24,17 +24,19 @@ from toolkit.models.directory import read_config
 
 
 def run(words: list[str]) -> None:
-    given = named_arguments(words, required=("path",), optional=("forward",), usage="toolkit verify PATH", bare="path")
-    forward, found = one_of(given, "forward", ("yes", "no")) == "yes", _found(Path(given["path"]))
-    if not found:
-        raise ConfigError("{path} is no checkpoint and holds none.", path=given["path"])
-    damaged = sum(not _is_whole(folder, forward) for folder in found)
+    arguments = named_arguments(
+        words, required=("path",), optional=("forward",), usage="toolkit verify PATH", bare="path"
+    )
+    forward, folders = one_of(arguments, "forward", ("yes", "no")) == "yes", _find_directories(Path(arguments["path"]))
+    if not folders:
+        raise ConfigError("{path} is no checkpoint and holds none.", path=arguments["path"])
+    damaged = sum(not _verify_directory(folder, forward) for folder in folders)
     if damaged:
-        raise CheckpointError("{count} of {total} are damaged.", count=damaged, total=len(found))
+        raise CheckpointError("{count} of {total} are damaged.", count=damaged, total=len(folders))
 
 
-def _found(path: Path) -> list[Path]:
-    """Return what there is to verify, oldest first."""
+def _find_directories(path: Path) -> list[Path]:
+    """Return the checkpoints and models to verify, the oldest first."""
     files.check_directory(path)
     is_one = directory.step_of(path.absolute()) >= 0  # by its name, though it has lost its manifest
     if is_one or (path / directory.MANIFEST).exists() or (path / "config.json").exists():
@@ -45,8 +47,8 @@ def _found(path: Path) -> list[Path]:
     return [*sorted(both, key=directory.step_of), *models]
 
 
-def _is_whole(folder: Path, forward: bool) -> bool:
-    """Verify one, say what was found, and return whether it is good."""
+def _verify_directory(folder: Path, forward: bool) -> bool:
+    """Verify a checkpoint or a model, print what was found, and return whether it is undamaged."""
     started = time.monotonic()
     has_manifest = (folder / directory.MANIFEST).exists()
     is_model = (folder / "config.json").exists()
@@ -68,11 +70,11 @@ def _is_whole(folder: Path, forward: bool) -> bool:
     except ToolkitError as error:
         wrong.append(str(error))
     if wrong:
-        sys.stdout.write(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {one}" for one in wrong) + "\n")
+        sys.stdout.write(tr("{folder}: DAMAGED", folder=folder) + "".join(f"\n  {problem}" for problem in wrong) + "\n")
         return False
     if has_manifest:
         files = directory.read_manifest(folder)["files"].values()
-        size = sum(one["size_bytes"] for one in files) / 1e6
+        size = sum(file["size_bytes"] for file in files) / 1e6
         line = tr(
             "{folder}: whole, {count} files, {size} MB ({rate} MB/s).",
             folder=folder,

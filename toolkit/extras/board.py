@@ -75,8 +75,10 @@ _ROW_S, _READING_S, _WORKING_S = 5.0, 30.0, 600.0
 """How long a run, all of them or a report, and anything else may take: a file server may not answer any more."""
 _READING = ("runs", "log", "report")
 _KINDS = (("values", dict), ("groups", dict), ("gpus", str), ("base", str))
-Given = Mapping[str, Any]
-"""What the page sends; of a recipe `base`, its name, `groups` and `values` by name and key, `gpus` to plan for."""
+Body = Mapping[str, Any]
+"""The JSON object that the page sends; of a recipe `base`, its name, `groups` and `values` by name and key, `gpus` to
+plan for.
+"""
 
 
 class Board:
@@ -91,35 +93,35 @@ class Board:
         self._rows: dict[Path, tuple[object, list[str], str]] = {}
         self._waiting: set[Path] = set()
         """Runs that are still being read, as their file server does not answer: no second thread waits for them."""
-        self.actions: dict[str, Callable[[Given], Mapping[str, Any]]] = {
+        self.actions: dict[str, Callable[[Body], Mapping[str, Any]]] = {
             "runs": self.list_runs,
             "log": self.log,
-            "form": lambda given: recipe_form(),
-            "check": lambda given: examine_recipe(given, self.folder),
+            "form": lambda body: recipe_form(),
+            "check": lambda body: examine_recipe(body, self.folder),
             "save": save_recipe,
             "start": self.launches.start,
             "stop": self.launches.stop,
             "interrupt": self.interrupt,
             "close": self.close,
         }
-        self.streams: dict[str, Callable[[Given], Iterator[str]]] = {
+        self.streams: dict[str, Callable[[Body], Iterator[str]]] = {
             "samples": self.samples,
             "open": self.open_chat,
             "ask": self.ask,
         }
         """Answers of processes, as they come. They are started on the main thread, whose end would end them."""
 
-    def found(self) -> dict[str, Path]:
+    def run_folders(self) -> dict[str, Path]:
         """Return the directories of runs, those of sweeps too, by their paths below the directory of runs."""
         paths = [path for path in self.runs.glob("*") if path.is_dir() and not path.name.startswith(".")]
         nested = [inner for path in paths if not is_run(path) for inner in path.glob("*") if os.path.isdir(inner)]
         return {str(path.relative_to(self.runs)): path for path in (*paths, *nested) if is_run(path)}
 
-    def list_runs(self, given: Given) -> dict[str, Any]:
+    def list_runs(self, body: Body) -> dict[str, Any]:
         """Return a row of figures for each run, the newest first, and those that have no directory yet."""
-        found, rows, heads = self.found(), [], page.overview([]).heads
+        folders, rows, heads = self.run_folders(), [], page.overview([]).heads
         blank = [page.NONE] * (len(heads) - 2)
-        for name, path in found.items():
+        for name, path in folders.items():
             try:
                 stamp, cells, state = self._row_in_time(path)
             except (OSError, messages.RunFolderError) as error:  # another user's, perhaps: the others are shown
@@ -127,7 +129,7 @@ class Board:
             is_alive = state == "running" or self.launches.is_alive(name)
             row = {"run": name, "path": str(path), "state": state, "cells": cells, "is_alive": is_alive}
             rows.append((max(stamp), row | {"has_log": self.launches.log(name).is_file()}))
-        for name in {*self.launches.names()} - {*found}:
+        for name in {*self.launches.names()} - {*folders}:
             is_alive = self.launches.is_alive(name)
             word = tr("starting") if is_alive else tr("did not start")
             row = {"run": "", "name": name, "state": "running" if is_alive else "failed", "cells": [name, word, *blank]}
@@ -160,29 +162,29 @@ class Board:
 
     def report(self, names: list[str]) -> str:
         """Return the report of one run, or of several in comparison."""
-        found = self.found()
-        if unknown := [name for name in names if name not in found]:
+        folders = self.run_folders()
+        if unknown := [name for name in names if name not in folders]:
             raise messages.RunFolderError("there is no run {name}.", name=unknown[0])
-        runs = [read_run(found[name]) for name in dict.fromkeys(names)]
+        runs = [read_run(folders[name]) for name in dict.fromkeys(names)]
         distinct_names(runs)
         return page.render(runs, figures.draw(runs), "report")
 
-    def log(self, given: Given) -> dict[str, str]:
+    def log(self, body: Body) -> dict[str, str]:
         """Return the end of what a run that was started here has printed."""
-        name = str(given.get("run"))
+        name = str(body.get("run"))
         if name not in self.launches.names():
             raise messages.RunFolderError("there is no run {name}.", name=name)
         with self.launches.log(name).open("rb") as log:
             log.seek(max(os.fstat(log.fileno()).st_size - _LOG_BYTES, 0))
             return {"text": messages.printable(hide(log.read().decode(errors="replace")))}
 
-    def samples(self, given: Given) -> Iterator[str]:
+    def samples(self, body: Body) -> Iterator[str]:
         """Return what `toolkit show` prints of the recipe that was typed, coloured."""
         problems, file = messages.Problems(), self.folder / "samples.yaml"
-        file.write_text(recipe_text(given, problems), encoding="utf-8")
+        file.write_text(recipe_text(body, problems), encoding="utf-8")
         problems.raise_all()
         words = [f"recipe={file}", f"language={messages.current_language()}", "color=always"]
-        words += [f"n={given.get('n', 5)}", f"split={given.get('split', 'train')}"]
+        words += [f"n={body.get('n', 5)}", f"split={body.get('split', 'train')}"]
         if self.show is not None:
             self.show.kill()
         self.show = process = _start("toolkit", "show", *words, stderr=subprocess.STDOUT)
@@ -196,21 +198,21 @@ class Board:
 
         return lines()
 
-    def open_chat(self, given: Given) -> Iterator[str]:
+    def open_chat(self, body: Body) -> Iterator[str]:
         """Load a model in a process of its own."""
-        self.close(given)
-        path = str(given.get("path", ""))
+        self.close(body)
+        path = str(body.get("path", ""))
         if not Path(path).is_dir():
             raise messages.ConfigError("there is no directory {folder}", folder=path)
         self.chat = _start("toolkit.jobs.chat", path, messages.current_language())
         return self._answer()
 
-    def ask(self, given: Given) -> Iterator[str]:
+    def ask(self, body: Body) -> Iterator[str]:
         """Ask the model that is loaded."""
         if self.chat is None or self.chat.poll() is not None:
             raise messages.ConfigError(tr("no model is loaded."))
         assert self.chat.stdin is not None
-        self.chat.stdin.write(json.dumps(str(given.get("text", ""))) + "\n")
+        self.chat.stdin.write(json.dumps(str(body.get("text", ""))) + "\n")
         self.chat.stdin.flush()
         return self._answer()
 
@@ -218,15 +220,15 @@ class Board:
         assert self.chat is not None and self.chat.stdout is not None
         self.owed += 1
         for line in self.chat.stdout:
-            is_mine = self.owed == 1  # not the rest of one that nobody waits for, as the page was loaded again
+            is_awaited = self.owed == 1  # not the rest of one that nobody waits for, as the page was loaded again
             self.owed -= line.startswith('{"end"')
-            if is_mine:
+            if is_awaited:
                 yield line
             if not self.owed:
                 return
         yield json.dumps({"closed": tr("The model's process has ended.")}) + "\n"
 
-    def interrupt(self, given: Given) -> dict[str, str]:
+    def interrupt(self, body: Body) -> dict[str, str]:
         """Stop the answer that is being given."""
         if self.chat is not None and self.owed:
             self.chat.send_signal(signal.SIGINT)
@@ -237,7 +239,7 @@ class Board:
         for process in filter(None, (self.chat, self.show)):
             process.kill()
 
-    def close(self, given: Given) -> dict[str, str]:
+    def close(self, body: Body) -> dict[str, str]:
         """Free the model's memory."""
         if self.chat is not None:
             self.chat.kill()
@@ -267,17 +269,17 @@ class Guard:
             return
         request = Request(scope)
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        known = request.query_params.get("token") if scope["path"] == "/" else None
-        known = known or request.cookies.get(self.cookie, "")
-        may = _parts(f"//{host}").hostname in HOSTS and hmac.compare_digest(known.encode(), self.token.encode())
+        shown_token = request.query_params.get("token") if scope["path"] == "/" else None
+        shown_token = shown_token or request.cookies.get(self.cookie, "")
+        may = _parts(f"//{host}").hostname in HOSTS and hmac.compare_digest(shown_token.encode(), self.token.encode())
         if origin and _parts(origin).netloc != host:  # another page, which the browser gave the cookie along
             may = False
 
         async def with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
+                present = {name for name, _ in message["headers"]}
                 more = ((name.lower().encode(), value.encode()) for name, value in _HEADERS.items())
-                message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in given)]
+                message["headers"] = [*message["headers"], *(pair for pair in more if pair[0] not in present)]
             await send(message)
 
         rejected = PlainTextResponse(tr("Open the address that `toolkit board` has printed."), status_code=403)
@@ -346,13 +348,13 @@ def application(board: Board, token: str, cookie: str) -> Guard:
     async def act(request: Request) -> Response:
         name = request.path_params["name"]
         try:
-            given = messages.parsed_json(await request.body())
-            if not isinstance(given, dict) or not all(isinstance(given.get(key, kind()), kind) for key, kind in _KINDS):
+            body = messages.parsed_json(await request.body())
+            if not isinstance(body, dict) or not all(isinstance(body.get(key, kind()), kind) for key, kind in _KINDS):
                 raise ValueError
             if name in board.streams:
-                return StreamingResponse(board.streams[name](given), media_type="text/plain; charset=utf-8")
+                return StreamingResponse(board.streams[name](body), media_type="text/plain; charset=utf-8")
             if name in board.actions:
-                return JSONResponse(await work.do(name, board.actions[name], given))
+                return JSONResponse(await work.do(name, board.actions[name], body))
         except messages.ToolkitError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         except ValueError:
@@ -429,9 +431,9 @@ class Launches:
         """Return the names of the runs that were started here."""
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
-    def start(self, given: Mapping[str, Any]) -> dict[str, str]:
+    def start(self, body: Mapping[str, Any]) -> dict[str, str]:
         """Launch `recipe` as the run `name` on `ranks` GPUs (or CPU processes)."""
-        name, recipe, ranks = (str(given.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
+        name, recipe, ranks = (str(body.get(word, "")).strip() for word in ("name", "recipe", "ranks"))
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise messages.ConfigError(tr("a run needs a name of letters, digits, `-`, `_` and `.`."))
         if not re.fullmatch(r"[1-9]\d{0,3}", ranks):
@@ -454,9 +456,9 @@ class Launches:
         disk.write_atomically(self.folder / f"{name}.json", json.dumps(record).encode())
         return {"said": tr("Started {name}.", name=name)}
 
-    def stop(self, given: Mapping[str, Any]) -> dict[str, str]:
+    def stop(self, body: Mapping[str, Any]) -> dict[str, str]:
         """Stop a run as Ctrl-C does: it saves a checkpoint at the next step."""
-        name = str(given.get("run", ""))
+        name = str(body.get("run", ""))
         if self.is_alive(name):
             os.kill(self._record(name)["pid"], signal.SIGTERM)
         elif is_worked_on(self.runs / name):  # started elsewhere
@@ -508,10 +510,10 @@ def _keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[dict[str, An
             yield {"key": prefix + name, "text": sentences.get(text, text), "choices": choices}
 
 
-def recipe_text(given: Given, problems: messages.Problems) -> str:
+def recipe_text(body: Body, problems: messages.Problems) -> str:
     """Return the recipe that was typed, as its file has it; a value that is no YAML is left out, and a problem."""
     tree: dict[str, Any] = {}
-    for key, value in given.get("values", {}).items():
+    for key, value in body.get("values", {}).items():
         text = " ".join(str(value).split("\n"))
         try:
             files.parse(f"x: {text}", key)
@@ -519,8 +521,8 @@ def recipe_text(given: Given, problems: messages.Problems) -> str:
             problems.add(validate.about(str(error), key))
         else:
             set_leaf(tree, key, text)
-    base = [given["base"]] if given.get("base") else []
-    chosen = [f"override /{group}: {choice}" for group, choice in given.get("groups", {}).items()]
+    base = [body["base"]] if body.get("base") else []
+    chosen = [f"override /{group}: {choice}" for group, choice in body.get("groups", {}).items()]
     defaults = "".join(f"  - {item}\n" for item in (*base, *chosen, "_self_"))
     return f"# @package _global_\ndefaults:\n{defaults}\n" + "".join(f"{line}\n" for line in _lines(tree))
 
@@ -534,36 +536,36 @@ def _lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield from _lines(value, f"{indent}  ")
 
 
-def examine_recipe(given: Given, folder: Path) -> dict[str, Any]:
+def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
     """Return the recipe's text, all errors with their keys, what check and plan say, and the values in effect.
 
     `folder` is for the text as a file. Nothing is downloaded: the size of a model that only Hugging Face knows is left
     out.
     """
     problems, language, lines = messages.Problems(), messages.current_language(), list[str]()
-    said: dict[str, Any] = {"notes": lines, "plan": [], "values": {}}
+    answer: dict[str, Any] = {"notes": lines, "plan": [], "values": {}}
     before, messages.console.write = messages.console.write, lines.append
     file = folder / "recipe.yaml"
     try:
-        said["text"] = recipe_text(given, problems)
-        file.write_text(said["text"], encoding="utf-8")
+        answer["text"] = recipe_text(body, problems)
+        file.write_text(answer["text"], encoding="utf-8")
         loaded = problems.attempt(lambda: load([f"recipe={file}"], problems=messages.Problems()))
         if loaded is not None:
-            said["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
-            gpus = {"gpus": given["gpus"]} if given.get("gpus") else {}
+            answer["values"] = {key: inline(value) for key, value in leaves(to_dict(loaded.cfg))}
+            gpus = {"gpus": body["gpus"]} if body.get("gpus") else {}
             machine = problems.attempt(machine_for, gpus, loaded.cfg)
             ranks = [f"world_size={machine.world_size}"] if machine else []
             ranks += [f"{name}={value}" for name, value in gpus.items()]
             words = [f"recipe={file}", f"language={language}", *ranks]  # the reader's language, whatever the recipe's
             problems.attempt(lambda: check_recipe(words, fetch=False))
             if machine and not problems.errors:
-                said["plan"] = _plan(loaded, machine)
+                answer["plan"] = _plan(loaded, machine)
     finally:
         messages.console.write = before
         messages.set_language(language)
-    said["errors"] = [{"keys": one.keys, "text": str(one).replace(f"{folder}/", "")} for one in problems.errors]
-    said["more"] = problems.more
-    return said
+    answer["errors"] = [{"keys": error.keys, "text": str(error).replace(f"{folder}/", "")} for error in problems.errors]
+    answer["more"] = problems.more
+    return answer
 
 
 def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
@@ -573,20 +575,20 @@ def _plan(loaded: LoadedConfig, machine: Machine) -> list[str]:
     cfg = mesh.with_micro_batch(loaded.cfg)
     outline = outline_of(cfg)
     rates = speed.rates_of(cfg, machine, outline)
-    mine = layouts.evaluate_layout(outline, cfg, machine, rates)
-    return summary.plan_lines(outline, machine, rates, mine, list(search.layouts(outline, cfg, machine, rates)))
+    layout = layouts.evaluate_layout(outline, cfg, machine, rates)
+    return summary.plan_lines(outline, machine, rates, layout, list(search.layouts(outline, cfg, machine, rates)))
 
 
-def save_recipe(given: Given) -> dict[str, Any]:
+def save_recipe(body: Body) -> dict[str, Any]:
     """Write the recipe that was typed to `file`; over one that exists only where `overwrite` is asked for."""
-    problems, file = messages.Problems(), Path(str(given.get("file", "")))
-    text = recipe_text(given, problems)
+    problems, file = messages.Problems(), Path(str(body.get("file", "")))
+    text = recipe_text(body, problems)
     problems.raise_all()
     if file.suffix not in (".yaml", ".yml"):
         raise messages.ConfigError("{file} must end in .yaml.", file=file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if given.get("overwrite") is True:
+        if body.get("overwrite") is True:
             disk.write_atomically(file, text.encode())
         else:
             with file.open("x", encoding="utf-8") as new:

@@ -51,22 +51,22 @@ def measure(cfg: schema.RunConfig, local_rank: int, world_size: int, on_cpu: boo
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:
         torch.cuda.set_device(device)
-    whole = replace(cfg, tuning=type(cfg.tuning)())
+    full_cfg = replace(cfg, tuning=type(cfg.tuning)())
     width = memory.WIDTHS[cfg.precision.dtype]
-    outline = outline_of(whole)
-    first_s, layer_s, first_flops, layer_flops = _layers(whole, outline, device)
+    outline = outline_of(full_cfg)
+    first_s, layer_s, first_flops, layer_flops = _layers(full_cfg, outline, device)
     speed = layer_flops / layer_s
     link, latency_s = 1e12, 0.0
     if world_size > 1:
-        sent, one = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
+        sent, single = torch.ones(_ELEMENTS, device=device), torch.ones(1, device=device)
         seconds = _seconds(lambda: torch.distributed.all_reduce(sent), device)
         link = 2 * (world_size - 1) / world_size * sent.nbytes / seconds
-        latency_s = _seconds(lambda: torch.distributed.all_reduce(one), device)
+        latency_s = _seconds(lambda: torch.distributed.all_reduce(single), device)
     weights = torch.nn.Parameter(torch.ones(_ELEMENTS, device=device))
     weights.grad = torch.ones_like(weights)
     optimizer = torch.optim.AdamW([weights], fused=True)
     # Behind a GPU's computation it hides, so there the links' own speed is what counts.
-    gather = _gather(whole, outline, layer_s, device, world_size) if on_cpu and world_size > 1 else 0.0
+    gather = _gather(full_cfg, outline, layer_s, device, world_size) if on_cpu and world_size > 1 else 0.0
     return Rates(
         flops=speed,
         micro_s=max(0.0, first_s - first_flops / speed),
@@ -85,7 +85,7 @@ def _layers(cfg: schema.RunConfig, outline: Outline, device: torch.device) -> tu
     calls, flops = [], []
     for layers in (1, 2):
         model = build_model(cfg, layers, device).train()
-        shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         flops.append(formula(shapes, {**outline.sizes, "layers": layers}).model_flops(work))
         calls.append(partial(_pass, model, longest_batch(cfg, outline, model)))
     for _ in range(_TRIES):
@@ -120,7 +120,7 @@ def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: tor
     calls, engines, sizes, linear = [], [], [], functional.linear
     for layers in (1, 2):
         model = build_model(cfg, layers, device)
-        sizes.append(sum(one.numel() for one in model.parameters()))
+        sizes.append(sum(parameter.numel() for parameter in model.parameters()))
         batch = longest_batch(cfg, outline, model)
         schedule = partial(ConstantLR, factor=1)
         engine = build.initialize_engine(model, ds, split.train.activation_checkpointing, schedule, optim=split.optim)
@@ -166,11 +166,11 @@ def build_model(cfg: schema.RunConfig, layers: int, device: torch.device) -> tor
         else:
             if architecture is not None:
                 usual = {"layernorm_epsilon": 1e-5, "seq_length": 8192}
-                known = glm_config(usual | config | {"num_layers": layers}, {}, divides_positions=False)
+                model_config = glm_config(usual | config | {"num_layers": layers}, {}, divides_positions=False)
             else:
-                known = AutoConfig.for_model(**config)
-                known.get_text_config().num_hidden_layers = layers
-            model = AutoModelForCausalLM.from_config(known, trust_remote_code=False)
+                model_config = AutoConfig.for_model(**config)
+                model_config.get_text_config().num_hidden_layers = layers
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
     for parameter in model.parameters():  # alone: rotary frequencies stay float32, as in a run
         parameter.data = parameter.data.to(TORCH_DTYPES[cfg.precision.dtype])
     return model.to(device)

@@ -20,28 +20,30 @@ def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], st
     words = re.sub(r"^\s*(\w+=\S*\s+)*", "", line).split()
     typed = "" if line[-1:].isspace() else words.pop()
     if len(words) == 1:
-        found: Iterable[str] = (*commands, "help", "--help", "--version")
+        choices: Iterable[str] = (*commands, "help", "--help", "--version")
     elif words[1:] == ["help"]:
-        found = commands
+        choices = commands
     elif words[1] in commands:
         file = files.PACKAGE.parent / Path(*module_of(words[1]).split(".")).with_suffix(".py")
-        found = _arguments(typed, ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
+        choices = _arguments(typed, ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
     else:
-        found = ()
-    return [word for word in dict.fromkeys(found) if word.startswith(typed) and not re.search(r"\s", word)]
+        choices = ()
+    return [word for word in dict.fromkeys(choices) if word.startswith(typed) and not re.search(r"\s", word)]
 
 
 def _arguments(typed: str, doc: str) -> Iterator[str]:
     """Yield what may stand behind a command, by the usage lines of its help."""
     usage = doc.split("\n\n")[1]
-    own = dict(re.findall(r"(?<![\w.])([a-z_.]+)=([^\s\]]*)", usage))
-    takes_keys = own.pop("key", "") == "value"
+    placeholders = dict(re.findall(r"(?<![\w.])([a-z_.]+)=([^\s\]]*)", usage))
+    takes_keys = placeholders.pop("key", "") == "value"
     name, equals, value = typed.partition("=")
     if equals:
-        yield from (f"{name}={choice}" for choice in _values(name, value, {**own, "language": "en|zh"}.get(name, "")))
+        yield from (
+            f"{name}={choice}" for choice in _values(name, value, {**placeholders, "language": "en|zh"}.get(name, ""))
+        )
         return
     yield from re.findall(r"--[a-z][\w-]*", doc) if typed.startswith("-") else ()
-    yield from (f"{one}=" for one in (*own, *(_groups() if takes_keys else ())))
+    yield from (f"{argument}=" for argument in (*placeholders, *(_groups() if takes_keys else ())))
     bare = re.sub(r"\S+=\S+", "", usage)
     yield from (choice for choices in re.findall(r"\b\w+(?:\|\w+)+", bare) for choice in choices.split("|"))
     if re.search(r"\b(PATH|RUN|FILE)\b", bare):
@@ -67,7 +69,7 @@ def _values(name: str, value: str, placeholder: str) -> Iterator[str]:
     elif kind is bool:
         yield from ("true", "false")
     elif isinstance(kind, type) and issubclass(kind, Enum):
-        yield from (str(one.value) for one in kind)
+        yield from (str(member.value) for member in kind)
     if PATH_KEYS.search(name) or re.match("FILE|DIR|PATH", placeholder):
         yield from _paths(value)
 

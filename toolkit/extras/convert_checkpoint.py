@@ -68,8 +68,8 @@ def convert(source: Path, target: Path) -> directory.RunState:
         else:  # its schedule is not ours; steps that overflowed did not move it
             counts["schedule"] = {"last_batch_iteration": counts["global_steps"] - counts["skipped_steps"] - 1}
             directory.RunState(step=counts["global_steps"]).write(target)
-            found = fragments.Fragments(target)
-            if other := {key for name in found.names for key in found.states(name)} - {"exp_avg", "exp_avg_sq"}:
+            written = fragments.Fragments(target)
+            if other := {key for name in written.names for key in written.states(name)} - {"exp_avg", "exp_avg_sq"}:
                 raise ValueError(f"optimizer states {', '.join(sorted(other))}")
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError) as error:
         raise _unknown(source, f"{type(error).__name__}: {error}") from error
@@ -90,28 +90,28 @@ def _read(path: Path) -> dict[str, Any]:
     """Return what a file holds: tensors, mapped into memory, and plain values."""
     try:
         with torch.serialization.safe_globals(_SAFE):
-            found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(disk.pickled_code(path, error)) from None
     except Exception as error:  # torch.load and zip raise whatever they like on damaged files
         raise state_files.unreadable_error(path, error) from None
-    return found
+    return content
 
 
 def _files(folder: Path) -> _Files:
-    found = {}
+    files = {}
     for path in folder.iterdir():
         if match := _FILE.fullmatch(path.name):
-            found[match[3], int(match[2]), int(match[1] or 0)] = path
+            files[match[3], int(match[2]), int(match[1] or 0)] = path
         elif re.search(r"expert_|expp_rank|offloaded_tensors", path.name):
             raise _unknown(folder, path.name)
-    return found
+    return files
 
 
 def _optimizer(files: _Files, saved: dict[str, Any], part: int, rank: int) -> dict[str, Any]:
     """Return what a rank saved of its optimizer; without ZeRO that is in the model's file."""
-    found: dict[str, Any] = saved["optimizer"] or _read(files["optim", part, rank])["optimizer_state_dict"]
-    return found
+    state: dict[str, Any] = saved["optimizer"] or _read(files["optim", part, rank])["optimizer_state_dict"]
+    return state
 
 
 def _inner(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -152,15 +152,15 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
     for part in range(parts):
         saved = _named(_read(files["model", part, 0]), prefix)
         module = module or saved["module"]
-        own = module if layers else saved["module"]
-        for name, shape, place, values, numbers in _stretches(files, part, saved, prefix):
+        tensors = module if layers else saved["module"]
+        for name, shape, position, values, numbers in _stretches(files, part, saved, prefix):
             count = parts if not layers and mesh.split_of(name) else 1
             if count == 1 and owners.setdefault(name, part) != part:
                 continue  # what all parts have, the first has saved
             shapes[name] = mesh.part_shape(name, shape, count, back=True)
             lengths[name] += len(values[fragments.WEIGHT])
             which = (part, count) if count > 1 else (0, 1)
-            yield fragments.Fragment(name, shapes[name], place, own[name].dtype, which, values, numbers)
+            yield fragments.Fragment(name, shapes[name], position, tensors[name].dtype, which, values, numbers)
     if lacking := [name for name, shape in shapes.items() if lengths[name] != math.prod(shape)]:
         raise _unknown(source, ", ".join(lacking[:3]))
     seen = {_memory(module[name]) for name in shapes}
@@ -173,12 +173,12 @@ def _fragments(source: Path) -> Iterator[fragments.Fragment]:
 def _named(saved: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return what a model's file holds with the model's own names."""
 
-    def own(values: Any) -> Any:
-        return {re.sub(f"^{prefix}", "", name): one for name, one in values.items()} if values else {}
+    def without_prefix(values: Any) -> Any:
+        return {re.sub(f"^{prefix}", "", name): value for name, value in values.items()} if values else {}
 
     keys = ("module", "frozen_param_shapes", "frozen_param_fragments")
-    shapes = [own(group) for group in saved["param_shapes"] or ()]
-    return saved | {key: own(saved.get(key)) for key in keys} | {"param_shapes": shapes}
+    shapes = [without_prefix(group) for group in saved["param_shapes"] or ()]
+    return saved | {key: without_prefix(saved.get(key)) for key in keys} | {"param_shapes": shapes}
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
@@ -197,15 +197,15 @@ def _stretches(files: _Files, part: int, saved: dict[str, Any], prefix: str) -> 
         padded = optimizer.get("param_alignment_paddings") or [[0] * len(group) for _, _, group in groups]
         for (flat, state, group), size, paddings in zip(groups, sizes, padded, strict=True):
             values, numbers = _states(flat, state, size)
-            for name, place, offset, length in _pieces(group, paddings, rank, ranks, size, len(flat)):
-                own = {key: value.narrow(0, offset, length) for key, value in values.items()}
-                yield name, tuple(group[name]), place, own, numbers
+            for name, position, offset, length in _pieces(group, paddings, rank, ranks, size, len(flat)):
+                pieces = {key: value.narrow(0, offset, length) for key, value in values.items()}
+                yield name, tuple(group[name]), position, pieces, numbers
         if ("model", part, rank) in files:  # each rank has one under ZeRO-3
             frozen = _named(_read(files["model", part, rank]), prefix)
             for name, value in frozen["frozen_param_fragments"].items():
-                shape, place = frozen["frozen_param_shapes"][name], rank * value.numel()
-                length = max(0, min(value.numel(), shape.numel() - place))
-                yield name, tuple(shape), place, {fragments.WEIGHT: value.reshape(-1)[:length]}, {}
+                shape, position = frozen["frozen_param_shapes"][name], rank * value.numel()
+                length = max(0, min(value.numel(), shape.numel() - position))
+                yield name, tuple(shape), position, {fragments.WEIGHT: value.reshape(-1)[:length]}, {}
 
 
 def _groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_Group]:
@@ -224,8 +224,8 @@ def _groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_Group
         return
     masters = optimizer.get("fp32_groups")  # in 16 bits, where DeepSpeed does not know the optimizer
     for number, group in enumerate(_divided(saved, list(map(len, members)), len)):
-        own = masters[number] if masters else [saved["module"][name] for name in group]
-        for name, member, master in zip(group, members[number], own, strict=True):
+        weights = masters[number] if masters else [saved["module"][name] for name in group]
+        for name, member, master in zip(group, members[number], weights, strict=True):
             if master.shape != group[name]:
                 raise ValueError(f"{name}: {tuple(master.shape)}")
             yield master.reshape(-1), states.get(member, {}), {name: group[name]}
@@ -238,15 +238,15 @@ def _divided(
     of vectors do not decay.
     """
     once = dict[Any, str]()
-    for name, one in saved["module"].items():
+    for name, tensor in saved["module"].items():
         if name not in saved["buffer_names"]:
-            once.setdefault(_memory(one), name)  # a tied weight has its first name
+            once.setdefault(_memory(tensor), name)  # a tied weight has its first name
     shapes = {name: saved["module"][name].shape for name in once.values()}
-    matrices = {name: one for name, one in shapes.items() if len(one) > 1}
-    vectors = {name: one for name, one in shapes.items() if len(one) < 2}
-    for found in ([shapes], [matrices, vectors], [vectors, matrices]):
-        if [count(group.values()) for group in found] == counts:
-            return found
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    vectors = {name: shape for name, shape in shapes.items() if len(shape) < 2}
+    for groups in ([shapes], [matrices, vectors], [vectors, matrices]):
+        if [count(group.values()) for group in groups] == counts:
+            return groups
     raise ValueError(f"parameter groups {counts}")
 
 
@@ -266,17 +266,18 @@ def _states(flat: torch.Tensor, state: dict[str, Any], size: int) -> tuple[dict[
 def _pieces(
     group: Mapping[str, torch.Size], paddings: Sequence[int], rank: int, ranks: int, size: int, length: int
 ) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, place in the parameter, offset in the flat tensor and length of what a rank has of each parameter.
+    """Yield name, position in the parameter, offset in the flat tensor and length of what a rank has of each parameter.
 
     A group is divided into partitions of `size`, or under ZeRO-3 (0) each of its parameters.
     """
     begin, offset = rank * size, 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
         share = shape.numel() if size else -(-shape.numel() // ranks)
-        place = 0 if size else rank * share
-        first, end = max(offset, begin), min(offset + share, begin + size if size else offset + shape.numel() - place)
+        position = 0 if size else rank * share
+        first = max(offset, begin)
+        end = min(offset + share, begin + size if size else offset + shape.numel() - position)
         if first < end:
-            yield name, place + first - offset, first - begin, end - first
+            yield name, position + first - offset, first - begin, end - first
         offset += share + padding
     if not size and offset != length:
         raise ValueError(f"{offset} / {length}")
@@ -285,10 +286,10 @@ def _pieces(
 def _write(some: Iterable[fragments.Fragment], target: Path) -> None:
     """Write files of bounded size; in each a parameter can stand once."""
     number, size, pending = 0, 0, dict[str, fragments.Fragment]()
-    for one in chain(some, [None]):
-        if pending and (one is None or one.name in pending or size > _MOST_BYTES):
+    for fragment in chain(some, [None]):
+        if pending and (fragment is None or fragment.name in pending or size > _MOST_BYTES):
             fragments.write(fragments.content_of(pending.values()), target / fragments.file_name(number))
             number, size, pending = number + 1, 0, {}
-        if one is not None:
-            pending[one.name] = one
-            size += sum(value.nbytes for value in one.values.values())
+        if fragment is not None:
+            pending[fragment.name] = fragment
+            size += sum(value.nbytes for value in fragment.values.values())

@@ -65,9 +65,9 @@ class Facts:
     def note(self, kind: str, what: str, where: str) -> None:
         """Count a row."""
         self.found[kind, what] += 1
-        known = self.examples.setdefault((kind, what), [])
-        if len(known) < EXAMPLES:
-            known.append(where)
+        examples = self.examples.setdefault((kind, what), [])
+        if len(examples) < EXAMPLES:
+            examples.append(where)
 
     def add(self, other: "Facts") -> None:
         """Add what was found in later rows."""
@@ -86,8 +86,8 @@ def _script_table() -> tuple[list[str], NDArray[np.uint8]]:
     scripts = read_table("extras/data_report.yaml")["scripts"]
     table = np.zeros(0x110000, np.uint8)
     for number, ranges in enumerate(scripts.values(), start=1):
-        for one in ranges:
-            first, last = (int(text, 16) for text in one.split("-"))
+        for interval in ranges:
+            first, last = (int(text, 16) for text in interval.split("-"))
             table[first : last + 1] = number
     return [OTHER, *scripts], table
 
@@ -118,9 +118,9 @@ class Inspector:
                 continue
             for conversation in read:
                 self._look(conversation, f"{file.path}:{line}", facts)
-            one = read[0]  # and what the row's others, such as a pair's second answer, have beside it
-            more = [message for other in read[1:] for message in other.messages if message not in one.messages]
-            waiting.append((line, replace(one, messages=[*one.messages, *more])))
+            first = read[0]  # and what the row's others, such as a pair's second answer, have beside it
+            more = [message for other in read[1:] for message in other.messages if message not in first.messages]
+            waiting.append((line, replace(first, messages=[*first.messages, *more])))
             size += sum(len(message["content"]) for message in waiting[-1][1].messages)
             if size >= _BATCH_CHARS:
                 _measure(number, waiting, facts)
@@ -134,11 +134,11 @@ class Inspector:
         messages = conversation.messages
         facts.turns[sum(message["role"] == "user" for message in messages)] += 1
         for is_answer in (False, True):
-            texts = (str(one["content"]) for one in messages if (one["role"] == "assistant") is is_answer)
+            texts = (str(message["content"]) for message in messages if (message["role"] == "assistant") is is_answer)
             kind = "leftover in an answer" if is_answer else "leftover in a question"
-            for found in {one for text in texts for one in self.leftovers.findall(text)}:
-                facts.note(kind, found, where)
-        last = next((one for one in reversed(messages) if one["role"] == "assistant"), None)
+            for leftover in {match for text in texts for match in self.leftovers.findall(text)}:
+                facts.note(kind, leftover, where)
+        last = next((message for message in reversed(messages) if message["role"] == "assistant"), None)
         if last is not None and not last.get("tool_calls"):
             for what, pattern in self.answers.items():
                 if pattern.search(str(last["content"])):
@@ -146,17 +146,24 @@ class Inspector:
 
 
 def _measure(number: int, read: list[tuple[int, formats.Conversation]], facts: Facts) -> None:
-    """Add lengths, scripts, hashes and MinHashes of rows."""
+    """Add lengths, scripts, hashes and MinHashes of rows to the facts.
+
+    Args:
+        number: The file's.
+        read: Line and conversation of each row.
+        facts: Those of the block that the rows are of.
+    """
     texts, asked, answered, hashes = [], [], [], []
-    for _, one in read:
-        said = [(str(message["role"]), str(message["content"])) for message in one.messages]
-        answers = [text for role, text in said if role == "assistant"]
-        asked.append(sum(len(text) for role, text in said if role == "user"))
-        answered.append(sum(map(len, answers)))
-        texts.append("".join(text for role, text in said if role in ("user", "assistant", "text")))
-        whole = [*said, *([("tools", json.dumps(one.tools, sort_keys=True))] if one.tools else [])]
-        calls = [message.get("tool_calls") for message in one.messages if message.get("tool_calls")]
-        digest = hashlib.blake2b(repr((whole, calls)).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    for _, conversation in read:
+        role_texts = [(str(message["role"]), str(message["content"])) for message in conversation.messages]
+        asked.append(sum(len(text) for role, text in role_texts if role == "user"))
+        answered.append(sum(len(text) for role, text in role_texts if role == "assistant"))
+        texts.append("".join(text for role, text in role_texts if role in ("user", "assistant", "text")))
+        contents = [*role_texts]
+        if conversation.tools:
+            contents.append(("tools", json.dumps(conversation.tools, sort_keys=True)))
+        calls = [message.get("tool_calls") for message in conversation.messages if message.get("tool_calls")]
+        digest = hashlib.blake2b(repr((contents, calls)).encode("utf-8", "surrogatepass"), digest_size=8).digest()
         hashes.append(int.from_bytes(digest, "little"))
     _count_scripts(texts, facts)
     facts.asked.append(np.array(asked, np.uint32))
@@ -166,16 +173,21 @@ def _measure(number: int, read: list[tuple[int, formats.Conversation]], facts: F
     facts.places.append(np.array([(number, line) for line, _ in read], np.uint32))
 
 
-def _points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Return the code points of all texts, and which text each is of."""
-    joined = "".join(texts).encode("utf-32-le", "surrogatepass")
-    rows = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
-    return np.frombuffer(joined, np.uint32), rows
+def _code_points(texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Put texts one after the other as numbers, so that NumPy counts or hashes the characters of all at once.
+
+    Returns:
+        The code points of all texts, and for each of them the index of its text.
+    """
+    points = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+    text_indices = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+    return points, text_indices
 
 
 def _count_scripts(texts: list[str], facts: Facts) -> None:
+    """Add the characters of each script, and of each text the script that most of its letters are of."""
     names, table = _script_table()
-    points, rows = _points(texts)
+    points, rows = _code_points(texts)
     counts = np.bincount(rows * len(names) + table[points], minlength=len(texts) * len(names))
     counts = counts.reshape(len(texts), len(names))
     for name, count in zip(names, counts.sum(0).tolist(), strict=True):
@@ -187,22 +199,10 @@ def _count_scripts(texts: list[str], facts: Facts) -> None:
 
 def min_hashes(texts: list[str]) -> NDArray[np.uint32]:
     """Return the MinHash of each text, [texts, 32]."""
-    points, rows = _points(["".join(text.lower().split()).ljust(_SHINGLE, "\0") for text in texts])
-    factors = np.array(
-        [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD]
-    )
-    count = len(points) - _SHINGLE + 1
-    hashed = np.zeros(max(count, 0), np.uint64)
-    for place, factor in enumerate(factors.astype(np.uint64)):
-        hashed += (points[place : place + count].astype(np.uint64) + np.uint64(1)) * factor
-        hashed ^= hashed >> np.uint64(29)
-    hashed *= np.uint64(0x94D049BB133111EB)
-    hashed ^= hashed >> np.uint64(32)
-    inside = rows[:count] == rows[_SHINGLE - 1 :]  # a shingle over the end of a text is of none
-    hashed, rows = hashed[inside], rows[:count][inside]
+    hashes, text_indices = _shingle_hashes(texts)
     least = np.full(len(texts) * _BINS, np.iinfo(np.uint32).max, np.uint32)
-    place = rows * _BINS + (hashed & np.uint64(_BINS - 1)).astype(np.int64)
-    np.minimum.at(least, place, (hashed >> np.uint64(32)).astype(np.uint32))
+    slots = text_indices * _BINS + (hashes & np.uint64(_BINS - 1)).astype(np.int64)
+    np.minimum.at(least, slots, (hashes >> np.uint64(32)).astype(np.uint32))
     bins = least.reshape(len(texts), _BINS)
     for _ in range(_BINS):  # an empty bin takes the next one's, shifted, so that the bins stay apart
         empty = bins == np.iinfo(np.uint32).max
@@ -210,6 +210,27 @@ def min_hashes(texts: list[str]) -> NDArray[np.uint32]:
             break
         bins = np.where(empty, np.roll(bins, -1, 1) | np.uint32(1), bins)
     return bins
+
+
+def _shingle_hashes(texts: list[str]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Hash every 5-character shingle of each text, lower-cased and without white space.
+
+    Returns:
+        The hashes of all shingles, and for each the index of its text.
+    """
+    points, text_indices = _code_points(["".join(text.lower().split()).ljust(_SHINGLE, "\0") for text in texts])
+    factors = np.array(
+        [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD]
+    )
+    count = len(points) - _SHINGLE + 1
+    hashes = np.zeros(max(count, 0), np.uint64)
+    for offset, factor in enumerate(factors.astype(np.uint64)):
+        hashes += (points[offset : offset + count].astype(np.uint64) + np.uint64(1)) * factor
+        hashes ^= hashes >> np.uint64(29)
+    hashes *= np.uint64(0x94D049BB133111EB)
+    hashes ^= hashes >> np.uint64(32)
+    is_inside = text_indices[:count] == text_indices[_SHINGLE - 1 :]  # not over the end of a text
+    return hashes[is_inside], text_indices[:count][is_inside]
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,24 +249,39 @@ def alike(facts: Facts) -> tuple[Alike, Alike]:
     _, first, number = np.unique(np.concatenate(facts.hashes), return_index=True, return_inverse=True)
     earlier = first[number]
     rows = np.arange(len(earlier))
-    equal = rows[earlier != rows]
-    bins = np.concatenate(facts.bins)
-    kept = rows[earlier == rows]
-    near = np.full(len(rows), -1, np.int64)
+    similar = _similar_rows(np.concatenate(facts.bins), rows[earlier == rows])
+    return _alike_rows(rows[earlier != rows], earlier), _alike_rows(np.flatnonzero(similar >= 0), similar)
+
+
+def _alike_rows(rows: NDArray[np.int64], partners: NDArray[np.int64]) -> Alike:
+    """Count rows that are there more than once, and list the first few, each with its partner."""
+    return Alike(len(rows), [(int(row), int(partners[row])) for row in rows[:EXAMPLES]])
+
+
+def _similar_rows(bins: NDArray[np.uint32], distinct: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Find the near-duplicates of earlier rows, as the docstring of this file describes.
+
+    Args:
+        bins: The MinHash of every row, [rows, 32].
+        distinct: The rows to compare, in their order: those that are not equal to an earlier one.
+
+    Returns:
+        For every row the earlier row that it is similar to, or -1.
+    """
+    similar = np.full(len(bins), -1, np.int64)
     width = _BINS // _BANDS
     for band in range(_BANDS):
-        part = np.ascontiguousarray(bins[kept, band * width : (band + 1) * width]).view(f"V{4 * width}").ravel()
-        order = np.argsort(part, kind="stable")
-        mine, begins = kept[order], np.flatnonzero(np.append(True, part[order][1:] != part[order][:-1]))
-        heads = np.repeat(mine[begins], np.diff(np.append(begins, len(mine))))
-        for others in (heads, np.append(mine[:1], mine[:-1])):  # the first of the band's rows, and the one before
-            candidates = np.flatnonzero((others < mine) & (near[mine] < 0))
-            for some in np.array_split(candidates, max(1, len(candidates) // 100_000)):
-                same = (bins[mine[some]] == bins[others[some]]).mean(1) >= SIMILAR
-                near[mine[some[same]]] = others[some[same]]
-    found = np.flatnonzero(near >= 0)
-    pairs = [(int(row), int(near[row])) for row in found[:EXAMPLES]]
-    return Alike(len(equal), [(int(row), int(earlier[row])) for row in equal[:EXAMPLES]]), Alike(len(found), pairs)
+        keys = np.ascontiguousarray(bins[distinct, band * width : (band + 1) * width]).view(f"V{4 * width}").ravel()
+        order = np.argsort(keys, kind="stable")  # rows with the same band lie together, in their order
+        rows, begins = distinct[order], np.flatnonzero(np.append(True, keys[order][1:] != keys[order][:-1]))
+        first_of_band = np.repeat(rows[begins], np.diff(np.append(begins, len(rows))))
+        row_before = np.append(rows[:1], rows[:-1])
+        for others in (first_of_band, row_before):
+            candidates = np.flatnonzero((others < rows) & (similar[rows] < 0))
+            for chunk in np.array_split(candidates, max(1, len(candidates) // 100_000)):
+                is_similar = (bins[rows[chunk]] == bins[others[chunk]]).mean(1) >= SIMILAR
+                similar[rows[chunk[is_similar]]] = others[chunk[is_similar]]
+    return similar
 
 
 def kinds() -> dict[str, str]:
@@ -260,11 +296,11 @@ def kinds() -> dict[str, str]:
 
 def inspect_files(files: Sequence[sources.DataFile], special: Iterable[str] = (), workers: int = 0) -> Facts:
     """Return what is in all rows of files; `special`: see `Inspector`; `workers`: processes, 0 one for each core."""
-    size, whole = sources.total_bytes(files), Facts()
+    size, facts = sources.total_bytes(files), Facts()
     count = (workers or len(os.sched_getaffinity(0))) if size >= LEAST_BYTES_FOR_PROCESSES else 1
     for _, part in children.in_order(count, Inspector(special).inspect, sources.read_blocks(files)):
-        whole.add(part)
-    return whole
+        facts.add(part)
+    return facts
 
 
 def spread(lengths: list[NDArray[Any]]) -> list[str]:
@@ -276,7 +312,7 @@ def spread(lengths: list[NDArray[Any]]) -> list[str]:
 def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepared: PrepareReport | None) -> str:
     """Return the page of what was found in files; `prepared`: of a recipe whose rows are tokenized."""
     equal, near = alike(facts)
-    places = [place for part in facts.places for place in part.tolist()]
+    places = [file_and_line for part in facts.places for file_and_line in part.tolist()]
     total = len(places)
 
     def where(row: int) -> str:
@@ -285,7 +321,10 @@ def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepa
 
     repeated = Table(
         [tr("rows that are there more than once"), tr("rows"), tr("share"), tr("first places")],
-        [_alike(tr("equal to an earlier row"), equal, total, where), _alike(tr("nearly so"), near, total, where)],
+        [
+            _duplicates_row(tr("equal to an earlier row"), equal, total, where),
+            _duplicates_row(tr("nearly so"), near, total, where),
+        ],
         note=tr(
             "Nearly: 5-character shingles of questions and answers, lower-cased, without white space, have an "
             "estimated Jaccard similarity of {similar} or more (MinHash of 32 values; equal rows are left out).",
@@ -295,7 +334,10 @@ def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepa
     sections = [
         Section(id="duplicates", title=tr("Duplicates"), tables=[repeated]),
         Section(
-            id="texts", title=tr("Texts to look at"), tables=[_found(facts)] if facts.found else [], empty=_none(facts)
+            id="texts",
+            title=tr("Texts to look at"),
+            tables=[_findings_table(facts)] if facts.found else [],
+            empty=_none(facts),
         ),
         Section(id="lengths", title=tr("Lengths and turns"), tables=_lengths(facts)),
         Section(id="languages", title=tr("Scripts"), tables=[_scripts(facts)]),
@@ -314,18 +356,18 @@ def data_page(title: str, facts: Facts, files: Sequence[sources.DataFile], prepa
     return write_page(title=title, kind=tr("Data report"), head=[], tiles=tiles, sections=sections)
 
 
-def _alike(name: str, found: Alike, total: int, where: Callable[[int], str]) -> list[str]:
-    pairs = "; ".join(f"{where(row)} = {where(earlier)}" for row, earlier in found.pairs)
-    return [name, f"{found.count:,}", f"{found.count / max(total, 1):.2%}", pairs]
+def _duplicates_row(name: str, repeated: Alike, total: int, where: Callable[[int], str]) -> list[str]:
+    pairs = "; ".join(f"{where(row)} = {where(earlier)}" for row, earlier in repeated.pairs)
+    return [name, f"{repeated.count:,}", f"{repeated.count / max(total, 1):.2%}", pairs]
 
 
 def _none(facts: Facts) -> str:
     return "" if facts.found else tr("No control strings of templates, declined or cut answers or unusable rows.")
 
 
-def _found(facts: Facts) -> Table:
+def _findings_table(facts: Facts) -> Table:
     words, rows = kinds(), []
-    for (kind, what), count in sorted(facts.found.items(), key=lambda one: -one[1])[:100]:
+    for (kind, what), count in sorted(facts.found.items(), key=lambda entry: -entry[1])[:100]:
         shown = translated(what) if kind == "answer" else what
         rows.append([words[kind], shown, f"{count:,}", ", ".join(facts.examples[kind, what])])
     return Table([tr("what"), tr("which"), tr("rows"), tr("first places")], rows)

@@ -181,7 +181,7 @@ def _fused_attention(
         flash = _aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if enable_gqa and key.size(1) != query.size(1):
-        key, value = (one.repeat_interleave(query.size(1) // one.size(1), 1) for one in (key, value))
+        key, value = (states.repeat_interleave(query.size(1) // states.size(1), 1) for states in (key, value))
     efficient = _aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
@@ -212,10 +212,10 @@ class Watch(LiveBytes):
         """Return of the tensors at the peak since `restart` the largest by kind: what, how many, bytes of all."""
         now = highest = sum(change for _, change, _ in self._events[: self._begun])
         at = self._begun
-        for place in range(self._begun, len(self._events)):
-            now += self._events[place][1]
+        for index in range(self._begun, len(self._events)):
+            now += self._events[index][1]
             if now > highest:
-                highest, at = now, place + 1
+                highest, at = now, index + 1
         live: dict[int, tuple[int, str]] = {}
         for key, change, what in self._events[:at]:
             if what:
@@ -230,7 +230,7 @@ class Watch(LiveBytes):
         return [(what, counts[what], size) for what, size in sizes.most_common(most)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = next((one for one in args if isinstance(one, torch.Tensor)), None)
+        first = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
         on_device = first is not None and first.device.type == NAME
         if func in (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default):
             assert first is not None
@@ -255,12 +255,14 @@ class Watch(LiveBytes):
         return result
 
     def _note_collective(self, func: Any, args: Any) -> None:
-        sent = [one for one in _pytree.tree_leaves(args) if isinstance(one, torch.Tensor)]
-        groups = [one for one in _pytree.tree_leaves(args) if isinstance(one, torch.ScriptObject)]
-        sizes = [dist.ProcessGroup.unbox(one).size() for one in groups if "ProcessGroup" in str(one._type())]
-        kinds = Counter(str(one.dtype).removeprefix("torch.") for one in sent)
+        sent = [tensor for tensor in _pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+        groups = [group for group in _pytree.tree_leaves(args) if isinstance(group, torch.ScriptObject)]
+        sizes = [dist.ProcessGroup.unbox(group).size() for group in groups if "ProcessGroup" in str(group._type())]
+        kinds = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in sent)
         name = func.name().removeprefix("c10d::").rstrip("_")
-        self.collectives.append((name, sizes[0] if sizes else 0, sum(one.numel() for one in sent), "/".join(kinds)))
+        self.collectives.append(
+            (name, sizes[0] if sizes else 0, sum(tensor.numel() for tensor in sent), "/".join(kinds))
+        )
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == NAME

@@ -40,7 +40,7 @@ _UNBOUNDED = 1 << 24
 _SAMPLES = 16
 """Least `batch.global_size`, as in the recipe chatglm."""
 
-Given = Mapping[str, str]
+Arguments = Mapping[str, str]
 """The arguments of `toolkit new`: model, data, gpus, nodes, host_memory, columns, max_length."""
 
 
@@ -58,9 +58,9 @@ class MethodPlan:
         return self.layout.cfg.zero.offload_optimizer.device is not Device.none
 
 
-def data_facts(given: Given) -> dict[str, Any]:
+def data_facts(arguments: Arguments) -> dict[str, Any]:
     """Return what the recipe says of model and data, and what was seen of the data. Raises for wrong ones."""
-    groups, model, data = load.group_choices(), given["model"], given["data"]
+    groups, model, data = load.group_choices(), arguments["model"], arguments["data"]
     is_group = model in groups["model"]
     if not is_group and not Path(model).is_dir() and not files.is_hub_name(model):
         sentence = tr(
@@ -68,7 +68,7 @@ def data_facts(given: Given) -> dict[str, Any]:
             model=model,
         )
         raise ConfigError(joined(sentence, did_you_mean(model, groups["model"])))
-    columns = files.parse(f"columns: {given.get('columns', '{}')}", "columns=").values["columns"]
+    columns = files.parse(f"columns: {arguments.get('columns', '{}')}", "columns=").values["columns"]
     if columns and data in groups["data"]:
         raise ConfigError(
             "columns = {columns} is for data=PATH: the group {data} names its own.", columns=columns, data=data
@@ -92,7 +92,7 @@ def data_facts(given: Given) -> dict[str, Any]:
     held = lengths[math.ceil(len(lengths) * (1 - _LONGER)) - 1] if lengths else sizes[-1] / _CAUTIOUS_BYTES
     needed = _TEXT_LENGTH if is_text else max(_LEAST_LENGTH, 2 ** math.ceil(math.log2(held + 1)))
     limit = cfg.model.shape.max_positions if cfg.model.init is Init.random else position_limit(config_of(cfg))
-    length = positive_int(dict(given), "max_length") or min(needed, limit or needed)
+    length = positive_int(dict(arguments), "max_length") or min(needed, limit or needed)
     if limit and length > limit:
         raise ConfigError("max_length = {length}: the model has {limit} positions.", length=length, limit=limit)
     counts = lengths or [size // BYTES_PER_TOKEN for size in sizes]
@@ -135,29 +135,31 @@ def _token_counts(cfg: RunConfig) -> list[int]:
 
 
 def plan_methods(
-    given: Given, facts: Mapping[str, Any], methods: Sequence[TuningMethod], samples: int = _SAMPLES
+    arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[TuningMethod], samples: int = _SAMPLES
 ) -> Iterator[MethodPlan]:
     """Yield the plan of each method that these GPUs can run, with at least so many samples per step."""
-    machine = machine_of(given)
+    machine = machine_of(arguments)
     precision = "fp32" if machine.on_cpu else "fp16" if machine.card and machine.card.lacks_bf16 else "bf16"
     for method in methods:
         if method is TuningMethod.qlora and machine.on_cpu:
             continue
         size = -(-samples // machine.world_size) * machine.world_size
-        own = {"method": method.value, "dtype": precision, "global_size": size}
-        cfg = mesh.with_micro_batch(_planned(_compose({**facts, **own})).cfg)
+        method_facts = {"method": method.value, "dtype": precision, "global_size": size}
+        cfg = mesh.with_micro_batch(_planned(_compose({**facts, **method_facts})).cfg)
         outline = outline_of(cfg)
-        found = list(layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline)))
-        on_gpus = [one for one in found if one.cfg.zero.offload_optimizer.device is Device.none]
+        planned = list(layouts(outline, cfg, machine, speed.rates_of(cfg, machine, outline)))
+        on_gpus = [layout for layout in planned if layout.cfg.zero.offload_optimizer.device is Device.none]
         if not machine.host_bytes:  # offloading is planned where the host's memory is known
-            found = on_gpus
-        smallest = min(found, key=lambda one: one.peak)
-        yield MethodPlan(method, fastest(on_gpus) or fastest(found) or smallest, machine)
+            planned = on_gpus
+        smallest = min(planned, key=lambda layout: layout.peak)
+        yield MethodPlan(method, fastest(on_gpus) or fastest(planned) or smallest, machine)
 
 
-def machine_of(given: Given) -> Machine:
+def machine_of(arguments: Arguments) -> Machine:
     """Return the nodes that are planned for."""
-    return parse_machine(given["gpus"], positive_int(dict(given), "nodes") or 1, given.get("host_memory", ""))
+    return parse_machine(
+        arguments["gpus"], positive_int(dict(arguments), "nodes") or 1, arguments.get("host_memory", "")
+    )
 
 
 def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
@@ -165,24 +167,26 @@ def choose(plans: Sequence[MethodPlan]) -> MethodPlan | None:
     return min((plan for plan in plans if plan.layout.fits), key=lambda plan: plan.is_offloaded, default=None)
 
 
-def remedies(given: Given, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
+def remedies(arguments: Arguments, facts: Mapping[str, Any], methods: Sequence[TuningMethod]) -> list[str]:
     """Return the arguments with which something would fit: the smallest change of each kind that is enough."""
-    ranks, card = machine_of(given).ranks, re.sub(r"^\d+\s*[xX*×]", "", given["gpus"])
-    nodes, length = int(given.get("nodes", 1)), int(facts["max_length"])
+    ranks, card = machine_of(arguments).ranks, re.sub(r"^\d+\s*[xX*×]", "", arguments["gpus"])
+    nodes, length = int(arguments.get("nodes", 1)), int(facts["max_length"])
     ways = (
         [("max_length", str(length >> half)) for half in range(1, 16) if length >> half >= _LEAST_LENGTH],
-        [("host_memory", f"{size}GB") for size in (128, 256, 512, 1024, 2048) if not given.get("host_memory")],
+        [("host_memory", f"{size}GB") for size in (128, 256, 512, 1024, 2048) if not arguments.get("host_memory")],
         [("gpus", f"{more}x{card.strip()}") for more in (2, 4, 8) if more > ranks],
         [("nodes", str(nodes * factor)) for factor in (2, 4, 8)],
     )
-    found = []
+    fitting = []
     for way in ways:
         for name, value in way:
-            own = {"max_length": int(value)} if name == "max_length" else {}
-            if plan := choose(list(plan_methods({**given, name: value}, {**facts, **own}, methods, samples=1))):
-                found.append(f"{name}={value} ({plan.method.value})")
+            changed_facts = {"max_length": int(value)} if name == "max_length" else {}
+            if plan := choose(
+                list(plan_methods({**arguments, name: value}, {**facts, **changed_facts}, methods, samples=1))
+            ):
+                fitting.append(f"{name}={value} ({plan.method.value})")
                 break
-    return found
+    return fitting
 
 
 def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[str]) -> str:
@@ -194,7 +198,7 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
         set_leaf(settings, key, yaml.safe_load(value))
     epoch = estimate(cfg.data, 10**12)
     steps = math.ceil(epoch[1] / cfg.batch.global_size) * cfg.train.epochs if epoch else 0
-    own = {
+    plan_facts = {
         "method": plan.method.value,
         "dtype": cfg.precision.dtype.value,
         "global_size": cfg.batch.global_size,
@@ -207,7 +211,7 @@ def recipe_text(facts: Mapping[str, Any], plan: MethodPlan, commands: Sequence[s
         "steps": steps,
         "commands": commands,
     }
-    made = {**facts, **own}
+    made = {**facts, **plan_facts}
     assert not overrides(cfg, mesh.with_micro_batch(_compose(made).cfg)), "the recipe is not what was planned"
     return _rendered(made)
 

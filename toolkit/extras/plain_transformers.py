@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 
 def prompt_ids(tokenizer: Any, asked: dict[str, Any]) -> list[Any]:
     """Return the ids of a conversation's prompt for each mode; a text says what failed."""
-    found: list[Any] = []
+    prompts: list[Any] = []
     for mode in asked["modes"]:
         try:
             options = {"tools": asked["tools"], "add_generation_prompt": True, "return_dict": False, **mode}
-            found.append([int(token) for token in tokenizer.apply_chat_template(asked["messages"], **options)])
+            prompts.append([int(token) for token in tokenizer.apply_chat_template(asked["messages"], **options)])
         except Exception as error:  # a template is a program
-            found.append(f"{type(error).__name__}: {error}"[:500])
-    return found
+            prompts.append(f"{type(error).__name__}: {error}"[:500])
+    return prompts
 
 
 def parse(tokenizer: Any, config: Any, answers: list[dict[str, Any]]) -> list[Any] | None:
@@ -38,10 +38,10 @@ def parse(tokenizer: Any, config: Any, answers: list[dict[str, Any]]) -> list[An
     if template is None:
         return None
     parsed: list[Any] = []
-    for one in answers:
+    for answer in answers:
         try:
-            prefix = tokenizer.decode(one["prompt"])
-            parsed.append(tokenizer.parse_response(one["ids"], template, prefix=prefix, tools=one["tools"]))
+            prefix = tokenizer.decode(answer["prompt"])
+            parsed.append(tokenizer.parse_response(answer["ids"], template, prefix=prefix, tools=answer["tools"]))
         except Exception as error:
             parsed.append(f"{type(error).__name__}: {error}"[:500])
     return parsed
@@ -78,8 +78,8 @@ def main() -> None:
     logits = {}
     with torch.no_grad():
         for name, rows in request["rows"].items():
-            found = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1]
-            logits[name] = found.float().contiguous()
+            last_logits = model.eval()(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1]
+            logits[name] = last_logits.float().contiguous()
     save_file(logits, answer_file.with_name("logits.safetensors"))
     answer_file.write_text(json.dumps(answer, default=str), encoding="utf-8")
 

@@ -127,25 +127,25 @@ class Proof:
         ]
 
 
-def deviation(found: Sequence[float], exact: Sequence[float]) -> float:
+def deviation(values: Sequence[float], exact: Sequence[float]) -> float:
     """Return the largest difference, relative to the largest value; NaN if there are not as many, or one is NaN."""
-    if len(found) != len(exact) or any(one != one for one in found):
+    if len(values) != len(exact) or any(value != value for value in values):
         return float("nan")
-    return max(abs(one - other) for one, other in zip(found, exact, strict=True)) / max(map(abs, exact))
+    return max(abs(value - other) for value, other in zip(values, exact, strict=True)) / max(map(abs, exact))
 
 
 def ask(folder: Path, words: Sequence[str], spec: dict[str, Any]) -> dict[str, Any]:
     """Run toolkit.extras.reference in a process of its own, with its files in a directory; return what it found."""
-    given, answer = folder / "reference.json", folder / "reference-answer.json"
-    given.write_text(json.dumps({**spec, "words": list(words), "output": str(answer)}), encoding="utf-8")
-    command = [sys.executable, "-m", "toolkit.extras.reference", str(given)]
+    request, answer = folder / "reference.json", folder / "reference-answer.json"
+    request.write_text(json.dumps({**spec, "words": list(words), "output": str(answer)}), encoding="utf-8")
+    command = [sys.executable, "-m", "toolkit.extras.reference", str(request)]
     ran = children.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
     if ran.returncode:
         raise LaunchError(
             "the plain loop failed: {reason}", reason="\n".join(ran.stderr.strip().splitlines()[-8:]) or ran.returncode
         )
-    found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
-    return found
+    result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+    return result
 
 
 def run_prove(words: list[str]) -> int:
@@ -154,17 +154,19 @@ def run_prove(words: list[str]) -> int:
     problems = Problems()
     world_size = sum(map(len, (problems.attempt(deepspeed.hosts_of, options) or {}).values()))
     arguments = parse(rest, names=_OWN, problems=problems)
-    cfg, given = arguments.loaded.cfg, arguments.values
+    cfg, settings = arguments.loaded.cfg, arguments.values
     problems.apply((_unsuitable,), cfg)
     check_parsed(arguments.loaded, world_size or None, problems)
-    steps = problems.attempt(positive_int, given, "steps") or STEPS
-    length = problems.attempt(positive_int, given, "max_length") or MAX_LENGTH
-    problems.attempt(check_output, given)
+    steps = problems.attempt(positive_int, settings, "steps") or STEPS
+    length = problems.attempt(positive_int, settings, "max_length") or MAX_LENGTH
+    problems.attempt(check_output, settings)
     problems.raise_all()
     recipe = [word for word in rest if word.partition("=")[0] not in _OWN]
     name = f"prove-{Path(cfg.recipe).stem}-{sweeping.digest(sorted([*launcher, *recipe, f'{steps} {length}']))}"
-    own = {"sweep": given.get("sweep") or name}
-    plan = SweepPlan(launcher=launcher, options=options, fixed=[*recipe, *_brief(cfg, steps, length)], own=own)
+    sweep_settings = {"sweep": settings.get("sweep") or name}
+    plan = SweepPlan(
+        launcher=launcher, options=options, fixed=[*recipe, *_brief(cfg, steps, length)], own=sweep_settings
+    )
     with sweeping.open_sweep(sweeping.sweep_dir(plan, cfg), sweeping.typed_command(words, "prove")) as sweep:
         sweep.save()
         plan.fixed.append(f"prepare.dir={files.quoted(sweep.folder / 'cache')}")
@@ -177,8 +179,8 @@ def run_prove(words: list[str]) -> int:
             plan=plan, sweep=sweep, cfg=settled, world_size=world_size, device=get_accelerator().device_name()
         )
         result = _prove(proof, steps)
-        if "output" in given:
-            write_output(given, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        if "output" in settings:
+            write_output(settings, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         return 0 if result["is_right"] else 1
 
 
@@ -209,8 +211,10 @@ def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
         (cfg.precision.dtype is schema.Dtype.fp16, "precision.initial_scale_power=8"),
     )
     plain = schema.EvaluateConfig()  # without validation data nothing else has an effect
-    own = [item.name for item in fields(plain) if getattr(cfg.evaluate, item.name) != getattr(plain, item.name)]
-    words += [f"evaluate.{name}={load.as_typed(getattr(plain, name))}" for name in own]
+    changed_fields = [
+        item.name for item in fields(plain) if getattr(cfg.evaluate, item.name) != getattr(plain, item.name)
+    ]
+    words += [f"evaluate.{name}={load.as_typed(getattr(plain, name))}" for name in changed_fields]
     return words + [word for applies, word in changed if applies]
 
 
@@ -247,11 +251,11 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
         (tr("of {steps} steps", steps=steps), tr("deviates by"), tr("rounding alone"), tr("allowed"), ""),
         [
             (
-                titles[one.name],
-                *(f"{number:.1e}" for number in (one.found, one.rounding, one.limit)),
-                tr("right") if one.is_right else tr("deviates"),
+                titles[finding.name],
+                *(f"{number:.1e}" for number in (finding.found, finding.rounding, finding.limit)),
+                tr("right") if finding.is_right else tr("deviates"),
             )
-            for one in findings
+            for finding in findings
         ],
     ):
         say(line)
@@ -264,14 +268,17 @@ def _prove(proof: Proof, steps: int) -> dict[str, Any]:
         say("Resumed at the middle, the losses deviate by {found} from those of the run.", found=f"{resumed:.1e}")
     else:
         say("Resumed at the middle, the losses are those of the run bit for bit.")
-    is_right = all(one.is_right for one in findings) and resumed <= FLOOR["losses"]
+    is_right = all(finding.is_right for finding in findings) and resumed <= FLOOR["losses"]
     suspects = [] if is_right else _suspects(proof)
     return {
         "settings": proof.plan.fixed,
         "ranks": proof.world_size,
         "device": proof.device,
         "versions": {name: metadata.version(name) for name in ("torch", "deepspeed", "transformers")},
-        "findings": {one.name: {"found": one.found, "rounding": one.rounding, "limit": one.limit} for one in findings},
+        "findings": {
+            finding.name: {"found": finding.found, "rounding": finding.rounding, "limit": finding.limit}
+            for finding in findings
+        },
         "resumed": resumed,
         "suspects": suspects,
         "is_right": is_right,
@@ -286,18 +293,18 @@ def _resume(proof: Proof, job: SweepJob) -> float:
         shutil.rmtree(part, ignore_errors=True)
         shutil.copytree(run, part)
         (part / "DONE").unlink()
-        *_, last = sorted((part / "checkpoints").glob("step-*"), key=lambda one: int(one.name.removeprefix("step-")))
+        *_, last = sorted((part / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
         shutil.rmtree(last)
         shutil.rmtree(part / "export")
         part.rename(again)
     resumed = proof.train([], proof.cfg, again.name)
     if resumed.state != DONE:
         return float("nan")
-    found, wanted = (
+    losses, wanted = (
         [row["loss"] for row in json_lines(folder / "metrics.jsonl") if row and "loss" in row]
         for folder in (again, run)
     )
-    return deviation(found, wanted)
+    return deviation(losses, wanted)
 
 
 def _suspects(proof: Proof) -> list[str]:
@@ -316,7 +323,7 @@ def _suspects(proof: Proof) -> list[str]:
         if load.to_yaml(replace(cfg, run=proof.cfg.run)) == load.to_yaml(proof.cfg):
             continue
         job = proof.train([word], cfg)
-        is_right = job.state == DONE and all(one.is_right for one in proof.findings(job, [word], cfg))
+        is_right = job.state == DONE and all(finding.is_right for finding in proof.findings(job, [word], cfg))
         say(f"  {word}  " + (tr("right") if is_right else tr("deviates too") if job.state == DONE else tr("failed")))
         suspects += [word] if is_right else []
     if suspects:

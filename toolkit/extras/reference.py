@@ -43,7 +43,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         model = shrink.shrunk_model(cfg.model.path, cfg.run.seed, spec["heads"])
         encoder = language_data.build_encoder(cfg)
         write_folder(model, save.describe(model, encoder), Path(spec["folder"]), "hf", None)
-        return {"parameters": sum(one.numel() for one in model.parameters())}
+        return {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     data = language_data.load_data(cfg)
     first = next(_batches(cfg, data, spec["world_size"], 1))[:ROWS]
     if "export" in spec:
@@ -67,20 +67,23 @@ def follow(
     begin as those of the run: rounded to the run's precision.
     """
     use_tf32(cfg.precision)
-    own = TORCH_DTYPES[cfg.precision.dtype]
+    run_dtype = TORCH_DTYPES[cfg.precision.dtype]
     model_config = replace(cfg.model, attention=schema.Attention.eager)
     model = create_model(model_config, cfg.precision.dtype, data.tokenizer, cfg.run.seed)
     if cfg.tuning.method is not schema.TuningMethod.full:
         fine_tuning.apply_tuning(model, cfg.tuning, Path(cfg.model.path), data.tokenizer, cfg.run.seed)
     wanted = torch.float64 if dtype == "float64" else TORCH_DTYPES[schema.Dtype(dtype)]
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(own).to(wanted)
+        parameter.data = parameter.data.to(run_dtype).to(wanted)
     model.train().to(device)
     if dtype != "float64":
         fp8.convert(model, cfg.precision.fp8)
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     is_low = wanted in (torch.bfloat16, torch.float16)
-    masters = {name: one.detach().float().requires_grad_() if is_low else one for name, one in trained.items()}
+    masters = {
+        name: parameter.detach().float().requires_grad_() if is_low else parameter
+        for name, parameter in trained.items()
+    }
     optimizer = plain_optimizer(masters, cfg.optim)
     losses, norms = [], []
     for samples in _batches(cfg, data, world_size, cfg.train.max_steps):
@@ -150,8 +153,8 @@ def _logits(model: PreTrainedModel, samples: list[store.Sample], pad_id: int) ->
     batch = loader.collate([[sample] for sample in samples], pad_id)
     logits = _forward(model, batch)
     ends = (batch["segment_ids"] > 0).sum(1) - 1
-    found = logits[torch.arange(len(samples)), ends.to(logits.device), :1024]
-    flat: list[float] = found.double().flatten().tolist()
+    last_logits = logits[torch.arange(len(samples)), ends.to(logits.device), :1024]
+    flat: list[float] = last_logits.double().flatten().tolist()
     return flat
 
 

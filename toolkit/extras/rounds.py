@@ -85,7 +85,7 @@ def check(plan: RoundsPlan) -> None:
 def run_rounds(plan: RoundsPlan) -> int:
     """Do what is not done yet; return the exit code."""
     check(plan)
-    with _opened(plan) as found:
+    with _opened(plan) as record:
         requests = SignalRequests()
         model, adapter = plan.cfg.model.path, plan.cfg.tuning.adapter
         for number in range(1, plan.rounds + 1):
@@ -104,14 +104,14 @@ def run_rounds(plan: RoundsPlan) -> int:
                 if not (run / "DONE").exists():
                     raise LaunchError("the run in {folder} did not end. The same command resumes.", folder=run)
             about["accuracy"] = _accuracy(run)
-            _keep(plan, found, f"round-{number}", about)
+            _keep(plan, record, f"round-{number}", about)
             export = str(run / "export")
             is_adapter = (run / "export" / "adapter_config.json").is_file()
             model, adapter = (model, export) if is_adapter else (export, "")
         # In no directory of their own: the result of more rounds is another model's, and these are what it begins with.
         last = _sample(plan, requests, plan.folder / f"round-{plan.rounds + 1}", plan.rounds + 1, model, adapter)
-        _keep(plan, found, "result", last)
-        say("\n".join(_table(found, plan.rounds)))
+        _keep(plan, record, "result", last)
+        say("\n".join(_table(record, plan.rounds)))
         say("Trained: {folder}", folder=adapter or model)
     return 0
 
@@ -123,13 +123,13 @@ def _sample(
     folder.mkdir(exist_ok=True)
     samples, scored, pairs = (folder / f"{name}.jsonl" for name in ("samples", "scored", "pairs"))
     if not samples.exists():
-        given = {"model.path": model, "adapter": adapter, "input": str(plan.prompts), "output": str(samples)}
-        given |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
-        given["language"] = current_language()
+        settings = {"model.path": model, "adapter": adapter, "input": str(plan.prompts), "output": str(samples)}
+        settings |= {**plan.generate, "seed": str(int(plan.generate.get("seed", 0)) + 1_000_003 * number)}
+        settings["language"] = current_language()
         if number == 1:  # later ones ask what a run has saved, with its template
-            given["model.chat_template"] = plan.cfg.model.chat_template
-            given["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
-        words = [f"{name}={value}" for name, value in given.items() if value]
+            settings["model.chat_template"] = plan.cfg.model.chat_template
+            settings["model.family"] = "" if plan.cfg.model.family is Family.auto else plan.cfg.model.family.value
+        words = [f"{name}={value}" for name, value in settings.items() if value]
         generate, shards = [*LAUNCH[:-1], "generate", *words], len(plan.devices)
         for path in folder.glob(f"{samples.name}.*-of-*"):  # a stopped command's may be of another number of processes
             if f"-of-{shards}." not in f"{path.name}.":
@@ -141,23 +141,23 @@ def _sample(
         _call(generate, requests, plan.devices[0])
     if not scored.exists():
         _call(rewards.command(plan.reward, samples, scored), requests, ",".join(plan.devices))
-    found, about = rewards.pairs_of(rewards.read_lines(scored))
+    answer_pairs, about = rewards.pairs_of(rewards.read_lines(scored))
     if not pairs.exists():
-        rewards.write_lines(pairs, found)
+        rewards.write_lines(pairs, answer_pairs)
     return about
 
 
 def _run_words(plan: RoundsPlan, folder: Path, model: str, adapter: str) -> list[str]:
     """Return the words of a round's run: the recipe's, with this round's data and beginning."""
-    own: dict[str, str | Path] = {
+    round_settings: dict[str, str | Path] = {
         "data": folder / "pairs.jsonl",
         "run.dir": folder,
         "run.name": "run",
         "model.path": model,
         **({"tuning.adapter": adapter} if adapter else {}),
     }
-    kept = [word for word in plan.words if word.partition("=")[0] not in own]
-    return [*kept, *(f"{name}={quoted(Path(value))}" for name, value in own.items())]
+    recipe_words = [word for word in plan.words if word.partition("=")[0] not in round_settings]
+    return [*recipe_words, *(f"{name}={quoted(Path(value))}" for name, value in round_settings.items())]
 
 
 def _call(command: Sequence[str], requests: SignalRequests, device: str = "") -> None:
@@ -175,11 +175,11 @@ def _call_all(
 ) -> None:
     """Run the processes of a step, pass signals on; an error if one fails, or if this process is to stop."""
     running = [
-        children.start(list(command), start_new_session=True, env={**os.environ, **own})
-        for command, own in zip(commands, environs, strict=True)
+        children.start(list(command), start_new_session=True, env={**os.environ, **variables})
+        for command, variables in zip(commands, environs, strict=True)
     ]
     codes = wait_for(running, requests)
-    code, command = max(zip(codes, commands, strict=True), key=lambda one: one[0] != 0, default=(0, []))
+    code, command = max(zip(codes, commands, strict=True), key=lambda ended: ended[0] != 0, default=(0, []))
     if requests.last or code == Stopped.exit_code:
         raise Stopped(tr("The rounds were stopped. The same command resumes."))
     if code < 0:  # it could not leave a message
@@ -222,21 +222,22 @@ def _opened(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
                 folder=folder,
                 file=FILE,
             )
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"settings": settings}
-        known = found["settings"]
-        if changed := sorted(name for name in settings if known.get(name) != settings[name]):
+        record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"settings": settings}
+        recorded_settings = record["settings"]
+        if changed := sorted(name for name in settings if recorded_settings.get(name) != settings[name]):
             raise ConfigError(
                 "the rounds in {folder} were started with other settings ({names}). Choose another run.name.",
                 folder=folder,
                 names=", ".join(changed),
             )
-        disk.write_atomically(file, json.dumps(found, indent=1, ensure_ascii=False).encode())
-        yield found
+        disk.write_atomically(file, json.dumps(record, indent=1, ensure_ascii=False).encode())
+        yield record
 
 
-def _keep(plan: RoundsPlan, found: dict[str, Any], name: str, about: dict[str, Any]) -> None:
-    found[name] = about
-    disk.write_atomically(plan.folder / FILE, json.dumps(found, indent=1, ensure_ascii=False).encode())
+def _keep(plan: RoundsPlan, record: dict[str, Any], name: str, about: dict[str, Any]) -> None:
+    """Write down what came of a round, or of the result."""
+    record[name] = about
+    disk.write_atomically(plan.folder / FILE, json.dumps(record, indent=1, ensure_ascii=False).encode())
 
 
 def _tell(number: int, about: dict[str, Any]) -> None:
@@ -252,13 +253,16 @@ def _tell(number: int, about: dict[str, Any]) -> None:
     )
 
 
-def _table(found: dict[str, Any], rounds: int) -> list[str]:
+def _table(record: dict[str, Any], rounds: int) -> list[str]:
     """Return a table of the rounds."""
     heads = (tr("round"), tr("mean reward"), tr("best of each prompt"), tr("pairs"), tr("ties"), tr("accuracy"))
     rows = []
     for name in [*(f"round-{number}" for number in range(1, rounds + 1)), "result"]:
-        about = found[name]
-        numbers = [about[key] for key in ("mean_reward", "best_reward", "pairs", "ties")] + [about.get("accuracy")]
-        cells = ["" if one is None else f"{one:.4f}" if isinstance(one, float) else f"{one:,}" for one in numbers]
+        about = record[name]
+        figures = [about[key] for key in ("mean_reward", "best_reward", "pairs", "ties")] + [about.get("accuracy")]
+        cells = [
+            "" if figure is None else f"{figure:.4f}" if isinstance(figure, float) else f"{figure:,}"
+            for figure in figures
+        ]
         rows.append([name, *cells])
     return terminal.text_table(heads, rows)

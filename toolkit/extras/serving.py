@@ -89,7 +89,7 @@ _WEATHER = {
 
 def built_in() -> list[Conversation]:
     """Return conversations of one and three turns, with and without tools, reasoning and a system message."""
-    found = []
+    conversations = []
     for turns, has_tools, thinks, has_system in product((1, 3), (False, True), (False, True), (False, True)):
         messages: list[Message] = [{"role": "system", "content": "回答要简短。 Be brief."}] if has_system else []
         for turn in range(turns):
@@ -102,8 +102,8 @@ def built_in() -> list[Conversation]:
                 messages.append({"role": "tool", "content": '{"sky": "晴", "degrees": 21}'})
             messages.append({"role": "assistant", "content": f"晴，21 °C.\nx is {turn}.", **why})
         tools = [{"type": "function", "function": _WEATHER}] if has_tools else None
-        found.append(Conversation(messages, tools))
-    return found
+        conversations.append(Conversation(messages, tools))
+    return conversations
 
 
 def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Conversation]]:
@@ -115,7 +115,7 @@ def held_conversations(data: DataConfig, cache_dir: Path) -> list[tuple[str, Con
     except DataError as error:
         warn("the run's data cannot be read, the built-in conversations alone are tried: {reason}", reason=error)
         return []
-    held = [one for one in located if one.source >= len(data.sources)] or located
+    held = [file for file in located if file.source >= len(data.sources)] or located
     return list(islice(sources.usable_rows(held), MOST))
 
 
@@ -126,39 +126,63 @@ def trained_answers(
     shield = getattr(encoder, "shield", None) or Shield(encoder.tokenizer, ())
     cases: list[Case] = []
     left_out: Counter[str] = Counter()
-    for where, whole in conversations:
-        if whole.is_text:
+    for where, conversation in conversations:
+        if conversation.is_text:
             left_out[tr("a plain text, not a conversation")] += 1
-        elif shield.cover([whole.messages, whole.tools]) != [whole.messages, whole.tools]:
+        elif shield.cover([conversation.messages, conversation.tools]) != [conversation.messages, conversation.tools]:
             left_out[tr("a text holds control tokens, which training keeps as text and servers do not")] += 1
-        elif encoder.drops_tools and whole.tools:
+        elif encoder.drops_tools and conversation.tools:
             left_out[tr("the model's format has no place for tools")] += 1
         else:
             try:
-                cases += _cases_of(encoder, where, whole, train_on)
+                cases += _cases_of(encoder, where, conversation, train_on)
             except RowError:
                 left_out[tr("training rejects it: the chat template has no place for what it holds")] += 1
     return cases, left_out
 
 
-def _cases_of(encoder: AnyChatEncoder, where: str, whole: Conversation, train_on: TrainOn) -> Iterator[Case]:
-    for marked in mark_trained(whole, train_on, encoder.only_last):
+def _cases_of(encoder: AnyChatEncoder, where: str, conversation: Conversation, train_on: TrainOn) -> Iterator[Case]:
+    """Yield a case for each trained answer of a conversation, in the parts in which the encoder trains it."""
+    for marked in mark_trained(conversation, train_on, encoder.only_last):
         for part in encoder.divide(marked.messages, marked.tools):
-            row, _ = encoder.encode(part, marked.tools)
-            answers = [i for i, one in enumerate(part) if one["role"] == "assistant" and one.get("loss", True)]
-            for index in answers[-1:] if encoder.only_last else answers:
-                before = [{**one, "loss": False} for one in part[:index]]
-                answer = {**part[index], "loss": True}
-                ids, trained = encoder.encode(
-                    part[: index + 1] if encoder.only_last else [*before, answer], whole.tools
-                )
-                start = trained.index(True)
-                stop = len(trained) - trained[::-1].index(True)
-                if row[: stop - 1] != ids[: stop - 1]:  # the token that ends it depends on who speaks next
-                    ids = [*row[: stop - 1], ids[stop - 1]]
-                sent = [{key: value for key, value in one.items() if key != "loss"} for one in part[:index]]
-                trains_all = getattr(encoder, "train_thinking", True)
-                yield Case(where, chat_template.with_ids(sent), whole.tools, part[index], ids[:stop], start, trains_all)
+            all_ids, _ = encoder.encode(part, marked.tools)
+            answers = [
+                number
+                for number, message in enumerate(part)
+                if message["role"] == "assistant" and message.get("loss", True)
+            ]
+            for number in answers[-1:] if encoder.only_last else answers:
+                yield _case_of(encoder, where, part, number, all_ids, conversation.tools)
+
+
+def _case_of(
+    encoder: AnyChatEncoder,
+    where: str,
+    part: Sequence[Message],
+    number: int,
+    all_ids: Sequence[int],
+    tools: list[Any] | None,
+) -> Case:
+    """Return the case of one answer.
+
+    Args:
+        encoder: That of the training.
+        where: Where the conversation is from.
+        part: The messages that are trained together.
+        number: The answer's, in `part`.
+        all_ids: The tokens of `part`, as trained.
+        tools: Those that the conversation offers.
+    """
+    before = [{**message, "loss": False} for message in part[:number]]
+    answer = {**part[number], "loss": True}
+    ids, trained = encoder.encode(part[: number + 1] if encoder.only_last else [*before, answer], tools)
+    start = trained.index(True)
+    stop = len(trained) - trained[::-1].index(True)
+    if all_ids[: stop - 1] != ids[: stop - 1]:  # the token that ends it depends on who speaks next
+        ids = [*all_ids[: stop - 1], ids[stop - 1]]
+    sent = [{key: value for key, value in message.items() if key != "loss"} for message in part[:number]]
+    trains_all = getattr(encoder, "train_thinking", True)
+    return Case(where, chat_template.with_ids(sent), tools, part[number], ids[:stop], start, trains_all)
 
 
 class Served(NamedTuple):
@@ -183,7 +207,10 @@ def verify_serving(
     `ENGINES` to be tried beside transformers, where they are installed.
     """
     folder = resolve_servable(folder)
-    built = [(tr("built-in conversation {number}", number=n), one) for n, one in enumerate(built_in(), start=1)]
+    built = [
+        (tr("built-in conversation {number}", number=n), conversation)
+        for n, conversation in enumerate(built_in(), start=1)
+    ]
     cases, left_out = trained_answers(encoder, [*conversations, *built], train_on)
     served = Served(folder, encoder, cases, style)
     findings = [_files(folder)]
@@ -197,23 +224,26 @@ def verify_serving(
     except ModelError as error:
         return [*findings, Finding(tr("transformers loads it"), FAILED, str(error))]
     version = answer["version"]
-    prompts = [[found for found in one if isinstance(found, list)] for one in answer["prompts"]]
-    wrong = [one[0] for one in answer["prompts"] if isinstance(one[0], str)]
+    prompts = [[prompt for prompt in by_mode if isinstance(prompt, list)] for by_mode in answer["prompts"]]
+    wrong = [by_mode[0] for by_mode in answer["prompts"] if isinstance(by_mode[0], str)]
     note = messages.clauses(f"{count} x {reason}" for reason, count in left_out.items())
     findings += [
         _compare_prompts(served, f"transformers {version}", prompts, wrong, note),
         _parsers(served, answer),
         _stops(served, answer["ends"]),
         _fields(folder, answer),
-        *(_logits(folder, one, logits[str(number)], one is not saved) for number, one in enumerate(probes)),
+        *(
+            _logits(folder, logits_probe, logits[str(number)], logits_probe is not saved)
+            for number, logits_probe in enumerate(probes)
+        ),
     ]
     for name in programs:
         try:
-            found = ENGINES[name](folder, cases)
+            engine_prompts = ENGINES[name](folder, cases)
         except NotRun as error:
             findings.append(Finding(tr("prompts by {program}", program=name), SKIPPED, str(error)))
         else:
-            findings.append(_compare_prompts(served, name, found, [], note))
+            findings.append(_compare_prompts(served, name, engine_prompts, [], note))
     return findings
 
 
@@ -227,9 +257,9 @@ def require_serving(
         findings = verify_serving(folder, encoder, conversations, train_on=train_on)
     except ToolkitError as error:
         findings = [Finding(tr("it can be served"), FAILED, str(error))]
-    failed = [one for one in findings if one.state == FAILED]
+    failed = [finding for finding in findings if finding.state == FAILED]
     if not failed:
-        passed = sum(one.state == PASSED for one in findings)
+        passed = sum(finding.state == PASSED for finding in findings)
         say(
             "The export is served as it was trained: {passed} of {total} checks passed.",
             passed=passed,
@@ -242,7 +272,7 @@ def require_serving(
     raise CheckpointError(
         "the export would not be served as it was trained ({checks}). It is kept as {folder}, and {file} says why; the "
         "checkpoints are untouched. Without export.require_serving the same command exports it all the same.",
-        checks=", ".join(one.check for one in failed),
+        checks=", ".join(finding.check for finding in failed),
         folder=held,
         file=report,
     )
@@ -262,7 +292,7 @@ def _ask_transformers(served: Served, probes: Sequence[probe.Probe]) -> tuple[di
     answers = [
         {"prompt": case.ids[: case.start], "ids": case.ids[case.start :], "tools": case.tools} for case in served.cases
     ]
-    rows = {str(number): one.ids.tolist() for number, one in enumerate(probes)}
+    rows = {str(number): logits_probe.ids.tolist() for number, logits_probe in enumerate(probes)}
     request = {"folder": str(served.folder), "prompts": asked, "answers": answers, "rows": rows}
     with TemporaryDirectory() as scratch:
         files = [Path(scratch, name) for name in ("request.json", "answer.json")]
@@ -287,17 +317,17 @@ def _compare_prompts(
     """
     check, details, equal, other = tr("prompts by {program}", program=program), [], 0, 0
     by_length = False
-    for case, found in zip(served.cases, prompts, strict=True):
+    for case, by_mode in zip(served.cases, prompts, strict=True):
         context, matches = case.ids[: case.start], []
-        for one in found:
-            by_length = by_length or isinstance(one, int)
-            length = one if isinstance(one, int) else len(one)
-            same = isinstance(one, int) or case.ids[:length] == one
+        for prompt in by_mode:
+            by_length = by_length or isinstance(prompt, int)
+            length = prompt if isinstance(prompt, int) else len(prompt)
+            same = isinstance(prompt, int) or case.ids[:length] == prompt
             matches.append(same and (length == case.start or (length < case.start and not case.trains_all)))
         if any(matches):
             equal, other = equal + 1, other + (not matches[0])
             continue
-        first = next(iter(found), None)
+        first = next(iter(by_mode), None)
         shown = tr("no prompt") if first is None else tr("{count} tokens", count=first)
         if isinstance(first, list):
             shown = preview.token_diff(served.encoder.tokenizer, context, first, served.style)
@@ -329,19 +359,19 @@ def _parsers(served: Served, answer: dict[str, Any]) -> Finding:
         return Finding(check, SKIPPED, text)
     details = []
     for index in marked:
-        case, found = served.cases[index], parsed[index]
+        case, parsed_answer = served.cases[index], parsed[index]
         wanted = {
-            "calls": [_call(one) for one in case.answer.get("tool_calls") or []],
+            "calls": [_call(call) for call in case.answer.get("tool_calls") or []],
             "reasoning": _reasoning(case.answer),
             "content": chat_template.THOUGHT.sub("", str(case.answer["content"]), count=1).strip(),
         }
-        read: Any = found
-        if isinstance(found, dict):
-            calls = [_call(one) for one in found.get("tool_calls") or []]
-            reasoning = str(found.get("reasoning_content") or found.get("thinking") or "").strip()
-            read = {"calls": calls, "reasoning": reasoning, "content": str(found.get("content") or "").strip()}
+        read: Any = parsed_answer
+        if isinstance(parsed_answer, dict):
+            calls = [_call(call) for call in parsed_answer.get("tool_calls") or []]
+            reasoning = str(parsed_answer.get("reasoning_content") or parsed_answer.get("thinking") or "").strip()
+            read = {"calls": calls, "reasoning": reasoning, "content": str(parsed_answer.get("content") or "").strip()}
         if read != wanted:
-            shown = [json.dumps(one, ensure_ascii=False) for one in (wanted, read)]
+            shown = [json.dumps(content, ensure_ascii=False) for content in (wanted, read)]
             details.append(
                 tr("{where}: trained {wanted}, parsed {read}", where=case.where, wanted=shown[0], read=shown[1])
             )
@@ -363,12 +393,13 @@ def _reasoning(message: Message) -> str:
 
 def _stops(served: Served, ends: int | list[int] | None) -> Finding:
     """Check that a server stops where training ends an answer."""
-    known = {ends} if isinstance(ends, int) else {*(ends or [])}
+    stop_ids = {ends} if isinstance(ends, int) else {*(ends or [])}
     trained = {case.ids[-1] for case in served.cases} | {*served.encoder.stop_ids}
     names = {token: served.encoder.tokenizer.convert_ids_to_tokens(token) for token in sorted(trained)}
-    missing = [f"{names[token]} ({token})" for token in names if token not in known]
+    missing = [f"{names[token]} ({token})" for token in names if token not in stop_ids]
     details = [
-        tr("{token} ends answers and is not in eos_token_id {known}", token=one, known=sorted(known)) for one in missing
+        tr("{token} ends answers and is not in eos_token_id {known}", token=token_name, known=sorted(stop_ids))
+        for token_name in missing
     ]
     text = tr("answers end with {tokens}", tokens=", ".join(names.values()))
     return Finding(tr("stop tokens of generation_config.json"), FAILED if missing else PASSED, text, details)
@@ -386,12 +417,12 @@ def _fields(folder: Path, answer: dict[str, Any]) -> Finding:
     if has_layers and not keys:
         wrong.append(tr("there are layers for multi-token prediction, which no field counts"))
     dtypes = Counter(str(info.dtype).removeprefix("torch.") for info in files.values())
-    given, most = stored.get("dtype") or stored.get("torch_dtype"), dtypes.most_common(1)[0][0]
-    if given and given not in dtypes:
-        wrong.append(tr("dtype = {given}, but the weights are {found}", given=given, found=most))
+    named_dtype, most = stored.get("dtype") or stored.get("torch_dtype"), dtypes.most_common(1)[0][0]
+    if named_dtype and named_dtype not in dtypes:
+        wrong.append(tr("dtype = {given}, but the weights are {found}", given=named_dtype, found=most))
     if (named := stored.get("architectures")) and answer["architecture"] not in named:
-        found = answer["architecture"]
-        wrong.append(tr("architectures = {given}, but transformers loads {found}", given=named, found=found))
+        loaded = answer["architecture"]
+        wrong.append(tr("architectures = {given}, but transformers loads {found}", given=named, found=loaded))
     if answer["tokens"] > config.get("vocab_size", 0):
         size = config.get("vocab_size")
         wrong.append(tr("vocab_size = {size}, but the tokenizer has {tokens}", size=size, tokens=answer["tokens"]))
@@ -399,14 +430,14 @@ def _fields(folder: Path, answer: dict[str, Any]) -> Finding:
     return Finding(tr("config.json describes the weights"), FAILED if wrong else PASSED, text, wrong)
 
 
-def _logits(folder: Path, saved: probe.Probe, found: torch.Tensor, is_own: bool) -> Finding:
+def _logits(folder: Path, saved: probe.Probe, logits: torch.Tensor, is_own: bool) -> Finding:
     """Compare transformers' logits with those that training saved, or `is_own`, with those of our own forward pass."""
     check = tr("logits of a conversation") if is_own else tr("logits that training saved")
     if not saved.logits.isfinite().all():
         return Finding(check, SKIPPED, tr("they were NaN or Inf when it was saved: the model had diverged"))
     dtype = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype") or saved.dtype)
     try:
-        text = judge_logits(load.empty(folder), folder, probe.Probe(saved.ids, found, dtype), saved)
+        text = judge_logits(load.empty(folder), folder, probe.Probe(saved.ids, logits, dtype), saved)
     except (CheckpointError, ModelError) as error:
         other = tr("transformers gives others than this toolkit's forward pass") if is_own else str(error)
         return Finding(check, FAILED, other)
@@ -420,8 +451,8 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     words = {PASSED: tr("passed"), FAILED: tr("FAILED"), SKIPPED: tr("not checked")}
     colon = "：" if messages.current_language() == "zh" else ": "
     lines = (
-        [colon.join((words[one.state], one.check, one.text)), *(f"    {line}" for line in one.details)]
-        for one in findings
+        [colon.join((words[finding.state], finding.check, finding.text)), *(f"    {line}" for line in finding.details)]
+        for finding in findings
     )
     return list(chain.from_iterable(lines))
 
@@ -439,8 +470,8 @@ class NotRun(Exception):
 
 
 def _program(name: str) -> str | None:
-    own = str(Path(sys.executable).parent)
-    return shutil.which(name, path=os.pathsep.join([own, os.environ.get("PATH", "")]))
+    python_folder = str(Path(sys.executable).parent)
+    return shutil.which(name, path=os.pathsep.join([python_folder, os.environ.get("PATH", "")]))
 
 
 @contextmanager
@@ -480,14 +511,14 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def _each(cases: Sequence[Case], ask: Callable[[dict[str, Any]], list[int] | int]) -> Prompts:
     """Ask about each case in each mode, as OpenAI's clients do; what is rejected gives no prompt."""
-    found: Prompts = []
+    prompts: Prompts = []
     for case in cases:
-        found.append([])
+        prompts.append([])
         for mode in chat_template.MODES:
             body = {"model": "model", "messages": chat_template.with_text_arguments(case.messages), "tools": case.tools}
             with suppress(OSError, ValueError, KeyError):  # urllib's errors are an OSError
-                found[-1].append(ask({**body, "chat_template_kwargs": mode or None}))
-    return found
+                prompts[-1].append(ask({**body, "chat_template_kwargs": mode or None}))
+    return prompts
 
 
 def _vllm(folder: Path, cases: Sequence[Case]) -> Prompts:

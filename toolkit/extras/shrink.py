@@ -52,7 +52,9 @@ def shrunk_config(config: dict[str, Any], heads: int = HEADS) -> dict[str, Any]:
             kinds = list(dict.fromkeys(value))
             small[name] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
         elif name in ("rope_scaling", "rope_parameters"):  # factors are one per rotated pair of numbers
-            small[name] = {key: one[: HEAD_SIZE // 2] if isinstance(one, list) else one for key, one in value.items()}
+            small[name] = {
+                key: factor[: HEAD_SIZE // 2] if isinstance(factor, list) else factor for key, factor in value.items()
+            }
     return small
 
 
@@ -67,22 +69,24 @@ def shrunk_model(path: str, seed: int, heads: int = HEADS) -> transformers.PreTr
     torch.manual_seed(seed)
     model: transformers.PreTrainedModel
     if is_official:
-        kind, known = official_class(folder, config, generation)
-        model = kind(known)
+        kind, model_config = official_class(folder, config, generation)
+        model = kind(model_config)
     else:
         with TemporaryDirectory() as temporary:
             (Path(temporary) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             try:
-                known = transformers.AutoConfig.from_pretrained(temporary, trust_remote_code=False)
-                model = transformers.AutoModelForCausalLM.from_config(known, trust_remote_code=False)
+                model_config = transformers.AutoConfig.from_pretrained(temporary, trust_remote_code=False)
+                model = transformers.AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
             except Exception as error:  # whatever a config that does not fit makes the library raise
                 raise ModelError(
                     "{path}: no small model of this architecture can be made: {reason}", path=path, reason=error
                 ) from error
     outer = {
-        id(one) for part in (model.get_input_embeddings(), model.get_output_embeddings()) for one in part.parameters()
+        id(parameter)
+        for part in (model.get_input_embeddings(), model.get_output_embeddings())
+        for parameter in part.parameters()
     }
-    inner = sum(one.numel() for one in model.parameters() if id(one) not in outer)
+    inner = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in outer)
     if inner > LARGEST:
         raise ModelError(
             "{path}: made small, this architecture still has {count} parameters: names of its sizes in config.json are "

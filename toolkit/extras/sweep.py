@@ -93,18 +93,18 @@ class SweepDir:
 
     def add(self, job: SweepJob) -> SweepJob:
         """Add a job, or return the one of this name that is there already; an error if that has other settings."""
-        known = next((other for other in self.jobs if other.name == job.name), None)
-        if known is None:
+        listed_job = next((other for other in self.jobs if other.name == job.name), None)
+        if listed_job is None:
             self.jobs.append(job)
             return job
-        if known.config != job.config:
+        if listed_job.config != job.config:
             raise messages.LaunchError(
                 "{folder}: the run {name} of this sweep began with other settings (the recipe or an override has "
                 "changed since). Choose another sweep=NAME.",
                 folder=self.folder,
                 name=job.name,
             )
-        return known
+        return listed_job
 
     def run_dir(self, job: SweepJob) -> Path:
         """Return where a job's run is."""
@@ -134,9 +134,9 @@ class SweepPlan:
         """Compose and check jobs; `problems` receives the errors, each of them once, with the first job's name."""
         configs, wrong = [], dict[str, list[str]]()
         for job in jobs:
-            found = messages.Problems()
-            configs.append(found.attempt(self._compose, job, found) or schema.RunConfig())
-            for error in found.errors:
+            job_problems = messages.Problems()
+            configs.append(job_problems.attempt(self._compose, job, job_problems) or schema.RunConfig())
+            for error in job_problems.errors:
                 wrong.setdefault(str(error), []).append(" ".join(map(secrets.hide_word, job)))
         for sentence, names in wrong.items():
             of_all = len(names) == len(jobs) > 1 or not names[0]
@@ -154,7 +154,7 @@ class SweepPlan:
 def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
     """Sort the arguments into launcher options, the sweep's own and overrides; `problems` receives what is wrong."""
     launcher, options, rest = deepspeed.typed_options(words)
-    own, overrides, others, config_dir = dict[str, str](), [], [], ""
+    settings, overrides, others, config_dir = dict[str, str](), [], [], ""
     iterator = iter(rest)
     for word in iterator:
         name, equals, value = word.partition("=")
@@ -164,7 +164,7 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
         elif name not in _OWN:
             overrides.append(word)
         elif equals:
-            own[name] = value
+            settings[name] = value
     fixed, axes = load.split_axes(overrides, config_dir)
     for word in [*fixed, *(f"{axis.key}=" for axis in axes)]:
         if word.lstrip("+").startswith("run.name="):
@@ -177,7 +177,7 @@ def parse_sweep(words: Sequence[str], problems: messages.Problems) -> SweepPlan:
             "`toolkit launch`."
         )
         problems.add(messages.ConfigError(text))
-    return SweepPlan(launcher=launcher, options=options, fixed=[*others, *fixed], axes=axes, own=own)
+    return SweepPlan(launcher=launcher, options=options, fixed=[*others, *fixed], axes=axes, own=settings)
 
 
 def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems) -> int:
@@ -197,10 +197,10 @@ def run_grid(plan: SweepPlan, words: Sequence[str], problems: messages.Problems)
         sweep.save()
         say("{number} runs, in {folder}.", number=len(jobs), folder=sweep.folder)
         requests = processes.SignalRequests()
-        for place, (job, special) in enumerate(zip(jobs, combinations, strict=True), start=1):
+        for index, (job, special) in enumerate(zip(jobs, combinations, strict=True), start=1):
             if requests.last:
                 break
-            label = f"[{place}/{len(jobs)}] {job.name}"
+            label = f"[{index}/{len(jobs)}] {job.name}"
             if job.state in (DONE, DIVERGED):
                 say("{run}: {state} already.", run=label, state=state_name(job.state))
                 continue
@@ -307,21 +307,21 @@ def _check_ends(plan: SweepPlan, problems: messages.Problems) -> schema.RunConfi
     first = {key: low for key, (low, _) in ends.items()}
     others = [{**first, key: high} for key, (_, high) in ends.items()]
     jobs = [[f"{key}={value}" for key, value in job.items()] for job in (first, *others)]
-    found = plan.compose_all(jobs, problems)
+    configs = plan.compose_all(jobs, problems)
     problems.raise_all()
-    return found[0]
+    return configs[0]
 
 
 def _metric(plan: SweepPlan, cfg: schema.RunConfig) -> str:
     """Return the name in metrics.jsonl that decides; an error if no run of this sweep writes it."""
-    known = ["loss"]
+    metrics = ["loss"]
     if cfg.data.validation or cfg.data.validation_fraction:
-        known += [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
-        known += ["eval_perplexity"] if cfg.task.is_language and not cfg.preference.is_on else []
+        metrics += [schema.EVAL_LOSS, *(f"eval_{metric.value}" for metric in cfg.evaluate.metrics)]
+        metrics += ["eval_perplexity"] if cfg.task.is_language and not cfg.preference.is_on else []
     metric = plan.own.get("metric", "")
-    if metric not in known:
-        text = tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(known))
-        raise messages.ConfigError(messages.joined(text, messages.did_you_mean(metric, known)))
+    if metric not in metrics:
+        text = tr("metric = {metric} is none of {known}.", metric=metric or '""', known=", ".join(metrics))
+        raise messages.ConfigError(messages.joined(text, messages.did_you_mean(metric, metrics)))
     return metric
 
 
@@ -331,11 +331,11 @@ def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]]
 
     begun = study.get_trials(deepcopy=False, states=(trial.TrialState.RUNNING,))
     keys = {axis.key for axis in plan.axes}
-    for one in begun:
-        if keys - one.params.keys():  # this process died while they were drawn
-            study.tell(one.number, state=trial.TrialState.FAIL)
-    found = next((one for one in begun if keys <= one.params.keys()), None)
-    if found is None:
+    for begun_trial in begun:
+        if keys - begun_trial.params.keys():  # this process died while they were drawn
+            study.tell(begun_trial.number, state=trial.TrialState.FAIL)
+    open_trial = next((begun_trial for begun_trial in begun if keys <= begun_trial.params.keys()), None)
+    if open_trial is None:
         if len(study.get_trials(deepcopy=False)) >= most:
             return None
         drawn: dict[str, Any] = {}
@@ -346,8 +346,8 @@ def _next_trial(plan: SweepPlan, study: Any, most: int) -> tuple[int, list[str]]
                 drawn[axis.key] = distributions.IntDistribution(int(axis.low), int(axis.high), log=axis.is_log)
             else:
                 drawn[axis.key] = distributions.FloatDistribution(axis.low, axis.high, log=axis.is_log)
-        found = study.ask(drawn)
-    return found.number, [f"{axis.key}={axis.typed(found.params[axis.key])}" for axis in plan.axes]
+        open_trial = study.ask(drawn)
+    return open_trial.number, [f"{axis.key}={axis.typed(open_trial.params[axis.key])}" for axis in plan.axes]
 
 
 def sweep_dir(plan: SweepPlan, cfg: schema.RunConfig) -> Path:

@@ -22,7 +22,7 @@ OFF = 0.05
 def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
     """Refuse what the trace does not follow; a ConfigError names it."""
     zero = cfg.zero
-    kept = {
+    untraceable = {
         **{f"parallel.{name}": getattr(cfg.parallel, name) > 1 for name in ("tensor", "sequence", "pipeline")},
         "zero.offload_optimizer": zero.offload_optimizer.device is not schema.Device.none,
         "zero.offload_param": zero.offload_param.device is not schema.Device.none,
@@ -32,7 +32,7 @@ def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
         "model.trust_remote_code": cfg.model.trust_remote_code,
         "precision.dtype": cfg.precision.dtype is schema.Dtype.fp16,
     }
-    if used := [key for key, is_used in kept.items() if is_used]:
+    if used := [key for key, is_used in untraceable.items() if is_used]:
         raise ConfigError("trace=true does not follow {key}. Leave trace= out, or plan without it.", key=used[0])
     if machine and machine.on_cpu:
         raise ConfigError(tr("trace=true traces GPUs: give gpus=8x80GB or the like."))
@@ -45,34 +45,34 @@ def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
     """
     ranks = sorted({0, machine.world_size - 1})
     with tempfile.TemporaryDirectory() as folder:
-        given, answer = Path(folder, "given.json"), Path(folder, "answer.json")
+        request, answer = Path(folder, "given.json"), Path(folder, "answer.json")
         spec = {"words": [*words], "ranks": ranks, "world_size": machine.world_size}
         spec |= {"language": current_language(), "output": str(answer)}
-        given.write_text(json.dumps(spec), encoding="utf-8")
-        command = [sys.executable, "-m", "toolkit.extras.traced_steps", str(given)]
+        request.write_text(json.dumps(spec), encoding="utf-8")
+        command = [sys.executable, "-m", "toolkit.extras.traced_steps", str(request)]
         with terminal.phase(tr("Tracing a step")):
             ran = children.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
         if ran.returncode:
             reason = (ran.stderr.strip().splitlines() or [str(ran.returncode)])[-1]
             raise ConfigError("the step cannot be traced: {reason}", reason=reason)
-        found: list[dict[str, Any]] = json.loads(answer.read_text(encoding="utf-8"))
-    if failed := next((one for one in found if "error" in one), None):
+        results: list[dict[str, Any]] = json.loads(answer.read_text(encoding="utf-8"))
+    if failed := next((result for result in results if "error" in result), None):
         rank, reason = failed["rank"], failed["error"]
         raise ConfigError("the step cannot be traced on rank {rank}: {reason}", rank=rank, reason=reason)
-    return found
+    return results
 
 
 def difference(ranks: Sequence[dict[str, Any]]) -> str:
     """Return the first collective that is not the same on all ranks, "" if all are: there a run would hang."""
     first = ranks[0]
     for other in ranks[1:]:
-        mine, theirs = ([[*one] for one in rank["collectives"]] for rank in (first, other))
-        for place in range(max(len(mine), len(theirs))):
-            pair = [shown(many[place]) if place < len(many) else tr("none") for many in (mine, theirs)]
+        ours, theirs = ([[*collective] for collective in rank["collectives"]] for rank in (first, other))
+        for index in range(max(len(ours), len(theirs))):
+            pair = [shown(many[index]) if index < len(many) else tr("none") for many in (ours, theirs)]
             if pair[0] != pair[1]:
                 return tr(
                     "collective {place} of a step is {mine} on rank {first}, {theirs} on rank {rank}",
-                    place=place + 1,
+                    place=index + 1,
                     mine=pair[0],
                     first=first["rank"],
                     theirs=pair[1],
@@ -87,11 +87,11 @@ def shown(collective: Sequence[Any]) -> str:
     return f"{name}({numbers:,} {dtype}, {ranks})"
 
 
-def report(found: Sequence[dict[str, Any]], mine: layouts.Layout) -> dict[str, Any]:
+def report(results: Sequence[dict[str, Any]], layout: layouts.Layout) -> dict[str, Any]:
     """Print the trace beside the plan; return what `output=` gets of it."""
-    planned, memory = mine.memory.peak("step"), mine.memory.device
+    planned, memory = layout.memory.peak("step"), layout.memory.device
     at_rest = sum(size for kind, size in memory["save"].items() if kind != "gathered")
-    worst = max(found, key=lambda one: one["peak_bytes"])
+    worst = max(results, key=lambda result: result["peak_bytes"])
     ratio = planned / worst["peak_bytes"]
     say("")
     rows = [
@@ -113,10 +113,10 @@ def report(found: Sequence[dict[str, Any]], mine: layouts.Layout) -> dict[str, A
         "All tensors were on the right device. The host waits for the device in {count} places of a step:",
         count=len(worst["waits"]),
     )
-    for place, times in worst["waits"].items():
-        say(f"  {times} x {place}")
-    names = ", ".join(str(one["rank"]) for one in found)
-    differs = difference(found)
+    for location, times in worst["waits"].items():
+        say(f"  {times} x {location}")
+    names = ", ".join(str(result["rank"]) for result in results)
+    differs = difference(results)
     if differs:
         say("Ranks would wait for each other for ever: {difference}.", difference=differs)
     else:
@@ -125,4 +125,4 @@ def report(found: Sequence[dict[str, Any]], mine: layouts.Layout) -> dict[str, A
             count=len(worst["collectives"]),
             ranks=names,
         )
-    return {"planned_bytes": planned, "ratio": ratio, "difference": differs, "ranks": [*found]}
+    return {"planned_bytes": planned, "ratio": ratio, "difference": differs, "ranks": [*results]}

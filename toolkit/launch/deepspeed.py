@@ -118,14 +118,14 @@ def launcher_options(line: list[str]) -> list[str]:
 def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options that the words begin with, "" where they have no value, and the words after them."""
     options: dict[str, str] = {}
-    place = 0
-    for word, *next_one in _with_values(words):
+    count = 0
+    for word, *value_words in _with_values(words):
         if not word.startswith("-"):
             break
         name, _, value = word.partition("=")
-        options[name] = "".join(next_one) or value
-        place += 1 + len(next_one)
-    return options, list(words[place:])
+        options[name] = "".join(value_words) or value
+        count += 1 + len(value_words)
+    return options, list(words[count:])
 
 
 def _with_values(words: Sequence[str]) -> Iterator[list[str]]:
@@ -164,22 +164,27 @@ def ranks_of(options: Mapping[str, str]) -> int:
 
 def typed_options(words: Sequence[str]) -> tuple[list[str], dict[str, str], list[str]]:
     """Return the words that are the launcher's options (hostfile=FILE is --hostfile FILE), these by name, others."""
-    mine: list[str] = []
+    launcher_words: list[str] = []
     others: list[str] = []
-    for found in _with_values(words):
-        name, equals, value = found[0].partition("=")
+    for option_words in _with_values(words):
+        name, equals, value = option_words[0].partition("=")
         if name == "hostfile" and equals:
-            mine += ["--hostfile", value]
+            launcher_words += ["--hostfile", value]
         elif WITH_VALUE.fullmatch(name) or _FLAGS.fullmatch(name):
-            mine += found
+            launcher_words += option_words
         else:
-            others += found
-    return mine, split_words(mine)[0], others
+            others += option_words
+    return launcher_words, split_words(launcher_words)[0], others
 
 
 def without_options(words: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return a launcher's options without some of them and their values."""
-    return [word for found in _with_values(words) if found[0].partition("=")[0] not in names for word in found]
+    return [
+        word
+        for option_words in _with_values(words)
+        if option_words[0].partition("=")[0] not in names
+        for word in option_words
+    ]
 
 
 _BACKENDS = {
@@ -262,13 +267,13 @@ def check_backend_program(hosts: Resources, options: Mapping[str, str]) -> None:
 
 def check_mpirun(launcher: str) -> None:
     """See that the `mpirun` that DeepSpeed will start is not the other one, which does not know the options."""
-    said = children.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
-    if re.search({"openmpi": "hydra", "mpich": "open mpi|openrte|prrte"}[launcher], said, re.IGNORECASE):
+    printed = children.run(["mpirun", "--version"], capture_output=True, text=True, timeout=60).stdout
+    if re.search({"openmpi": "hydra", "mpich": "open mpi|openrte|prrte"}[launcher], printed, re.IGNORECASE):
         raise LaunchError(
             "--launcher {launcher} starts the `mpirun` that is first on PATH, and that is another one: {found}. "
             "Debian has both as mpirun.openmpi and mpirun.mpich:  update-alternatives --config mpirun",
             launcher=launcher,
-            found=said.strip().partition("\n")[0].strip(),
+            found=printed.strip().partition("\n")[0].strip(),
         )
 
 
@@ -321,13 +326,13 @@ def check_restarts(
     if environment.read_status(environ):
         return
     if ranks.launcher == "torchrun" and not least_nodes:
-        given = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-        if given != most:
+        most_by_torchrun = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        if most_by_torchrun != most:
             raise LaunchError(
                 "run.max_restarts = {most}, but torchrun starts again {given} times. Type `torchrun "
                 "--max-restarts={most} …`, or set run.max_restarts={given}.",
                 most=most,
-                given=given,
+                given=most_by_torchrun,
             )
     elif most:
         typed = next(filter(None, (launcher_options(line) for _, line in processes_above())), [])

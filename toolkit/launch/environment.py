@@ -80,23 +80,23 @@ def detect(environ: Mapping[str, str]) -> Ranks:
                 launcher = "deepspeed"
             elif launcher in VARIABLES:
                 local_world_size = VARIABLES[launcher][3]
-        found = Ranks(
+        ranks = Ranks(
             rank=_number(environ, rank),
             local_rank=_number(environ, local_rank, "0"),
             world_size=_number(environ, world_size),
             local_world_size=_number(environ, local_world_size, "0"),
             launcher=launcher,
         )
-        if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.world_size):
+        if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.world_size):
             raise LaunchError(
                 "the launcher's variables do not fit together: {rank_name}={rank}, {size_name}={size}. "
                 "Unset them, or start with deepspeed or torchrun.",
                 rank_name=rank,
-                rank=found.rank,
+                rank=ranks.rank,
                 size_name=world_size,
-                size=found.world_size,
+                size=ranks.world_size,
             )
-        return found
+        return ranks
     return Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, launcher="single")
 
 
@@ -154,9 +154,9 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
         )
     # What lies beside this Python, such as ninja, which builds DeepSpeed's ops: a shell that ssh starts on another
     # machine knows no virtual environment.
-    scripts, found = str(Path(sys.executable).parent), environ.get("PATH", os.defpath)
-    if scripts not in found.split(os.pathsep):
-        environ["PATH"] = f"{scripts}{os.pathsep}{found}"
+    scripts, path = str(Path(sys.executable).parent), environ.get("PATH", os.defpath)
+    if scripts not in path.split(os.pathsep):
+        environ["PATH"] = f"{scripts}{os.pathsep}{path}"
     if ranks.local_world_size > 1:
         # Without this each CPU rank starts a thread per core and they fight; torchrun sets 1 for the same reason.
         # Open MPI holds a rank on one core, Slurm on those that were asked for.
@@ -208,7 +208,7 @@ def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
     """Drop --local_rank, which DeepSpeed's and older torch launchers put in front of the user's words."""
-    kept = []
+    user_words = []
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
@@ -223,8 +223,8 @@ def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
                 file=file,
             )
         else:
-            kept.append(word)
-    return kept
+            user_words.append(word)
+    return user_words
 
 
 def set_interface(name: str, environ: MutableMapping[str, str]) -> None:
@@ -265,7 +265,7 @@ def mpi_notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) 
     if launcher != "openmpi" or read_status(environ):
         return []
     # It would be asked in vain for more time: Open MPI 4.1 waits its odls_base_sigkill_timeout out whatever happens.
-    said = [
+    notes = [
         tr(
             "Note: Open MPI kills the ranks 1 s after a Ctrl-C or SIGTERM, too soon for most checkpoints. To save and "
             "stop, send mpirun a SIGUSR1."
@@ -273,7 +273,7 @@ def mpi_notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) 
     ]
     allowed, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     if "OMPI_MCA_hwloc_base_binding_policy" not in environ and allowed < cores // max(1, local_world_size):
-        said.append(
+        notes.append(
             tr(
                 "Note: Open MPI lets this rank use {allowed} of {cores} cores, data loading and tokenizing included. "
                 "`mpirun --bind-to none` lets it use all.",
@@ -281,7 +281,7 @@ def mpi_notes(launcher: str, local_world_size: int, environ: Mapping[str, str]) 
                 cores=cores,
             )
         )
-    return said
+    return notes
 
 
 STATUS_VARIABLE = "PYTHON_TOOLKIT_REPORT"
@@ -318,11 +318,11 @@ def report_status(environ: Mapping[str, str] = os.environ, **facts: Any) -> None
 
 def read_status(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return what has been told, {} where no `toolkit launch` listens. Of several words on a thing the first counts."""
-    found: dict[str, Any] = {}
+    status: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         for line in Path(_status_file(environ)).read_text(encoding="utf-8").splitlines():
-            found = {**json.loads(line), **found}
-    return found
+            status = {**json.loads(line), **status}
+    return status
 
 
 def restart_number(environ: Mapping[str, str] = os.environ) -> int:

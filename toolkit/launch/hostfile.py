@@ -51,36 +51,36 @@ def parse_hostfile(text: str, path: str) -> dict[str, int]:
     if text.startswith("\ufeff"):
         raise LaunchError("{path}:1: begins with a byte-order mark: save it as plain UTF-8.", path=path)
     for number, line in enumerate(text.split("\n"), start=1):
-        content, place = line.partition("#")[0].strip(), f"{path}:{number}"
+        content, location = line.partition("#")[0].strip(), f"{path}:{number}"
         if line.endswith("\r"):
             raise LaunchError(
-                "{place}: Windows line end: convert the file with `dos2unix {path}`.", place=place, path=path
+                "{place}: Windows line end: convert the file with `dos2unix {path}`.", place=location, path=path
             )
         if not content:
             continue
-        found = LINE.fullmatch(content)
-        if not found:
+        match = LINE.fullmatch(content)
+        if not match:
             raise LaunchError(
                 "{place}: '{content}': write `HOST slots=N`, for example `node1 slots=8`.",
-                place=place,
+                place=location,
                 content=shortened(content, _LONGEST_SHOWN),
             )
-        host, slots = found["host"], found["slots"]
+        host, slots = match["host"], match["slots"]
         if not HOST.fullmatch(host):
             raise LaunchError(
                 "{place}: '{host}' is no host name: up to 253 letters, digits, '.', '_' and '-', and no '-' in front.",
-                place=place,
+                place=location,
                 host=shortened(host, _LONGEST_SHOWN),
             )
         if not _SLOTS.fullmatch(slots):
             raise LaunchError(
                 "{place}: slots={slots} is no number of GPUs from 1 to 9999.",
-                place=place,
+                place=location,
                 slots=shortened(slots, _LONGEST_SHOWN),
             )
         if host in hosts:
             raise LaunchError(
-                "{place}: {host} is listed twice: give all its slots in one line.", place=place, host=host
+                "{place}: {host} is listed twice: give all its slots in one line.", place=location, host=host
             )
         hosts[host] = int(slots)
     if not hosts:
@@ -108,33 +108,33 @@ def select_gpus(hosts: Mapping[str, int], options: Mapping[str, str]) -> Resourc
     gpus = asked_gpus(options)
     if bool(include) + bool(exclude) + (nodes is not None or gpus is not None) > 1:
         raise LaunchError(tr("give one of --include, --exclude, or --num_nodes and --num_gpus, not several."))
-    found: Resources = {host: list(range(slots)) for host, slots in hosts.items()}
+    selected: Resources = {host: list(range(slots)) for host, slots in hosts.items()}
     if include:
-        named = _named_gpus(include, found, "--include")
-        found = {host: named[host] or found[host] for host in found if host in named}
+        named = _named_gpus(include, selected, "--include")
+        selected = {host: named[host] or selected[host] for host in selected if host in named}
     elif exclude:
-        named = _named_gpus(exclude, found, "--exclude")
-        taken = {host: gpus or found[host] for host, gpus in named.items()}
-        found = {host: [gpu for gpu in gpus if gpu not in taken.get(host, [])] for host, gpus in found.items()}
-        found = {host: gpus for host, gpus in found.items() if gpus}
-    if nodes and nodes > len(found):
+        named = _named_gpus(exclude, selected, "--exclude")
+        taken = {host: gpus or selected[host] for host, gpus in named.items()}
+        selected = {host: [gpu for gpu in gpus if gpu not in taken.get(host, [])] for host, gpus in selected.items()}
+        selected = {host: gpus for host, gpus in selected.items() if gpus}
+    if nodes and nodes > len(selected):
         raise LaunchError(
             "--num_nodes {asked}, but the hostfile names {there}: {hosts}.",
             asked=nodes,
-            there=len(found),
-            hosts=", ".join(found),
+            there=len(selected),
+            hosts=", ".join(selected),
         )
-    found = dict(list(found.items())[: nodes or None])
-    small = [host for host in found if gpus and gpus > hosts[host]]
+    selected = dict(list(selected.items())[: nodes or None])
+    small = [host for host in selected if gpus and gpus > hosts[host]]
     if small:
         raise LaunchError(
             "--num_gpus {asked}, but {host} has {slots} slots.", asked=gpus, host=small[0], slots=hosts[small[0]]
         )
     if gpus:
-        found = {host: list(range(gpus)) for host in found}
-    if not found:
+        selected = {host: list(range(gpus)) for host in selected}
+    if not selected:
         raise LaunchError(tr("the launcher's options leave no machine of the hostfile."))
-    return found
+    return selected
 
 
 def asked_gpus(options: Mapping[str, str]) -> int | None:
@@ -167,8 +167,8 @@ def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
                 )
             )
         numbers = gpus.split(",") if colon else []
-        known = {str(gpu) for gpu in there[host]}
-        wrong = [number for number in numbers if (number.strip().lstrip("0") or number.strip()[-1:]) not in known]
+        slots = {str(gpu) for gpu in there[host]}
+        wrong = [number for number in numbers if (number.strip().lstrip("0") or number.strip()[-1:]) not in slots]
         if wrong:
             raise LaunchError(
                 "{option} {part}: {host} has no GPU {wrong}; its slots are 0 to {last}. Write HOST or HOST:0,1.",
@@ -185,8 +185,8 @@ def _named_gpus(specification: str, there: Resources, option: str) -> Resources:
 def check_visible_devices(hosts: Resources, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse a choice of GPUs that DeepSpeed's launcher (0.19.8, launch.py) writes over beside a hostfile."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    mine = [gpus for host, gpus in hosts.items() if is_here(host)]
-    if chosen and [",".join(map(str, gpus)) for gpus in mine] != [chosen]:
+    gpus_here = [gpus for host, gpus in hosts.items() if is_here(host)]
+    if chosen and [",".join(map(str, gpus)) for gpus in gpus_here] != [chosen]:
         raise LaunchError(
             "CUDA_VISIBLE_DEVICES={chosen} has no effect with a hostfile: DeepSpeed writes over it on "
             "every node. Unset it, and choose GPUs with --include {included}.",
@@ -237,11 +237,15 @@ def is_here(host: str) -> bool:
     """Whether a name means this machine."""
     if host in ("localhost", socket.gethostname()):
         return True
-    mine = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
-    theirs: set[str] = set()
+    our_addresses = {
+        address.address.partition("%")[0] for addresses in psutil.net_if_addrs().values() for address in addresses
+    }
+    host_addresses: set[str] = set()
     with suppress(OSError):
-        theirs = {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
-    return bool(theirs & mine) or any(ipaddress.ip_address(one).is_loopback for one in theirs)
+        host_addresses = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+    return bool(host_addresses & our_addresses) or any(
+        ipaddress.ip_address(address).is_loopback for address in host_addresses
+    )
 
 
 # A name with ranges: letters between brackets, and in them numbers or ranges of numbers, separated by commas.
@@ -260,9 +264,9 @@ def expand_nodes(nodes: str) -> list[str]:
     hosts: list[str] = []
     for item in items:
         choices: list[list[str]] = []
-        for place, part in enumerate(re.split(r"\[([^\[\]]*)\]", item)):
-            choices.append([] if place % 2 else [part])
-            for numbers in part.split(",") if place % 2 else ():
+        for index, part in enumerate(re.split(r"\[([^\[\]]*)\]", item)):
+            choices.append([] if index % 2 else [part])
+            for numbers in part.split(",") if index % 2 else ():
                 match = _RANGE.fullmatch(numbers)
                 if not match or not 0 <= int(match[2] or match[1]) - int(match[1]) < _MOST_HOSTS:
                     raise wrong

@@ -104,12 +104,13 @@ def _send_signal(processes: Sequence[psutil.Process], number: int) -> None:
 
 
 def _session_processes(session: int) -> list[psutil.Process]:
-    found = []
+    """Return the processes of a session that are not zombies."""
+    alive = []
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):
             if os.getsid(pid) == session and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.append(psutil.Process(pid))
-    return found
+                alive.append(psutil.Process(pid))
+    return alive
 
 
 def _stop_launchers(session: int) -> None:
@@ -130,14 +131,18 @@ def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
 
     MPICH's, and those that were started through ssh, are in a session of their own.
     """
-    found = {}
+    parent_of_rank = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.cmdline()[-len(words) :] == list(words) and process.status() != psutil.STATUS_ZOMBIE:
                 environ = process.environ()
                 if _LOCAL_RANK_NAMES & environ.keys() and told in environ.get(STATUS_VARIABLE, ""):
-                    found[process.pid] = process.ppid()
-    return [psutil.Process(pid) for pid, parent in found.items() if parent not in found and psutil.pid_exists(pid)]
+                    parent_of_rank[process.pid] = process.ppid()
+    return [
+        psutil.Process(pid)
+        for pid, parent in parent_of_rank.items()
+        if parent not in parent_of_rank and psutil.pid_exists(pid)
+    ]
 
 
 def run_module(module: str, *words: str) -> str:

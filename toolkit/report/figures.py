@@ -78,6 +78,16 @@ class Key(NamedTuple):
     """full, dashed, or event."""
 
 
+class Caption(NamedTuple):
+    """What a chart is called, and what the page writes beside it."""
+
+    name: str
+    """Of its file, without ending."""
+    title: str
+    note: str = ""
+    is_wide: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
     """A chart with what is said about it."""
@@ -97,8 +107,18 @@ def rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence[Event] = (), **said: Any) -> Drawing:
-    """Return a chart of values over steps."""
+def lines(
+    records: Sequence[Record], axes: Axes, looks: Series, caption: Caption, events: Sequence[Event] = ()
+) -> Drawing:
+    """Return a chart of values over steps, a line for each series.
+
+    Args:
+        records: The points of all series.
+        axes: What the axes say; the y axis is logarithmic where a few values are far above the median.
+        looks: The series in the order of the legend, and how each is drawn.
+        caption: Name, title and note of the drawing.
+        events: What happened at a step, drawn as upright lines.
+    """
     there = {record["s"] for record in records}
     names = [name for name in looks.colors if name in there]
     base = alt.Chart(alt.InlineData(values=list(records)))
@@ -115,13 +135,13 @@ def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence
         band = base.transform_filter("isValid(datum.low)").mark_rule(opacity=0.3, strokeWidth=1.5)
         layers.append(band.encode(x=x, y=alt.Y("low:Q", title=axes.y), y2="high:Q", color=color))
     for name in names:
-        one = base.transform_filter(alt.datum.s == name).encode(x=x, y=y, color=color)
+        line = base.transform_filter(alt.datum.s == name).encode(x=x, y=y, color=color)
         if name in looks.faint:
-            layers.append(one.mark_line(strokeWidth=1, opacity=0.45))
+            layers.append(line.mark_line(strokeWidth=1, opacity=0.45))
         else:
             dash = [5, 4] if name in looks.dashed else [1, 0]
             dots = {"size": 36, "filled": True} if name in looks.dotted else False
-            layers.append(one.mark_line(strokeWidth=2, strokeDash=dash, point=dots))
+            layers.append(line.mark_line(strokeWidth=2, strokeDash=dash, point=dots))
     layers.append(_pointed_at(base, names, looks, axes, x, y, color))
     chart = alt.layer(*layers)
     keys = []
@@ -131,12 +151,13 @@ def lines(records: Sequence[Record], axes: Axes, looks: Series, events: Sequence
         kinds = {event.kind: event.color for event in events}
         keys += [Key(kind, kind_color, "event") for kind, kind_color in kinds.items()]
         chart = _with_events(chart, events, kinds, x, axes.x)
-    return _drawing(chart, keys, **said)
+    return _drawing(chart, caption, keys)
 
 
-def _drawing(definition: Any, keys: Sequence[Key] = (), **said: Any) -> Drawing:
-    """Return a drawing; `said`: its name, title, note, and whether it is wide."""
-    return Drawing(definition=definition.properties(width="container", height=HEIGHT), keys=keys, **said)
+def _drawing(definition: Any, caption: Caption, keys: Sequence[Key] = ()) -> Drawing:
+    """Return a drawing of an Altair chart, as wide as the page has room for."""
+    sized = definition.properties(width="container", height=HEIGHT)
+    return Drawing(definition=sized, keys=keys, **caption._asdict())
 
 
 def _steps(title: str) -> alt.X:
@@ -192,9 +213,9 @@ def _with_events(chart: Any, events: Sequence[Event], kinds: dict[str, str], x: 
     return alt.layer(chart, rules).resolve_scale(color="independent")
 
 
-def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str], **said: Any) -> Drawing:
+def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str], caption: Caption) -> Drawing:
     """Return a chart of parts over steps that add up; `colors` of the parts, the lowest first."""
-    order = {name: place for place, name in enumerate(colors)}
+    order = {name: index for index, name in enumerate(colors)}
     values = [{**record, "o": order[record["s"]]} for record in records]
     definition = (
         alt.Chart(alt.InlineData(values=values))
@@ -211,10 +232,10 @@ def stacked(records: Sequence[Record], axes: Axes, colors: dict[str, str], **sai
             ],
         )
     )
-    return _drawing(definition, [Key(name, color) for name, color in colors.items()], **said)
+    return _drawing(definition, caption, [Key(name, color) for name, color in colors.items()])
 
 
-def bars(records: Sequence[Record], axes: Axes, looks: Series, **said: Any) -> Drawing:
+def bars(records: Sequence[Record], axes: Axes, looks: Series, caption: Caption) -> Drawing:
     """Return a chart with a bar for each name, which is a record's x; its s tells bars of one name apart."""
     names = list(looks.colors)
     order = list(dict.fromkeys(record["x"] for record in records))
@@ -240,10 +261,10 @@ def bars(records: Sequence[Record], axes: Axes, looks: Series, **said: Any) -> D
         )
     )
     keys = [Key(name, looks.colors[name]) for name in names] if len(names) > 1 else []
-    return _drawing(definition, keys, **said)
+    return _drawing(definition, caption, keys)
 
 
-def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: str, **said: Any) -> Drawing:
+def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: str, caption: Caption) -> Drawing:
     """Return a chart of how often values are met: the low and the high end of each bin, how often, and its text."""
     values = [{"low": low, "high": high, "y": count, "text": text} for low, high, count, text in bins]
     definition = (
@@ -256,10 +277,10 @@ def histogram(bins: Iterable[tuple[float, float, int, str]], axes: Axes, color: 
             tooltip=[alt.Tooltip("text:N", title=axes.x), alt.Tooltip("y:Q", title=axes.y, format=",d")],
         )
     )
-    return _drawing(definition, **said)
+    return _drawing(definition, caption)
 
 
-def heat_map(rows: dict[str, list[float]], axes: Axes, colors: dict[float, str], **said: Any) -> Drawing:
+def heat_map(rows: dict[str, list[float]], axes: Axes, colors: dict[float, str], caption: Caption) -> Drawing:
     """Return a chart of a cell for each value of rows of numbers; `colors` of some values, the others between these.
     The page gets a list for each row and no record for each cell, of which there are thousands.
     """
@@ -283,7 +304,7 @@ def heat_map(rows: dict[str, list[float]], axes: Axes, colors: dict[float, str],
             ],
         )
     )
-    return _drawing(definition, keys, **said)
+    return _drawing(definition, caption, keys)
 
 
 def config(ink: str, font: str) -> dict[str, Any]:
@@ -311,26 +332,28 @@ _Draw = Callable[[Sequence[Run]], list[Drawing]]
 
 def events_of(run: Run) -> list[Event]:
     """Return what happened in a run beside its steps, in their order."""
-    found: list[Event] = []
+    events: list[Event] = []
     for row in run.starts[1:]:
         step = row.get("from_step")
         if isinstance(step, int) and not isinstance(step, bool):
-            found.append(Event(step, tr("restart"), tr("started again after step {step}", step=step), GREY))
-    found += [Event(step, tr("bad step"), printable(text), RED) for step, text in run.bad_steps]
-    bad, known = {step for name, step, _ in run.history.events if name == "bad_steps"}, len(run.bad_steps)
+            events.append(Event(step, tr("restart"), tr("started again after step {step}", step=step), GREY))
+    events += [Event(step, tr("bad step"), printable(text), RED) for step, text in run.bad_steps]
+    bad, unused_files = {step for name, step, _ in run.history.events if name == "bad_steps"}, len(run.bad_steps)
     for name, step, count in run.history.events:
         if name == "rewinds":
-            found.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
+            events.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
         elif name == "bad_steps":
-            known -= count  # where a run went back, this is the first row after that, and the steps were later ones
-            if known < 0:  # a full disk has no room for their files
-                text = tr("steps with NaN or Inf, or a spike: {count}", count=min(count, -known))
-                found.append(Event(step, tr("bad step"), text, RED))
+            unused_files -= (
+                count  # where a run went back, this is the first row after that, and the steps were later ones
+            )
+            if unused_files < 0:  # a full disk has no room for their files
+                text = tr("steps with NaN or Inf, or a spike: {count}", count=min(count, -unused_files))
+                events.append(Event(step, tr("bad step"), text, RED))
         elif name == "skipped_steps" and step not in bad:
-            found.append(Event(step, tr("skipped"), tr("steps skipped: {count}", count=count), CYAN))
+            events.append(Event(step, tr("skipped"), tr("steps skipped: {count}", count=count), CYAN))
         elif name not in COUNTERS:
-            found.append(Event(step, tr("NaN or Inf"), tr("{figure} was NaN or Inf", figure=name), RED))
-    return sorted(found, key=lambda event: event.step)
+            events.append(Event(step, tr("NaN or Inf"), tr("{figure} was NaN or Inf", figure=name), RED))
+    return sorted(events, key=lambda event: event.step)
 
 
 def is_own(run: Run) -> bool:
@@ -339,14 +362,21 @@ def is_own(run: Run) -> bool:
 
 
 def _points(run: Run, figure: str, series: str, factor: float = 1.0) -> list[Record]:
-    """Return a figure's means, with its extremes where a point stands for several rows."""
-    found = []
-    for step, one in run.history.training.series(figure):
-        record: Record = {"x": step, "y": rounded(one.mean * factor), "s": series}
-        if one.most > one.least:
-            record |= {"low": rounded(one.least * factor), "high": rounded(one.most * factor)}
-        found.append(record)
-    return found
+    """Return the points of a figure of training: its mean over each group of rows, with the group's extremes.
+
+    Args:
+        run: The run whose metrics are read.
+        figure: A name of NAMES in toolkit/report/run.py, such as "loss".
+        series: What the legend calls these points.
+        factor: What every value is multiplied by, such as 1 / GIB for bytes.
+    """
+    records = []
+    for step, group in run.history.training.series(figure):
+        record: Record = {"x": step, "y": rounded(group.mean * factor), "s": series}
+        if group.most > group.least:
+            record |= {"low": rounded(group.least * factor), "high": rounded(group.most * factor)}
+        records.append(record)
+    return records
 
 
 def _smooth(points: Sequence[Record], series: str) -> list[Record]:
@@ -354,11 +384,11 @@ def _smooth(points: Sequence[Record], series: str) -> list[Record]:
     if len(points) < _SPAN:
         return []
     keep = 1 - 2 / (len(points) / _SPAN + 1) if len(points) > 3 * _SPAN else 0.6
-    found, total, weight = [], 0.0, 0.0
+    averages, total, weight = [], 0.0, 0.0
     for point in points:
         total, weight = keep * total + point["y"], keep * weight + 1
-        found.append({"x": point["x"], "y": rounded(total / weight), "s": series})
-    return found
+        averages.append({"x": point["x"], "y": rounded(total / weight), "s": series})
+    return averages
 
 
 def _validation(run: Run, figure: str, series: str) -> list[Record]:
@@ -369,19 +399,19 @@ def _validation(run: Run, figure: str, series: str) -> list[Record]:
     ]
 
 
-def _ngrams(run: Run) -> list[Record]:
+def _ngram_losses(run: Run) -> list[Record]:
     """Return the losses that unigrams and bigrams reach (`evaluate.ngram_baselines`), each as a level line."""
-    found = {name: run.summary.get(f"{name}_loss") for name in ("unigram", "bigram")}
+    losses = {name: run.summary.get(f"{name}_loss") for name in ("unigram", "bigram")}
     return [
         {"x": x, "y": rounded(loss), "s": name}
-        for name, loss in found.items()
+        for name, loss in losses.items()
         if isinstance(loss, float) and math.isfinite(loss)
         for x in (0, run.step)
     ]
 
 
 def _colors(runs: Sequence[Run]) -> dict[str, str]:
-    return {run.name: PALETTE[place % len(PALETTE)] for place, run in enumerate(runs)}
+    return {run.name: PALETTE[index % len(PALETTE)] for index, run in enumerate(runs)}
 
 
 def _loss(runs: Sequence[Run]) -> list[Drawing]:
@@ -393,7 +423,7 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         raw, smooth, validation = tr("training"), tr("training, smoothed"), tr("validation")
         points = _points(run, "loss", raw)
         smoothed = _smooth(points, smooth)
-        ngrams = _ngrams(run)
+        ngrams = _ngram_losses(run)
         records = [*points, *smoothed, *_validation(run, "eval_loss", validation), *ngrams]
         colors = {raw: BLUE, smooth: BLUE, validation: ORANGE} | (
             {"unigram": PURPLE, "bigram": GREEN} if ngrams else {}
@@ -416,7 +446,7 @@ def _loss(runs: Sequence[Run]) -> list[Drawing]:
         note = tr("Training loss smoothed; dashed: validation.")
     if not records:
         return []
-    return [lines(records, axes, looks, events, name="loss", title=tr("Loss"), note=note, is_wide=True)]
+    return [lines(records, axes, looks, Caption("loss", tr("Loss"), note, is_wide=True), events)]
 
 
 def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Draw:
@@ -438,7 +468,7 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
             return []
         title, y, note = _WORDS[metric]()
         axes = Axes(x=tr("step"), y=y, series=tr("values") if is_one else tr("run"), **look)
-        return [lines(records, axes, looks, name=name, title=title, note=note)]
+        return [lines(records, axes, looks, Caption(name, title, note))]
 
     return draw_lines
 
@@ -449,33 +479,33 @@ def _evaluated(run: Run, figure: str, evaluated: str, axes: Axes, name: str, tit
     points = _points(run, figure, training)
     looks = Series(colors={training: BLUE, validation: ORANGE}, dotted=[validation])
     records = [*points, *_validation(run, evaluated, validation)]
-    return [lines(records, axes, looks, name=name, title=title)] if points else []
+    return [lines(records, axes, looks, Caption(name, title))] if points else []
 
 
-def _apart(run: Run) -> list[Drawing]:
+def _divergences(run: Run) -> list[Drawing]:
     """Return charts of how far a run is from its teacher or its reference, and of its loss on general samples."""
     axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("divergence"), from_zero=True)
     drawn = _evaluated(run, "distill/kl", "eval_kl", axes, "divergence", tr("Divergence from the teacher"))
     axes = replace(axes, y=tr("nats per answer"))
     drawn = drawn or _evaluated(run, "kl", "eval_kl", axes, "divergence", tr("Divergence from the reference"))
-    general, whole = tr("general"), tr("all")
+    general, all_samples = tr("general"), tr("all")
     if drawn and (records := _validation(run, "eval_general_loss", general)):
-        records += _validation(run, "eval_loss", whole)
-        looks = Series(colors={general: BLUE, whole: ORANGE}, dotted=[general, whole])
+        records += _validation(run, "eval_loss", all_samples)
+        looks = Series(colors={general: BLUE, all_samples: ORANGE}, dotted=[general, all_samples])
         axes = Axes(x=tr("step"), y=tr("nats per token"), series=tr("validation"))
         title = tr("What is forgotten: loss on general samples")
-        drawn.append(lines(records, axes, looks, name="forgetting", title=title))
+        drawn.append(lines(records, axes, looks, Caption("forgetting", title)))
     return drawn
 
 
-def _preferred(run: Run) -> list[Drawing]:
+def _rewards(run: Run) -> list[Drawing]:
     """Return charts of the rewards of answers, and of the share that is in order."""
     shorts = {"chosen": GREEN, "rejected": RED, "margins": BLUE}
     records = [point for short in shorts for point in _points(run, f"rewards/{short}", short)]
     if not records:
         return []
     axes = Axes(x=tr("step"), y=tr("reward"), series=tr("answers"), from_zero=True)
-    drawn = [lines(records, axes, Series(colors=shorts), name="rewards", title=tr("Rewards"))]
+    drawn = [lines(records, axes, Series(colors=shorts), Caption("rewards", tr("Rewards")))]
     axes, title = replace(axes, y=tr("share"), format=".0%"), tr("Reward accuracy")
     figure = "rewards/accuracies"
     return drawn + _evaluated(run, figure, f"eval_{figure}", axes, "reward-accuracy", title)
@@ -500,20 +530,20 @@ def _experts(run: Run) -> list[Drawing]:
         step=run.experts.get("step", "?"),
     )
     colors = {0.0: ORANGE, 1.0: GREY, 4.0: BLUE}
-    return [heat_map(shares, axes, colors, name="experts", title=tr("Load of the experts"), note=note, is_wide=True)]
+    return [heat_map(shares, axes, colors, Caption("experts", tr("Load of the experts"), note, is_wide=True))]
 
 
 def _scores(runs: Sequence[Run]) -> list[Drawing]:
     """Return a chart of the answers' metrics, for several runs one of each metric."""
     left_out = {"eval_loss", "eval_perplexity", "eval_tokens", "eval_answers", "eval_tokens_per_s", "eval_samples"}
     left_out |= {"eval_general_loss", "eval_kl", "eval_pairs"}  # the first two are drawn as divergences
-    found = dict.fromkeys(name for run in runs for row in run.history.evaluations for name in row)
-    scores = [name for name in found if name.startswith("eval_") and "/" not in name and name not in left_out]
+    metrics = dict.fromkeys(name for run in runs for row in run.history.evaluations for name in row)
+    scores = [name for name in metrics if name.startswith("eval_") and "/" not in name and name not in left_out]
     shown = {name: name.removeprefix("eval_") for name in scores[: len(PALETTE)]}
 
     def draw_scores(records: list[Record], colors: dict[str, str], name: str, title: str, series: str) -> Drawing:
         axes = Axes(x=tr("step"), y=tr("score"), series=series, from_zero=True)
-        return lines(records, axes, Series(colors=colors, dotted=list(colors)), name=name, title=title)
+        return lines(records, axes, Series(colors=colors, dotted=list(colors)), Caption(name, title))
 
     if len(runs) == 1:
         records = [point for name, short in shown.items() for point in _validation(runs[0], name, short)]
@@ -532,22 +562,26 @@ def _scores(runs: Sequence[Run]) -> list[Drawing]:
     ]
 
 
-def _parts(run: Run) -> list[Drawing]:
-    """Return what a step's time is made of: limits between its parts, each not before the one below."""
+def _step_parts(run: Run) -> list[Drawing]:
+    """Return a chart of the parts of a step's time, each from the end of the part before to its own end.
+
+    The figures are times since the step began, at which its parts end. Each is a mean over several rows, so that an end
+    can be before the one of the part below, or after the step's: it is drawn at that one then.
+    """
     figures = ("data_wait_s", "median_rank_s", "slowest_rank_s", "step_s")
     names = (tr("waiting for data"), tr("forward, own work"), tr("waiting for the slowest rank"), tr("the rest"))
-    known = [dict(run.history.training.series(figure)) for figure in figures]
-    steps = [step for step in known[-1] if step in known[0]]
+    series = [dict(run.history.training.series(figure)) for figure in figures]
+    steps = [step for step in series[-1] if step in series[0]]
     if len(steps) < _LEAST_STEPS:
         return []
     records: list[Record] = []
     for step in steps:
-        below, whole = 0.0, known[-1][step].mean
-        for name, of_step in zip(names, known, strict=True):
-            if step in of_step:
-                limit = min(max(below, of_step[step].mean), whole)
-                records.append({"x": step, "y": rounded(limit - below), "s": name})
-                below = limit
+        begin, step_s = 0.0, series[-1][step].mean
+        for name, by_step in zip(names, series, strict=True):
+            if step in by_step:
+                end = min(max(begin, by_step[step].mean), step_s)
+                records.append({"x": step, "y": rounded(end - begin), "s": name})
+                begin = end
     colors = dict(zip(names, (ORANGE, BLUE, RED, GREEN), strict=True))
     colors = {name: color for name, color in colors.items() if any(record["s"] == name for record in records)}
     axes = Axes(x=tr("step"), y=tr("seconds per step"), series=tr("part"))
@@ -560,25 +594,27 @@ def _parts(run: Run) -> list[Drawing]:
             "How the mean time of a step divides, from bottom to top: waiting for data, and the rest (forward and "
             "backward pass, optimizer update)."
         )
-    return [stacked(records, axes, colors, name="step-parts", title=tr("What a step is made of"), note=note)]
+    return [stacked(records, axes, colors, Caption("step-parts", tr("What a step is made of"), note))]
 
 
-def _ranks(run: Run) -> list[Drawing]:
+def _rank_times(run: Run) -> list[Drawing]:
+    """Return a chart of the time that the slowest, the median and the fastest rank need by themselves."""
     names = {"slowest_rank_s": tr("slowest"), "median_rank_s": tr("median"), "fastest_rank_s": tr("fastest")}
-    found = {name: _points(run, figure, name) for figure, name in names.items()}
-    pairs = zip(found[names["median_rank_s"]], found[names["fastest_rank_s"]], strict=False)
+    curves = {name: _points(run, figure, name) for figure, name in names.items()}
+    pairs = zip(curves[names["median_rank_s"]], curves[names["fastest_rank_s"]], strict=False)
     if all(median["y"] == fastest["y"] for median, fastest in pairs):  # of two ranks the faster one is the median
-        del found[names["median_rank_s"]]
-    records = [{"x": one["x"], "y": one["y"], "s": one["s"]} for points in found.values() for one in points]
+        del curves[names["median_rank_s"]]
+    records = [{"x": point["x"], "y": point["y"], "s": point["s"]} for points in curves.values() for point in points]
     if len({record["x"] for record in records}) < _LEAST_STEPS:
         return []
     axes = Axes(x=tr("step"), y=tr("own seconds per step"), series=tr("rank"), from_zero=True)
     looks = Series(colors=dict(zip(names.values(), (RED, BLUE, GREEN), strict=True)))
     note = tr("What each rank does by itself before it waits for the others.")
-    return [lines(records, axes, looks, name="ranks", title=tr("Slowest and fastest rank"), note=note)]
+    return [lines(records, axes, looks, Caption("ranks", tr("Slowest and fastest rank"), note))]
 
 
-def _slowest(run: Run) -> list[Drawing]:
+def _slowest_shares(run: Run) -> list[Drawing]:
+    """Return a chart of how often each rank was the slowest."""
     if not run.history.slowest:
         return []
     hosts = run.environment.get("hosts")
@@ -590,7 +626,7 @@ def _slowest(run: Run) -> list[Drawing]:
     ]
     axes = Axes(x=tr("rank"), y=tr("share of the log lines"), format=".0%")
     looks = Series(colors={"": BLUE})
-    return [bars(records, axes, looks, name="stragglers", title=tr("Which rank was the slowest"))]
+    return [bars(records, axes, looks, Caption("stragglers", tr("Which rank was the slowest")))]
 
 
 def _memory(runs: Sequence[Run]) -> list[Drawing]:
@@ -608,26 +644,27 @@ def _memory(runs: Sequence[Run]) -> list[Drawing]:
                 records.append({"x": run.name, "y": rounded(top / GIB), "s": name})
     if not records:
         return []
-    said: dict[str, Any] = {
-        "name": "memory",
-        "title": tr("Memory of a rank, measured and planned"),
-        "note": tr("The highest of all ranks since the start, of a GPU; without one, of the process."),
-    }
+    caption = Caption(
+        "memory",
+        tr("Memory of a rank, measured and planned"),
+        tr("The highest of all ranks since the start, of a GPU; without one, of the process."),
+    )
     if len(runs) == 1:
-        return [lines(records, Axes(x=tr("step"), y="GiB", series=tr("memory"), from_zero=True), looks, **said)]
-    return [bars(records, Axes(x=tr("run"), y="GiB", series=tr("memory"), format="~g"), looks, **said)]
+        return [lines(records, Axes(x=tr("step"), y="GiB", series=tr("memory"), from_zero=True), looks, caption)]
+    return [bars(records, Axes(x=tr("run"), y="GiB", series=tr("memory"), format="~g"), looks, caption)]
 
 
-def _padded(run: Run) -> list[Drawing]:
-    found = run.history.padding
-    if not found:
+def _padding(run: Run) -> list[Drawing]:
+    """Return a histogram of the share of padding, in bins of 5 %."""
+    counts = run.history.padding
+    if not counts:
         return []
     bins = [
-        (low / 100, (low + 5) / 100, sum(found[low + one] for one in range(5)), f"{low}–{low + 5} %")
+        (low / 100, (low + 5) / 100, sum(counts[low + percent] for percent in range(5)), f"{low}–{low + 5} %")
         for low in range(0, 100, 5)
     ]
     axes = Axes(x=tr("share of padding"), y=tr("log lines"), format=".0%")
-    return [histogram(bins, axes, ORANGE, name="padding-histogram", title=tr("How much padding there is"))]
+    return [histogram(bins, axes, ORANGE, Caption("padding-histogram", tr("How much padding there is")))]
 
 
 def _lengths(run: Run) -> list[Drawing]:
@@ -641,10 +678,10 @@ def _lengths(run: Run) -> list[Drawing]:
     ends = zip(pairwise(edges), counts, strict=True)
     bins = [(low, high, count, f"{low + 1:,}–{high:,}") for (low, high), count in ends]
     axes = Axes(x=tr("tokens per sample"), y=tr("samples"))
-    return [histogram(bins, axes, GREEN, name="lengths", title=tr("Lengths of the training samples"))]
+    return [histogram(bins, axes, GREEN, Caption("lengths", tr("Lengths of the training samples")))]
 
 
-def _of_one(draw_run: Callable[[Run], list[Drawing]]) -> _Draw:
+def _of_single_run(draw_run: Callable[[Run], list[Drawing]]) -> _Draw:
     """Draw where there is one run only."""
     return lambda runs: draw_run(runs[0]) if len(runs) == 1 else []
 
@@ -698,8 +735,8 @@ FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
     ("learning", ["learning-rate"], _lines("learning-rate", "lr", format=".1e", from_zero=True)),
     ("learning", ["grad-norm"], _lines("grad-norm", "grad_norm", smooth=True)),
     ("learning", ["answers", *(f"answers-{metric.value}" for metric in Metric)], _scores),
-    ("learning", ["rewards", "reward-accuracy"], _of_one(_preferred)),
-    ("learning", ["divergence", "forgetting"], _of_one(_apart)),
+    ("learning", ["rewards", "reward-accuracy"], _of_single_run(_rewards)),
+    ("learning", ["divergence", "forgetting"], _of_single_run(_divergences)),
     ("learning", ["expert-load"], _lines("expert-load", "expert_load_max", smooth=True)),
     ("learning", ["expert-entropy"], _lines("expert-entropy", "router_entropy", smooth=True)),
     (
@@ -707,17 +744,17 @@ FIGURES: tuple[tuple[str, Sequence[str], _Draw], ...] = (
         ["expert-dropped"],
         _lines("expert-dropped", "expert_dropped", format=".1%", from_zero=True, smooth=True),
     ),
-    ("learning", ["experts"], _of_one(_experts)),
+    ("learning", ["experts"], _of_single_run(_experts)),
     ("learning", ["loss-scale"], _lines("loss-scale", "loss_scale", format="~s")),
     ("speed", ["tokens"], _throughput),
-    ("speed", ["step-parts"], _of_one(_parts)),
-    ("speed", ["ranks"], _of_one(_ranks)),
-    ("speed", ["stragglers"], _of_one(_slowest)),
+    ("speed", ["step-parts"], _of_single_run(_step_parts)),
+    ("speed", ["ranks"], _of_single_run(_rank_times)),
+    ("speed", ["stragglers"], _of_single_run(_slowest_shares)),
     ("speed", ["step-time"], _step_time),
     ("memory", ["memory"], _memory),
     ("data", ["padding"], _lines("padding", "padding_fraction", **_RATE | {"format": ".0%"})),
-    ("data", ["padding-histogram"], _of_one(_padded)),
-    ("data", ["lengths"], _of_one(_lengths)),
+    ("data", ["padding-histogram"], _of_single_run(_padding)),
+    ("data", ["lengths"], _of_single_run(_lengths)),
 )
 """Section of the page, names of the charts (and of their pictures), what draws them of the runs."""
 NAMES = frozenset(name for _, names, _ in FIGURES for name in names)

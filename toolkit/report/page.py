@@ -83,10 +83,10 @@ def short(value: float) -> str:
 
 def speed(run: Run) -> float | None:
     """Return tokens (or samples) per second over all steps that were logged, None where there are none."""
-    found = run.history.training.series("samples_per_s" if is_own(run) else "tokens_per_s")
+    paces = run.history.training.series("samples_per_s" if is_own(run) else "tokens_per_s")
     weights = dict(run.history.training.series("step_s"))
-    seconds = sum(weights[step].mean for step, _ in found if step in weights)
-    return sum(one.mean * weights[step].mean for step, one in found if step in weights) / seconds if seconds else None
+    seconds = sum(weights[step].mean for step, _ in paces if step in weights)
+    return sum(pace.mean * weights[step].mean for step, pace in paces if step in weights) / seconds if seconds else None
 
 
 def peak(run: Run) -> tuple[float | None, float | None]:
@@ -120,7 +120,7 @@ def tiles(run: Run) -> Iterator[Tile]:
         detail = ""
         for name in ("mfu_matmul", "mfu") if run.environment.get("device") else ():
             if series := history.training.series(name):
-                mean = f"{sum(one.mean for _, one in series) / len(series):.0%}"
+                mean = f"{sum(figure.mean for _, figure in series) / len(series):.0%}"
                 detail = f"MFU {mean}" if name == "mfu" else tr("{share} of matmul", share=mean)
         yield Tile(tr("Samples per second") if is_own(run) else tr("Tokens per second"), f"{pace:,.0f}", detail)
     most, planned = peak(run)
@@ -128,10 +128,10 @@ def tiles(run: Run) -> Iterator[Tile]:
         detail = tr("of {planned} GiB planned", planned=f"{planned / GIB:.2f}") if planned else ""
         yield Tile(tr("Memory of a rank"), f"{most / GIB:.2f} GiB", detail, _BAD if planned and most > planned else "")
     if history.seconds:
-        detail, whole = tr("in training steps"), run.summary.get("seconds")
-        if isinstance(whole, (int, float)) and len(run.starts) == 1:  # as the log's last lines say
+        detail, total_s = tr("in training steps"), run.summary.get("seconds")
+        if isinstance(total_s, (int, float)) and len(run.starts) == 1:  # as the log's last lines say
             detail = tr(
-                "in training steps; {time} in all, from the start of the command", time=terminal.clock(round(whole))
+                "in training steps; {time} in all, from the start of the command", time=terminal.clock(round(total_s))
             )
         yield Tile(tr("Time"), terminal.clock(round(history.seconds)), detail)
     bad, skipped, rewinds = (int(last(name) or 0) for name in ("bad_steps", "skipped_steps", "rewinds"))
@@ -168,8 +168,8 @@ def overview(runs: Sequence[Run]) -> Table:
         *(tr("run"), tr("state"), tr("steps"), tr("training loss"), tr("best validation loss")),
         *(tr("per second"), tr("GiB, measured / planned"), tr("time in steps")),
     )
-    known = [run.history.best[0] for run in runs if run.history.best]
-    best = {place for place, run in enumerate(runs) if run.history.best and run.history.best[0] == min(known)}
+    losses = [run.history.best[0] for run in runs if run.history.best]
+    best = {index for index, run in enumerate(runs) if run.history.best and run.history.best[0] == min(losses)}
     return Table(heads, rows, marked=best, note=tr("Marked: the lowest validation loss."))
 
 
@@ -179,19 +179,19 @@ def _paced(run: Run, count: str) -> str:
 
 def events(run: Run) -> Table | None:
     """Return what happened in a run, in the order of its steps."""
-    found = events_of(run)
-    if not found:
+    run_events = events_of(run)
+    if not run_events:
         return None
-    left = max(len(found) - _MOST_ROWS, 0) + run.history.more_events
+    left = max(len(run_events) - _MOST_ROWS, 0) + run.history.more_events
     note = tr("{count} more are not listed.", count=f"{left:,}") if left else ""
-    rows = [[event.kind, f"{event.step:,}", event.text] for event in found[:_MOST_ROWS]]
+    rows = [[event.kind, f"{event.step:,}", event.text] for event in run_events[:_MOST_ROWS]]
     return Table((tr("event"), tr("step"), tr("details")), rows, note=note)
 
 
 def settings(runs: Sequence[Run]) -> Table | None:
     """Return what one run sets otherwise than its recipe and the defaults, or in what several differ."""
     if len(runs) > 1:
-        rows = [[one.key, *one.values] for one in differences_between(runs)]
+        rows = [[change.key, *change.values] for change in differences_between(runs)]
         return Table((tr("setting"), *(run.name for run in runs)), rows) if rows else None
     changed, has_recipe = differences_of_run(runs[0])
     if not changed:
@@ -200,12 +200,12 @@ def settings(runs: Sequence[Run]) -> Table | None:
         note = tr(
             "The run's recipe is not installed here: compared with the defaults. All settings are in config.yaml."
         )
-        rows = [[one.key, one.values[0], one.values[2]] for one in changed]
+        rows = [[change.key, change.values[0], change.values[2]] for change in changed]
         return Table((tr("setting"), tr("this run"), tr("default")), rows, note=note)
     recipe = tr("recipe {name}", name=runs[0].config.get("recipe", ""))
     note = tr("Marked: not what the recipe says, as it is installed here. All settings are in config.yaml.")
-    rows = [[one.key, *one.values] for one in changed]
-    marked = {place for place, one in enumerate(changed) if one.is_new}
+    rows = [[change.key, *change.values] for change in changed]
+    marked = {index for index, change in enumerate(changed) if change.is_new}
     return Table((tr("setting"), tr("this run"), recipe, tr("default")), rows, marked=marked, note=note)
 
 
@@ -229,18 +229,18 @@ def plan(run: Run) -> Table | None:
 
 def collectives(run: Run) -> Table | None:
     """Return what DeepSpeed's log of collectives counted, the longest first; None without it."""
-    found = []
-    for one in run.collectives:
-        calls, size, seconds = (one.get(name) for name in ("calls", "bytes", "seconds"))
+    timed_rows = []
+    for operation in run.collectives:
+        calls, size, seconds = (operation.get(name) for name in ("calls", "bytes", "seconds"))
         if not all(isinstance(value, (int, float)) and value >= 0 for value in (calls, size, seconds)) or not calls:
             continue
         rate = f"{size / seconds / 1e9:.3g}" if seconds else NONE
         figures = [f"{calls:,.0f}", f"{size / calls / 2**20:,.3f}", f"{size / GIB:,.3f}", f"{seconds:,.2f}", rate]  # type: ignore[operator]
-        found.append((float(seconds), [str(one.get("operation")), *figures]))  # type: ignore[arg-type]
-    found.sort(key=lambda pair: -pair[0])
+        timed_rows.append((float(seconds), [str(operation.get("operation")), *figures]))  # type: ignore[arg-type]
+    timed_rows.sort(key=lambda pair: -pair[0])
     heads = [tr("collective"), tr("calls"), tr("MiB per call"), tr("GiB"), tr("seconds"), tr("GB per second")]
     title = tr("Communication of rank 0 while it trained (profile.comms)")
-    return Table(heads, [row for _, row in found[:_MOST_ROWS]], title=title) if found else None
+    return Table(heads, [row for _, row in timed_rows[:_MOST_ROWS]], title=title) if timed_rows else None
 
 
 def data_card(run: Run) -> list[Table]:
@@ -248,7 +248,7 @@ def data_card(run: Run) -> list[Table]:
     splits, sources, dropped, duplicates = (
         run.data.get(name) for name in ("splits", "sources", "dropped", "duplicates")
     )
-    found = []
+    tables = []
     unit = {"pairs": tr("pairs"), "answers": tr("answers")}.get(str(run.data.get("unit")), tr("samples"))
     if isinstance(splits, dict) and splits:
         counts = ["samples", "tokens", "trained_tokens", "shortest", "median", "longest"]
@@ -266,16 +266,17 @@ def data_card(run: Run) -> list[Table]:
                 )
             )
         rows = [[name, *(_count(split.get(key)) for key in counts)] for name, split in named]
-        found.append(Table(heads, rows, note=messages.joined(*notes)))
+        tables.append(Table(heads, rows, note=messages.joined(*notes)))
     if isinstance(sources, list) and sources:
         counts = ["rows", "samples", "tokens", "trained_tokens"]
-        listed = [one for one in sources[:_MOST_ROWS] if isinstance(one, dict)]
+        listed = [source for source in sources[:_MOST_ROWS] if isinstance(source, dict)]
         heads = [tr("source"), tr("split"), tr("rows"), unit, tr("tokens"), tr("trained")]
         rows = [
-            [str(one.get("name")), str(one.get("split")), *(_count(one.get(key)) for key in counts)] for one in listed
+            [str(source.get("name")), str(source.get("split")), *(_count(source.get(key)) for key in counts)]
+            for source in listed
         ]
-        found.append(Table(heads, rows))
-    return found
+        tables.append(Table(heads, rows))
+    return tables
 
 
 def _count(value: object) -> str:
@@ -287,36 +288,39 @@ def environment(runs: Sequence[Run]) -> Table | None:
     columns = [_environment(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(column.get(name, NONE) for column in columns)] for name in names]
-    marked = {place for place, row in enumerate(rows) if len(set(row[1:])) > 1}
+    marked = {index for index, row in enumerate(rows) if len(set(row[1:])) > 1}
     heads = ("", *(run.name if len(runs) > 1 else tr("this run") for run in runs))
     return Table(heads, rows, marked=marked) if rows else None
 
 
 def _environment(run: Run) -> dict[str, str]:
-    known = run.environment
-    hosts, packages = known.get("hosts"), known.get("packages")
+    """Return what environment.json tells of a run, by names that a reader sees."""
+    recorded = run.environment
+    hosts, packages = recorded.get("hosts"), recorded.get("packages")
     names = list(dict.fromkeys(map(str, hosts))) if isinstance(hosts, list) else []
-    found = {
-        tr("ranks"): known.get("world_size"),
+    facts = {
+        tr("ranks"): recorded.get("world_size"),
         tr("nodes"): ", ".join(names[:8]) + (" …" if len(names) > 8 else ""),
-        "GPU": known.get("device"),
-        tr("processors"): known.get("processors"),
-        tr("system"): known.get("platform"),
-        tr("commit"): known.get("commit"),
-        "Python": known.get("python"),
+        "GPU": recorded.get("device"),
+        tr("processors"): recorded.get("processors"),
+        tr("system"): recorded.get("platform"),
+        tr("commit"): recorded.get("commit"),
+        "Python": recorded.get("python"),
         **(packages if isinstance(packages, dict) else {}),
     }
-    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+    return {name: str(value) for name, value in facts.items() if value not in (None, "")}
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
     """Return how a run was started, each time, and how to do it again: what it is, and the command."""
-    found: list[tuple[str, str]] = []
+    labelled_commands: list[tuple[str, str]] = []
     for row in run.starts[-_MOST_ROWS:]:
         words = row.get("command")
         text = messages.printable(shlex.join(map(str, words))) if isinstance(words, list) else ""
-        if text and (not found or text != found[-1][1]):
-            found.append((tr("{time}, from step {step}", time=row.get("time", "?"), step=row.get("from_step")), text))
+        if text and (not labelled_commands or text != labelled_commands[-1][1]):
+            labelled_commands.append(
+                (tr("{time}, from step {step}", time=row.get("time", "?"), step=row.get("from_step")), text)
+            )
     if run.config:
         ranks, hosts = run.environment.get("world_size"), run.environment.get("hosts")
         if isinstance(hosts, list) and len(set(map(str, hosts))) > 1 and not is_own(run):
@@ -326,15 +330,17 @@ def commands(run: Run) -> list[tuple[str, str]]:
             start = ["deepspeed", "--num_gpus", str(ranks)] if is_launched else ["python"]
             start.append(str(run.data.get("program") or "run.py"))
         again = [*start, f"recipe={files.quoted(run.folder / 'config.yaml')}", "run.name=NAME"]
-        found.append((tr("The same settings, whatever the recipe says by now"), messages.printable(shlex.join(again))))
-    return found
+        labelled_commands.append(
+            (tr("The same settings, whatever the recipe says by now"), messages.printable(shlex.join(again)))
+        )
+    return labelled_commands
 
 
 def example_data(run: Run) -> str:
     """Return the sentence about a run that trained on example data; "" if it did not."""
     sources = run.section("data").get("sources")
-    listed = [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []
-    return files.sentence((str(one.get("path")), str(one.get("format"))) for one in listed)
+    listed = [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+    return files.sentence((str(source.get("path")), str(source.get("format"))) for source in listed)
 
 
 def head(run: Run) -> list[str]:
@@ -374,38 +380,39 @@ def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     if name in files.known_recipes():
         with suppress(messages.ConfigError):
             recipe = _settings(to_dict(load([f"recipe={name}"]).cfg))
-    found = []
+    changes = []
     for key in ours | (recipe or {}):
         value, default = ours.get(key), defaults.get(key)
         its = recipe.get(key) if recipe is not None else default
         is_new = not secrets.are_same(value, its)
         if key not in _OWN and (is_new or not secrets.are_same(value, default)):
-            found.append(Changed(key, [_setting_text(one) for one in (value, its, default)], is_new))
-    return sorted(found, key=lambda one: not one.is_new), recipe is not None
+            changes.append(Changed(key, [_setting_text(setting) for setting in (value, its, default)], is_new))
+    return sorted(changes, key=lambda change: not change.is_new), recipe is not None
 
 
 def differences_between(runs: Sequence[Run]) -> list[Changed]:
     """Return the settings in which runs differ."""
     settings = [_settings(run.config) for run in runs]
-    keys = dict.fromkeys(key for one in settings for key in one)
+    keys = dict.fromkeys(key for run_settings in settings for key in run_settings)
     return [
-        Changed(key, [_setting_text(one.get(key)) for one in settings], True)
+        Changed(key, [_setting_text(run_settings.get(key)) for run_settings in settings], True)
         for key in keys
-        if key not in _OWN and any(not secrets.are_same(one.get(key), settings[0].get(key)) for one in settings[1:])
+        if key not in _OWN
+        and any(not secrets.are_same(run_settings.get(key), settings[0].get(key)) for run_settings in settings[1:])
     ]
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return every value by its key; of the sections in a list only what is not a data source's default."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in dotted_keys.leaves(config):
-        sections = value if isinstance(value, list) and all(isinstance(one, dict) for one in value) else []
-        for number, one in enumerate(sections):
-            items = {name: it for name, it in dotted_keys.leaves(one) if it not in (_SOURCE.get(name), None)}
-            found |= {f"{key}[{number}].{name}": it for name, it in items.items()}
+        sections = value if isinstance(value, list) and all(isinstance(section, dict) for section in value) else []
+        for number, section in enumerate(sections):
+            items = {name: it for name, it in dotted_keys.leaves(section) if it not in (_SOURCE.get(name), None)}
+            values |= {f"{key}[{number}].{name}": it for name, it in items.items()}
         if not sections:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def _setting_text(value: object) -> str:
@@ -460,20 +467,20 @@ class Section:
 
 def render(runs: Sequence[Run], drawings: dict[str, list[Drawing]], images: str) -> str:
     """Return the page of runs."""
-    one = runs[0] if len(runs) == 1 else None
+    single_run = runs[0] if len(runs) == 1 else None
     return write_page(
-        title=one.name if one else tr("{count} runs compared", count=len(runs)),
-        kind=tr("Training run") if one else tr("Comparison of training runs"),
-        head=head(one) if one else [run.name for run in runs],
-        tiles=list(tiles(one)) if one else [],
+        title=single_run.name if single_run else tr("{count} runs compared", count=len(runs)),
+        kind=tr("Training run") if single_run else tr("Comparison of training runs"),
+        head=head(single_run) if single_run else [run.name for run in runs],
+        tiles=list(tiles(single_run)) if single_run else [],
         sections=_sections(runs, drawings),
         drawn=[drawing for of_section in drawings.values() for drawing in of_section],
         noscript=tr(
             "The charts need JavaScript; with vl-convert-python they are in {folder} as pictures.", folder=f"{images}/"
         ),
-        state=status(one) if one else None,
-        examples=example_data(one) if one else "",
-        failure=one.failure[:4000] if one and not one.summary else "",
+        state=status(single_run) if single_run else None,
+        examples=example_data(single_run) if single_run else "",
+        failure=single_run.failure[:4000] if single_run and not single_run.summary else "",
     )
 
 
@@ -540,9 +547,9 @@ def _shown(value: Any) -> Any:
 
 def _spec(drawing: Drawing) -> dict[str, Any]:
     """Return a chart for Vega-Lite, without a look of its own."""
-    found: dict[str, Any] = drawing.definition.to_dict()
-    found.pop("config", None)
-    return found
+    spec: dict[str, Any] = drawing.definition.to_dict()
+    spec.pop("config", None)
+    return spec
 
 
 def _without_legends(part: Any) -> Any:
@@ -556,14 +563,14 @@ def png(drawing: Drawing) -> bytes:
     """Return a chart as a picture on white."""
     import vl_convert  # 84 MB, of which a page needs none
 
-    found = {
+    spec = {
         **secrets.hide_all(_spec(drawing)),
         "title": drawing.title,
         "width": _PNG_WIDTH,
         "height": _PNG_HEIGHT,
         "config": {**config(_INK, PNG_FONTS), "background": "#ffffff", "padding": 16},
     }
-    image: bytes = vl_convert.vegalite_to_png(found, vl_version=VEGA_LITE, scale=_PNG_SCALE, allowed_base_urls=[])
+    image: bytes = vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=_PNG_SCALE, allowed_base_urls=[])
     return image
 
 
@@ -572,23 +579,24 @@ def _file(name: str) -> str:
 
 
 def _sections(runs: Sequence[Run], drawings: dict[str, list[Drawing]]) -> list[Section]:
-    one = runs[0] if len(runs) == 1 else None
+    """Return the sections of the page; for several runs those that compare them."""
+    single_run = runs[0] if len(runs) == 1 else None
     changed = settings(runs)
 
-    def section(name: str, title: str, *given: Table | None, empty: str = "") -> Section:
-        shown = [table for table in given if table]
+    def section(name: str, title: str, *tables: Table | None, empty: str = "") -> Section:
+        shown = [table for table in tables if table]
         return Section(id=name, title=title, drawings=drawings.get(name, ()), tables=shown, empty=empty)
 
     no_step = "" if drawings.get("learning") else tr("No step has been logged yet.")
-    no_change = "" if changed or one else tr("None: the settings are the same.")
+    no_change = "" if changed or single_run else tr("None: the settings are the same.")
     return [
-        section("overview", tr("At a glance"), None if one else overview(runs)),
-        section("learning", tr("Learning"), events(one) if one else None, empty=no_step),
-        section("speed", tr("Speed"), collectives(one) if one else None),
-        section("memory", tr("Memory"), plan(one) if one else None),
+        section("overview", tr("At a glance"), None if single_run else overview(runs)),
+        section("learning", tr("Learning"), events(single_run) if single_run else None, empty=no_step),
+        section("speed", tr("Speed"), collectives(single_run) if single_run else None),
+        section("memory", tr("Memory"), plan(single_run) if single_run else None),
         _answers(runs),
-        section("data", tr("Data"), *(data_card(one) if one else ())),
-        section("settings", tr("Settings") if one else tr("Settings that differ"), changed, empty=no_change),
+        section("data", tr("Data"), *(data_card(single_run) if single_run else ())),
+        section("settings", tr("Settings") if single_run else tr("Settings that differ"), changed, empty=no_change),
         section("environment", tr("Environment"), environment(runs)),
         _again(runs),
     ]
@@ -601,33 +609,42 @@ def _answers(runs: Sequence[Run]) -> Section:
         # The question alone tells samples apart, as data may be copied.
         asked: dict[tuple[str, str], tuple[Sample, list[dict[str, Any]]]] = {}
         for run in runs:
-            for one in run.answers.samples:
-                _, said = asked.setdefault((one.prompt, one.reference), (one, []))
-                said += _said_at(one, [max(one.said)], f"{run.name} · ")
-        samples = [_sample(one.where, one.prompt, said, one) for one, said in asked.values() if len(said) > 1]
+            for sample in run.answers.samples:
+                _, answers = asked.setdefault((sample.prompt, sample.reference), (sample, []))
+                answers += _answers_after(sample, [max(sample.answers)], f"{run.name} · ")
+        samples = [
+            _sample(sample.where, sample.prompt, answers, sample)
+            for sample, answers in asked.values()
+            if len(answers) > 1
+        ]
     else:
-        found = runs[0].answers
-        samples = [_sample(one.where, one.prompt, _said_at(one, found.steps), one) for one in found.samples]
+        evaluated = runs[0].answers
+        samples = [
+            _sample(sample.where, sample.prompt, _answers_after(sample, evaluated.steps), sample)
+            for sample in evaluated.samples
+        ]
         for row in runs[0].samples[:_MOST_QUESTIONS]:
-            said = [_answer(tr("answer"), str(row.get("answer", "")))]
-            samples.append(_sample(tr("asked at the end"), str(row.get("prompt", "")), said))
-        if found.evaluations > len(found.steps):
-            note = tr("{shown} of {count} evaluations are shown.", shown=len(found.steps), count=found.evaluations)
+            answers = [_answer(tr("answer"), str(row.get("answer", "")))]
+            samples.append(_sample(tr("asked at the end"), str(row.get("prompt", "")), answers))
+        if evaluated.evaluations > len(evaluated.steps):
+            note = tr(
+                "{shown} of {count} evaluations are shown.", shown=len(evaluated.steps), count=evaluated.evaluations
+            )
     return Section(id="answers", title=tr("Answers"), samples=samples, note=note)
 
 
-def _sample(where: str, prompt: str, said: list[dict[str, Any]], of: Sample | None = None) -> dict[str, Any]:
+def _sample(where: str, prompt: str, answers: list[dict[str, Any]], of: Sample | None = None) -> dict[str, Any]:
     """Return a sample as the page shows it, with the reference answer last."""
     reference = [_answer(tr("reference"), of.reference, is_reference=True)] if of and of.reference else []
-    return {"where": where, "prompt": prompt, "answers": [*said, *reference]}
+    return {"where": where, "prompt": prompt, "answers": [*answers, *reference]}
 
 
-def _said_at(sample: Sample, steps: Sequence[int], prefix: str = "") -> list[dict[str, Any]]:
+def _answers_after(sample: Sample, steps: Sequence[int], prefix: str = "") -> list[dict[str, Any]]:
     """Return the answers after some steps, of those that have one."""
     return [
-        _answer(prefix + tr("step {step}", step=f"{step:,}"), sample.said[step], sample.scores.get(step))
+        _answer(prefix + tr("step {step}", step=f"{step:,}"), sample.answers[step], sample.scores.get(step))
         for step in steps
-        if step in sample.said
+        if step in sample.answers
     ]
 
 
@@ -639,7 +656,7 @@ def _answer(
 
 
 def _again(runs: Sequence[Run]) -> Section:
-    found = [
+    labelled_commands = [
         (f"{run.name}: {label}" if len(runs) > 1 else label, command)
         for run in runs
         for label, command in commands(run)
@@ -647,7 +664,7 @@ def _again(runs: Sequence[Run]) -> Section:
     note = ""
     if any(str(run.environment.get("commit", "")).endswith("+changes") for run in runs):
         note = tr("The toolkit had changes that are in no commit (+changes): the commit alone does not reproduce it.")
-    return Section(id="again", title=tr("Reproduce this run"), commands=found, note=note)
+    return Section(id="again", title=tr("Reproduce this run"), commands=labelled_commands, note=note)
 
 
 COMPARISON = "comparison.html"
@@ -663,7 +680,7 @@ def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path
     """
     folders = expand_sweeps(paths)
     real = [path.resolve() for path in folders]
-    if twice := [str(path) for path, one in zip(folders, real, strict=True) if real.count(one) > 1]:
+    if twice := [str(path) for path, resolved in zip(folders, real, strict=True) if real.count(resolved) > 1]:
         raise messages.ConfigError("{runs}: these are the same run. Name each once.", runs=", ".join(twice))
     runs = [answered(partial(read_run, path), path, _READING_S) for path in real]
     distinct_names(runs)
@@ -708,6 +725,7 @@ def _check_target(output: Path, images: Path) -> None:
 
 
 def _write(runs: Sequence[Run], output: Path, images: Path, has_pictures: bool) -> None:
+    """Write the page, and a picture of each chart; pictures that are left from another report are removed."""
     drawings, names = draw(runs), set[str]()
     disk.write_atomically(output, render(runs, drawings, images.name).encode("utf-8", errors="backslashreplace"))
     language = messages.current_language()
@@ -717,7 +735,7 @@ def _write(runs: Sequence[Run], output: Path, images: Path, has_pictures: bool) 
     try:
         if has_pictures:
             images.mkdir(exist_ok=True)
-        for drawing in (one for of_section in drawings.values() for one in of_section if has_pictures):
+        for drawing in (drawing for of_section in drawings.values() for drawing in of_section if has_pictures):
             names.add(f"{drawing.name}.png")
             disk.write_atomically(images / f"{drawing.name}.png", png(drawing))
     finally:

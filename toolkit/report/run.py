@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -44,7 +44,7 @@ NAMES = (
     *("host_memory_peak_bytes", "device_memory_peak_bytes", "planned_memory_bytes"),
 )
 """Figures of a training row that a report shows; `step` is the first."""
-_PLACE = {name: place for place, name in enumerate(NAMES)}
+_COLUMN = {name: column for column, name in enumerate(NAMES)}
 _COUNTS = slice(1, 1 + len(COUNTERS))
 _NO_NUMBER = ("nan", "inf", "-inf")
 
@@ -74,8 +74,8 @@ class Curve:
         self.rows += len(values)
         while len(values):
             part, values = np.split(values, [min(self.width - self._in_open, len(values))])
-            found = _reduced(part)
-            self._open = found if self._open is None else _joined(self._open, found)
+            group = _reduced(part)
+            self._open = group if self._open is None else _joined(self._open, group)
             self._in_open += len(part)
             if self._in_open == self.width:
                 self.finish()
@@ -93,17 +93,17 @@ class Curve:
 
     def series(self, name: str) -> list[tuple[int, Figure]]:
         """Return the last step of each group that has a figure, and the figure."""
-        place = _PLACE[name]
+        column = _COLUMN[name]
         return [
-            (int(group[4, 0]), Figure(group[1, place] / group[0, place], *map(float, group[2:, place])))
+            (int(group[4, 0]), Figure(group[1, column] / group[0, column], *map(float, group[2:, column])))
             for group in self._groups
-            if group[0, place] and group[0, 0]
+            if group[0, column] and group[0, 0]
         ]
 
     def last(self, name: str) -> float | None:
         """Return the last value of a figure, None where there is none."""
-        found = self.series(name)
-        return found[-1][1].last if found else None
+        points = self.series(name)
+        return points[-1][1].last if points else None
 
     def most(self, name: str) -> float | None:
         """Return the highest value of a figure, None where there is none."""
@@ -173,18 +173,18 @@ class History:
             self.evaluations.append(self._newest)
 
     def _add_evaluation(self, row: dict[str, Any]) -> None:
-        found = {name: number for name, value in row.items() if (number := _number(value)) is not None}
-        step = found.get("step")
+        numbers = {name: number for name, value in row.items() if (number := _number(value)) is not None}
+        step = numbers.get("step")
         if step is None:
             self.unreadable += 1
             return
-        if (loss := found.get("eval_loss")) is None:
+        if (loss := numbers.get("eval_loss")) is None:
             self._tell("eval_loss", int(step), 1)
         elif self.best is None or loss < self.best[0]:
             self.best = loss, int(step)
-        self._newest = found
+        self._newest = numbers
         if self._evaluations % self._stride == 0:
-            self.evaluations.append(found)
+            self.evaluations.append(numbers)
             if len(self.evaluations) == 2 * LIMIT:
                 self.evaluations, self._stride = self.evaluations[::2], 2 * self._stride
         self._evaluations += 1
@@ -204,38 +204,55 @@ class History:
             return
         if self._before[0] and not self.training.rows:  # with their step, another run's checkpoint brought its counts
             self._before[_COUNTS] = np.nan_to_num(values[0, _COUNTS])
-        self._find_events(rows, values)
+        self._add_events(rows, values)
         together = np.vstack([self._before, values])
-        step_s = np.nan_to_num(values[:, _PLACE["step_s"]], nan=0.0, posinf=0.0)
+        step_s = np.nan_to_num(values[:, _COLUMN["step_s"]], nan=0.0, posinf=0.0)
         self.seconds += float((step_s * np.maximum(np.diff(together[:, 0]), 1)).sum())
         for counter, name, scale in ((self.slowest, "slowest_rank", 1), (self.padding, "padding_fraction", 100)):
-            column = values[:, _PLACE[name]]
+            column = values[:, _COLUMN[name]]
             counter.update((column[np.isfinite(column)] * scale).astype(int).tolist())
         if self.first_loss is None:
-            losses = values[:, _PLACE["loss"]]
+            losses = values[:, _COLUMN["loss"]]
             self.first_loss = next(iter(losses[np.isfinite(losses)].tolist()), None)
         self._before = np.where(np.isfinite(values[-1]), values[-1], self._before)
         self.training.add(values)
 
-    def _find_events(self, rows: Sequence[list[Any]], values: NDArray[np.float64]) -> None:
-        found = []
-        for name in COUNTERS:
-            column = np.concatenate([self._before[_PLACE[name]][None], np.nan_to_num(values[:, _PLACE[name]])])
-            for place in np.flatnonzero(np.diff(column) > 0).tolist():
-                found.append((int(values[place, 0]), name, int(column[place + 1] - column[place])))
-        for name in ("loss", "grad_norm"):
-            place = _PLACE[name]
-            if not np.isfinite(values[:, place]).all():
-                written = [(_number(row[0]), row[place]) for row in rows]
-                found += [(int(step), name, 1) for step, value in written if step is not None and value in _NO_NUMBER]
-        for step, name, count in sorted(found):
+    def _add_events(self, rows: Sequence[list[Any]], values: NDArray[np.float64]) -> None:
+        """Note what happened in some rows, in the order of their steps.
+
+        Args:
+            rows: The values of NAMES as they stand in the file, a list for each row.
+            values: The same rows as numbers, [rows, names]; NaN where a value is missing or is not a finite number.
+        """
+        events = [*self._counter_events(values), *_nonfinite_events(rows, values)]
+        for step, name, count in sorted(events):
             self._tell(name, step, count)
+
+    def _counter_events(self, values: NDArray[np.float64]) -> Iterator[tuple[int, str, int]]:
+        """Yield step, name and increase wherever a counter is higher than in the row before."""
+        for name in COUNTERS:
+            before, counts = self._before[_COLUMN[name]], np.nan_to_num(values[:, _COLUMN[name]])
+            increases = np.diff(counts, prepend=before)
+            for row in np.flatnonzero(increases > 0).tolist():
+                yield int(values[row, 0]), name, int(increases[row])
 
     def _tell(self, name: str, step: int, count: int) -> None:
         if len(self.events) < MOST_EVENTS:
             self.events.append((name, step, count))
         else:
             self.more_events += 1
+
+
+def _nonfinite_events(rows: Sequence[list[Any]], values: NDArray[np.float64]) -> Iterator[tuple[int, str, int]]:
+    """Yield step, name and 1 for each loss and gradient norm that the file has as NaN or Inf; a missing one is none."""
+    for name in ("loss", "grad_norm"):
+        column = _COLUMN[name]
+        if np.isfinite(values[:, column]).all():
+            continue
+        for row in rows:
+            step = _number(row[0])
+            if step is not None and row[column] in _NO_NUMBER:
+                yield int(step), name, 1
 
 
 def _number(value: object) -> float | None:
@@ -308,8 +325,8 @@ class Sample(NamedTuple):
     where: str
     prompt: str
     reference: str
-    said: dict[int, str]
-    """Answer by step."""
+    answers: dict[int, str]
+    """The model's answer, by step."""
     scores: dict[int, dict[str, float]]
     """Metrics of the answer by step."""
 
@@ -329,7 +346,7 @@ def read_answers(folder: Path) -> Answers:
     files = {int(match[1]): path for match, path in matches if match}
     every = sorted(files)
     count = min(STEPS, len(every))
-    steps = [every[round(place * (len(every) - 1) / max(count - 1, 1))] for place in range(count)]
+    steps = [every[round(index * (len(every) - 1) / max(count - 1, 1))] for index in range(count)]
     asked: dict[tuple[str, str], Sample] = {}
     for step in steps:
         with suppress(OSError):
@@ -338,21 +355,27 @@ def read_answers(folder: Path) -> Answers:
                     # Cut, but not so short that half a secret would be left.
                     where, prompt, reference, output = (str(row.get(name) or "")[: 4 * LETTERS] for name in _TEXTS)
                     sample = asked.setdefault((where, prompt), Sample(where, prompt, reference, {}, {}))
-                    if step not in sample.said:
-                        sample.said[step] = _shown_text(output)
+                    if step not in sample.answers:
+                        sample.answers[step] = _shown_text(output)
                         numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
                         sample.scores[step] = {name: numbers[name] for name in numbers if name != "output_tokens"}
     # Those first that were answered most often: a file may have been cut off.
-    chosen = sorted(asked.values(), key=lambda sample: -len(sample.said))[:SAMPLES]
-    for place, (where, prompt, reference, said, scores) in enumerate(chosen):
-        chosen[place] = Sample(_shown_text(where), _shown_text(prompt), _shown_text(reference), said, scores)
-    return Answers(steps, chosen, len(every))
+    chosen = sorted(asked.values(), key=lambda sample: -len(sample.answers))[:SAMPLES]
+    samples = [
+        sample._replace(
+            where=_shown_text(sample.where),
+            prompt=_shown_text(sample.prompt),
+            reference=_shown_text(sample.reference),
+        )
+        for sample in chosen
+    ]
+    return Answers(steps, samples, len(every))
 
 
 def _shown_text(text: str) -> str:
     """Return a text as it may be shown, cut where it is long."""
-    whole = printable(hide(text)).strip()
-    return whole[:LETTERS] + "…" if len(whole) > LETTERS else whole
+    shown = printable(hide(text)).strip()
+    return shown[:LETTERS] + "…" if len(shown) > LETTERS else shown
 
 
 _LARGEST_BYTES = 16 << 20
@@ -407,8 +430,8 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """Return the optimizer steps that the run is to have, None where it is not known."""
-        found = self.summary.get("steps") or self.data.get("total_steps") or self.section("train").get("max_steps")
-        return int(found) if isinstance(found, (int, float)) and found else None
+        steps = self.summary.get("steps") or self.data.get("total_steps") or self.section("train").get("max_steps")
+        return int(steps) if isinstance(steps, (int, float)) and steps else None
 
     @property
     def step(self) -> int:
@@ -417,8 +440,8 @@ class Run:
 
     def section(self, name: str) -> dict[str, Any]:
         """Return a section of the config, {} without one."""
-        found = self.config.get(name)
-        return found if isinstance(found, dict) else {}
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
 
 
 def is_run(folder: Path) -> bool:
@@ -459,7 +482,7 @@ def read_run(path: Path) -> Run:
         starts=starts,
         bad_steps=_bad_steps(folder),
         answers=read_answers(folder / "evaluations"),
-        collectives=[one for one in listed if isinstance(one, dict)],
+        collectives=[operation for operation in listed if isinstance(operation, dict)],
         experts=_mapping(folder / EXPERTS),
         samples=_lines(folder / "samples.jsonl"),
     )
@@ -485,37 +508,38 @@ def _text(path: Path) -> str:
 
 def _latest(folder: Path, name: str) -> dict[str, Any]:
     """Return a file of the newest session; a run that was started again and died at once has moved it to logs/."""
-    kept: list[Path] = []
+    earlier_files: list[Path] = []
     with suppress(OSError):  # one of them has just been removed
         logs = (folder / "logs").glob(f"{Path(name).stem}*{Path(name).suffix}")
-        kept = sorted(logs, key=lambda path: -path.stat().st_mtime)
-    return next((found for path in [folder / name, *kept] if (found := _mapping(path))), {})
+        earlier_files = sorted(logs, key=lambda path: -path.stat().st_mtime)
+    return next((content for path in [folder / name, *earlier_files] if (content := _mapping(path))), {})
 
 
 def _mapping(path: Path) -> dict[str, Any]:
     """Return what a file of JSON or YAML holds, its secrets hidden; {} if that is no mapping."""
-    found: object = {}
+    content: object = {}
     with suppress(ValueError, ConfigError):
         text = _text(path)
-        found = files.parse(text, path.name).values if path.suffix == ".yaml" else parsed_json(text or "{}", nan=True)
-    return dict(hide_all(found)) if isinstance(found, dict) else {}
+        content = files.parse(text, path.name).values if path.suffix == ".yaml" else parsed_json(text or "{}", nan=True)
+    return dict(hide_all(content)) if isinstance(content, dict) else {}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    """Return the rows of a file of JSON lines, their secrets hidden; of very many the first."""
+    rows: list[dict[str, Any]] = []
     with suppress(OSError):
-        found.extend(islice((row for row in json_lines(path) if row is not None), _MOST_LINES))
-    return list(hide_all(found))
+        rows.extend(islice((row for row in json_lines(path) if row is not None), _MOST_LINES))
+    return list(hide_all(rows))
 
 
 def _bad_steps(folder: Path) -> list[tuple[int, str]]:
     """Return number and text of each step that has a file of its samples; of very many the first."""
-    found = []
+    steps = []
     for path in sorted((folder / "logs").glob("bad-step-*.jsonl"))[:MOST_EVENTS]:
         with suppress(OSError, TypeError, ValueError):
             head = next(json_lines(path), None) or {}
-            found.append((int(head["step"]), str(head["text"])))
-    return found
+            steps.append((int(head["step"]), str(head["text"])))
+    return steps
 
 
 def is_worked_on(folder: Path) -> bool:
@@ -541,10 +565,10 @@ def runs_of(folder: Path) -> list[Path]:
 
 def expand_sweeps(paths: Sequence[Path]) -> list[Path]:
     """Return run directories, a sweep's replaced by those of its runs; a RunFolderError if none has metrics yet."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for path in paths:
         runs = runs_of(path) if os.path.isfile(path / "sweep.json") else [path]
         if not runs:
             raise RunFolderError("{folder}: no run of this sweep has metrics yet.", folder=path)
-        found += runs
-    return found
+        folders += runs
+    return folders

@@ -18,7 +18,7 @@ USAGE = "toolkit board runs"
 
 
 def run(words: list[str]) -> None:
-    given = named_arguments(words, required=(), optional=("runs", "port"), usage=USAGE, bare="runs")
+    arguments = named_arguments(words, required=(), optional=("runs", "port"), usage=USAGE, bare="runs")
     try:
         from toolkit.extras.board import serve
     except ModuleNotFoundError as error:
@@ -27,4 +27,4 @@ def run(words: list[str]) -> None:
         raise ConfigError(
             tr("the board needs packages that are not installed:  pip install starlette uvicorn")
         ) from error
-    serve(Path(given.get("runs", "runs")), non_negative_int(given, "port", 8765))
+    serve(Path(arguments.get("runs", "runs")), non_negative_int(arguments, "port", 8765))

@@ -23,14 +23,14 @@ _USAGE = "toolkit convert-checkpoint PATH output=DIR"
 
 
 def run(words: list[str]) -> None:
-    given = named_arguments(words, required=("path", "output"), optional=(), usage=_USAGE, bare="path")
-    output = Path(given["output"])
+    arguments = named_arguments(words, required=("path", "output"), optional=(), usage=_USAGE, bare="path")
+    output = Path(arguments["output"])
     if output.exists():
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
     from toolkit.export.write import atomic_directory
     from toolkit.extras import convert_checkpoint as convert
 
-    source = convert.find(Path(given["path"]))
+    source = convert.find(Path(arguments["path"]))
     with atomic_directory(output) as temporary:
         temporary.mkdir()
         state = convert.convert(source, temporary)

@@ -27,7 +27,7 @@ def run(words: list[str]) -> None:
         optional = ("output", "format", "workers")
         usage = "toolkit data-report DATA"
         values = named_arguments(words, required=("path",), optional=optional, usage=usage, bare="path")
-        row_format = schema.RowFormat(one_of(values, "format", [known.value for known in schema.RowFormat]))
+        row_format = schema.RowFormat(one_of(values, "format", [choice.value for choice in schema.RowFormat]))
         source = schema.SourceConfig(path=values["path"], format=row_format)
         data, cache_dir = schema.DataConfig(sources=[source]), Path()
     else:

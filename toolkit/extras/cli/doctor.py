@@ -27,50 +27,50 @@ def run(words: list[str]) -> int:
         return 0
     started = time.monotonic()
     _, options, rest = deepspeed.typed_options(words)
-    own = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
+    settings = dict(word.split("=", 1) for word in rest if word.partition("=")[0] in _OWN and "=" in word)
     overrides = [word for word in rest if word.partition("=")[0] not in _OWN]
-    is_quick = one_of(own, "quick", ("false", "true")) == "true"
+    is_quick = one_of(settings, "quick", ("false", "true")) == "true"
     cfg = parse(overrides).loaded.cfg if overrides else RunConfig()
-    found = examine.plan_examination(options, overrides, cfg)
-    found.limit_s = float(positive_int(own, "timeout_s") or found.limit_s)
-    found.run(is_quick)
-    _tell(found, time.monotonic() - started)
-    return ConfigError.exit_code if found.has_errors() else 0
+    examination = examine.plan_examination(options, overrides, cfg)
+    examination.limit_s = float(positive_int(settings, "timeout_s") or examination.limit_s)
+    examination.run(is_quick)
+    _tell(examination, time.monotonic() - started)
+    return ConfigError.exit_code if examination.has_errors() else 0
 
 
-def _tell(found: examine.Examination, seconds: float) -> None:
+def _tell(examination: examine.Examination, seconds: float) -> None:
     """Print a table, and below it what is wrong, the worst first."""
-    checks = [check for check in findings.checks() if check in _looked_at(found)]
+    checks = [check for check in findings.checks() if check in _looked_at(examination)]
     width = max(map(len, checks))
     for check in checks:
-        levels = {one.level for one in found.findings if one.check == check}
+        levels = {finding.level for finding in examination.findings if finding.check == check}
         worst = next((level for level in (findings.ERROR, findings.WARNING, findings.NOTE) if level in levels), "")
-        say(f"{check:{width}}  {_SIGNS[worst]:4}  {found.summaries.get(check, '')}".rstrip())
+        say(f"{check:{width}}  {_SIGNS[worst]:4}  {examination.summaries.get(check, '')}".rstrip())
     for level, heading in (
         (findings.ERROR, tr("Would break the run:")),
         (findings.WARNING, tr("May affect the run:")),
         (findings.NOTE, tr("Notes:")),
     ):
-        if texts := found.lines(level):
+        if texts := examination.lines(level):
             say("\n".join(["", heading, *texts]))
     say("")
-    errors = sum(one.level == findings.ERROR for one in found.findings)
+    errors = sum(finding.level == findings.ERROR for finding in examination.findings)
     say(
         "Nodes: {hosts}, errors: {errors}, warnings: {warnings} ({seconds} s).",
-        hosts=len(found.resources),
+        hosts=len(examination.resources),
         errors=errors,
-        warnings=sum(one.level == findings.WARNING for one in found.findings),
+        warnings=sum(finding.level == findings.WARNING for finding in examination.findings),
         seconds=f"{seconds:.1f}",
     )
     sys.stdout.flush()
 
 
-def _looked_at(found: examine.Examination) -> set[str]:
+def _looked_at(examination: examine.Examination) -> set[str]:
     """Return the checks that were made, so that no check is called good that nobody made."""
-    checks = {one.check for one in found.findings} | set(found.summaries)
-    if found.ssh.through_ssh:
-        checks |= {"ssh", *(("clocks", "environment") if found.facts else ())}
-    if found.facts:
-        checks |= {"limits", *(("recipe", "files") if found.words else ())}
-    without = set() if found.words else {"ops", "disks"}
-    return (checks - without) | {one.check for one in found.findings}
+    checks = {finding.check for finding in examination.findings} | set(examination.summaries)
+    if examination.ssh.through_ssh:
+        checks |= {"ssh", *(("clocks", "environment") if examination.facts else ())}
+    if examination.facts:
+        checks |= {"limits", *(("recipe", "files") if examination.words else ())}
+    without = set() if examination.words else {"ops", "disks"}
+    return (checks - without) | {finding.check for finding in examination.findings}

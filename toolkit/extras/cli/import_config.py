@@ -34,33 +34,33 @@ def run(words: list[str]) -> None:
         raise ConfigError("give one file, and its DeepSpeed JSON if it has one: {usage}", usage=_USAGE)
     check_output(arguments)
     output = arguments.get("output", "")
-    given, deepspeed_json = read.read_all(paths, positive_int(arguments, "world_size"))
-    converted = convert.convert(given, deepspeed_json)
+    config, deepspeed_json = read.read_all(paths, positive_int(arguments, "world_size"))
+    converted = convert.convert(config, deepspeed_json)
     head, _, body = converted.text.partition("\n")
-    text = hide(f"{head}\n{_header(given, converted, output)}\n{body}")
-    said = _report(converted)
+    text = hide(f"{head}\n{_header(config, converted, output)}\n{body}")
+    report = _report(converted)
     if output:
         write_output(arguments, text)
-        print(said + tr("Wrote {file}. Next:  toolkit check recipe={file}", file=output))
+        print(report + tr("Wrote {file}. Next:  toolkit check recipe={file}", file=output))
     else:
         print(text, end="")
-        sys.stderr.write(said)
+        sys.stderr.write(report)
 
 
-def _header(given: read.ForeignConfig, converted: convert.Converted, output: str) -> str:
+def _header(config: read.ForeignConfig, converted: convert.Converted, output: str) -> str:
     """Return the comment on top: where the recipe comes from, how to start it, what is not the same."""
     name, ranks = output or "FILE.yaml", converted.world_size
     lines = [
         tr(
             "Made by `toolkit import-config` of {file} ({program}); number of ranks there: {ranks}.",
-            file=given.shown,
-            program=given.program,
+            file=config.shown,
+            program=config.program,
             ranks=ranks,
         ),
         f"  deepspeed --num_gpus {ranks} run.py recipe={name}",
     ]
-    for title, found in _differences(converted):
-        lines += [title, *(f"- {line}" for line in found)] if found else []
+    for title, differences in _differences(converted):
+        lines += [title, *(f"- {line}" for line in differences)] if differences else []
     wrapped = [
         part
         for line in lines
@@ -77,6 +77,7 @@ def _differences(converted: convert.Converted) -> tuple[tuple[str, list[str]], .
 
 
 def _report(converted: convert.Converted) -> str:
+    """Return what differs, is lost, ignored or still missing, as text for a terminal."""
     problems = Problems()
     problems.apply((*FILES, *RULES), converted.loaded)
     # Their places are in a file that was removed again, or in a group.
@@ -89,6 +90,6 @@ def _report(converted: convert.Converted) -> str:
         (tr("Not here yet, says `toolkit check`:"), missing),
     )
     lines = []
-    for title, found in parts:
-        lines += [title, *(f"  {line}" for line in found), ""] if found else []
+    for title, texts in parts:
+        lines += [title, *(f"  {line}" for line in texts), ""] if texts else []
     return hide(printable("\n".join(lines))) + ("\n" if lines else "")

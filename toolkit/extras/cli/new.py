@@ -32,32 +32,32 @@ _OPTIONAL = ("model", "data", "gpus", "nodes", "host_memory", "tuning", "max_len
 
 def run(words: list[str]) -> None:
     """Ask, plan, write."""
-    given = {"output": "mine.yaml", **named_arguments(words, required=(), optional=_OPTIONAL, usage=_USAGE)}
-    check_output(given)
-    tuning = one_of(given, "tuning", ("auto", *(method.value for method in METHODS)))
+    arguments = {"output": "mine.yaml", **named_arguments(words, required=(), optional=_OPTIONAL, usage=_USAGE)}
+    check_output(arguments)
+    tuning = one_of(arguments, "tuning", ("auto", *(method.value for method in METHODS)))
     methods = METHODS if tuning == "auto" else (TuningMethod(tuning),)
-    if "gpus" not in given and (here := this_machine()):
+    if "gpus" not in arguments and (here := this_machine()):
         listed = here.card and find_gpu(here.card.name)
         card = listed.name if listed else f"{here.memory_bytes // 2**20}MB"
-        given = {"gpus": f"{here.ranks}x{card}", "host_memory": f"{here.host_bytes // GIB}GB", **given}
-    _ask(given, "model", tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): "))
-    _ask(given, "data", tr("Data (a file, a directory or a pattern): "))
-    _ask(given, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "))
-    machine = machine_of(given)
-    facts = data_facts(given)
+        arguments = {"gpus": f"{here.ranks}x{card}", "host_memory": f"{here.host_bytes // GIB}GB", **arguments}
+    _ask(arguments, "model", tr("Model (a name of `toolkit models`, a directory, or owner/name on Hugging Face): "))
+    _ask(arguments, "data", tr("Data (a file, a directory or a pattern): "))
+    _ask(arguments, "gpus", tr("GPUs of one node (such as 8x80GB or 1xRTX 4090): "))
+    machine = machine_of(arguments)
+    facts = data_facts(arguments)
     seen = {name: facts[name] for name in ("formats", "median", "longest", "rows_seen", "max_length")}
     if facts["is_counted"]:
         say(
             "{data}: format {formats}; of the first {rows_seen} samples {median} tokens (median) and {longest} "
             "(longest), by the model's tokenizer; data.max_length = {max_length}.",
-            data=given["data"],
+            data=arguments["data"],
             **seen,
         )
     else:
         say(
             "{data}: format {formats}, about {median} tokens (median) and {longest} (longest) at 4 bytes per token, "
             "without the model's tokenizer; data.max_length = {max_length}.",
-            data=given["data"],
+            data=arguments["data"],
             **seen,
         )
     if facts["rows_longer"] and not facts["is_text"]:
@@ -68,33 +68,34 @@ def run(words: list[str]) -> None:
             rows_seen=facts["rows_seen"],
             longer_percent=facts["longer_percent"],
         )
-    plans = list(plan_methods(given, facts, methods))
+    plans = list(plan_methods(arguments, facts, methods))
     say("{model} on {machine}, by the plan:", model=facts["name"], machine=machine.name)
     named = ((f"{plan.method.value}: {plan.layout.name}", plan.layout) for plan in plans)
     say("\n".join(layout_table(tr("method"), named)))
     plan = choose(plans)
     if plan is None:
         say("Nothing fits. Looking for what would …")
-        ways = clauses(remedies(given, facts, methods)) or tr("a smaller model, or GPUs with more memory")
+        ways = clauses(remedies(arguments, facts, methods)) or tr("a smaller model, or GPUs with more memory")
         raise ConfigError("nothing fits, so nothing was written. What would fit: {ways}.", ways=ways)
-    commands = _commands(shlex.quote(given["output"]), machine)
-    write_output(given, recipe_text(facts, plan, commands))
+    commands = _commands(shlex.quote(arguments["output"]), machine)
+    write_output(arguments, recipe_text(facts, plan, commands))
     say(
         "Wrote {file}: {method}, {layout}. Next:",
-        file=given["output"],
+        file=arguments["output"],
         method=plan.method.value,
         layout=plan.layout.name,
     )
     say("\n".join(f"  {command}" for command in commands))
 
 
-def _ask(given: dict[str, str], name: str, question: str) -> None:
-    if not given.get(name) and sys.stdin.isatty():
+def _ask(arguments: dict[str, str], name: str, question: str) -> None:
+    """Ask for an argument that is missing, on a terminal; an error if it stays missing."""
+    if not arguments.get(name) and sys.stdin.isatty():
         try:
-            given[name] = input(question).strip()
+            arguments[name] = input(question).strip()
         except EOFError:
-            given[name] = ""
-    if not given.get(name):
+            arguments[name] = ""
+    if not arguments.get(name):
         raise ConfigError("{name} is missing: {usage}", name=name, usage=_USAGE)
 
 

@@ -34,13 +34,13 @@ def run(words: list[str]) -> int:
     if any(word.startswith(("data=", "data.sources")) for word in rest):
         raise ConfigError(tr("data= has no effect: rounds learn from the pairs that they make. Give prompts=FILE."))
     arguments = parse_checked([*rest, "data=pairs.jsonl"], names=OWN, files=False)
-    given, cfg = arguments.values, arguments.loaded.cfg
+    settings, cfg = arguments.values, arguments.loaded.cfg
     for name in ("prompts", "reward"):
-        if not given.get(name):
+        if not settings.get(name):
             raise ConfigError("{name} is missing: {usage}", name=name, usage="toolkit rounds … prompts=FILE reward=…")
-    if (positive_int(given, "samples") or 4) < 2:
+    if (positive_int(settings, "samples") or 4) < 2:
         raise ConfigError(tr("samples = 1 makes no pairs. Use 2 or more."))
-    if number(given, "temperature", 1.0) == 0:
+    if number(settings, "temperature", 1.0) == 0:
         raise ConfigError(tr("temperature = 0 gives the same answer each time. Set it above 0."))
     if not deepspeed.hostfile_of(options):
         hostfile.check_visible_alone(options)
@@ -49,32 +49,40 @@ def run(words: list[str]) -> int:
 
     generate = {"samples": "4", "temperature": "1", "max_new_tokens": "256"}
     reward = Reward(
-        kind=given["reward"],
-        pattern=given.get("pattern", ""),
-        least=non_negative_int(given, "least", 0),
-        most=non_negative_int(given, "most", 0),
-        allow_code=given.get("allow_code", "false").lower() == "true",
+        kind=settings["reward"],
+        pattern=settings.get("pattern", ""),
+        least=non_negative_int(settings, "least", 0),
+        most=non_negative_int(settings, "most", 0),
+        allow_code=settings.get("allow_code", "false").lower() == "true",
     )
     plan = RoundsPlan(
         cfg=cfg,
         launcher=launcher,
         words=[word for word in rest if word.partition("=")[0] not in OWN],
-        prompts=Path(given["prompts"]).absolute(),
+        prompts=Path(settings["prompts"]).absolute(),
         reward=reward,
-        rounds=positive_int(given, "rounds") or 3,
+        rounds=positive_int(settings, "rounds") or 3,
         devices=_devices(options),
-        generate=generate | {name: given[name] for name in GENERATE if name in given},
+        generate=generate | {name: settings[name] for name in GENERATE if name in settings},
     )
     return run_rounds(plan)
 
 
 def _devices(options: dict[str, str]) -> list[str]:
-    """Return the GPUs that answer prompts, by a process each: those of the runs on this node; one, "", on several."""
-    if {"--include", "-i", "--exclude", "-e"} & options.keys() and not deepspeed.hostfile_of(options):
+    """Return the GPUs that answer prompts, each with a process of its own: those that the runs use on this node.
+
+    [""] is one process that sees what this one sees: on several nodes, on CPUs, and where there is one GPU.
+    """
+    if deepspeed.hostfile_of(options):
+        return [""]
+    if {"--include", "-i", "--exclude", "-e"} & options.keys():
         return [str(gpu) for gpus in deepspeed.hosts_of(options).values() for gpu in gpus]
-    count = 1 if deepspeed.hostfile_of(options) else deepspeed.ranks_of(options) or _gpus_here()
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return [seen[n] if n < len(seen) and seen[0] else str(n) for n in range(count)] if count > 1 else [""]
+    count = deepspeed.ranks_of(options) or _gpus_here()
+    if count <= 1:
+        return [""]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible_gpus = visible.split(",") if visible and not visible.startswith(",") else []
+    return [visible_gpus[number] if number < len(visible_gpus) else str(number) for number in range(count)]
 
 
 def _gpus_here() -> int:

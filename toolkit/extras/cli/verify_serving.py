@@ -26,11 +26,11 @@ USAGE = "toolkit verify-serving PATH"
 
 
 def run(words: list[str]) -> None:
-    given = named_arguments(words, required=("path",), optional=("programs", "color"), usage=USAGE, bare="path")
-    path, color = Path(given["path"]), one_of(given, "color", COLORS)
+    settings = named_arguments(words, required=("path",), optional=("programs", "color"), usage=USAGE, bare="path")
+    path, color = Path(settings["path"]), one_of(settings, "color", COLORS)
     files.check_directory(path)
     recipe = next(
-        (one for one in (path / "config.yaml", path.absolute().parent / "config.yaml") if one.is_file()), None
+        (file for file in (path / "config.yaml", path.absolute().parent / "config.yaml") if file.is_file()), None
     )
     if recipe is not None:
         cfg = resolve_model_path(
@@ -49,7 +49,7 @@ def run(words: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     folder = resolve_servable(path)
     load.check_writes(load.empty(folder), folder)
-    programs = _programs(given.get("programs", "all"), list(serving.ENGINES))
+    programs = _programs(settings.get("programs", "all"), list(serving.ENGINES))
     if recipe is None:
         say(
             "{folder} is in no run directory: what trained it is unknown. Its own tokenizer, as it is read here, is "
@@ -64,16 +64,16 @@ def run(words: list[str]) -> None:
         folder, encoder, held, train_on=train_on, programs=programs, style=style_of(color)
     )
     sys.stdout.write("\n".join(serving.lines_of(findings)) + "\n")
-    failed = [one for one in findings if one.state == serving.FAILED]
+    failed = [finding for finding in findings if finding.state == serving.FAILED]
     if failed:
         raise CheckpointError(
             "{folder} is not served as it was trained: {count} of {total} checks failed ({checks}).",
             folder=folder,
             count=len(failed),
             total=len(findings),
-            checks=", ".join(one.check for one in failed),
+            checks=", ".join(finding.check for finding in failed),
         )
-    unchecked = sum(one.state == serving.SKIPPED for one in findings)
+    unchecked = sum(finding.state == serving.SKIPPED for finding in findings)
     say(
         "{folder}: {passed} checks passed, {unchecked} could not be made.",
         folder=folder,
@@ -82,15 +82,16 @@ def run(words: list[str]) -> None:
     )
 
 
-def _programs(given: str, known: list[str]) -> list[str]:
-    if given in ("all", "none"):
-        return known if given == "all" else []
-    names = {name.lower(): name for name in known}
-    if wrong := [name for name in given.split(",") if name.lower() not in names]:
+def _programs(names: str, engines: list[str]) -> list[str]:
+    """Return the servers of `programs=all|none|NAME,NAME`, as they are called in `engines`; an error for others."""
+    if names in ("all", "none"):
+        return engines if names == "all" else []
+    engine_of = {name.lower(): name for name in engines}
+    if wrong := [name for name in names.split(",") if name.lower() not in engine_of]:
         raise ConfigError(
             "programs = {value}: unknown {names}. Known: {known}.",
-            value=given,
+            value=names,
             names=", ".join(wrong),
-            known=", ".join(["all", "none", *known]),
+            known=", ".join(["all", "none", *engines]),
         )
-    return [names[name.lower()] for name in given.split(",")]
+    return [engine_of[name.lower()] for name in names.split(",")]

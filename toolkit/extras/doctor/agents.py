@@ -54,18 +54,18 @@ class Agent:
 
     def listen(self, address: str, port: int, folders: Mapping[str, str]) -> dict[str, Any]:
         """Answer the others from now on; put a file into the folders that they may share with this machine."""
-        found: dict[str, Any] = {"marks": {}}
+        answer: dict[str, Any] = {"marks": {}}
         for name, folder in folders.items():
             mark = facts.nearest(Path(folder)) / f".doctor-{uuid.uuid4().hex}"
             with suppress(OSError):
                 mark.touch()
                 self.marks.append(mark)
-                found["marks"][name] = str(mark)
+                answer["marks"][name] = str(mark)
         try:
             self.listener = facts.Listener(address, port)
         except OSError as error:
-            return {**found, "error": error.strerror or str(error)}
-        return {**found, "address": address, "tcp": self.listener.tcp, "udp": self.listener.udp}
+            return {**answer, "error": error.strerror or str(error)}
+        return {**answer, "address": address, "tcp": self.listener.tcp, "udp": self.listener.udp}
 
     def collective(self, environments: Sequence[Mapping[str, str]], backend: str, seconds: float) -> dict[str, Any]:
         """Start this machine's ranks of a real all-reduce, and return what each of them told before the time was up."""
@@ -177,7 +177,7 @@ class Host:
             start_new_session=True,  # an interrupt is for this process, which then ends them
         )
         streams = ((self.process.stdout, self.answers.put), (self.process.stderr, self.complaints.append))
-        self.pumps = [threading.Thread(target=_pump, args=one, daemon=True) for one in streams]
+        self.pumps = [threading.Thread(target=_pump, args=stream, daemon=True) for stream in streams]
         for pump in self.pumps:
             pump.start()
 
@@ -198,8 +198,9 @@ class Host:
                 time.sleep(0.1)  # for the thread that reads what it said last
                 if self.process.returncode == NO_FOLDER:
                     return {"error": tr("there is no directory {folder}", folder=os.getcwd())}
-                said = [line.strip() for line in self.complaints if line.strip()]
-                return {"error": said[-1] if said else tr("ended with code {code}", code=self.process.returncode)}
+                complaints = [line.strip() for line in self.complaints if line.strip()]
+                ended = tr("ended with code {code}", code=self.process.returncode)
+                return {"error": complaints[-1] if complaints else ended}
         return {"error": tr("no answer in {seconds} s", seconds=f"{limit_s:.0f}"), "late": True}
 
     def kill(self, until: float) -> None:

@@ -29,13 +29,13 @@ def main(backend: str, limit_s: float, file: Path) -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
-    found: dict[str, Any] = {"rank": rank, **_sum(device, rank, size)}
+    measured: dict[str, Any] = {"rank": rank, **_sum(device, rank, size)}
     if size > 1:
-        found["pair_bytes"] = found["bytes"] // 4
-        found["pair_s"] = _pass_on(device, rank, size, found["pair_bytes"])
+        measured["pair_bytes"] = measured["bytes"] // 4
+        measured["pair_s"] = _pass_on(device, rank, size, measured["pair_bytes"])
     dist.barrier()
     dist.destroy_process_group()
-    file.with_suffix(".new").write_text(json.dumps(found), encoding="utf-8")
+    file.with_suffix(".new").write_text(json.dumps(measured), encoding="utf-8")
     file.with_suffix(".new").replace(file)
     return 0
 

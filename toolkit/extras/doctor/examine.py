@@ -21,6 +21,10 @@ from toolkit.messages import LaunchError, current_language, joined, tr
 _COLLECTIVE_S, _ENDING_S = 60.0, 10.0
 
 
+Cards = Mapping[str, tuple[str, dict[str, Any]]]
+"""Host -> the network card that its collectives would use: its name, and `address`, `mtu` and others."""
+
+
 @dataclass(kw_only=True)
 class Examination:
     """One look at the nodes of a run; `run` fills it."""
@@ -48,7 +52,9 @@ class Examination:
             self._ask(hosts, ERROR if not quick else WARNING)
             if self.facts and not quick:
                 backend, interface = self.backend, self.cfg.distributed.interface
-                cards = {host: chosen_card(one["network"], interface, backend) for host, one in self.facts.items()}
+                cards = {
+                    host: chosen_card(answer["network"], interface, backend) for host, answer in self.facts.items()
+                }
                 if len(cards) > 1:
                     self.findings += findings.interfaces(cards, self.facts, interface, backend)
                     first, card = next(iter(cards.values()))
@@ -61,11 +67,11 @@ class Examination:
 
     def has_errors(self, *checks: str) -> bool:
         """Whether anything would break the run; of these checks, or of all."""
-        return any(one.level == ERROR and (not checks or one.check in checks) for one in self.findings)
+        return any(finding.level == ERROR and (not checks or finding.check in checks) for finding in self.findings)
 
     def lines(self, level: str) -> list[str]:
         """Return the findings of one level as text."""
-        return [f"  {one.check}: {one.text}" for one in self.findings if one.level == level]
+        return [f"  {finding.check}: {finding.text}" for finding in self.findings if finding.level == level]
 
     @property
     def backend(self) -> str:
@@ -73,9 +79,10 @@ class Examination:
         chosen = self.cfg.distributed.backend
         if chosen is not Backend.auto:
             return chosen.value
-        return "nccl" if any(one["gpus"]["cards"] for one in self.facts.values()) else "gloo"
+        return "nccl" if any(answer["gpus"]["cards"] for answer in self.facts.values()) else "gloo"
 
     def _ask(self, hosts: agents.Hosts, late: str) -> None:
+        """Ask every node about itself, and judge the answers; `late`: the level of an answer that does not come."""
         request = {"words": list(self.words), "language": current_language(), "environ": dict(self.environ)}
         for host, answer in hosts.ask("facts", self.limit_s, dict.fromkeys(self.resources, request)).items():
             if "error" in answer:
@@ -103,66 +110,89 @@ class Examination:
             self._summarise()
 
     def _summarise(self) -> None:
-        one = next(iter(self.facts.values()))
-        cards = [card["name"] for card in one["gpus"]["cards"]]
-        disks = [disks for one in self.facts.values() for disks in one.get("disks", {}).items()]
+        """Write down what is usual: of the first node, and the least free space of all nodes."""
+        first = next(iter(self.facts.values()))
+        cards = [card["name"] for card in first["gpus"]["cards"]]
+        disks = [disk for answer in self.facts.values() for disk in answer.get("disks", {}).items()]
         free = {name: min(disk["free"] for other, disk in disks if other == name) for name, _ in disks}
         self.summaries |= {
-            "code": tr("commit {commit}", commit=one["code"]["commit"] or "?"),
+            "code": tr("commit {commit}", commit=first["code"]["commit"] or "?"),
             "versions": "Python {}, torch {}, deepspeed {}, transformers {}".format(
-                one["python"], *(one["packages"][name] or "-" for name in ("torch", "deepspeed", "transformers"))
+                first["python"], *(first["packages"][name] or "-" for name in ("torch", "deepspeed", "transformers"))
             ),
-            "GPUs": f"{len(cards)} x {cards[0]}, {one['gpus']['driver']}" if cards else tr("none: CPU ranks (gloo)"),
-            "ops": ", ".join(one.get("ops", {}).get("built", [])),
+            "GPUs": f"{len(cards)} x {cards[0]}, {first['gpus']['driver']}" if cards else tr("none: CPU ranks (gloo)"),
+            "ops": ", ".join(first.get("ops", {}).get("built", [])),
             "disks": ", ".join(f"{name} {least / findings.GIB:.0f} GiB" for name, least in free.items()),
         }
 
-    def _try_each_other(self, hosts: agents.Hosts, chosen: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
-        names, first = list(chosen), next(iter(chosen))
+    def _try_each_other(self, hosts: agents.Hosts, cards: Cards) -> None:
+        """Let the nodes connect to each other and look for the first one's files; then measure their links."""
+        peers, marks = self._listen(hosts, cards)
+        self._reach(hosts, cards, peers, marks)
+        if not self.has_errors("network"):
+            self._measure(hosts, list(cards), peers, cards)
+
+    @property
+    def _shared_folders(self) -> dict[str, str]:
+        """Return the directories that the nodes of a recipe's run must share, by their settings."""
+        return {"run.dir": self.cfg.run.dir, "prepare.dir": self.cfg.prepare.dir} if self.words else {}
+
+    def _listen(self, hosts: agents.Hosts, cards: Cards) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Make every node listen, the first one also at the port where ranks will meet.
+
+        Returns:
+            The address and the ports at which each node listens, without those that cannot; and the files that the
+            first node has put into the shared directories, by their settings.
+        """
+        first = next(iter(cards))
         requests: dict[str, dict[str, Any]] = {
-            host: {"address": card["address"], "port": 0, "folders": {}} for host, (_, card) in chosen.items()
+            host: {"address": card["address"], "port": 0, "folders": {}} for host, (_, card) in cards.items()
         }
-        folders = {"run.dir": self.cfg.run.dir, "prepare.dir": self.cfg.prepare.dir} if self.words else {}
-        requests[first] |= {"port": self.master_port, "folders": folders}
-        peers = hosts.ask("listen", self.limit_s, requests)
-        for host, answer in peers.items():
+        requests[first] |= {"port": self.master_port, "folders": self._shared_folders}
+        answers = hosts.ask("listen", self.limit_s, requests)
+        for host, answer in answers.items():
             if "error" in answer:
                 self.findings.append(finding("cannot listen", host=host, reason=answer["error"], port=self.master_port))
-        peers = {host: answer for host, answer in peers.items() if "error" not in answer}
+        peers = {host: answer for host, answer in answers.items() if "error" not in answer}
         marks = peers.get(first, {}).pop("marks", {})
         if first in peers:
             peers[first]["meet"] = [self._master(), self.master_port]
-        asked = {
+        return peers, marks
+
+    def _reach(
+        self, hosts: agents.Hosts, cards: Cards, peers: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str]
+    ) -> None:
+        """Make every node connect to all others and look for the first one's files; `peers` and `marks`: `_listen`."""
+        first = next(iter(cards))
+        requests = {
             host: {
                 "address": card["address"],
                 "mtu": card["mtu"],
                 "peers": {other: peer for other, peer in peers.items() if other != host},
                 "marks": {} if host == first else marks,
             }
-            for host, (_, card) in chosen.items()
+            for host, (_, card) in cards.items()
         }
-        answers = hosts.ask("reach", self.limit_s, asked)
-        results = {(a, b): one for a, answer in answers.items() for b, one in answer.get("peers", {}).items()}
+        answers = hosts.ask("reach", self.limit_s, requests)
+        results = {(a, b): peer for a, answer in answers.items() for b, peer in answer.get("peers", {}).items()}
         self.findings += [
-            Finding("network", ERROR, f"{a}: {one['error']}") for a, one in answers.items() if "error" in one
+            Finding("network", ERROR, f"{host}: {answer['error']}")
+            for host, answer in answers.items()
+            if "error" in answer
         ]
         self.findings += findings.connections(results, self.master_port)
-        for key, folder in folders.items():
-            shared = {host: one["shared"].get(key, True) for host, one in answers.items() if "shared" in one}
+        for key, folder in self._shared_folders.items():
+            shared = {host: answer["shared"].get(key, True) for host, answer in answers.items() if "shared" in answer}
             if apart := [host for host, is_shared in shared.items() if host != first and not is_shared]:
                 self.findings.append(finding(f"{key} not shared", dir=folder, hosts=", ".join(apart)))
-        if not self.has_errors("network"):
-            self._measure(hosts, names, peers, chosen)
 
-    def _measure(
-        self, hosts: agents.Hosts, names: list[str], peers: Mapping[str, Any], chosen: Mapping[str, Any]
-    ) -> None:
+    def _measure(self, hosts: agents.Hosts, names: list[str], peers: Mapping[str, Any], cards: Cards) -> None:
         """Let each machine receive from the one before it, then from the one after it: two rounds, however many."""
         rates: dict[tuple[str, str], float | str] = {}
         for step in (1, -1) if len(names) > 2 else (1,):
-            senders = {host: names[(place - step) % len(names)] for place, host in enumerate(names)}
-            asked = {host: {"address": chosen[host][1]["address"], "peer": peers[senders[host]]} for host in names}
-            for host, answer in hosts.ask("speed", self.limit_s, asked).items():
+            senders = {host: names[(index - step) % len(names)] for index, host in enumerate(names)}
+            requests = {host: {"address": cards[host][1]["address"], "peer": peers[senders[host]]} for host in names}
+            for host, answer in hosts.ask("speed", self.limit_s, requests).items():
                 rates[senders[host], host] = answer.get("mb_s", answer.get("error", "?"))
         self.findings += findings.speeds(rates)
         numbers = [rate for rate in rates.values() if not isinstance(rate, str)]
@@ -174,28 +204,40 @@ class Examination:
         return self.master_addr or (first["first"] if self.ssh.through_ssh else "127.0.0.1")
 
     def _all_reduce(self, hosts: agents.Hosts) -> None:
-        where = [(host, gpus, local) for host, gpus in self.resources.items() for local in range(len(gpus))]
-        where = [place for place in where if place[0] in self.facts]
+        """Start a rank for each GPU of the nodes that answered, and let all of them sum up a tensor."""
+        slots = [
+            (host, gpus, local)
+            for host, gpus in self.resources.items()
+            if host in self.facts
+            for local in range(len(gpus))
+        ]
         limit_s = max(_COLLECTIVE_S, 2 * self.limit_s)
-        port = self.master_port if self.ssh.through_ssh else environment.free_port()
-        shared = {"WORLD_SIZE": str(len(where)), "MASTER_ADDR": self._master(), "MASTER_PORT": str(port)}
-        if interface := self.cfg.distributed.interface:
-            shared |= dict.fromkeys(INTERFACES, interface)
         requests: dict[str, dict[str, Any]] = {}
-        for rank, (host, gpus, local) in enumerate(where):
-            environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
-            if self.backend == "nccl":
-                environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        for (host, _, _), environ in zip(slots, self._rank_environments(slots), strict=True):
             request = requests.setdefault(host, {"environments": [], "backend": self.backend, "seconds": limit_s})
             request["environments"].append(environ)
         answers = hosts.ask("collective", limit_s + _ENDING_S, requests)
         ranks: dict[int, dict[str, Any]] = {}
-        for rank, (host, _, local) in enumerate(where):
-            told = answers[host].get("ranks")
-            ranks[rank] = told[local] if told else {"error": answers[host].get("error", "?")}
-        of_ranks = {rank: host for rank, (host, *_) in enumerate(where)}
-        found, self.summaries["all-reduce"] = findings.collective(ranks, of_ranks)
-        self.findings += found
+        for rank, (host, _, local) in enumerate(slots):
+            answers_of_ranks = answers[host].get("ranks")
+            ranks[rank] = answers_of_ranks[local] if answers_of_ranks else {"error": answers[host].get("error", "?")}
+        host_of_rank = {rank: host for rank, (host, *_) in enumerate(slots)}
+        problems, self.summaries["all-reduce"] = findings.collective(ranks, host_of_rank)
+        self.findings += problems
+
+    def _rank_environments(self, slots: Sequence[tuple[str, list[int], int]]) -> list[dict[str, str]]:
+        """Return the variables of each rank; `slots`: host, the host's GPUs, and the number among them, by rank."""
+        port = self.master_port if self.ssh.through_ssh else environment.free_port()
+        shared = {"WORLD_SIZE": str(len(slots)), "MASTER_ADDR": self._master(), "MASTER_PORT": str(port)}
+        if interface := self.cfg.distributed.interface:
+            shared |= dict.fromkeys(INTERFACES, interface)
+        environments = []
+        for rank, (_, gpus, local) in enumerate(slots):
+            environ = {**shared, "RANK": str(rank), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
+            if self.backend == "nccl":
+                environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            environments.append(environ)
+        return environments
 
 
 def plan_examination(
@@ -211,17 +253,20 @@ def plan_examination(
     port = options.get("--master_port", deepspeed.DEFAULT_PORT)
     if not port.isdecimal():
         raise LaunchError("{name} {value}: write a positive whole number.", name="--master_port", value=port)
-    given = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))  # what DeepSpeed's launcher gives to ssh too
-    given += ["-p", options["--ssh_port"]] if options.get("--ssh_port") else []
+    # What DeepSpeed's launcher passes to ssh too.
+    ssh_arguments = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    ssh_arguments += ["-p", options["--ssh_port"]] if options.get("--ssh_port") else []
     is_pdsh = options.get("--launcher", "pdsh").lower() == "pdsh"
     typed = shlex.split(options.get("--launcher_args", "")) if is_pdsh else []
-    given += [one for word, value in itertools.pairwise([*typed, ""]) if word == "-l" for one in (word, value)]
+    ssh_arguments += [
+        argument for word, value in itertools.pairwise([*typed, ""]) if word == "-l" for argument in (word, value)
+    ]
     script = options.get("--venv_script", "")
     return Examination(
         resources=hosts,
         words=words,
         cfg=cfg,
-        ssh=agents.SshOptions(through_ssh=through_ssh, arguments=given, script=script),
+        ssh=agents.SshOptions(through_ssh=through_ssh, arguments=ssh_arguments, script=script),
         environ=ChainMap(*reversed(files.values()), forwarded) if through_ssh else {},
         secrets=cfg.launch.forwarded if deepspeed.backend(hosts, options) == "pdsh" else (),
         master_addr=options.get("--master_addr", ""),
@@ -245,13 +290,13 @@ def _hosts(options: Mapping[str, str]) -> hostfile.Resources:
     return hosts
 
 
-def _explained(host: str, said: str) -> str:
+def _explained(host: str, complaint: str) -> str:
     """Return why a machine does not answer, with what helps."""
-    text = f"{host}: {said.rstrip('.')}."
-    if "Permission denied" in said:
+    text = f"{host}: {complaint.rstrip('.')}."
+    if "Permission denied" in complaint:
         return joined(text, tr("Give it your key:  ssh-copy-id {host}", host=host))
-    if "Host key verification failed" in said:
+    if "Host key verification failed" in complaint:
         return joined(text, tr("Log in once and accept its key:  ssh {host} hostname", host=host))
-    if "No module named toolkit" in said or "not found" in said:
+    if "No module named toolkit" in complaint or "not found" in complaint:
         return joined(text, tr("Install the toolkit there, in the same place."))
     return text

@@ -154,8 +154,8 @@ def _code() -> dict[str, Any]:
     # A wheel has conf/ and recipes/ inside the package.
     tables = ("toolkit/**/*.yaml", "toolkit/**/*.json", "conf/**/*.yaml", "recipes/*.yaml")
     patterns = ("run.py", "toolkit/**/*.py", *tables)
-    found = [path for pattern in patterns for path in ROOT.glob(pattern)]
-    files = {str(path.relative_to(ROOT)): hashed(path.read_bytes()) for path in sorted(found)}
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    files = {str(path.relative_to(ROOT)): hashed(path.read_bytes()) for path in sorted(paths)}
     return {"commit": _run("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or "", "files": files}
 
 
@@ -167,13 +167,13 @@ def hashed(content: bytes | str) -> str:
 def _gpus() -> dict[str, Any]:
     """Return driver, and of each NVIDIA GPU name, MiB (0: unknown), processes; `late` if nvidia-smi gives no answer."""
     fields = "index,uuid,name,driver_version,memory.total,memory.free"
-    found = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
-    if found is None:
+    listing = _run("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if listing is None:
         return {"driver": "", "cards": [], "late": True}
     using = (
-        (_run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader") or "").split() if found else []
+        (_run("nvidia-smi", "--query-compute-apps=gpu_uuid", "--format=csv,noheader") or "").split() if listing else []
     )
-    rows = [[cell.strip() for cell in line.split(",")] for line in found.splitlines()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
     cards = []
     for index, uuid, name, _, *sizes in (row for row in rows if len(row) == len(fields.split(","))):
         mib, free_mib = (int(size) if size.isdecimal() else 0 for size in sizes)
@@ -186,10 +186,10 @@ def _network(environ: Mapping[str, str]) -> dict[str, Any]:
     stats = psutil.net_if_stats()
     cards = {}
     for name, addresses in psutil.net_if_addrs().items():
-        own = [one.address for one in addresses if one.family is socket.AF_INET]
-        if own and name in stats:
-            found = stats[name]
-            cards[name] = {"address": own[0], "up": found.isup, "mtu": found.mtu, "mbit_s": found.speed}
+        ipv4_addresses = [address.address for address in addresses if address.family is socket.AF_INET]
+        if ipv4_addresses and name in stats:
+            state = stats[name]
+            cards[name] = {"address": ipv4_addresses[0], "up": state.isup, "mtu": state.mtu, "mbit_s": state.speed}
     try:
         # gloo takes the address of the machine's own name (torch 2.13, ProcessGroupGloo::createDefaultDevice).
         own_name = socket.gethostbyname(socket.gethostname())
@@ -209,24 +209,24 @@ def _files(cfg: schema.RunConfig) -> dict[str, Any]:
 
     from toolkit.data.readers import files_of
 
-    found, model = {}, Path(cfg.model.path)
+    fingerprints, model = {}, Path(cfg.model.path)
     if files.is_hub_name(cfg.model.path):  # what this machine has of it; the ranks download the rest
-        known = try_to_load_from_cache(cfg.model.path, "config.json", revision=cfg.model.revision or None)
-        model = Path(known).parent if isinstance(known, str) else Path()
+        cached_config = try_to_load_from_cache(cfg.model.path, "config.json", revision=cfg.model.revision or None)
+        model = Path(cached_config).parent if isinstance(cached_config, str) else Path()
     if cfg.model.init is schema.Init.pretrained and model.name:
-        found["model.path"] = _fingerprint(cfg.model.path, partial(_visible, model))
+        fingerprints["model.path"] = _fingerprint(cfg.model.path, partial(_visible, model))
         if files.is_hub_name(cfg.model.path):  # nodes may have other files of the same commit
-            found["model.path"]["hash"] = model.name
+            fingerprints["model.path"]["hash"] = model.name
     for number, source in enumerate([*cfg.data.sources, *cfg.data.validation]):
         if source.path:
-            found[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))
-    return found
+            fingerprints[f"data {number}"] = _fingerprint(source.path, partial(files_of, source))
+    return fingerprints
 
 
 def _visible(folder: Path) -> list[Path]:
     """Return all that is in a folder but what is hidden: notes of downloads and repositories differ everywhere."""
-    found = [(path, path.relative_to(folder).parts) for path in folder.rglob("*")]
-    return [path for path, parts in found if not any(part[0] == "." or part == "__pycache__" for part in parts)]
+    paths = [(path, path.relative_to(folder).parts) for path in folder.rglob("*")]
+    return [path for path, parts in paths if not any(part[0] == "." or part == "__pycache__" for part in parts)]
 
 
 def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, Any]:
@@ -240,8 +240,8 @@ def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, An
             total += size
             digest.update(f"{file.name} {size}\n".encode())
             with file.open("rb") as handle:
-                for place in sorted({size * number // blocks for number in range(blocks)}):
-                    handle.seek(place)
+                for offset in sorted({size * number // blocks for number in range(blocks)}):
+                    handle.seek(offset)
                     digest.update(handle.read(_BLOCK))
     except (OSError, ToolkitError) as error:
         return {"path": path, "error": str(error)}
@@ -353,8 +353,8 @@ def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) 
     `mtu`, whether a packet of full size came back; None where it could not be tried.
     """
     with ThreadPoolExecutor(max_workers=64) as pool:
-        found = {host: pool.submit(_reach, address, mtu, peer) for host, peer in peers.items()}
-        return {host: future.result() for host, future in found.items()}
+        attempts = {host: pool.submit(_reach, address, mtu, peer) for host, peer in peers.items()}
+        return {host: future.result() for host, future in attempts.items()}
 
 
 def _reach(address: str, mtu: int, peer: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,4 +446,4 @@ def _matches(name: str, asked: str, backend: str) -> bool:
         return name == asked.split(",")[0]
     exact, inverse = asked.startswith("="), asked.startswith("^")
     listed: Sequence[str] = asked.lstrip("=^").split(",")
-    return any(name == one if exact else name.startswith(one) for one in listed) != inverse
+    return any(name == pattern if exact else name.startswith(pattern) for pattern in listed) != inverse

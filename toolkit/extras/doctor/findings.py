@@ -63,8 +63,8 @@ def findings(facts: Facts, resources: hostfile.Resources, here: Mapping[str, str
     `here`: hashes of this shell's variables by which runs differ, without those that the launcher or the recipe hands
     on; {} where ranks are started from this shell itself.
     """
-    found = [*_code(facts), *_recipe(facts), *_versions(facts), *_gpus(facts, resources), *_ops(facts), *_files(facts)]
-    return [*found, *_disks(facts), *_limits(facts), *_environment(facts, here)]
+    listed = [*_code(facts), *_recipe(facts), *_versions(facts), *_gpus(facts, resources), *_ops(facts), *_files(facts)]
+    return [*listed, *_disks(facts), *_limits(facts), *_environment(facts, here)]
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -72,18 +72,18 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 
 
 def _code(facts: Facts) -> Iterable[Finding]:
-    usual, others = outliers({host: one["code"]["files"] for host, one in facts.items()})
+    usual, others = outliers({host: answer["code"]["files"] for host, answer in facts.items()})
     for host, files in others.items():
-        commit, expected = (facts[one]["code"]["commit"] or "?" for one in (host, usual))
+        commit, expected = (facts[node]["code"]["commit"] or "?" for node in (host, usual))
         names = _few(_differing(facts[usual]["code"]["files"], files))
         yield finding("other code", host=host, usual=usual, commit=commit, expected=expected, files=names)
 
 
 def _recipe(facts: Facts) -> Iterable[Finding]:
-    for host, one in facts.items():
-        if "wrong" in one:
-            yield Finding("recipe", ERROR, f"{host}: {one['wrong']}")
-    usual, others = outliers({host: one["recipe"] for host, one in facts.items() if "recipe" in one})
+    for host, answer in facts.items():
+        if "wrong" in answer:
+            yield Finding("recipe", ERROR, f"{host}: {answer['wrong']}")
+    usual, others = outliers({host: answer["recipe"] for host, answer in facts.items() if "recipe" in answer})
     for host, values in others.items():
         expected = facts[usual]["recipe"]
         keys = [f"{key} = {values.get(key)} ({expected.get(key)})" for key in _differing(expected, values)]
@@ -92,15 +92,20 @@ def _recipe(facts: Facts) -> Iterable[Finding]:
 
 def _versions(facts: Facts) -> Iterable[Finding]:
     versions = {
-        host: {**one["packages"], "python": one["python"], "nccl": one["nccl"], "driver": str(one["gpus"]["driver"])}
-        for host, one in facts.items()
+        host: {
+            **answer["packages"],
+            "python": answer["python"],
+            "nccl": answer["nccl"],
+            "driver": str(answer["gpus"]["driver"]),
+        }
+        for host, answer in facts.items()
     }
     for name in sorted({name for named in versions.values() for name in named}):
-        found = {host: str(named.get(name, "")) for host, named in versions.items()}
-        usual, others = outliers(found)
+        version_by_host = {host: str(named.get(name, "")) for host, named in versions.items()}
+        usual, others = outliers(version_by_host)
         for host, version in others.items():
             # All 3.11 understand each other.
-            is_other_python = name == "python" and version.split(".")[:2] != found[usual].split(".")[:2]
+            is_other_python = name == "python" and version.split(".")[:2] != version_by_host[usual].split(".")[:2]
             yield finding(
                 "other version",
                 level=ERROR if name in _BREAKING or is_other_python else WARNING,
@@ -108,19 +113,19 @@ def _versions(facts: Facts) -> Iterable[Finding]:
                 name=name,
                 version=version or tr("not at all"),
                 usual=usual,
-                expected=found[usual] or tr("not at all"),
+                expected=version_by_host[usual] or tr("not at all"),
             )
 
 
 def _gpus(facts: Facts, resources: hostfile.Resources) -> Iterable[Finding]:
-    if not any(one["gpus"]["cards"] or one["gpus"]["late"] for one in facts.values()):
-        for host, one in facts.items():
-            if len(resources[host]) > one["cores"]:
-                yield finding("too few cores", host=host, slots=len(resources[host]), cores=one["cores"])
+    if not any(answer["gpus"]["cards"] or answer["gpus"]["late"] for answer in facts.values()):
+        for host, answer in facts.items():
+            if len(resources[host]) > answer["cores"]:
+                yield finding("too few cores", host=host, slots=len(resources[host]), cores=answer["cores"])
         return
-    for host, one in facts.items():
-        gpus = one["gpus"]["cards"]
-        if one["gpus"]["late"]:
+    for host, answer in facts.items():
+        gpus = answer["gpus"]["cards"]
+        if answer["gpus"]["late"]:
             yield finding("no answer of nvidia-smi", host=host)
             continue
         if max(resources[host], default=-1) >= len(gpus):
@@ -132,16 +137,16 @@ def _gpus(facts: Facts, resources: hostfile.Resources) -> Iterable[Finding]:
                 yield finding(
                     "GPU in use", level=level, host=host, index=gpu["index"], free=free, all=total, count=count
                 )
-    kinds = {gpu["name"] for one in facts.values() for gpu in one["gpus"]["cards"]}
+    kinds = {gpu["name"] for answer in facts.values() for gpu in answer["gpus"]["cards"]}
     if len(kinds) > 1:
         yield finding("different GPUs", kinds=_few(kinds))
 
 
 def _ops(facts: Facts) -> Iterable[Finding]:
-    for host, one in facts.items():
-        for lock in one["locks"]:
+    for host, answer in facts.items():
+        for lock in answer["locks"]:
             yield finding("stale build lock", host=host, lock=lock)
-        ops = one.get("ops", {"needed": [], "built": [], "lacking": []})
+        ops = answer.get("ops", {"needed": [], "built": [], "lacking": []})
         missing = [name for name in ops["needed"] if name not in ops["built"]]
         if missing and ops["lacking"]:
             lacking, other = ", ".join(ops["lacking"]), native_ops.without_ops(missing)
@@ -151,25 +156,25 @@ def _ops(facts: Facts) -> Iterable[Finding]:
 
 
 def _files(facts: Facts) -> Iterable[Finding]:
-    labels = {label: None for one in facts.values() for label in one.get("files", {})}
+    labels = {label: None for answer in facts.values() for label in answer.get("files", {})}
     for label in labels:
-        found = {host: one["files"][label] for host, one in facts.items() if label in one.get("files", {})}
-        for host, file in found.items():
+        files = {host: answer["files"][label] for host, answer in facts.items() if label in answer.get("files", {})}
+        for host, file in files.items():
             if "error" in file:
                 yield Finding("files", ERROR, f"{host}: {label} {file['path']}: {file['error']}")
-        usual, others = outliers({host: file["hash"] for host, file in found.items() if "hash" in file})
+        usual, others = outliers({host: file["hash"] for host, file in files.items() if "hash" in file})
         for host in others:
-            yield finding("other file", host=host, label=label, path=found[host]["path"], usual=usual)
+            yield finding("other file", host=host, label=label, path=files[host]["path"], usual=usual)
     # A tokenized cache's name is a fingerprint of all that it is made of: equal names, equal contents.
-    caches = {host: set(one.get("stores", [])) for host, one in facts.items()}
+    caches = {host: set(answer.get("stores", [])) for host, answer in facts.items()}
     if lacking := [host for host, names in caches.items() if names < set[str]().union(*caches.values())]:
         yield finding("data to prepare", hosts=_few(lacking))
 
 
 def _disks(facts: Facts) -> Iterable[Finding]:
-    for host, one in facts.items():
-        weights = one.get("files", {}).get("model.path", {}).get("bytes", 0)
-        for name, disk in one.get("disks", {}).items():
+    for host, answer in facts.items():
+        weights = answer.get("files", {}).get("model.path", {}).get("bytes", 0)
+        for name, disk in answer.get("disks", {}).items():
             path, gib = disk["path"], f"{disk['free'] / GIB:.1f}"
             level = WARNING if name == "prepare.dir" else ERROR  # nothing is written where all is prepared
             if disk["error"]:
@@ -179,25 +184,25 @@ def _disks(facts: Facts) -> Iterable[Finding]:
             elif name == "run.dir" and disk["free"] < _TRAINING_BYTES * weights:
                 need = f"{_TRAINING_BYTES * weights / GIB:.1f}"
                 yield finding("disk too small", host=host, name=name, path=path, gib=gib, need=need)
-        for folder, found in one.get("nvme", {}).items():
-            if "error" in found:
-                yield Finding("disks", ERROR, f"{host}: nvme {folder}: {found['error']}.")
-            elif min(found.values()) < 1000:
-                write, read = (f"{found[name]:.0f}" for name in ("write_mb_s", "read_mb_s"))
+        for folder, rates in answer.get("nvme", {}).items():
+            if "error" in rates:
+                yield Finding("disks", ERROR, f"{host}: nvme {folder}: {rates['error']}.")
+            elif min(rates.values()) < 1000:
+                write, read = (f"{rates[name]:.0f}" for name in ("write_mb_s", "read_mb_s"))
                 yield finding("slow NVMe", host=host, path=folder, write=write, read=read)
 
 
 def _limits(facts: Facts) -> Iterable[Finding]:
-    for host, one in facts.items():
+    for host, answer in facts.items():
         for name, least, option in (("open files", 4096, "-n 65536"), ("processes", 4096, "-u unlimited")):
-            limit = one["limits"][name]
+            limit = answer["limits"][name]
             if 0 <= limit < least:
                 yield finding("low limit", host=host, name=name, limit=limit, option=option)
 
 
 def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
     lost = {
-        name: [host for host, one in facts.items() if one["environment"].get(name) != value]
+        name: [host for host, answer in facts.items() if answer["environment"].get(name) != value]
         for name, value in sorted(here.items())
         if not name.startswith(FORWARDED)
     }
@@ -207,7 +212,7 @@ def _environment(facts: Facts, here: Mapping[str, str]) -> Iterable[Finding]:
 
 def secrets(facts: Facts, names: Sequence[str]) -> list[Finding]:
     """Judge whether the secrets of launch.env would arrive."""
-    if hosts := [host for host, one in facts.items() if names and not one["takes_secrets"]]:
+    if hosts := [host for host, answer in facts.items() if names and not answer["takes_secrets"]]:
         return [finding("secrets not accepted", hosts=_few(hosts), variable=variables.PACKED, names=", ".join(names))]
     return []
 
@@ -237,31 +242,33 @@ def interfaces(
     chosen: Mapping[str, tuple[str, Mapping[str, Any]]], facts: Facts, interface: str, backend: str
 ) -> list[Finding]:
     """Judge the network card that each node would use."""
-    found = []
+    problems = []
     for host, (name, card) in chosen.items():
-        own = facts[host]["network"]["own_name"]
-        names = ", ".join(one for one in facts[host]["network"]["cards"] if one != "lo")
+        own_address = facts[host]["network"]["own_name"]
+        names = ", ".join(card_name for card_name in facts[host]["network"]["cards"] if card_name != "lo")
         asked = interface or facts[host]["network"]["asked"][backend]
         if not name and not names:
-            found.append(finding("no IPv4 address", host=host))
+            problems.append(finding("no IPv4 address", host=host))
         elif not name and asked:
-            found.append(finding("no such interface", host=host, asked=asked, names=names))
+            problems.append(finding("no such interface", host=host, asked=asked, names=names))
         elif not name or card["address"].startswith("127."):
-            address = own or "?"
-            found.append(finding("own name is loopback", host=host, address=address, backend=backend, names=names))
+            address = own_address or "?"
+            problems.append(finding("own name is loopback", host=host, address=address, backend=backend, names=names))
         elif not card["up"]:
-            found.append(finding("interface down", host=host, name=name))
+            problems.append(finding("interface down", host=host, name=name))
     sizes = {host: card.get("mtu") for host, (_, card) in chosen.items()}
-    if not found and len(set(sizes.values())) > 1:
-        found.append(finding("different MTU", listed=", ".join(f"{host} {mtu}" for host, mtu in sizes.items())))
-    return found
+    if not problems and len(set(sizes.values())) > 1:
+        problems.append(finding("different MTU", listed=", ".join(f"{host} {mtu}" for host, mtu in sizes.items())))
+    return problems
 
 
 def connections(results: Pairs, port: int) -> list[Finding]:
     """Judge connections: (from, to) -> `error`, `meet` and `mtu` of `network.can_connect`."""
-    broken = [f"{a} -> {b}: {one['error']}" for (a, b), one in results.items() if one["error"]]
-    closed = [f"{a} -> {b}: {one['meet']}" for (a, b), one in results.items() if one["meet"] and not one["error"]]
-    lost = [f"{a} -> {b}" for (a, b), one in results.items() if one["mtu"] is False]
+    broken = [f"{a} -> {b}: {result['error']}" for (a, b), result in results.items() if result["error"]]
+    closed = [
+        f"{a} -> {b}: {result['meet']}" for (a, b), result in results.items() if result["meet"] and not result["error"]
+    ]
+    lost = [f"{a} -> {b}" for (a, b), result in results.items() if result["mtu"] is False]
     return [
         *([finding("no connection", lines=_lines(broken))] if broken else []),
         *([finding("port closed", port=port, lines=_lines(closed))] if closed else []),
@@ -275,7 +282,7 @@ def speeds(rates: Pairs) -> list[Finding]:
     numbers = {pair: rate for pair, rate in rates.items() if not isinstance(rate, str)}
     usual = statistics.median(numbers.values()) if numbers else 0.0
     slow = {pair: rate for pair, rate in numbers.items() if rate < max(SLOW_MB_S, usual / 8)}
-    found = [finding("transfer broken", lines=_lines(broken))] if broken else []
+    problems = [finding("transfer broken", lines=_lines(broken))] if broken else []
     if slow:
         # The node whose links are all slow, and no others; of two nodes neither can be told.
         hosts, blame = set.intersection(*map(set, slow)), ""
@@ -284,23 +291,23 @@ def speeds(rates: Pairs) -> list[Finding]:
         level = ERROR if min(slow.values()) < SLOW_MB_S else WARNING
         lines = _lines([f"{a} -> {b}: {rate:.2f} MB/s" for (a, b), rate in slow.items()])
         best = f"{max(numbers.values()):.0f}"
-        found.append(finding("slow links", level=level, best=best, blame=blame, lines=lines))
-    return found
+        problems.append(finding("slow links", level=level, best=best, blame=blame, lines=lines))
+    return problems
 
 
 def collective(ranks: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[list[Finding], str]:
     """Judge the all-reduce; return findings, and its speed in words."""
-    broken = [f"{rank} ({hosts[rank]}): {one['error']}" for rank, one in ranks.items() if "error" in one]
+    broken = [f"{rank} ({hosts[rank]}): {answer['error']}" for rank, answer in ranks.items() if "error" in answer]
     if broken:
         return [finding("all-reduce failed", lines=_lines(broken))], ""
-    wrong = [f"{rank} ({hosts[rank]})" for rank, one in ranks.items() if not one["right"]]
+    wrong = [f"{rank} ({hosts[rank]})" for rank, answer in ranks.items() if not answer["right"]]
     if wrong:
         return [finding("all-reduce wrong", ranks=", ".join(wrong))], ""
-    size, one = len(ranks), next(iter(ranks.values()))
+    size, answer = len(ranks), next(iter(ranks.values()))
     # Each byte crosses each link 2(n-1)/n times in a ring (https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md).
-    rate = 2 * (size - 1) / size * one["bytes"] / 1e6 / one["seconds"] if size > 1 else 0.0
+    rate = 2 * (size - 1) / size * answer["bytes"] / 1e6 / answer["seconds"] if size > 1 else 0.0
     told = tr(
-        "{ranks} ranks, {mib} MiB, {rate} MB/s on each link", ranks=size, mib=one["bytes"] >> 20, rate=f"{rate:.0f}"
+        "{ranks} ranks, {mib} MiB, {rate} MB/s on each link", ranks=size, mib=answer["bytes"] >> 20, rate=f"{rate:.0f}"
     )
     if size == 1 or rate > SLOW_MB_S:
         return [], told

@@ -32,12 +32,12 @@ _ASSISTANT = ("assistant", "gpt", "model")
 """Keys of a dataset that are read, or say nothing here."""
 
 
-def settle(given: ForeignConfig, draft: RecipeDraft) -> None:
+def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Write down what axolotl decides by other keys, and values of its own, as the Trainer's."""
-    values = given.values
+    values = config.values
     is_half = any(values.get(name) not in (None, False) for name in ("fp16", "float32"))
-    own: dict[str, Any] = {"bf16": not is_half, "tf32": False}
-    for name in own:
+    defaults: dict[str, Any] = {"bf16": not is_half, "tf32": False}
+    for name in defaults:
         if values.get(name) in ("auto", "full"):
             del values[name]
     if values.get("chat_template") == "tokenizer_default":
@@ -45,44 +45,49 @@ def settle(given: ForeignConfig, draft: RecipeDraft) -> None:
     if isinstance(values.get("gradient_checkpointing"), str):
         values["gradient_checkpointing"] = True
     if values.get("batch_size") and "gradient_accumulation_steps" not in values:
-        rows = given.number("per_device_train_batch_size", int)
-        values["gradient_accumulation_steps"] = max(1, given.number("batch_size", int) // rows)
-        given.spelled["gradient_accumulation_steps"] = "batch_size"
-    if not (given.has("warmup_steps") or given.has("warmup_ratio")):
+        rows = config.number("per_device_train_batch_size", int)
+        values["gradient_accumulation_steps"] = max(1, config.number("batch_size", int) // rows)
+        config.spelled["gradient_accumulation_steps"] = "batch_size"
+    if not (config.has("warmup_steps") or config.has("warmup_ratio")):
         values["warmup_ratio"] = _WARMUP
         draft.notes.append(tr("warmup_ratio = {ratio}, as axolotl takes where none is given.", ratio=_WARMUP))
-    own["save_strategy"] = "steps" if given.has("save_steps") else "no" if given.has("saves_per_epoch") else "epoch"
-    own["eval_strategy"] = "steps" if given.has("eval_steps") else "no"
-    given.keys = {**given.keys, **{name: replace(given.keys[name], default=value) for name, value in own.items()}}
-    trackers = [name for name in _TRACKERS if given.flag(f"use_{name}")]
+    defaults["save_strategy"] = (
+        "steps" if config.has("save_steps") else "no" if config.has("saves_per_epoch") else "epoch"
+    )
+    defaults["eval_strategy"] = "steps" if config.has("eval_steps") else "no"
+    config.keys = {
+        **config.keys,
+        **{name: replace(config.keys[name], default=value) for name, value in defaults.items()},
+    }
+    trackers = [name for name in _TRACKERS if config.flag(f"use_{name}")]
     if "swanlab" in trackers and values.get("swanlab_project"):
         draft.put("track.swanlab.project", str(values["swanlab_project"]), "swanlab_project")
     if values.get("wandb_project") and values.get("use_wandb") is None:
         trackers = ["wandb", *trackers]
-    given.values["report_to"] = trackers or "none"
+    config.values["report_to"] = trackers or "none"
 
 
-def translate_own(given: ForeignConfig, draft: RecipeDraft) -> None:
+def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set what the keys that are axolotl's own mean."""
-    if given.has("plugins") or given.has("liger_fused_linear_cross_entropy"):
-        _plugins(given, draft)
-    _method(given, draft)
-    kind = str(given.get("rl") or "")
+    if config.has("plugins") or config.has("liger_fused_linear_cross_entropy"):
+        _plugins(config, draft)
+    _method(config, draft)
+    kind = str(config.get("rl") or "")
     if kind and kind not in _LOSSES:
-        raise given.without_counterpart("rl", _LOSSES)
-    _data(given, draft, kind)
-    if given.flag("reward_model"):
-        set_reward(given, draft, "reward_model")
+        raise config.without_counterpart("rl", _LOSSES)
+    _data(config, draft, kind)
+    if config.flag("reward_model"):
+        set_reward(config, draft, "reward_model")
     elif kind:
-        _preference(given, draft, kind)
+        _preference(config, draft, kind)
     for name, value in {"eager_attention": "eager", "sdp_attention": "sdpa"}.items():
-        if given.has(name) and given.flag(name):
+        if config.has(name) and config.flag(name):
             draft.put("model.attention", value, name)
-    if given.has("cosine_min_lr_ratio") and (ratio := given.number("cosine_min_lr_ratio")) < 1:
+    if config.has("cosine_min_lr_ratio") and (ratio := config.number("cosine_min_lr_ratio")) < 1:
         draft.put("schedule.min_lr_ratio", ratio, "cosine_min_lr_ratio")
-    elif given.has("cosine_min_lr_ratio"):
+    elif config.has("cosine_min_lr_ratio"):
         draft.lost["cosine_min_lr_ratio"] = tr("below 1 only; schedule=constant keeps the rate")
-    template = str(given.get("chat_template_jinja") or "")
+    template = str(config.get("chat_template_jinja") or "")
     if template.endswith((".jinja", ".jinja2", ".j2")):
         draft.put("model.chat_template", template, "chat_template_jinja")
     elif template:
@@ -93,79 +98,83 @@ def translate_own(given: ForeignConfig, draft: RecipeDraft) -> None:
         "sequence_parallel_degree": "sequence",
     }
     for theirs, ours in parts.items():
-        if given.has(theirs) and given.number(theirs, int) > 1:
-            draft.put(f"parallel.{ours}", given.number(theirs, int), theirs)
-    if not given.has("save_total_limit"):
-        draft.put("checkpoint.keep", given.keys["save_total_limit"].default)
-    if given.flag("deepcompile"):
+        if config.has(theirs) and config.number(theirs, int) > 1:
+            draft.put(f"parallel.{ours}", config.number(theirs, int), theirs)
+    if not config.has("save_total_limit"):
+        draft.put("checkpoint.keep", config.keys["save_total_limit"].default)
+    if config.flag("deepcompile"):
         draft.put("compile.deepcompile", True, "deepcompile")
-    _trackers(given, draft)
+    _trackers(config, draft)
 
 
-def _trackers(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _trackers(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the trackers, which axolotl has a switch for each, and the names of W&B's project and team."""
     for name in _TRACKERS:
         if f"track.{name}.enabled" in draft.values:
             draft.put(f"track.{name}.enabled", True, f"use_{name}", *(["wandb_project"] if name == "wandb" else []))
     if "track.wandb.enabled" in draft.values:
         for theirs, ours in (("wandb_project", "project"), ("wandb_entity", "entity")):
-            if given.has(theirs):
-                draft.put(f"track.wandb.{ours}", str(given.get(theirs)), theirs)
-    given.values.pop("report_to", None)
+            if config.has(theirs):
+                draft.put(f"track.wandb.{ours}", str(config.get(theirs)), theirs)
+    config.values.pop("report_to", None)
 
 
-def _plugins(given: ForeignConfig, draft: RecipeDraft) -> None:
-    names = [name.rpartition(".")[2] for name in given.names("plugins")]
+def _plugins(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Take over Liger's kernels; other plugins than the cut cross entropy are reported as lost."""
+    names = [name.rpartition(".")[2] for name in config.names("plugins")]
     if _LIGER in names:
         draft.put("kernels.liger", "always", "plugins", "liger_fused_linear_cross_entropy")
     if rest := [name for name in names if name not in (_LIGER, _CUT)]:
         draft.lost["plugins"] = tr("{names} has no counterpart", names=", ".join(rest))
 
 
-def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set the tuning method; without an adapter all parameters are trained."""
-    if not given.get("adapter"):
+    if not config.get("adapter"):
         draft.put("tuning.method", "full", "adapter")
         return
-    method = str(given.get("adapter"))
+    method = str(config.get("adapter"))
     if method not in _METHODS:
-        raise given.without_counterpart("adapter", _METHODS)
-    is_qlora = method == "qlora" or given.flag("load_in_4bit")
+        raise config.without_counterpart("adapter", _METHODS)
+    is_qlora = method == "qlora" or config.flag("load_in_4bit")
     draft.put("tuning.method", "qlora" if is_qlora else "lora", "adapter", "load_in_4bit")
-    if given.get("lora_model_dir"):
-        draft.put("tuning.adapter", str(given.get("lora_model_dir")), "lora_model_dir")
+    if config.get("lora_model_dir"):
+        draft.put("tuning.adapter", str(config.get("lora_model_dir")), "lora_model_dir")
         return
-    if given.flag("lora_target_linear"):
-        given.values["lora_target_modules"] = ["all-linear"]
-        given.spelled["lora_target_modules"] = "lora_target_linear"
-    elif isinstance(given.get("lora_target_modules"), str):  # a pattern of its own, over whole names
+    if config.flag("lora_target_linear"):
+        config.values["lora_target_modules"] = ["all-linear"]
+        config.spelled["lora_target_modules"] = "lora_target_linear"
+    elif isinstance(config.get("lora_target_modules"), str):  # a pattern of its own, over whole names
         draft.lost["lora_target_modules"] = tr("a regular expression; the recipe takes query, key and value")
-        given.values.pop("lora_target_modules")
-    lora_settings(given, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
+        config.values.pop("lora_target_modules")
+    lora_settings(config, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
 
 
-def _preference(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
+def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
+    """Set the loss of pairs or rated answers with its weights; `kind`: the value of `rl`."""
     loss = _LOSSES[kind]
-    if kind == "dpo" and given.has("loss_type"):
-        [loss, *more] = given.names("loss_type")
+    if kind == "dpo" and config.has("loss_type"):
+        [loss, *more] = config.names("loss_type")
         if more or loss not in ("sigmoid", "robust", "hinge", "ipo"):
-            raise given.without_counterpart("loss_type", ("sigmoid", "robust", "hinge", "ipo"))
-    terms = {"cpo_alpha": given.number("cpo_alpha")} if kind == "simpo" else {}
-    if given.has("rpo_alpha"):
-        terms = {"rpo_alpha": given.number("rpo_alpha")}
-    loss_key = "loss_type" if kind == "dpo" and given.has("loss_type") else "rl"
-    set_preference(given, draft, loss, {"beta": "beta", "loss": loss_key, "smoothing": "label_smoothing"}, terms)
+            raise config.without_counterpart("loss_type", ("sigmoid", "robust", "hinge", "ipo"))
+    terms = {"cpo_alpha": config.number("cpo_alpha")} if kind == "simpo" else {}
+    if config.has("rpo_alpha"):
+        terms = {"rpo_alpha": config.number("rpo_alpha")}
+    loss_key = "loss_type" if kind == "dpo" and config.has("loss_type") else "rl"
+    set_preference(config, draft, loss, {"beta": "beta", "loss": loss_key, "smoothing": "label_smoothing"}, terms)
     for key in ("desirable_weight", "undesirable_weight") if kind == "kto" else ():
-        draft.put(f"preference.{key}", given.number(key), key)
+        draft.put(f"preference.{key}", config.number(key), key)
 
 
-def _data(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    is_text = given.has("pretraining_dataset")
+def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
+    """Set the data, what becomes of rows that are too long, and packing; `kind`: the value of `rl`, or ""."""
+    is_text = config.has("pretraining_dataset")
     key = "pretraining_dataset" if is_text else "datasets"
-    if not given.get(key):
-        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=given.shown, key=key)
-    draft.put("data.sources", _sources(given, draft, key, kind), key)
-    validation = _sources(given, draft, "test_datasets", kind) if given.has("test_datasets") else []
-    size = given.number("val_set_size")
+    if not config.get(key):
+        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=key)
+    draft.put("data.sources", _sources(config, draft, key, kind), key)
+    validation = _sources(config, draft, "test_datasets", kind) if config.has("test_datasets") else []
+    size = config.number("val_set_size")
     if validation:
         draft.put("data.validation", validation, "test_datasets")
     else:
@@ -174,35 +183,35 @@ def _data(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
         draft.lost["val_set_size"] = tr(
             "a number of rows: set data.validation_fraction to {rows} by the number of all rows", rows=int(size)
         )
-    set_evaluation(given, draft, bool(validation) or 0 < size < 1)
-    strategy = str(given.get("excess_length_strategy"))
+    set_evaluation(config, draft, bool(validation) or 0 < size < 1)
+    strategy = str(config.get("excess_length_strategy"))
     if strategy in _TOO_LONG and (strategy == "drop" or not kind):
         draft.put("data.too_long", "split" if is_text else _TOO_LONG[strategy], "excess_length_strategy")
     elif strategy not in _TOO_LONG:
         draft.lost["excess_length_strategy"] = tr("rows that are too long are dropped and counted")
         draft.put("data.too_long", "drop")
-    if kind or given.flag("reward_model"):
+    if kind or config.flag("reward_model"):
         return
     if not is_text:
         draft.put("data.train_on", "all")
-    if given.flag("sample_packing") or is_text:
+    if config.flag("sample_packing") or is_text:
         draft.put("data.packing", "packed", "sample_packing")
 
 
-def _sources(given: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> list[dict[str, Any]]:
+def _sources(config: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> list[dict[str, Any]]:
     """Return the items of `data.sources` for a list of datasets; those that cannot be read are reported."""
-    value = given.get(key)
+    value = config.get(key)
     entries = [
         entry if isinstance(entry, dict) else {"path": entry}
         for entry in (value if isinstance(value, list) else [value])
     ]
-    found = []
+    sources = []
     for entry in entries:
         path = str(entry.get("path") or "")
         if key == "pretraining_dataset":
             columns: dict[str, Any] | None = {"format": "text"} | _renamed({"text": entry.get("text_column")})
         else:
-            columns = _format(entry, kind, given.flag("reward_model"))
+            columns = _format(entry, kind, config.flag("reward_model"))
         if columns is None:
             shown = entry.get("type")
             draft.notes.append(
@@ -215,12 +224,12 @@ def _sources(given: ForeignConfig, draft: RecipeDraft, key: str, kind: str) -> l
             continue
         if rest := _unread(entry):
             draft.notes.append(tr("the dataset {name}: {keys} has no counterpart.", name=path, keys=", ".join(rest)))
-        for place in _places(entry, path, draft):
-            found.append({**place, **columns})
-    return found
+        for location in _locations(entry, path, draft):
+            sources.append({**location, **columns})
+    return sources
 
 
-def _places(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dict[str, Any]]:
+def _locations(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dict[str, Any]]:
     """Return where the rows of a dataset are: files, or a name on Hugging Face with its split."""
     named = entry.get("data_files") or []
     named = [named] if isinstance(named, str) else named
@@ -229,30 +238,30 @@ def _places(entry: dict[str, Any], path: str, draft: RecipeDraft) -> list[dict[s
     if named:
         draft.notes.append(tr("the dataset {name}: data_files has no counterpart; the whole split is read.", name=path))
     names = {"subset": "name", "revision": "revision", "split": "split"}
-    given = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
-    if "[" in given.get("split", ""):
-        part = given["split"]
-        given["split"] = part.partition("[")[0]
+    hub_fields = {ours: str(entry[theirs]) for ours, theirs in names.items() if entry.get(theirs)}
+    if "[" in hub_fields.get("split", ""):
+        part = hub_fields["split"]
+        hub_fields["split"] = part.partition("[")[0]
         draft.notes.append(
             tr("the dataset {name}: {part} is read as a whole; weight below 1 takes a part.", name=path, part=part)
         )
-    return [{"hub": path, **{key: value for key, value in given.items() if (key, value) != ("split", "train")}}]
+    return [{"hub": path, **{key: value for key, value in hub_fields.items() if (key, value) != ("split", "train")}}]
 
 
 def _unread(entry: dict[str, Any]) -> list[str]:
     """Return the keys of a dataset that mean something there and nothing here."""
-    said = {key: value for key, value in entry.items() if value not in (None, False, "", [], {})}
-    if all(role in _ASSISTANT for role in _listed(said.get("roles_to_train"))):
-        said.pop("roles_to_train", None)
-    if said.get("train_on_eos") == "turn":
-        del said["train_on_eos"]
-    roles = said.pop("roles", None)
-    names = {name for known in names_of("roles").values() for name in known}
-    given = [name for words in (roles.values() if isinstance(roles, dict) else [roles]) for name in _listed(words)]
-    strange = [name for name in map(str, given) if name not in names]
-    own = said.get("type")
-    formats = [f"type.{key}" for key in own if not key.startswith("field_")] if isinstance(own, dict) else []
-    return [*(key for key in said if key not in _READ), *(f"roles: {name}" for name in strange), *formats]
+    settings = {key: value for key, value in entry.items() if value not in (None, False, "", [], {})}
+    if all(role in _ASSISTANT for role in _listed(settings.get("roles_to_train"))):
+        settings.pop("roles_to_train", None)
+    if settings.get("train_on_eos") == "turn":
+        del settings["train_on_eos"]
+    roles = settings.pop("roles", None)
+    names = {name for aliases in names_of("roles").values() for name in aliases}
+    role_names = [name for words in (roles.values() if isinstance(roles, dict) else [roles]) for name in _listed(words)]
+    strange = [name for name in map(str, role_names) if name not in names]
+    row_type = settings.get("type")
+    formats = [f"type.{key}" for key in row_type if not key.startswith("field_")] if isinstance(row_type, dict) else []
+    return [*(key for key in settings if key not in _READ), *(f"roles: {name}" for name in strange), *formats]
 
 
 def _listed(value: Any) -> list[Any]:
@@ -260,30 +269,32 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _renamed(columns: dict[str, Any]) -> dict[str, Any]:
-    found = {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
-    return {"columns": found} if found else {}
+    renamed = {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
+    return {"columns": renamed} if renamed else {}
 
 
 def _format(entry: dict[str, Any], kind: str, is_reward: bool) -> dict[str, Any] | None:
     """Return format and columns of a dataset; None where its type has no counterpart."""
-    given, own = entry.get("type"), entry.get("type") if isinstance(entry.get("type"), dict) else {}
-    assert isinstance(own, dict)
-    base, last = str(given).partition(":")[0].partition(".")[0], str(given).rpartition(".")[2]
+    row_type, custom_type = entry.get("type"), entry.get("type") if isinstance(entry.get("type"), dict) else {}
+    assert isinstance(custom_type, dict)
+    base, last = str(row_type).partition(":")[0].partition(".")[0], str(row_type).rpartition(".")[2]
     if kind or is_reward:
         row_format = "labeled" if kind == "kto" else "reward" if is_reward else "preference"
-        if own:
+        if custom_type:
             marks = {"completion": "field_completion", "label": "field_label"} if kind == "kto" else _PAIR
             fields = {"system": "field_system", "prompt": "field_prompt", **marks}
-            return named_format(row_format, {ours: own.get(theirs) for ours, theirs in fields.items()})
-        known = {"prompt": "input"} if base == "bradley_terry" else names_of("axolotl_pairs").get(last)
-        if known is None and base != "chat_template":
+            return named_format(row_format, {ours: custom_type.get(theirs) for ours, theirs in fields.items()})
+        pair_columns = {"prompt": "input"} if base == "bradley_terry" else names_of("axolotl_pairs").get(last)
+        if pair_columns is None and base != "chat_template":
             return None
-        columns = dict(known or {}) | {"messages": entry.get("field_messages"), **_roles(entry)}
+        columns = dict(pair_columns or {}) | {"messages": entry.get("field_messages"), **_roles(entry)}
         pair = {name: entry.get(f"field_{name}") or columns.pop(name, None) for name in _PAIR}
         return named_format(row_format, columns if kind == "kto" else columns | pair)
-    if own:
+    if custom_type:
         fields = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
-        return named_format("instruction", {ours: own.get(f"field_{theirs}") for ours, theirs in fields.items()})
+        return named_format(
+            "instruction", {ours: custom_type.get(f"field_{theirs}") for ours, theirs in fields.items()}
+        )
     if base == "alpaca":
         return {"format": "instruction"}
     if base == "completion":

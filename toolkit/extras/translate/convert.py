@@ -54,21 +54,21 @@ class Converted:
     """What became of the DeepSpeed JSON, and what is missing."""
 
 
-def convert(given: read.ForeignConfig, deepspeed_json: str) -> Converted:
+def convert(config: read.ForeignConfig, deepspeed_json: str) -> Converted:
     """Translate a config to a recipe that composes and passes every check that needs no file, or raise ConfigError."""
-    draft = programs.translate(given)
+    draft = programs.translate(config)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return _finish(given, draft, deepspeed_json, Path(folder))
+            return _finish(config, draft, deepspeed_json, Path(folder))
         except ConfigError as error:
             raise ConfigError(str(error).replace(f"{folder}/", "")) from error
 
 
-def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path) -> Converted:
+def _finish(config: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_json: str, folder: Path) -> Converted:
     """Compose, import the JSON, write the recipe, read it again, check it."""
-    assert given.world_size is not None  # the batch was computed with it
+    assert config.world_size is not None  # the batch was computed with it
     notes: list[str] = list(draft.notes)
-    path, has_zero = deepspeed_json or _named_json(given, folder, notes), "zero" in draft.groups
+    path, has_zero = deepspeed_json or _named_json(config, folder, notes), "zero" in draft.groups
     if not path and draft.values.get("optim.name", ("", ""))[0] in ("adafactor", "adagrad"):
         draft.groups.setdefault("zero", "stage0")  # no stage goes with these (config/rules.yaml)
     if path and "optimizer" in ds_import.read_json(path, Problems())[0]:
@@ -77,40 +77,43 @@ def _finish(given: read.ForeignConfig, draft: programs.RecipeDraft, deepspeed_js
     values = {}
     for key, (value, source) in draft.values.items():
         first = source.split(", ")[0]
-        values[key] = value, f"{given.place(first)} ({first})" if first else given.shown
+        values[key] = value, f"{config.location(first)} ({first})" if first else config.shown
     loaded = replace(base, values, layer=1)  # as a recipe's
     # A default of the other program is nobody's choice: a JSON may say something else.
     loaded.explicit = {key for key, (_, source) in draft.values.items() if source}
     if path:
-        loaded, told = ds_import.import_json(path, loaded, given.world_size, strict=True)
+        loaded, told = ds_import.import_json(path, loaded, config.world_size, strict=True)
         notes += [note.replace(f"{folder}/", "") for note in told]
     elif not (
-        has_zero or given.has("deepspeed") or "use_deepspeed" in given.accelerate or "config_file" in given.accelerate
+        has_zero
+        or config.has("deepspeed")
+        or "use_deepspeed" in config.accelerate
+        or "config_file" in config.accelerate
     ):
         zero = draft.groups.get("zero", "stage2")
         notes += [tr("No DeepSpeed JSON is named, so nothing is split there; the recipe has zero={zero}.", zero=zero)]
     # Its messages say where the other program's config says so.
-    rules.check_rules(loaded, given.world_size, files=False)
+    rules.check_rules(loaded, config.world_size, files=False)
     unread = {key for row in rule_tables.READ_WHEN if not row.is_read(loaded.cfg) for key in row.settings}
     named = {key for key in unread if loaded.layers.get(key) == JSON}  # told by its import
     loaded = replace(loaded, {key: (dotted_keys.get_value(schema.RunConfig(), key), "") for key in named})
     groups = chosen_groups(loaded.cfg) | draft.groups
     origins = {key: source for key, (_, source) in draft.values.items() if source}
     if path:
-        told_by = {key: place for key, place in loaded.where.items() if place.startswith(path)}
-        origins |= {key: place.replace(f"{folder}/", "") for key, place in told_by.items()}
+        told_by = {key: location for key, location in loaded.where.items() if location.startswith(path)}
+        origins |= {key: location.replace(f"{folder}/", "") for key, location in told_by.items()}
     differing = _differing(loaded.cfg, _compose(folder, groups).cfg)
     text = recipe_text(groups, list(_lines(differing, "", "", origins)))
     again = folder / "recipe.yaml"
     again.write_text(text, encoding="utf-8")
     final = load([f"recipe={again}"])
-    expected, found = to_plain(loaded.cfg), to_plain(final.cfg)
-    if expected | {"recipe": ""} != found | {"recipe": ""}:
+    expected, reread = to_plain(loaded.cfg), to_plain(final.cfg)
+    if expected | {"recipe": ""} != reread | {"recipe": ""}:
         raise RuntimeError("the recipe says something else than was translated")
-    rules.check_rules(final, given.world_size, files=False)
-    ds_config.build_ds_config(mesh.with_micro_batch(final.cfg), given.world_size, final.cfg.train.max_steps or None)
-    result = Converted(text=text, loaded=final, world_size=given.world_size, notes=notes)
-    _report(given, draft, result)
+    rules.check_rules(final, config.world_size, files=False)
+    ds_config.build_ds_config(mesh.with_micro_batch(final.cfg), config.world_size, final.cfg.train.max_steps or None)
+    result = Converted(text=text, loaded=final, world_size=config.world_size, notes=notes)
+    _report(config, draft, result)
     return result
 
 
@@ -120,23 +123,23 @@ def _compose(folder: Path, groups: dict[str, str]) -> LoadedConfig:
     return load([f"recipe={path}"])
 
 
-def _named_json(given: read.ForeignConfig, folder: Path, notes: list[str]) -> str:
+def _named_json(config: read.ForeignConfig, folder: Path, notes: list[str]) -> str:
     """Return the path of the JSON that the config names or holds; "" without one."""
-    named = given.get("deepspeed")
+    named = config.get("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
         try:
             named = parsed_json(named)
         except ValueError as error:
-            place = given.place("deepspeed")
-            raise ConfigError("{place}: deepspeed is no JSON: {reason}", place=place, reason=error) from error
+            location = config.location("deepspeed")
+            raise ConfigError("{place}: deepspeed is no JSON: {reason}", place=location, reason=error) from error
     if isinstance(named, dict):
         path = folder / "deepspeed"
         path.write_text(json.dumps(named, indent=1), encoding="utf-8")
         return str(path)
     if named:
-        found = next((path for path in (Path(named), given.folder / named) if os.path.isfile(path)), None)
-        if found:
-            return str(found)
+        json_file = next((path for path in (Path(named), config.folder / named) if os.path.isfile(path)), None)
+        if json_file:
+            return str(json_file)
         notes.append(
             tr(
                 "deepspeed = {file} is not here: the recipe is made without it. Run this again where it is, "
@@ -147,16 +150,16 @@ def _named_json(given: read.ForeignConfig, folder: Path, notes: list[str]) -> st
     return ""
 
 
-def _report(given: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
+def _report(config: read.ForeignConfig, draft: programs.RecipeDraft, result: Converted) -> None:
     """Sort every key that is given, and is not taken over as it is, under what there is to say about it."""
-    shown = hide_all(given.values)
+    shown = hide_all(config.values)
     differs: dict[str, list[str]] = {}
     needless: dict[str, list[str]] = {}
     used = {name for _, source in draft.values.values() for name in source.split(", ")} | _USED
-    for name, value in given.values.items():
-        key, spelled = given.keys.get(name), given.spelling(name)
+    for name, value in config.values.items():
+        key, spelled = config.keys.get(name), config.spelling(name)
         if key is None:
-            result.unknown.append(joined(f"{given.place(name)}: {name}.", did_you_mean(name, given.keys)))
+            result.unknown.append(joined(f"{config.location(name)}: {name}.", did_you_mean(name, config.keys)))
         elif name in draft.lost or (_is_default(value, key.default) and key.says not in _ALWAYS):
             continue
         elif key.to and key.says and key.says not in _LIMITS:
@@ -169,7 +172,7 @@ def _report(given: read.ForeignConfig, draft: programs.RecipeDraft, result: Conv
         elif not key.to:
             result.lost.append(f"{spelled} = {shown[name]}: {sentence(key.says)}")
     for name, reason in draft.lost.items():
-        spelled = given.spelling(name)
+        spelled = config.spelling(name)
         result.lost.append(f"{spelled} = {shown[name]}: {reason}" if name in shown else f"{spelled}: {reason}")
     result.differs = [f"{', '.join(names)}: {text}" for text, names in differs.items()]
     result.needless = [f"{', '.join(names)}: {text}" for text, names in needless.items()]
@@ -216,15 +219,15 @@ def recipe_text(groups: Mapping[str, str], body: Sequence[str] = ()) -> str:
 
 def _differing(cfg: Any, base: Any) -> dict[str, Any]:
     """Return the fields that differ, nested; the name of the recipe is no setting."""
-    found: dict[str, Any] = {}
+    differing: dict[str, Any] = {}
     for item in dataclasses.fields(cfg):
-        mine, theirs = getattr(cfg, item.name), getattr(base, item.name)
-        if dataclasses.is_dataclass(mine):
-            if inner := _differing(mine, theirs):
-                found[item.name] = inner
-        elif mine != theirs and not (isinstance(cfg, schema.RunConfig) and item.name == "recipe"):
-            found[item.name] = mine
-    return found
+        value, base_value = getattr(cfg, item.name), getattr(base, item.name)
+        if dataclasses.is_dataclass(value):
+            if inner := _differing(value, base_value):
+                differing[item.name] = inner
+        elif value != base_value and not (isinstance(cfg, schema.RunConfig) and item.name == "recipe"):
+            differing[item.name] = value
+    return differing
 
 
 def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str, str]) -> Iterator[str]:

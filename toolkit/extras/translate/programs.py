@@ -1,4 +1,4 @@
-"""What the arguments of transformers' Trainer, of LLaMA-Factory and of the ChatGLM repositories become in a recipe."""
+"""What the arguments of transformers' Trainer, of TRL and of LLaMA-Factory become in a recipe."""
 
 import math
 import os
@@ -28,7 +28,8 @@ _LR_END = 1e-7
 class RecipeDraft:
     """Settings of ours on their way into a recipe, and what there is to say about them."""
 
-    given: ForeignConfig
+    config: ForeignConfig
+    """The config of the other program, whose keys are translated."""
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Our key -> (value, the keys that it comes from; "" for a default of the other program)."""
     groups: dict[str, str] = field(default_factory=dict)
@@ -39,72 +40,75 @@ class RecipeDraft:
 
     def put(self, key: str, value: Any, *sources: str) -> None:
         """Set a key of ours; of the keys that say so those that are given, none for the other program's default."""
-        self.values[key] = (value, ", ".join(map(self.given.spelling, filter(self.given.has, sources))))
+        self.values[key] = (value, ", ".join(map(self.config.spelling, filter(self.config.has, sources))))
 
 
 OWNERS = ("thudm", "zai-org", "zhipuai")
 
 
-def translate(given: ForeignConfig) -> RecipeDraft:
+def translate(config: ForeignConfig) -> RecipeDraft:
     """Return the settings of ours that a config's keys become; a ConfigError where it cannot be understood."""
-    draft = RecipeDraft(given=given)
-    if given.program in (SWIFT_NAME, AXOLOTL_NAME):
-        _module(given.program).settle(given, draft)
-    trl = _trl_loss(given)
-    if rate := _TRL_RATES.get(trl or given.script) if given.program == HF_NAME else None:
-        own = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
-        own["bf16"] = not given.flag("fp16")
-        given.keys = {**given.keys, **{name: replace(given.keys[name], default=value) for name, value in own.items()}}
-    _launcher(given, draft)
-    for name, key in given.keys.items():  # those with one counterpart of the same meaning
-        value = given.get(name)
+    draft = RecipeDraft(config=config)
+    if config.program in (SWIFT_NAME, AXOLOTL_NAME):
+        _module(config.program).settle(config, draft)
+    trl = _trl_loss(config)
+    if rate := _TRL_RATES.get(trl or config.script) if config.program == HF_NAME else None:
+        defaults = {"learning_rate": rate, "gradient_checkpointing": True, "max_length": 1024}
+        defaults["bf16"] = not config.flag("fp16")
+        config.keys = {
+            **config.keys,
+            **{name: replace(config.keys[name], default=value) for name, value in defaults.items()},
+        }
+    _launcher(config, draft)
+    for name, key in config.keys.items():  # those with one counterpart of the same meaning
+        value = config.get(name)
         if key.to and not key.made and value is not None:  # the program's default counts where it differs
-            draft.put(key.to, typed(value, validate.field_type(key.to), f"{given.place(name)}: {name}"), name)
-    _batch_and_length(given, draft)
-    _schedule(given, draft)
-    _optimizer(given, draft)
-    _compute(given, draft)
-    _logging(given, draft)
-    _model(given, draft)
-    if translate_own := _own(given.program):
-        translate_own(given, draft)
+            draft.put(key.to, typed(value, validate.field_type(key.to), f"{config.location(name)}: {name}"), name)
+    _batch_and_length(config, draft)
+    _schedule(config, draft)
+    _optimizer(config, draft)
+    _compute(config, draft)
+    _logging(config, draft)
+    _model(config, draft)
+    if translate_own := _translator(config.program):
+        translate_own(config, draft)
     else:
-        _peft(given, draft)
-        _named_data(given, draft, trl)
-        _trl(given, draft, trl)
+        _peft(config, draft)
+        _named_data(config, draft, trl)
+        _trl(config, draft, trl)
     return draft
 
 
 def _module(program: str) -> Any:
-    from toolkit.extras.translate import axolotl, swift  # they build on this module
+    from toolkit.extras.translate import axolotl, chatglm, swift  # they build on this module
 
-    return {SWIFT_NAME: swift, AXOLOTL_NAME: axolotl}[program]
+    return {SWIFT_NAME: swift, AXOLOTL_NAME: axolotl, CHATGLM_NAME: chatglm}[program]
 
 
-def _own(program: str) -> Callable[[ForeignConfig, RecipeDraft], None] | None:
+def _translator(program: str) -> Callable[[ForeignConfig, RecipeDraft], None] | None:
     """Return what reads the keys that are a program's own; None for the Trainer's and TRL's."""
-    if program in (SWIFT_NAME, AXOLOTL_NAME):
+    if program in (SWIFT_NAME, AXOLOTL_NAME, CHATGLM_NAME):
         return cast("Callable[[ForeignConfig, RecipeDraft], None]", _module(program).translate_own)
-    return {FACTORY_NAME: _factory, CHATGLM_NAME: _chatglm}.get(program)
+    return _factory if program == FACTORY_NAME else None
 
 
 _ZERO = ("", "0", "1", "2", "3")
 
 
-def _launcher(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _launcher(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Take over what the Trainer reads of the options of `accelerate launch`, where its own arguments are silent."""
-    options = {name: value for name, value in given.accelerate.items() if name not in names_of("accelerate")}
+    options = {name: value for name, value in config.accelerate.items() if name not in names_of("accelerate")}
     if options.get("mixed_precision") in ("no", "bf16", "fp16"):
         dtype = options.pop("mixed_precision")
-        if dtype != "no" and not given.flag("bf16") and not given.flag("fp16"):
-            given.values[dtype] = True
-    if options.get("mixed_precision") == "fp8" and "fp8" not in given.keys:
+        if dtype != "no" and not config.flag("bf16") and not config.flag("fp16"):
+            config.values[dtype] = True
+    if options.get("mixed_precision") == "fp8" and "fp8" not in config.keys:
         del options["mixed_precision"]
-        given.keys = {**given.keys, "fp8": Key(default=False, to="precision.fp8", says="fp8", made=True)}
-        given.values["fp8"], given.spelled["fp8"] = True, "--mixed_precision"
+        config.keys = {**config.keys, "fp8": Key(default=False, to="precision.fp8", says="fp8", made=True)}
+        config.values["fp8"], config.spelled["fp8"] = True, "--mixed_precision"
     if options.get("deepspeed_config_file"):
-        given.values.setdefault("deepspeed", options.pop("deepspeed_config_file"))
-    if "use_deepspeed" in given.accelerate and not given.has("deepspeed") and options.get("zero_stage", "") in _ZERO:
+        config.values.setdefault("deepspeed", options.pop("deepspeed_config_file"))
+    if "use_deepspeed" in config.accelerate and not config.has("deepspeed") and options.get("zero_stage", "") in _ZERO:
         draft.groups["zero"] = f"stage{options.pop('zero_stage', '') or 2}"
     if "config_file" in options:
         draft.lost["--config_file"] = tr("accelerate's file is not read: give what it says as options instead")
@@ -112,8 +116,9 @@ def _launcher(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.lost[", ".join(rest)] = tr("of the options of accelerate launch those are not read")
 
 
-def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
-    name = str(given.get("lr_scheduler_type")).lower()
+def _schedule(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the learning rate's schedule and its warm-up."""
+    name = str(config.get("lr_scheduler_type")).lower()
     schedules = names_of("schedules")
     if name in schedules:
         draft.put("schedule.name", schedules[name], "lr_scheduler_type")
@@ -121,10 +126,10 @@ def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.lost["lr_scheduler_type"] = joined(
             tr("there are {names}; the recipe takes cosine", names=", ".join(schedules)), did_you_mean(name, schedules)
         )
-    if given.has("lr_scheduler_kwargs") or name in names_of("schedule_arguments"):
-        _schedule_arguments(given, draft, name)
-    steps = given.number("warmup_steps")
-    ratio = given.number("warmup_ratio") if given.has("warmup_ratio") and not steps else 0.0
+    if config.has("lr_scheduler_kwargs") or name in names_of("schedule_arguments"):
+        _schedule_arguments(config, draft, name)
+    steps = config.number("warmup_steps")
+    ratio = config.number("warmup_ratio") if config.has("warmup_ratio") and not steps else 0.0
     key = "warmup_steps" if steps else "warmup_ratio"
     if (steps or ratio) and name == "constant":
         draft.lost[key] = tr("lr_scheduler_type = constant does not read it; constant_with_warmup does")
@@ -136,24 +141,25 @@ def _schedule(given: ForeignConfig, draft: RecipeDraft) -> None:
         draft.values.pop("schedule.warmup_min_ratio", None)
 
 
-def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> None:
-    place = f"{given.place('lr_scheduler_kwargs')}: lr_scheduler_kwargs"
-    values: Any = given.get("lr_scheduler_kwargs") or {}
+def _schedule_arguments(config: ForeignConfig, draft: RecipeDraft, name: str) -> None:
+    """Set what `lr_scheduler_kwargs` says; an error if the schedule `name` needs what is not there."""
+    location = f"{config.location('lr_scheduler_kwargs')}: lr_scheduler_kwargs"
+    values: Any = config.get("lr_scheduler_kwargs") or {}
     if isinstance(values, str):
         try:
             values = parsed_json(values)
         except ValueError as error:
-            raise ConfigError("{place} is no JSON object: {reason}", place=place, reason=error) from error
+            raise ConfigError("{place} is no JSON object: {reason}", place=location, reason=error) from error
     values = values if isinstance(values, dict) else {}
 
     def put(ours: str, theirs: str, kind: type, default: Any = None, divide_by: float = 1.0) -> None:
-        value = typed(values.get(theirs, default), kind, f"{place}.{theirs}")
+        value = typed(values.get(theirs, default), kind, f"{location}.{theirs}")
         draft.put(f"schedule.{ours}", value / divide_by if divide_by != 1 else value, "lr_scheduler_kwargs")
 
-    peak = given.number("learning_rate")
+    peak = config.number("learning_rate")
     if name == "cosine_with_min_lr":  # where it ends: a rate, or a fraction of the peak
         if ("min_lr" in values) == ("min_lr_rate" in values):
-            raise ConfigError("{place}: cosine_with_min_lr needs one of min_lr and min_lr_rate.", place=place)
+            raise ConfigError("{place}: cosine_with_min_lr needs one of min_lr and min_lr_rate.", place=location)
         if "min_lr" in values:
             put("min_lr_ratio", "min_lr", float, divide_by=peak)
         else:
@@ -166,7 +172,7 @@ def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> 
             put("timescale", "timescale", int)
     elif name == "warmup_stable_decay":  # its warm-up begins where its decay ends
         if "num_decay_steps" not in values:
-            raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=place)
+            raise ConfigError("{place}: warmup_stable_decay needs num_decay_steps.", place=location)
         put("decay_steps", "num_decay_steps", int)
         decay, warmup = str(values.get("decay_type", "cosine")), str(values.get("warmup_type", "linear"))
         decays = names_of("decays")
@@ -176,14 +182,16 @@ def _schedule_arguments(given: ForeignConfig, draft: RecipeDraft, name: str) -> 
             draft.lost["lr_scheduler_kwargs"] = tr("a linear warm-up, and a decay that is linear, cosine or 1-sqrt")
         put("min_lr_ratio", "min_lr_ratio", float, 0.0)
         put("warmup_min_ratio", "min_lr_ratio", float, 0.0)
-    known = names_of("schedule_arguments").get(name, [])
-    if rest := [key for key, value in values.items() if key not in known and (key, value) != ("num_cycles", 0.5)]:
+    schedule_keys = names_of("schedule_arguments").get(name, [])
+    if rest := [
+        key for key, value in values.items() if key not in schedule_keys and (key, value) != ("num_cycles", 0.5)
+    ]:
         draft.lost["lr_scheduler_kwargs"] = tr("{keys} has no counterpart", keys=", ".join(rest))
 
 
-def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _model(config: ForeignConfig, draft: RecipeDraft) -> None:
     """A folder becomes model.path; the published ChatGLM models have groups of their own."""
-    path = given.get("model_name_or_path")
+    path = config.get("model_name_or_path")
     if not path:
         return
     text = str(path).rstrip("/")
@@ -191,7 +199,7 @@ def _model(given: ForeignConfig, draft: RecipeDraft) -> None:
     group = names_of("models").get(name)
     if group:
         draft.groups["model"] = group
-    revision = given.get("model_revision") if given.has("model_revision") else "main"
+    revision = config.get("model_revision") if config.has("model_revision") else "main"
     if not (group and owner in OWNERS and not os.path.isdir(text)) or revision != "main":
         draft.put("model.path", text, "model_name_or_path")
     if revision != "main" and files.is_hub_name(text):
@@ -209,131 +217,131 @@ _TRL_RATES = {"sft": 2e-5, "reward": 1e-4, **dict.fromkeys(_TRL_LOSSES, 1e-6)}
 """Learning rates of TRL 1.16's configs by what is trained; its other defaults are the same in all."""
 
 
-def _trl_loss(given: ForeignConfig) -> str:
+def _trl_loss(config: ForeignConfig) -> str:
     """Return the loss that TRL's DPOConfig, CPOConfig, KTOConfig or RewardConfig asks for; "" if it is none of them."""
-    named, script = [name for name in (*_TRL, *_TRL_KTO) if given.has(name)], names_of("trl").get(given.script, "")
-    if given.program != HF_NAME or not (named or script):
+    named, script = [name for name in (*_TRL, *_TRL_KTO) if config.has(name)], names_of("trl").get(config.script, "")
+    if config.program != HF_NAME or not (named or script):
         return ""
-    kind = str((given.names("loss_type") or ["sigmoid"])[0])
-    is_cpo = given.has("cpo_alpha") or given.has("simpo_gamma") or script == "cpo"
+    kind = str((config.names("loss_type") or ["sigmoid"])[0])
+    is_cpo = config.has("cpo_alpha") or config.has("simpo_gamma") or script == "cpo"
     if script == "reward":
         return script
-    if kind == "kto" or script == "kto" or given.has(_TRL_KTO[0]) or given.has(_TRL_KTO[1]):
+    if kind == "kto" or script == "kto" or config.has(_TRL_KTO[0]) or config.has(_TRL_KTO[1]):
         kind = "kto"
     elif is_cpo and kind == "sigmoid":
         kind = "cpo"
-    if kind not in _TRL_LOSSES or (is_cpo and kind not in ("cpo", "simpo")) or len(given.names("loss_type")) > 1:
-        raise given.without_counterpart("loss_type", _TRL_LOSSES)
+    if kind not in _TRL_LOSSES or (is_cpo and kind not in ("cpo", "simpo")) or len(config.names("loss_type")) > 1:
+        raise config.without_counterpart("loss_type", _TRL_LOSSES)
     return kind
 
 
-def _peft(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _peft(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set what TRL's ModelConfig says of LoRA, which nothing reads there without use_peft."""
-    if not given.flag("use_peft"):
+    if not config.flag("use_peft"):
         return
-    kind = "qlora" if given.flag("load_in_4bit") else "lora"
+    kind = "qlora" if config.flag("load_in_4bit") else "lora"
     draft.put("tuning.method", kind, "use_peft", *(["load_in_4bit"] if kind == "qlora" else []))
-    lora_settings(given, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
-    if not given.has("lora_target_modules"):  # which layers PEFT would take depends on the model, which is not read
+    lora_settings(config, draft, rank="lora_r", targets="lora_target_modules", saved="lora_modules_to_save")
+    if not config.has("lora_target_modules"):  # which layers PEFT would take depends on the model, which is not read
         draft.notes.append(f"lora_target_modules: {sentence('lora_target_modules')}")
 
 
-def _named_data(given: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
+def _named_data(config: ForeignConfig, draft: RecipeDraft, trl: str) -> None:
     """Set the data that a command names; TRL evaluates on another split of it. `trl`: its loss, "" for none."""
-    is_hub, strategy = given.has("dataset_name"), str(given.get("eval_strategy")).lower()
-    has_validation = bool(trl and is_hub and strategy != "no") or (not is_hub and given.has("validation_file"))
-    set_evaluation(given, draft, has_validation)
+    is_hub, strategy = config.has("dataset_name"), str(config.get("eval_strategy")).lower()
+    has_validation = bool(trl and is_hub and strategy != "no") or (not is_hub and config.has("validation_file"))
+    set_evaluation(config, draft, has_validation)
     if not has_validation:
         draft.put("data.validation_fraction", 0.0)
-    rows = {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")} if trl else _rows(given, draft)
+    rows = {"format": {"kto": "labeled", "reward": "reward"}.get(trl, "preference")} if trl else _rows(config, draft)
     if not is_hub:
         for ours, theirs in {"data.sources": "train_file", "data.validation": "validation_file"}.items():
-            if given.has(theirs):
-                draft.put(ours, [{"path": str(given.get(theirs)), **rows}], theirs)
-        if not given.has("train_file"):
+            if config.has(theirs):
+                draft.put(ours, [{"path": str(config.get(theirs)), **rows}], theirs)
+        if not config.has("train_file"):
             draft.notes.append(tr("Training data are not named there: write data.sources (docs/data.md)."))
         return
-    name, subset = str(given.get("dataset_name")), given.get("dataset_config") or given.get("dataset_config_name")
+    name, subset = str(config.get("dataset_name")), config.get("dataset_config") or config.get("dataset_config_name")
     source = {"hub" if is_on_hub(name) else "path": name} | ({"subset": str(subset)} if subset else {}) | rows
     splits = {"data.sources": "dataset_train_split", "data.validation": "dataset_test_split"}
     for ours, theirs in splits.items() if has_validation else [*splits.items()][:1]:
-        split = {"split": str(given.get(theirs))} if given.get(theirs) != "train" else {}
+        split = {"split": str(config.get(theirs))} if config.get(theirs) != "train" else {}
         draft.put(ours, [source | split], "dataset_name", "dataset_config", "dataset_config_name", theirs)
 
 
-def _rows(given: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
+def _rows(config: ForeignConfig, draft: RecipeDraft) -> dict[str, Any]:
     """Return how TRL's sft and transformers' run_clm read rows, where they say it, and set what becomes of them."""
-    if given.script == "run_clm" or given.has("block_size"):
-        draft.put("data.max_length", given.number("block_size", int), "block_size")
+    if config.script == "run_clm" or config.has("block_size"):
+        draft.put("data.max_length", config.number("block_size", int), "block_size")
         draft.put("data.packing", "packed", "block_size")
         draft.put("data.too_long", "split", "block_size")  # it joins all texts and cuts them into blocks
         return {"format": "text"}
-    if given.flag("packing"):
+    if config.flag("packing"):
         draft.put("data.packing", "packed", "packing")
-    if given.flag("assistant_only_loss"):
+    if config.flag("assistant_only_loss"):
         draft.put("data.train_on", "all", "assistant_only_loss")
-    elif given.script == "sft":
+    elif config.script == "sft":
         draft.notes.append(f"assistant_only_loss: {sentence('train_on_prompt')}")
-    return named_format("text", {"text": given.get("dataset_text_field")}) if given.has("dataset_text_field") else {}
+    return named_format("text", {"text": config.get("dataset_text_field")}) if config.has("dataset_text_field") else {}
 
 
-def _trl(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
+def _trl(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
     """Set what the arguments of TRL's configs mean; `kind`: the loss, "" for another program's."""
     if not kind:
         return
     if kind == "reward":
-        set_reward(given, draft)
+        set_reward(config, draft)
         return
-    terms = {"cpo_alpha": given.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
-    if given.get("rpo_alpha") is not None and kind != "kto":
-        terms = {"rpo_alpha": given.number("rpo_alpha")}
-    set_preference(given, draft, kind, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
+    terms = {"cpo_alpha": config.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
+    if config.get("rpo_alpha") is not None and kind != "kto":
+        terms = {"rpo_alpha": config.number("rpo_alpha")}
+    set_preference(config, draft, kind, {"beta": "beta", "loss": "loss_type", "smoothing": "label_smoothing"}, terms)
     for key in _TRL_KTO if kind == "kto" else ():
-        draft.put(f"preference.{key}", given.number(key), key)
+        draft.put(f"preference.{key}", config.number(key), key)
 
 
-def set_reward(given: ForeignConfig, draft: RecipeDraft, *sources: str) -> None:
+def set_reward(config: ForeignConfig, draft: RecipeDraft, *sources: str) -> None:
     """Choose the reward task with what TRL's RewardConfig has, which others pass on."""
     draft.groups["task"] = "reward"
     draft.put("task.kind", "reward", *sources)
-    if given.has("center_rewards_coefficient"):
-        draft.put("task.center", given.number("center_rewards_coefficient"), "center_rewards_coefficient")
+    if config.has("center_rewards_coefficient"):
+        draft.put("task.center", config.number("center_rewards_coefficient"), "center_rewards_coefficient")
 
 
 def set_preference(
-    given: ForeignConfig, draft: RecipeDraft, loss: str, keys: dict[str, str], terms: dict[str, float]
+    config: ForeignConfig, draft: RecipeDraft, loss: str, keys: dict[str, str], terms: dict[str, float]
 ) -> None:
     """Set what both programs have of such losses. `keys`: theirs; `terms`: weights of the cross entropy by key."""
     draft.groups["preference"] = "dpo" if loss == "sigmoid" else loss
     draft.put("preference.loss", loss, keys["loss"])
-    draft.put("preference.beta", given.number(keys["beta"]), keys["beta"])
+    draft.put("preference.beta", config.number(keys["beta"]), keys["beta"])
     if loss in ("sigmoid", "robust", "simpo", "cpo"):
-        draft.put("preference.label_smoothing", given.number(keys["smoothing"]), keys["smoothing"])
+        draft.put("preference.label_smoothing", config.number(keys["smoothing"]), keys["smoothing"])
     if loss == "simpo":
-        draft.put("preference.gamma", given.number("simpo_gamma"), "simpo_gamma")
+        draft.put("preference.gamma", config.number("simpo_gamma"), "simpo_gamma")
     if loss != "kto":
         draft.put("preference.sft_weight", float(sum(terms.values()) + (loss == "orpo")), *terms)
 
 
-def set_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
+def set_evaluation(config: ForeignConfig, draft: RecipeDraft, has_validation: bool) -> None:
     """How often is evaluated, and whether the best is kept; nothing of it without validation data."""
-    name = "evaluation_strategy" if given.has("evaluation_strategy") else "eval_strategy"
-    strategy = str(given.get(name)).lower()
+    name = "evaluation_strategy" if config.has("evaluation_strategy") else "eval_strategy"
+    strategy = str(config.get(name)).lower()
     if not has_validation:
         for key in ("eval_strategy", "evaluation_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end"):
-            if given.has(key) and given.get(key) not in (given.keys[key].default, False, "no"):
+            if config.has(key) and config.get(key) not in (config.keys[key].default, False, "no"):
                 draft.lost[key] = tr("no validation data are named: data.validation and evaluate.* say both")
         return
-    steps = "eval_steps" if given.has("eval_steps") else "logging_steps"
-    if strategy == "steps" and (every := _whole_steps(given, draft, steps)):
+    steps = "eval_steps" if config.has("eval_steps") else "logging_steps"
+    if strategy == "steps" and (every := _whole_steps(config, draft, steps)):
         draft.put("evaluate.every", every, name, steps)
     elif strategy == "epoch":
         draft.lost[name] = tr("{key} counts steps; it stays 0, which evaluates at the end", key="evaluate.every")
-    if not given.flag("eval_on_start"):
+    if not config.flag("eval_on_start"):
         draft.put("evaluate.at_start", False, "eval_on_start")
-    if given.flag("load_best_model_at_end"):
-        metric = str(given.get("metric_for_best_model") or "loss").removeprefix("eval_")
-        if not given.get("save_total_limit"):
+    if config.flag("load_best_model_at_end"):
+        metric = str(config.get("metric_for_best_model") or "loss").removeprefix("eval_")
+        if not config.get("save_total_limit"):
             return  # all checkpoints are kept, the best among them
         if metric == "loss":
             draft.put("evaluate.keep_best", "eval_loss", "load_best_model_at_end")
@@ -341,57 +349,63 @@ def set_evaluation(given: ForeignConfig, draft: RecipeDraft, has_validation: boo
             draft.lost["metric_for_best_model"] = tr("evaluate.keep_best takes eval_loss and evaluate.metrics")
 
 
-def _batch_and_length(given: ForeignConfig, draft: RecipeDraft) -> None:
-    if given.world_size is None:
+def _batch_and_length(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the batch, and how many steps or epochs are trained."""
+    if config.world_size is None:
         raise ConfigError(
             "{place}: {key} = {rows} are the rows of one rank, and it is not said of how many. Add world_size=N: the "
             "number of GPUs that this config is started on.",
-            key=given.spelling("per_device_train_batch_size"),
-            place=given.place("per_device_train_batch_size"),
-            rows=given.get("per_device_train_batch_size"),
+            key=config.spelling("per_device_train_batch_size"),
+            place=config.location("per_device_train_batch_size"),
+            rows=config.get("per_device_train_batch_size"),
         )
-    rows = given.number("per_device_train_batch_size", int)
-    times = given.number("gradient_accumulation_steps", int)
+    rows = config.number("per_device_train_batch_size", int)
+    times = config.number("gradient_accumulation_steps", int)
     draft.put("batch.micro_per_gpu", rows, "per_device_train_batch_size")
-    global_size = rows * times * given.world_size
+    global_size = rows * times * config.world_size
     draft.put("batch.global_size", global_size, "per_device_train_batch_size", "gradient_accumulation_steps")
-    steps = given.number("max_steps", int)
+    steps = config.number("max_steps", int)
     if steps > 0:
         draft.put("train.max_steps", steps, "max_steps")
         return
-    epochs = given.number("num_train_epochs")
+    epochs = config.number("num_train_epochs")
     if not 0 < epochs < math.inf:
         raise ConfigError(
-            "{place}: num_train_epochs = {value} trains nothing.", place=given.place("num_train_epochs"), value=epochs
+            "{place}: num_train_epochs = {value} trains nothing.",
+            place=config.location("num_train_epochs"),
+            value=epochs,
         )
     if epochs != int(epochs):
         draft.lost["num_train_epochs"] = tr("whole epochs only; the recipe has {epochs}", epochs=math.ceil(epochs))
     draft.put("train.epochs", math.ceil(epochs), "num_train_epochs")
 
 
-def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
-    name, key = str(given.get("optim")).lower(), "optim"
-    if "use_muon" in given.keys and given.flag("use_muon"):
+def _optimizer(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the optimizer, and what the Trainer decides together with it."""
+    name, key = str(config.get("optim")).lower(), "optim"
+    if "use_muon" in config.keys and config.flag("use_muon"):
         name = key = "use_muon"
-    found = next((ours for ours, theirs in names_of("optimizers").items() if name.removeprefix("use_") in theirs), "")
-    kind = schema.OptimizerName(found or "adamw")
-    if not found:
+    our_name = next(
+        (ours for ours, theirs in names_of("optimizers").items() if name.removeprefix("use_") in theirs), ""
+    )
+    kind = schema.OptimizerName(our_name or "adamw")
+    if not our_name:
         draft.lost["optim"] = tr(
             "there are {names}; the recipe takes AdamW instead of {name}",
-            names=", ".join(one.value for one in schema.OptimizerName),
+            names=", ".join(optimizer.value for optimizer in schema.OptimizerName),
             name=name,
         )
     if kind is not schema.OptimizerName.adamw:
         draft.put("optim.name", kind.value, key)
     if kind is schema.OptimizerName.muon:
         draft.put("optim.momentum", 0.95, key)
-        draft.put("optim.adam_lr", given.number("learning_rate"), "learning_rate")
+        draft.put("optim.adam_lr", config.number("learning_rate"), "learning_rate")
         draft.put("train.gradient_clipping", 0.0)
-        if given.number("max_grad_norm"):
+        if config.number("max_grad_norm"):
             draft.lost["max_grad_norm"] = tr("optim.name = muon needs train.gradient_clipping = 0")
         if key == "optim":
             draft.notes.append(f"optim = muon: {sentence('muon')}")
-    if given.number("weight_decay"):
+    if config.number("weight_decay"):
         draft.put("optim.decay", "matrices", "weight_decay")  # the Trainer leaves biases and norms out
     if kind is schema.OptimizerName.adagrad:
         draft.put("optim.eps", 1e-10)
@@ -406,73 +420,75 @@ def _optimizer(given: ForeignConfig, draft: RecipeDraft) -> None:
         )
     if "betas" not in rule_tables.OPTIMIZERS[kind].reads:
         return
-    draft.put("optim.betas", [given.number("adam_beta1"), given.number("adam_beta2")], "adam_beta1", "adam_beta2")
+    draft.put("optim.betas", [config.number("adam_beta1"), config.number("adam_beta2")], "adam_beta1", "adam_beta2")
 
 
-def _compute(given: ForeignConfig, draft: RecipeDraft) -> None:
-    fp16, bf16 = given.flag("fp16"), given.flag("bf16")
+def _compute(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set precision, activation checkpointing, compilation, attention and kernels."""
+    fp16, bf16 = config.flag("fp16"), config.flag("bf16")
     if fp16 and bf16:
-        raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=given.place("bf16"))
-    fp8 = "fp8" in given.keys and given.flag("fp8")
+        raise ConfigError("{place}: fp16 and bf16 are both true. Keep one of them.", place=config.location("bf16"))
+    fp8 = "fp8" in config.keys and config.flag("fp8")
     dtype = "fp16" if fp16 else "bf16" if bf16 or fp8 else "fp32"
     draft.put("precision.dtype", dtype, *(("fp16", "bf16") if dtype == "fp32" else (dtype,)))
     if fp8 and fp16:
         draft.lost["fp8"] = tr("precision.fp8 needs bf16")
     elif fp8:
-        draft.put("precision.fp8", "rowwise" if given.program == FACTORY_NAME else "tensorwise", "fp8")
-    if dtype == "fp32" and given.flag("tf32"):
+        draft.put("precision.fp8", "rowwise" if config.program == FACTORY_NAME else "tensorwise", "fp8")
+    if dtype == "fp32" and config.flag("tf32"):
         draft.put("precision.tf32", True, "tf32")
-    recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if given.flag(name)]
+    recompute = [name for name in ("activation_checkpointing", "gradient_checkpointing") if config.flag(name)]
     if recompute:
         draft.put("train.activation_checkpointing.enabled", True, recompute[0])
-    asked = [name for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if given.has(name)]
-    if given.flag("torch_compile") or {"torch_compile_backend", "torch_compile_mode"} & set(asked):
+    asked = [name for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if config.has(name)]
+    if config.flag("torch_compile") or {"torch_compile_backend", "torch_compile_mode"} & set(asked):
         draft.put("compile.enabled", True, asked[0])
         for name in asked[1:] if asked[0] == "torch_compile" else asked:
-            draft.put(f"compile.{name.removeprefix('torch_compile_')}", str(given.get(name)), name)
-    name = "flash_attn" if "flash_attn" in given.keys else "attn_implementation"
-    if attention := names_of("attention").get(str(given.values.get(name)).lower()):
+            draft.put(f"compile.{name.removeprefix('torch_compile_')}", str(config.get(name)), name)
+    name = "flash_attn" if "flash_attn" in config.keys else "attn_implementation"
+    if attention := names_of("attention").get(str(config.values.get(name)).lower()):
         draft.put("model.attention", attention, name)
-    if given.flag("use_liger_kernel"):
+    if config.flag("use_liger_kernel"):
         draft.put("kernels.liger", "always", "use_liger_kernel")
 
 
-def _whole_steps(given: ForeignConfig, draft: RecipeDraft, name: str) -> int:
+def _whole_steps(config: ForeignConfig, draft: RecipeDraft, name: str) -> int:
     """Return a number of steps; 0 where it is a fraction of all steps, which has no counterpart."""
-    steps = given.number(name)
+    steps = config.number(name)
     if 0 < steps < 1:
         draft.lost[name] = tr("steps only; a fraction of all steps has no counterpart")
         return 0
     return max(0, int(steps))
 
 
-def _logging(given: ForeignConfig, draft: RecipeDraft) -> None:
-    if given.has("logging_steps") and (steps := _whole_steps(given, draft, "logging_steps")):
+def _logging(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set how often is logged and saved, how many checkpoints stay, and the trackers."""
+    if config.has("logging_steps") and (steps := _whole_steps(config, draft, "logging_steps")):
         draft.put("train.log_every", steps, "logging_steps")
-    strategy = str(given.get("save_strategy")).lower()
+    strategy = str(config.get("save_strategy")).lower()
     draft.put("checkpoint.minutes", 0.0, "save_strategy")  # it saves by nothing else
-    if strategy == "steps" and (steps := _whole_steps(given, draft, "save_steps")):
+    if strategy == "steps" and (steps := _whole_steps(config, draft, "save_steps")):
         draft.put("checkpoint.every", steps, "save_steps")
     elif strategy not in ("steps", "no"):
         draft.lost["save_strategy"] = tr("checkpoint.every counts steps; the recipe saves at the end only")
-    keep = given.number("save_total_limit", int) if given.has("save_total_limit") else 0
+    keep = config.number("save_total_limit", int) if config.has("save_total_limit") else 0
     draft.put("checkpoint.keep", max(0, keep), "save_total_limit")
-    asked = [name.lower() for name in given.names("report_to") if name.lower() not in ("", "none")]
+    asked = [name.lower() for name in config.names("report_to") if name.lower() not in ("", "none")]
     for name in asked:
         if name in schema.TRACKERS:
             draft.put(f"track.{name}.enabled", True, "report_to")
-    known = ", ".join(schema.TRACKERS)
+    trackers = ", ".join(schema.TRACKERS)
     if "all" in asked:
         draft.lost["report_to"] = tr(
             "all is whatever is installed there, which the file does not say; name them: track=[…] of {known}",
-            known=known,
+            known=trackers,
         )
     elif strangers := [name for name in asked if name not in schema.TRACKERS]:
-        draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(strangers), known=known)
+        draft.lost["report_to"] = tr("{names}: there are {known}", names=", ".join(strangers), known=trackers)
     if "trackio" in asked:
-        draft.put("track.trackio.project", str(given.get("project")), "project")
-        if given.has("trackio_space_id"):
-            draft.put("track.trackio.space", str(given.get("trackio_space_id")), "trackio_space_id")
+        draft.put("track.trackio.project", str(config.get("project")), "project")
+        if config.has("trackio_space_id"):
+            draft.put("track.trackio.space", str(config.get("trackio_space_id")), "trackio_space_id")
 
 
 _FILES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt")
@@ -487,15 +503,15 @@ INFO = "dataset_info.json"
 _MEDIA = ("images", "videos", "audios")
 
 
-def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -> list[dict[str, Any]]:
+def sources_of(config: ForeignConfig, name: str, stage: str, draft: RecipeDraft) -> list[dict[str, Any]]:
     """Return the items of `data.sources` for a list of datasets; a ConfigError if dataset_info.json lacks one."""
-    sets = given.names(name)
-    folder = str(given.get("dataset_dir"))
+    sets = config.names(name)
+    folder = str(config.get("dataset_dir"))
     if not sets:
-        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=given.shown, key=name)
+        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=name)
     if folder == "ONLINE":
         return [{"hub": item} for item in sets]
-    base = next((path for path in (Path(folder), given.folder / folder) if os.path.isfile(path / INFO)), None)
+    base = next((path for path in (Path(folder), config.folder / folder) if os.path.isfile(path / INFO)), None)
     if base is None:
         draft.notes.append(
             tr(
@@ -510,15 +526,15 @@ def sources_of(given: ForeignConfig, name: str, stage: str, draft: RecipeDraft) 
     info = json_object(base / INFO, ConfigError)
     if not all(isinstance(entry, dict) for entry in info.values()):
         raise ConfigError("{file} must be an object of objects, {{name: {{…}}}}.", file=base / INFO)
-    found = []
+    sources = []
     for item in sets:
         if item not in info:
-            place, file = given.place(name), base / INFO
-            unknown = tr("{place}: {file} has no dataset '{name}'.", place=place, file=file, name=item)
+            location, file = config.location(name), base / INFO
+            unknown = tr("{place}: {file} has no dataset '{name}'.", place=location, file=file, name=item)
             raise ConfigError(joined(unknown, did_you_mean(item, info)))
         if source := _source(item, info[item], base, stage, draft):
-            found.append(source)
-    return found
+            sources.append(source)
+    return sources
 
 
 def _source(name: str, entry: dict[str, Any], base: Path, stage: str, draft: RecipeDraft) -> dict[str, Any]:
@@ -557,20 +573,21 @@ def _format(
     shared = {name: columns.get(name) for name in ("system", "tools", *marks)}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
         tags: dict[str, Any] = entry.get("tags") or {}
-        for tag, known in names_of("roles").items():
-            if tags.get(tag, known[0]) not in known:
+        for tag, aliases in names_of("roles").items():
+            if tags.get(tag, aliases[0]) not in aliases:
                 draft.notes.append(
                     tr(
                         "the dataset {name}: {tag} = {value} is no name that is read here; known are {known}.",
                         name=name,
                         tag=tag,
                         value=tags[tag],
-                        known=", ".join(known),
+                        known=", ".join(aliases),
                     )
                 )
-        said = {"from": tags.get("role_tag", "from"), "value": tags.get("content_tag", "value")}
+        message_tags = {"from": tags.get("role_tag", "from"), "value": tags.get("content_tag", "value")}
         return named_format(
-            row_format or "sharegpt", {"conversations": columns.get("messages", "conversations"), **said, **shared}
+            row_format or "sharegpt",
+            {"conversations": columns.get("messages", "conversations"), **message_tags, **shared},
         )
     shared["history"] = columns.get("history")
     if columns and not columns.get("query"):
@@ -588,181 +605,136 @@ def named_format(row_format: str, columns: dict[str, Any]) -> dict[str, Any]:
     return {"format": row_format} | ({"columns": renamed} if renamed else {})
 
 
-PREFIX_DROPOUT = 0.1
-
-
-def _chatglm(given: ForeignConfig, draft: RecipeDraft) -> None:
-    """Compute what main.py makes of its arguments."""
-    if not given.flag("do_train"):
-        raise ConfigError(
-            "{file}: without --do_train this command trains nothing. `toolkit generate` and `toolkit eval` answer "
-            "and score.",
-            file=given.shown,
-        )
-    if given.has("pre_seq_len") or given.has("ptuning_checkpoint"):
-        draft.put("tuning.method", "ptuning_v2", "pre_seq_len")
-        draft.put("tuning.dropout", PREFIX_DROPOUT)
-        draft.put("precision.dtype", "fp16")  # model.half()
-    if given.has("ptuning_checkpoint"):
-        draft.put("tuning.adapter", str(given.get("ptuning_checkpoint")), "ptuning_checkpoint")
-    elif given.has("pre_seq_len"):
-        draft.put("tuning.num_tokens", given.number("pre_seq_len", int), "pre_seq_len")
-        if given.flag("prefix_projection"):
-            draft.put("tuning.projection", True, "prefix_projection")
-    _chatglm_data(given, draft)
-    # main.py does so whatever it is told.
-    draft.put("train.activation_checkpointing.enabled", True)
-
-
-def _chatglm_data(given: ForeignConfig, draft: RecipeDraft) -> None:
-    fields = {"prompt": "prompt_column", "response": "response_column", "history": "history_column"}
-    columns = {name: str(given.get(key)) for name, key in fields.items() if given.has(key) and given.get(key) != name}
-    rest: dict[str, Any] = {"format": "prompt_response"} | ({"columns": columns} if columns else {})
-    if given.has("train_file"):
-        draft.put("data.sources", [{"path": str(given.get("train_file")), **rest}], "train_file", *fields.values())
-    elif given.has("dataset_name"):
-        subset = {"subset": str(given.get("dataset_config_name"))} if given.has("dataset_config_name") else {}
-        source = {"hub": str(given.get("dataset_name")), **subset, **rest}
-        draft.put("data.sources", [source], "dataset_name", *fields.values())
-    else:
-        raise ConfigError("{file}: there is no --train_file.", file=given.shown)
-    if given.has("validation_file"):
-        source = {"path": str(given.get("validation_file")), **rest}
-        draft.put("data.validation", [source], "validation_file", *fields.values())
-    else:
-        draft.put("data.validation_fraction", 0.0)
-    set_evaluation(given, draft, given.has("validation_file"))
-    # ChatGLM2's own end token comes on top of the two lengths; ChatGLM-6B's lies within.
-    own_end = 0 if draft.groups.get("model") == "chatglm_6b" else 1
-    length = given.number("max_source_length", int) + given.number("max_target_length", int) + own_end
-    draft.put("data.max_length", length, "max_source_length", "max_target_length")
-
-
 _STAGES = ("sft", "pt", "dpo", "kto", "rm")
 
 
-def _factory(given: ForeignConfig, draft: RecipeDraft) -> None:
+def _factory(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Compute what LLaMA-Factory makes of its arguments."""
-    stage = str(given.get("stage"))
+    stage = str(config.get("stage"))
     if stage not in _STAGES:
-        raise given.without_counterpart("stage", _STAGES)
-    if not given.flag("do_train"):
+        raise config.without_counterpart("stage", _STAGES)
+    if not config.flag("do_train"):
         raise ConfigError(
             "{place}: do_train is not true, so this config trains nothing. `toolkit eval` scores, `toolkit "
             "generate` answers, `toolkit export-model` merges.",
-            place=given.place("do_train"),
+            place=config.location("do_train"),
         )
-    _method(given, draft)
+    _method(config, draft)
     if stage in ("dpo", "kto"):
-        _factory_preference(given, draft, stage)
+        _factory_preference(config, draft, stage)
     elif stage == "rm":
         draft.groups["task"] = "reward"
         draft.put("task.kind", "reward", "stage")
-    if given.flag("pure_bf16"):
+    if config.flag("pure_bf16"):
         draft.put("precision.dtype", "bf16", "pure_bf16")
-    recompute = not given.flag("disable_gradient_checkpointing")
+    recompute = not config.flag("disable_gradient_checkpointing")
     draft.put("train.activation_checkpointing.enabled", recompute, "disable_gradient_checkpointing")
-    if given.flag("enable_liger_kernel"):
+    if config.flag("enable_liger_kernel"):
         draft.put("kernels.liger", "always", "enable_liger_kernel")
-    _data(given, draft, stage)
-    if given.flag("use_swanlab"):
+    _data(config, draft, stage)
+    if config.flag("use_swanlab"):
         draft.put("track.swanlab.enabled", True, "use_swanlab")
-        draft.put("track.swanlab.project", str(given.get("swanlab_project")), "swanlab_project")
-        if given.has("swanlab_workspace"):
-            draft.put("track.swanlab.workspace", str(given.get("swanlab_workspace")), "swanlab_workspace")
-        mode = str(given.get("swanlab_mode")).lower()
+        draft.put("track.swanlab.project", str(config.get("swanlab_project")), "swanlab_project")
+        if config.has("swanlab_workspace"):
+            draft.put("track.swanlab.workspace", str(config.get("swanlab_workspace")), "swanlab_workspace")
+        mode = str(config.get("swanlab_mode")).lower()
         if mode in ("cloud", "local", "offline"):
             draft.put("track.swanlab.mode", "online" if mode == "cloud" else "offline", "swanlab_mode")
         else:
             draft.lost["swanlab_mode"] = tr("there are cloud and local")
 
 
-def _factory_preference(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
-    loss = "kto" if stage == "kto" else str(given.get("pref_loss"))
-    known = ("sigmoid", "hinge", "ipo", "orpo", "simpo")
-    if stage != "kto" and loss not in known:
-        raise given.without_counterpart("pref_loss", known)
+def _factory_preference(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
+    """Set LLaMA-Factory's loss of pairs or rated answers; `stage`: dpo or kto."""
+    loss = "kto" if stage == "kto" else str(config.get("pref_loss"))
+    losses = ("sigmoid", "hinge", "ipo", "orpo", "simpo")
+    if stage != "kto" and loss not in losses:
+        raise config.without_counterpart("pref_loss", losses)
     keys = {"beta": "pref_beta", "loss": "stage" if loss == "kto" else "pref_loss", "smoothing": "dpo_label_smoothing"}
-    set_preference(given, draft, loss, keys, {"pref_ftx": given.number("pref_ftx")})
+    set_preference(config, draft, loss, keys, {"pref_ftx": config.number("pref_ftx")})
     if loss == "simpo":  # it does not read it
         draft.put("preference.label_smoothing", 0.0)
     if loss == "kto":
-        draft.put("preference.desirable_weight", given.number("kto_chosen_weight"), "kto_chosen_weight")
-        draft.put("preference.undesirable_weight", given.number("kto_rejected_weight"), "kto_rejected_weight")
-        if given.number("pref_ftx"):
+        draft.put("preference.desirable_weight", config.number("kto_chosen_weight"), "kto_chosen_weight")
+        draft.put("preference.undesirable_weight", config.number("kto_rejected_weight"), "kto_rejected_weight")
+        if config.number("pref_ftx"):
             draft.lost["pref_ftx"] = tr("preference=kto has no such term")
 
 
-def _method(given: ForeignConfig, draft: RecipeDraft) -> None:
-    method = str(given.get("finetuning_type"))
-    bits = given.get("quantization_bit")
+def _method(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set LLaMA-Factory's tuning method, with its adapter or the layers that it trains."""
+    method = str(config.get("finetuning_type"))
+    bits = config.get("quantization_bit")
     if method not in ("lora", "freeze", "full"):
-        raise given.without_counterpart("finetuning_type", ("lora", "freeze", "full"))
+        raise config.without_counterpart("finetuning_type", ("lora", "freeze", "full"))
     draft.put("tuning.method", method, "finetuning_type")
     if method == "lora":
-        if bits is not None and given.number("quantization_bit", int) == 4:
+        if bits is not None and config.number("quantization_bit", int) == 4:
             draft.put("tuning.method", "qlora", "finetuning_type", "quantization_bit")
         elif bits is not None:
             draft.lost["quantization_bit"] = tr("4 bits are there (tuning=qlora), {bits} are not", bits=bits)
-        _lora(given, draft)
+        _lora(config, draft)
     elif method == "freeze":
-        _freeze(given, draft)
+        _freeze(config, draft)
 
 
-def _lora(given: ForeignConfig, draft: RecipeDraft) -> None:
-    adapters = given.names("adapter_name_or_path")
-    if len(adapters) == 1 and not given.flag("create_new_adapter"):
+def _lora(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Continue the adapter that is named, or set the shape of a new one."""
+    adapters = config.names("adapter_name_or_path")
+    if len(adapters) == 1 and not config.flag("create_new_adapter"):
         draft.put("tuning.adapter", adapters[0], "adapter_name_or_path")
         return
     if adapters:
         draft.lost["adapter_name_or_path"] = tr("several adapters: merge them into the model before")
-    lora_settings(given, draft, rank="lora_rank", targets="lora_target", saved="additional_target")
+    lora_settings(config, draft, rank="lora_rank", targets="lora_target", saved="additional_target")
 
 
-def lora_settings(given: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
+def lora_settings(config: ForeignConfig, draft: RecipeDraft, rank: str, targets: str, saved: str) -> None:
     """Set the shape of a new adapter, from keys that both programs have and from these of theirs."""
-    size = given.number(rank, int)
+    size = config.number(rank, int)
     draft.put("tuning.rank", size, rank)
-    alpha = given.number("lora_alpha") if given.get("lora_alpha") else 2.0 * size
+    alpha = config.number("lora_alpha") if config.get("lora_alpha") else 2.0 * size
     draft.put("tuning.alpha", alpha, "lora_alpha")
-    draft.put("tuning.dropout", given.number("lora_dropout"), "lora_dropout")
+    draft.put("tuning.dropout", config.number("lora_dropout"), "lora_dropout")
     for theirs, ours in (("use_rslora", "rslora"), ("use_dora", "dora")):
-        if given.flag(theirs):
+        if config.flag(theirs):
             draft.put(f"tuning.{ours}", True, theirs)
-    names = given.names(targets)
+    names = config.names(targets)
     if names == ["all"]:
         names = ["all-linear"]
     elif draft.groups.get("model", "chatglm_6b") != "chatglm_6b":
         names = [name for target in names for name in names_of("layers").get(target, [target])]
     draft.put("tuning.target_modules", names, targets)
-    if given.has(saved):
-        draft.put("tuning.save_modules", given.names(saved), saved)
+    if config.has(saved):
+        draft.put("tuning.save_modules", config.names(saved), saved)
 
 
-def _freeze(given: ForeignConfig, draft: RecipeDraft) -> None:
-    layers = given.number("freeze_trainable_layers", int)
-    whole = given.names("freeze_trainable_modules") == ["all"]
+def _freeze(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the last layers that LLaMA-Factory trains; an error if it trains the first ones."""
+    layers = config.number("freeze_trainable_layers", int)
+    trains_all_modules = config.names("freeze_trainable_modules") == ["all"]
     if layers <= 0:
         raise ConfigError(
             "{place}: freeze_trainable_layers = {layers} trains the first layers, which has no counterpart: the "
             "last ones can be trained, with a number above 0.",
-            place=given.place("freeze_trainable_layers"),
+            place=config.location("freeze_trainable_layers"),
             layers=layers,
         )
-    if not whole:
+    if not trains_all_modules:
         draft.lost["freeze_trainable_modules"] = tr("the recipe trains whole layers")
     draft.put("tuning.last_layers", layers, "freeze_trainable_layers")
-    if given.has("freeze_extra_modules"):
-        patterns = [f"*{name}*" for name in given.names("freeze_extra_modules")]
+    if config.has("freeze_extra_modules"):
+        patterns = [f"*{name}*" for name in config.names("freeze_extra_modules")]
         draft.put("tuning.patterns", patterns, "freeze_extra_modules")
 
 
-def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
-    sources = sources_of(given, "dataset", stage, draft)
+def _data(config: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
+    """Set LLaMA-Factory's data, the sample limit, packing, and which answers are trained."""
+    sources = sources_of(config, "dataset", stage, draft)
     if sources:
         draft.put("data.sources", sources, "dataset")
-    validation = sources_of(given, "eval_dataset", stage, draft) if given.has("eval_dataset") else []
-    size = given.number("val_size")
+    validation = sources_of(config, "eval_dataset", stage, draft) if config.has("eval_dataset") else []
+    size = config.number("val_size")
     if validation:
         draft.put("data.validation", validation, "eval_dataset")
     elif 0 < size < 1:
@@ -773,17 +745,17 @@ def _data(given: ForeignConfig, draft: RecipeDraft, stage: str) -> None:
             draft.lost["val_size"] = tr(
                 "a number of rows: set data.validation_fraction to {rows} by the number of all rows", rows=int(size)
             )
-    set_evaluation(given, draft, bool(validation) or 0 < size < 1)
-    if given.has("max_samples"):
-        if len(given.names("dataset")) == 1:
-            draft.put("data.max_samples", given.number("max_samples", int), "max_samples")
+    set_evaluation(config, draft, bool(validation) or 0 < size < 1)
+    if config.has("max_samples"):
+        if len(config.names("dataset")) == 1:
+            draft.put("data.max_samples", config.number("max_samples", int), "max_samples")
         else:
             draft.lost["max_samples"] = tr("data.max_samples takes the first rows of all sources together")
     if stage in ("dpo", "kto", "rm"):
         return
-    packs = (given.flag("packing") if given.has("packing") else stage == "pt") or given.flag("neat_packing")
+    packs = (config.flag("packing") if config.has("packing") else stage == "pt") or config.flag("neat_packing")
     if packs:
         draft.put("data.packing", "packed", "packing", "neat_packing")
     if stage == "pt":  # it joins all texts and cuts them into blocks; without packing each is cut off
         draft.put("data.too_long", "split" if packs else "truncate", "stage", "packing")
-    draft.put("data.train_on", "last" if given.flag("mask_history") else "all", "mask_history")
+    draft.put("data.train_on", "last" if config.flag("mask_history") else "all", "mask_history")

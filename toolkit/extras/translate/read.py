@@ -60,7 +60,7 @@ class ForeignConfig:
         """Say whether a key is given."""
         return self.values.get(name) is not None
 
-    def place(self, name: str) -> str:
+    def location(self, name: str) -> str:
         """Return "file:line" of a key, or the file."""
         line = self.lines.get(self.spelling(name))
         return f"{self.shown}:{line}" if line else self.shown
@@ -69,24 +69,24 @@ class ForeignConfig:
         """Return a key's name as the file has it."""
         return self.spelled.get(name, name)
 
-    def without_counterpart(self, name: str, known: Iterable[str]) -> ConfigError:
-        """Return the error about a value that has no counterpart here, where those of `known` have."""
+    def without_counterpart(self, name: str, supported: Iterable[str]) -> ConfigError:
+        """Return the error about a value that has no counterpart here, where those of `supported` have."""
         return ConfigError(
             "{place}: {key} = {value} has no counterpart: {names} have.",
-            place=self.place(name),
+            place=self.location(name),
             key=self.spelling(name),
             value=self.get(name),
-            names=", ".join(known),
+            names=", ".join(supported),
         )
 
     def number(self, name: str, kind: type = float) -> Any:
         """Return a key's value as a number; an error if it is none."""
-        return typed(self.get(name), kind, f"{self.place(name)}: {self.spelling(name)}")
+        return typed(self.get(name), kind, f"{self.location(name)}: {self.spelling(name)}")
 
     def flag(self, name: str) -> bool:
         """Return a key's value as true or false, false for null; an error if it is neither."""
         value = self.get(name)
-        return value is not None and bool(typed(value, bool, f"{self.place(name)}: {self.spelling(name)}"))
+        return value is not None and bool(typed(value, bool, f"{self.location(name)}: {self.spelling(name)}"))
 
     def names(self, name: str) -> list[str]:
         """Return a key's value, a list or a text with commas, as a list."""
@@ -95,9 +95,9 @@ class ForeignConfig:
         return [str(item).strip() for item in listed]
 
 
-def typed(value: Any, kind: Any, place: str) -> Any:
+def typed(value: Any, kind: Any, location: str) -> Any:
     """Return a value of a file or a command line as a type of the schema; an error if it cannot be read as that."""
-    wrong = ConfigError("{place} = {value} must be {kind}.", place=place, value=value, kind=type_name(kind))
+    wrong = ConfigError("{place} = {value} must be {kind}.", place=location, value=value, kind=type_name(kind))
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
@@ -162,16 +162,18 @@ def read_command(text: str, shown: str) -> Command:
                 line=number,
                 word=words[0],
             )
-        place = next((at for at, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
+        program_index = next((index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
         if (
-            place is not None
-            and words[place].rpartition("/")[2] == "swift"
-            and f"swift {''.join(words[place + 1 : place + 2])}" not in _SWIFT
+            program_index is not None
+            and words[program_index].rpartition("/")[2] == "swift"
+            and f"swift {''.join(words[program_index + 1 : program_index + 2])}" not in _SWIFT
         ):
             continue  # such as `swift infer`
-        if place is not None and any(word.startswith("--") for word in words[place + 1 :]):
-            commands.append(_command(words, place, number, variables | before, shown))
-        elif place is not None and (named := [word for word in words[place:] if word.endswith(_CONFIGS)]):
+        if program_index is not None and any(word.startswith("--") for word in words[program_index + 1 :]):
+            commands.append(_command(words, program_index, number, variables | before, shown))
+        elif program_index is not None and (
+            named := [word for word in words[program_index:] if word.endswith(_CONFIGS)]
+        ):
             raise ConfigError(
                 "{file}:{line}: this command takes its arguments from {named}: give that file instead.",
                 file=shown,
@@ -194,28 +196,28 @@ def read_command(text: str, shown: str) -> Command:
 
 def _logical_lines(text: str) -> list[tuple[int, str]]:
     """Return the lines after joining those that end with a backslash, with the number of their first."""
-    found: list[tuple[int, str]] = []
+    lines: list[tuple[int, str]] = []
     begun, parts = 0, []
     for number, line in enumerate(text.splitlines(), start=1):
         begun = begun or number
         if line.endswith("\\"):
             parts.append(line[:-1])
             continue
-        found.append((begun, " ".join([*parts, line])))
+        lines.append((begun, " ".join([*parts, line])))
         begun, parts = 0, []
-    return [*found, (begun, " ".join(parts))] if parts else found
+    return [*lines, (begun, " ".join(parts))] if parts else lines
 
 
-def _words_of_command(line: str, variables: dict[str, str], place: str) -> list[str]:
+def _words_of_command(line: str, variables: dict[str, str], location: str) -> list[str]:
     """Split a line into words, variables replaced; texts that a shell would have to make become `_UNKNOWN`."""
-    plain = re.sub(r"'[^']*'", lambda found: found[0].replace("$", _QUOTED).replace("`", "\ue002"), line)
+    plain = re.sub(r"'[^']*'", lambda match: match[0].replace("$", _QUOTED).replace("`", "\ue002"), line)
 
-    def value(found: "re.Match[str]") -> str:
-        name = found[1] or found[3]
-        return variables.get(name, found[2] if found[2] is not None else f"{_UNKNOWN}{name}{_UNKNOWN}")
+    def value(match: "re.Match[str]") -> str:
+        name = match[1] or match[3]
+        return variables.get(name, match[2] if match[2] is not None else f"{_UNKNOWN}{name}{_UNKNOWN}")
 
-    def computed(found: "re.Match[str]") -> str:
-        sum_of = _ARITHMETIC.fullmatch(_VARIABLE.sub(value, found[0]))
+    def computed(match: "re.Match[str]") -> str:
+        sum_of = _ARITHMETIC.fullmatch(_VARIABLE.sub(value, match[0]))
         if sum_of is None or (sum_of[2] in "/%" and not int(sum_of[3])):
             return _UNKNOWN
         return str(_OPERATORS[sum_of[2]](int(sum_of[1]), int(sum_of[3])))
@@ -224,14 +226,14 @@ def _words_of_command(line: str, variables: dict[str, str], place: str) -> list[
     try:
         words = shlex.split(_VARIABLE.sub(value, plain), comments=True)
     except ValueError as error:
-        raise ConfigError("{place}: a quote is not closed ({reason}).", place=place, reason=error) from error
+        raise ConfigError("{place}: a quote is not closed ({reason}).", place=location, reason=error) from error
     return [word.replace(_QUOTED, "$").replace("\ue002", "`") for word in words]
 
 
-def _command(words: list[str], place: int, line: int, variables: dict[str, str], shown: str) -> Command:
-    """Read a command whose program is at `place`."""
-    rest = words[place + 1 :]
-    if end := next((at for at, word in enumerate(rest) if re.match(r"(?:\d?>|\||&|;)", word)), None):
+def _command(words: list[str], program_index: int, line: int, variables: dict[str, str], shown: str) -> Command:
+    """Read a command whose program is the word number `program_index`."""
+    rest = words[program_index + 1 :]
+    if end := next((index for index, word in enumerate(rest) if re.match(r"(?:\d?>|\||&|;)", word)), None):
         rest = rest[:end]  # where the output goes
     values: dict[str, Any] = {}
     name = ""
@@ -246,7 +248,7 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
                     file=shown,
                     line=line,
                     what=what,
-                    program=words[place],
+                    program=words[program_index],
                 )
             raise ConfigError(
                 "{file}:{line}: the value of {option} is not in the file ({what}): nothing is executed here, and "
@@ -263,18 +265,20 @@ def _command(words: list[str], place: int, line: int, variables: dict[str, str],
                 raise ConfigError("{file}:{line}: --{name} is given twice.", file=shown, line=line, name=name)
             values[name] = value if equals else True
         elif name:
-            known = values[name]
-            values[name] = word if known is True else [*(known if isinstance(known, list) else [known]), word]
-    script = words[place].rpartition("/")[2].removesuffix(".py")
+            previous = values[name]
+            values[name] = (
+                word if previous is True else [*(previous if isinstance(previous, list) else [previous]), word]
+            )
+    script = words[program_index].rpartition("/")[2].removesuffix(".py")
     script = rest[0] if script == "trl" and rest else script
-    if script == "swift" or words[place].endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py")):
+    if script == "swift" or words[program_index].endswith(("swift/cli/sft.py", "swift/cli/pt.py", "swift/cli/rlhf.py")):
         script = f"swift {rest[0] if script == 'swift' and rest else script}"
-    launcher = words[:place]
+    launcher = words[:program_index]
     options: dict[str, str] = {}
-    for word, after in zip(launcher, words[1 : place + 1], strict=True):
+    for word, after in zip(launcher, words[1 : program_index + 1], strict=True):
         name, equals, value = word.partition("=")
         if name.startswith("-"):
-            is_alone = after.startswith("-") or after == words[place]
+            is_alone = after.startswith("-") or after == words[program_index]
             options["--" + name.lstrip("-").replace("-", "_")] = value if equals else "" if is_alone else after
     is_accelerate = any(word.rpartition("/")[2] == "accelerate" for word in launcher)
     named = {name[2:]: "" if _UNKNOWN in value else value for name, value in options.items() if is_accelerate}
@@ -331,9 +335,9 @@ def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, s
         )
     if len(configs) > 1 or len(jsons) > 1:
         raise ConfigError("{files}: give one config, and one DeepSpeed JSON if it has one.", files=", ".join(paths))
-    [given] = configs
-    given.world_size = world_size or given.world_size
-    return given, jsons[0] if jsons else ""
+    [config] = configs
+    config.world_size = world_size or config.world_size
+    return config, jsons[0] if jsons else ""
 
 
 def _read(path: Path) -> ForeignConfig | None:
@@ -374,19 +378,19 @@ def _read(path: Path) -> ForeignConfig | None:
     named = {SWIFT_NAME: script.startswith("swift "), HF_NAME: script in names_of("trl")}
     program = next((name for name, is_it in named.items() if is_it), "") or _program(values, path)
     keys = keys_of(_TABLES[program])
-    known, spelled = dict[str, Any](), dict[str, str]()
+    values_by_key, spelled = dict[str, Any](), dict[str, str]()
     for name, value in ((str(name), value) for name, value in values.items() if value is not None):
         bare = name.removeprefix("no_")
         is_off = bare != name and name not in keys and bare in keys  # --no_NAME is NAME = false
         read_as = keys[name].same_as if name in keys else ""
         spelled |= {read_as: name} if read_as else {}
-        known[read_as or (bare if is_off else name)] = False if is_off else value
+        values_by_key[read_as or (bare if is_off else name)] = False if is_off else value
     return ForeignConfig(
         program=program,
         keys=keys,
         shown=str(path),
         folder=path.parent,
-        values=known,
+        values=values_by_key,
         lines=lines,
         spelled=spelled,
         world_size=world_size,
@@ -429,17 +433,17 @@ def _program(values: dict[str, Any], path: Path) -> str:
             file=path,
             keys=", ".join(later),
         )
-    known = {name: keys_of(table).keys() for name, table in _TABLES.items()}
-    own = {name: len(values.keys() & (keys - known[HF_NAME])) for name, keys in known.items()}
-    best = max(own, key=lambda name: own[name])
-    if own[best]:
+    keys_by_program = {name: keys_of(table).keys() for name, table in _TABLES.items()}
+    counts = {name: len(values.keys() & (keys - keys_by_program[HF_NAME])) for name, keys in keys_by_program.items()}
+    best = max(counts, key=lambda name: counts[name])
+    if counts[best]:
         return best
-    if values.keys() & known[HF_NAME]:
+    if values.keys() & keys_by_program[HF_NAME]:
         return HF_NAME
     first = str(next(iter(values)))
     raise ConfigError(
         joined(
             tr("{file}: none of its keys is known; the first is '{key}'.", file=path, key=first),
-            did_you_mean(first, set().union(*known.values())),
+            did_you_mean(first, set().union(*keys_by_program.values())),
         )
     )

@@ -30,131 +30,140 @@ _BETA = 0.1
 _TOO_LONG = {"delete": "drop", "left": "truncate", "right": "truncate", "split": "split"}
 
 
-def settle(given: ForeignConfig, draft: RecipeDraft) -> None:
+def settle(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Write down what ms-swift decides by other arguments, as their defaults."""
-    rows, ranks = given.number("per_device_train_batch_size", int), given.world_size or 1
-    strategy = given.get("save_strategy") if _has_validation(given) else "no"
-    dtype = str(given.get("torch_dtype") or "bfloat16")
-    own = {
+    rows, ranks = config.number("per_device_train_batch_size", int), config.world_size or 1
+    strategy = config.get("save_strategy") if _has_validation(config) else "no"
+    dtype = str(config.get("torch_dtype") or "bfloat16")
+    defaults = {
         "gradient_accumulation_steps": max(1, math.ceil(_GLOBAL_BATCH / rows / ranks)),
-        "learning_rate": _RATES.get(_method(given), _RATE),
+        "learning_rate": _RATES.get(_method(config), _RATE),
         "eval_strategy": strategy,
-        "eval_steps": given.get("save_steps"),
-        "bf16": dtype == "bfloat16" and not given.flag("fp16"),
-        "fp16": dtype != "bfloat16" and not given.flag("bf16"),
+        "eval_steps": config.get("save_steps"),
+        "bf16": dtype == "bfloat16" and not config.flag("fp16"),
+        "fp16": dtype != "bfloat16" and not config.flag("bf16"),
     }
-    given.keys = {**given.keys, **{name: replace(given.keys[name], default=value) for name, value in own.items()}}
-    if strategy == "steps" and not given.has("eval_steps"):
-        given.values.setdefault("eval_steps", own["eval_steps"])
+    config.keys = {
+        **config.keys,
+        **{name: replace(config.keys[name], default=value) for name, value in defaults.items()},
+    }
+    if strategy == "steps" and not config.has("eval_steps"):
+        config.values.setdefault("eval_steps", defaults["eval_steps"])
     if dtype == "float32":
         draft.lost["torch_dtype"] = tr("ms-swift trains in fp16 with weights in float32; the recipe has precision=fp16")
-    if given.get("optimizer") == "muon":
-        given.values["optim"] = given.values.pop("optimizer")
-        given.spelled["optim"] = "optimizer"
-    elif given.has("optimizer"):
+    if config.get("optimizer") == "muon":
+        config.values["optim"] = config.values.pop("optimizer")
+        config.spelled["optim"] = "optimizer"
+    elif config.has("optimizer"):
         draft.lost["optimizer"] = tr("of those only muon has a counterpart")
-    if not given.flag("use_hf") and files.is_hub_name(str(given.get("model_name_or_path"))):
+    if not config.flag("use_hf") and files.is_hub_name(str(config.get("model_name_or_path"))):
         draft.notes.append(f"model: {sentence('modelscope')}.")
     presets = names_of("swift_zero")
-    if given.get("deepspeed") in presets:
-        draft.groups["zero"] = presets[given.values.pop("deepspeed")]
+    if config.get("deepspeed") in presets:
+        draft.groups["zero"] = presets[config.values.pop("deepspeed")]
 
 
-def translate_own(given: ForeignConfig, draft: RecipeDraft) -> None:
+def translate_own(config: ForeignConfig, draft: RecipeDraft) -> None:
     """Set what the arguments that are ms-swift's own mean."""
-    kind = _kind(given)
-    if given.has("torch_dtype"):
+    kind = _kind(config)
+    if config.has("torch_dtype"):
         draft.values["precision.dtype"] = (draft.values["precision.dtype"][0], "torch_dtype")
-    _method_and_adapter(given, draft)
-    _data(given, draft, kind)
+    _method_and_adapter(config, draft)
+    _data(config, draft, kind)
     if kind == "rm":
-        set_reward(given, draft, "rlhf_type")
+        set_reward(config, draft, "rlhf_type")
     elif kind:
-        _preference(given, draft, kind)
+        _preference(config, draft, kind)
     for theirs, ours in {
         "deepspeed_autotp_size": "parallel.tensor",
         "sequence_parallel_size": "parallel.sequence",
         "zero_hpz_partition_size": "zero.zero_hpz_partition_size",
     }.items():
-        if given.has(theirs) and given.number(theirs, int) > 1:
-            draft.put(ours, given.number(theirs, int), theirs)
-    if "swanlab" in given.names("report_to"):
-        draft.put("track.swanlab.project", str(given.get("swanlab_project")), "swanlab_project")
-        if given.has("swanlab_workspace"):
-            draft.put("track.swanlab.workspace", str(given.get("swanlab_workspace")), "swanlab_workspace")
-        draft.put("track.swanlab.mode", "offline" if given.get("swanlab_mode") == "local" else "online", "swanlab_mode")
+        if config.has(theirs) and config.number(theirs, int) > 1:
+            draft.put(ours, config.number(theirs, int), theirs)
+    if "swanlab" in config.names("report_to"):
+        draft.put("track.swanlab.project", str(config.get("swanlab_project")), "swanlab_project")
+        if config.has("swanlab_workspace"):
+            draft.put("track.swanlab.workspace", str(config.get("swanlab_workspace")), "swanlab_workspace")
+        draft.put(
+            "track.swanlab.mode", "offline" if config.get("swanlab_mode") == "local" else "online", "swanlab_mode"
+        )
 
 
-def _kind(given: ForeignConfig) -> str:
+def _kind(config: ForeignConfig) -> str:
     """Return what `swift rlhf` trains, "" for the other commands; a ConfigError if it has no counterpart."""
-    if given.get("task_type") != "causal_lm":
+    if config.get("task_type") != "causal_lm":
         raise ConfigError(
             "{place}: task_type = {value} is not translated. Recipes for it begin with task=classify, task=embed or "
             "task=reward (docs/recipes.md).",
-            place=given.place("task_type"),
-            value=given.get("task_type"),
+            place=config.location("task_type"),
+            value=config.get("task_type"),
         )
-    if given.script != "swift rlhf" and not given.has("rlhf_type"):
+    if config.script != "swift rlhf" and not config.has("rlhf_type"):
         return ""
-    kind = str(given.get("rlhf_type"))
+    kind = str(config.get("rlhf_type"))
     if kind not in _LOSSES:
-        raise given.without_counterpart("rlhf_type", _LOSSES)
+        raise config.without_counterpart("rlhf_type", _LOSSES)
     return kind
 
 
-def _preference(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    losses = given.names("loss_type") or ["sigmoid"]
+def _preference(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
+    """Set the loss of pairs or rated answers with its weights; `kind`: the value of `rlhf_type`."""
+    losses = config.names("loss_type") or ["sigmoid"]
     if kind == "dpo" and (len(losses) > 1 or losses[0] not in _DPO):
-        raise given.without_counterpart("loss_type", _DPO)
+        raise config.without_counterpart("loss_type", _DPO)
     loss = losses[0] if kind == "dpo" else kind
-    if not given.has("beta"):
-        given.keys = {**given.keys, "beta": replace(given.keys["beta"], default=_BETAS.get(kind, _BETA))}
-    terms = {"cpo_alpha": given.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
-    if given.has("rpo_alpha") and kind == "dpo":
-        terms = {"rpo_alpha": given.number("rpo_alpha")}
+    if not config.has("beta"):
+        config.keys = {**config.keys, "beta": replace(config.keys["beta"], default=_BETAS.get(kind, _BETA))}
+    terms = {"cpo_alpha": config.number("cpo_alpha")} if kind in ("cpo", "simpo") else {}
+    if config.has("rpo_alpha") and kind == "dpo":
+        terms = {"rpo_alpha": config.number("rpo_alpha")}
     keys = {
         "beta": "beta",
-        "loss": "loss_type" if given.has("loss_type") else "rlhf_type",
+        "loss": "loss_type" if config.has("loss_type") else "rlhf_type",
         "smoothing": "label_smoothing",
     }
-    set_preference(given, draft, loss, keys, terms)
+    set_preference(config, draft, loss, keys, terms)
     for key in ("desirable_weight", "undesirable_weight") if kind == "kto" else ():
-        draft.put(f"preference.{key}", given.number(key), key)
+        draft.put(f"preference.{key}", config.number(key), key)
 
 
-def _method(given: ForeignConfig) -> str:
-    name = next((name for name in ("tuner_type", "train_type", "sft_type") if given.has(name)), "tuner_type")
-    if str(given.get(name)) not in _METHODS:
-        raise given.without_counterpart(name, _METHODS)
-    return str(given.get(name))
+def _method(config: ForeignConfig) -> str:
+    """Return the tuning method, by whichever of its three names it is given."""
+    name = next((name for name in ("tuner_type", "train_type", "sft_type") if config.has(name)), "tuner_type")
+    if str(config.get(name)) not in _METHODS:
+        raise config.without_counterpart(name, _METHODS)
+    return str(config.get(name))
 
 
-def _method_and_adapter(given: ForeignConfig, draft: RecipeDraft) -> None:
-    method, names = _method(given), ("tuner_type", "train_type", "sft_type")
+def _method_and_adapter(config: ForeignConfig, draft: RecipeDraft) -> None:
+    """Set the tuning method, and the adapter that is continued or the shape of a new one."""
+    method, names = _method(config), ("tuner_type", "train_type", "sft_type")
     draft.put("tuning.method", method, *names)
     if method != "lora":
         return
-    if given.has("quant_bits") or given.has("quant_method"):
-        if (str(given.get("quant_method")), str(given.get("quant_bits"))) == ("bnb", "4"):
+    if config.has("quant_bits") or config.has("quant_method"):
+        if (str(config.get("quant_method")), str(config.get("quant_bits"))) == ("bnb", "4"):
             draft.put("tuning.method", "qlora", *names, "quant_method", "quant_bits")
         else:
             draft.lost["quant_bits"] = tr("bnb with 4 bits is there (tuning=qlora), others are not")
-    adapters = given.values.get("adapters")
+    adapters = config.values.get("adapters")
     adapters = adapters if isinstance(adapters, list) else [adapters] if adapters else []
     if len(adapters) == 1:
         draft.put("tuning.adapter", str(adapters[0]), "adapters")
         return
     if adapters:
         draft.lost["adapters"] = tr("several adapters: merge them into the model before")
-    lora_settings(given, draft, rank="lora_rank", targets="target_modules", saved="modules_to_save")
+    lora_settings(config, draft, rank="lora_rank", targets="target_modules", saved="modules_to_save")
 
 
-def _has_validation(given: ForeignConfig) -> bool:
-    return given.has("val_dataset") or given.number("split_dataset_ratio") > 0
+def _has_validation(config: ForeignConfig) -> bool:
+    return config.has("val_dataset") or config.number("split_dataset_ratio") > 0
 
 
-def _data(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
-    is_text = given.script == "swift pt"
+def _data(config: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
+    """Set the data, what becomes of rows that are too long, packing, and which answers are trained."""
+    is_text = config.script == "swift pt"
     if is_text:
         draft.notes.append(
             tr(
@@ -162,39 +171,39 @@ def _data(given: ForeignConfig, draft: RecipeDraft, kind: str) -> None:
                 "another."
             )
         )
-    draft.put("data.sources", _sources(given, draft, "dataset", kind, is_text), "dataset", "columns")
-    if given.has("val_dataset"):
-        draft.put("data.validation", _sources(given, draft, "val_dataset", kind, is_text), "val_dataset", "columns")
+    draft.put("data.sources", _sources(config, draft, "dataset", kind, is_text), "dataset", "columns")
+    if config.has("val_dataset"):
+        draft.put("data.validation", _sources(config, draft, "val_dataset", kind, is_text), "val_dataset", "columns")
     else:
-        draft.put("data.validation_fraction", given.number("split_dataset_ratio"), "split_dataset_ratio")
-    set_evaluation(given, draft, _has_validation(given))
-    strategy = str(given.get("truncation_strategy"))
+        draft.put("data.validation_fraction", config.number("split_dataset_ratio"), "split_dataset_ratio")
+    set_evaluation(config, draft, _has_validation(config))
+    strategy = str(config.get("truncation_strategy"))
     if strategy not in _TOO_LONG:
-        raise given.without_counterpart("truncation_strategy", _TOO_LONG)
+        raise config.without_counterpart("truncation_strategy", _TOO_LONG)
     if kind and strategy != "delete":
         draft.lost["truncation_strategy"] = tr("pairs and rated answers that are too long are dropped")
     else:
         draft.put("data.too_long", _TOO_LONG[strategy], "truncation_strategy")
     if kind:
         return
-    if given.flag("packing"):
+    if config.flag("packing"):
         draft.put("data.packing", "packed", "packing")
-    scale = str(given.get("loss_scale")).partition("+")[0]
+    scale = str(config.get("loss_scale")).partition("+")[0]
     if not is_text:
         draft.put("data.train_on", "last" if scale == "last_round" else "all", "loss_scale")
     if scale not in ("default", "last_round") and not is_text:
         draft.lost["loss_scale"] = tr("default and last_round have counterparts; the recipe trains all answers")
 
 
-def _sources(given: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_text: bool) -> list[dict[str, Any]]:
+def _sources(config: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_text: bool) -> list[dict[str, Any]]:
     """Return the items of `data.sources` for ID[:subset][#rows], of which those on ModelScope are left to the user."""
-    value = given.values.get(name)
+    value = config.values.get(name)
     if not value:
-        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=given.shown, key=name)
+        raise ConfigError("{file}: {key} is not given: there is nothing to train on.", file=config.shown, key=name)
     row_format = "text" if is_text else {"": "auto", "rm": "reward", "kto": "labeled"}.get(kind, "preference")
-    columns = _columns(given)
+    columns = _columns(config)
     rest = {"format": row_format} | ({"columns": columns} if columns else {})
-    found = []
+    sources = []
     for item in value if isinstance(value, list) else [value]:
         text, mark, rows = str(item).rpartition("#")
         text = text if mark and rows.isdecimal() else str(item)
@@ -206,9 +215,9 @@ def _sources(given: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_
         bare = bare if separator else text
         bare, _, subset = (bare, "", "") if os.path.exists(bare) else bare.partition(":")
         if not is_on_hub(bare):
-            found.append({"path": bare, **rest})
-        elif owner.upper() == "HF" or given.flag("use_hf"):
-            found.append({"hub": bare, **({"subset": subset} if subset else {}), **rest})
+            sources.append({"path": bare, **rest})
+        elif owner.upper() == "HF" or config.flag("use_hf"):
+            sources.append({"hub": bare, **({"subset": subset} if subset else {}), **rest})
         else:
             draft.notes.append(
                 tr(
@@ -217,16 +226,16 @@ def _sources(given: ForeignConfig, draft: RecipeDraft, name: str, kind: str, is_
                     name=bare,
                 )
             )
-    return found
+    return sources
 
 
-def _columns(given: ForeignConfig) -> dict[str, str]:
+def _columns(config: ForeignConfig) -> dict[str, str]:
     """Return our columns: ms-swift's map a file's name to the format's."""
-    value = given.get("columns")
+    value = config.get("columns")
     if isinstance(value, str):
         try:
             value = parsed_json(value)
         except ValueError as error:
-            place = f"{given.place('columns')}: columns"
-            raise ConfigError("{place} is no JSON object: {reason}", place=place, reason=error) from error
+            location = f"{config.location('columns')}: columns"
+            raise ConfigError("{place} is no JSON object: {reason}", place=location, reason=error) from error
     return {str(ours): str(theirs) for theirs, ours in value.items()} if isinstance(value, dict) else {}
