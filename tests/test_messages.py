@@ -312,3 +312,9 @@ def test_nothing_in_a_message_moves_the_terminal() -> None:
     said = tr("{file} cannot be read: {reason}.", file=Path(hostile.replace("\x00", "")), reason=ValueError(hostile))
     assert not set(said) & set("\x1b\x07\r\x9b\u202e\u2066\x00")
     assert said.count("\\x1b[2J") == 2 and "中文 😀\tx\ny" in said
+
+
+def test_messages_take_two_lines() -> None:
+    """At most, on a terminal of 122 columns; what is longer belongs on a page of the docs."""
+    too_long = [text for text in read_table("locale/zh.yaml")["messages"] if len(text) > 244]
+    assert not too_long

@@ -104,9 +104,8 @@ REFUSED = {
     ),
     f"{ZENFLOW} parallel.sequence=2": f"zero.zenflow.enabled = true{WHY}parallel.sequence=1{END}",
     f"{ZENFLOW} batch.global_size=16": (
-        "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
-        "batch.global_size = 16 must be batch.micro_per_gpu (1) x 8 ranks. Leave more steps together with "
-        "zero.zenflow.update_interval."
+        "zero.zenflow.enabled = true updates after every micro-batch: batch.global_size = 16 must be "
+        "batch.micro_per_gpu (1) x 8 ranks. To add up more steps, use zero.zenflow.update_interval."
     ),
     f"{ZENFLOW} zero.zenflow.select_interval=6": (
         "zero.zenflow.select_interval = 6 must be a multiple of zero.zenflow.update_interval = 4."

@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], Callable[[Path], None], str]] = {
         "v2",
         {},
         change_config(rope_ratio=50, _name_or_path=None),
-        "has rope_ratio = 50, which divides the positions in ChatGLM2 and multiplies",
+        "has rope_ratio = 50, which ChatGLM2 takes otherwise than ChatGLM3",
     ),
     "no length": ("v2", {}, change_config(seq_length=None), "lacks seq_length"),
     "missing keys": ("v1", {}, change_config(num_layers=None, vocab_size=None), "lacks num_layers, vocab_size"),

@@ -233,5 +233,5 @@ def test_a_stage_with_nothing_to_train_is_refused(runs: Path) -> None:
     assert (runs.parent / "refused.txt").read_text() == (
         "ModelError: parallel.pipeline = 2: stage 1, from model.embed_tokens to model.layers.1, would have nothing to "
         "train. Train something in each stage (tuning.last_layers, tuning.patterns, tuning.target_modules), or use "
-        "parallel=data with zero=stage3, which divides frozen parameters too."
+        "parallel=data with zero=stage3."
     )

@@ -446,8 +446,8 @@ def _check_ranks(loaded: LoadedConfig, world_size: int) -> Iterator[ConfigError]
     if zero.zenflow.enabled and micro != schema.AUTO and batch.global_size != micro * ranks:
         yield loaded.error(
             "zero.zenflow.enabled",
-            "zero.zenflow.enabled = true makes an update of every micro-batch, so a step has to have one: "
-            "batch.global_size = {batch.global_size} must be batch.micro_per_gpu ({batch.micro_per_gpu}) x {ranks} "
-            "ranks. Leave more steps together with zero.zenflow.update_interval.",
+            "zero.zenflow.enabled = true updates after every micro-batch: batch.global_size = {batch.global_size} must "
+            "be batch.micro_per_gpu ({batch.micro_per_gpu}) x {ranks} ranks. To add up more steps, use "
+            "zero.zenflow.update_interval.",
             ranks=ranks,
         )

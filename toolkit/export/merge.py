@@ -157,9 +157,9 @@ def _check_method(part: TunedPart) -> None:
     start = str(part.settings.get("init_lora_weights", True))
     if start.lower() not in _STARTS:
         raise NotMergeable(
-            "{adapter} cannot be merged into its base: with init_lora_weights = {value} peft also changed the weights "
-            "that it was trained on. Convert it: save_pretrained(DIR, path_initial_model_for_weight_conversion=START) "
-            "of peft, with START the adapter as it was before training.",
+            "{adapter} cannot be merged into its base: with init_lora_weights = {value} peft also changed the base. "
+            "Convert it with peft: save_pretrained(DIR, path_initial_model_for_weight_conversion=START), where START "
+            "is the adapter before training.",
             adapter=part.source,
             value=start,
         )

@@ -252,9 +252,9 @@ def check_port(environ: Mapping[str, str]) -> None:
     except OSError:
         return  # refused, or not reachable this way: free, as far as can be told
     raise LaunchError(
-        "port {port} on {address} is taken, probably by another run. Choose another: `toolkit launch --master_port N "
-        "…`, `deepspeed --master_port N run.py …`, `torchrun --master-port N run.py …` or `MASTER_PORT=N mpirun …`. On "
-        "one node `toolkit launch` chooses a free one by itself.",
+        "port {port} on {address} is taken, probably by another run. Choose another: --master_port N of `toolkit "
+        "launch` and `deepspeed`, --master-port N of torchrun, MASTER_PORT=N for mpirun. On one node `toolkit launch` "
+        "chooses a free one.",
         port=port,
         address=address,
     )

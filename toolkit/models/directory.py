@@ -115,9 +115,9 @@ def divides_positions(config: dict[str, Any], folder: Path) -> bool:
     if isinstance(config.get("eos_token_id"), list) or "glm-4" in str(config.get("_name_or_path")).lower():
         return False  # only glm-4-9b has several end tokens
     raise ModelError(
-        "{folder}/config.json has rope_ratio = {ratio}, which divides the positions in ChatGLM2 and multiplies the "
-        "rotary base in ChatGLM3 and GLM-4, and no file in the directory names the model. Download {file} from the "
-        "model's repository into it: the file is read as text, not executed.",
+        "{folder}/config.json has rope_ratio = {ratio}, which ChatGLM2 takes otherwise than ChatGLM3 and GLM-4, and no "
+        "file in the directory names the model. Download {file} from the model's repository into it: it is read as "
+        "text, not executed.",
         folder=folder,
         ratio=ratio,
         file=_MODEL_CODE,

@@ -79,9 +79,9 @@ def apply_tuning(
             load_adapter(model, folder, base_model, dropout=config.dropout, ds_config=ds_config)
             if not all(parameter.is_contiguous() for parameter in model.parameters() if parameter.requires_grad):
                 raise ConfigError(
-                    "tuning.adapter = {folder}: with ensure_weight_tying peft computes LoRA of the output layer from "
-                    "the numbers of that of the embedding, which DeepSpeed cannot train as one. Merge it (toolkit "
-                    "export-model {folder} merge=true output=DIR), and train on DIR.",
+                    "tuning.adapter = {folder}: with ensure_weight_tying peft gives output layer and embedding one "
+                    "LoRA, which DeepSpeed cannot train. Merge it (toolkit export-model {folder} merge=true "
+                    "output=DIR), and train on DIR.",
                     folder=folder,
                 )
         elif method is TuningMethod.freeze:

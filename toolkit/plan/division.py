@@ -62,7 +62,7 @@ def untrained_stage(stages: int, stage: int, first: str, last: str) -> ModelErro
     return ModelError(
         "parallel.pipeline = {stages}: stage {stage}, from {first} to {last}, would have nothing to train. Train "
         "something in each stage (tuning.last_layers, tuning.patterns, tuning.target_modules), or use parallel=data "
-        "with zero=stage3, which divides frozen parameters too.",
+        "with zero=stage3.",
         stages=stages,
         stage=stage,
         first=first,

@@ -200,7 +200,7 @@ class Deadline:
         warn(
             "run.deadline {at}: {last} of {total} steps fit, at {seconds} s each; {end} are kept for the last "
             "checkpoint, its evaluation and the export. The schedule ends with step {last}. All steps would take until "
-            "{until}: give it more ranks, fewer evaluations (evaluate.every) or a later run.deadline.",
+            "{until}.",
             at=at,
             last=f"{self.last:,}",
             total=f"{self.total_steps:,}",

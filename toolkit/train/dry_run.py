@@ -329,10 +329,9 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
         return
     free_gb, needed_gb, each_gb, export_gb = (f"{n / 1e9:,.3g}" for n in (free, needed, each_bytes, export_bytes))
     raise CheckpointError(
-        "{folder} has {free} GB free, and this run needs {needed} GB at least: {count} checkpoints of "
-        "{each} GB (checkpoint.keep = {keep}, and the next before an older one goes) and an export of "
-        "{export} GB. Free some, lower checkpoint.keep, or set run.dir to another disk; "
-        "train.rehearse=false skips this check.",
+        "{folder} has {free} GB free, and this run needs {needed} GB at least: {count} checkpoints of {each} GB "
+        "(checkpoint.keep = {keep}, and the next before an older one goes) and an export of {export} GB. Free some, or "
+        "lower checkpoint.keep.",
         folder=folder.parent,
         free=free_gb,
         needed=needed_gb,

@@ -83,9 +83,9 @@ def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[s
             # DeepSpeed 0.19.8, zenflow_utils.py and superoffload_utils.py: no command of theirs returns the moments.
             if zero.get(section, {}).get(key):
                 raise CheckpointError(
-                    "a run with {key} = true cannot be resumed from a checkpoint, nor can another run from its "
-                    "checkpoints: DeepSpeed keeps Adam's moments in a process of their own, which does not hand them "
-                    "out. Take the weights alone: toolkit export-model, then model.path=EXPORT under another run.name.",
+                    "a run with {key} = true cannot be resumed from a checkpoint, nor another run from its "
+                    "checkpoints: DeepSpeed keeps Adam's moments in another process. Take the weights: toolkit export-model, then "
+                    "model.path=EXPORT under another run.name.",
                     key=f"zero.{section}.{key}",
                 )
 

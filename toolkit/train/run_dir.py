@@ -369,8 +369,8 @@ def check_repeated_death(folder: Path, step: int) -> None:
     if rows and rows[-1]["restart"] and step <= rows[-1]["from_step"]:
         raise RepeatedDeath(
             "the run {folder} died at step {before} and, started again, at step {now}, without a new checkpoint in "
-            "between (the last is of step {step}): another start would end there too. The messages above and {logs} "
-            "say why. Once that is fixed, the same command resumes the run.",
+            "between (the last is of step {step}): another start would end there too. {logs} says why; after that the "
+            "same command resumes the run.",
             folder=folder,
             before=rows[-1]["reached_step"],
             now=reached_step(folder),

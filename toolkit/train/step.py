@@ -159,9 +159,9 @@ class StepGuard:
         """Raise Diverged if too many steps in a row were skipped: DeepSpeed alone would never stop (0.19.8)."""
         if self.skips_in_a_row >= self.config.max_skipped_steps:
             raise Diverged(
-                "{count} steps in a row up to step {step} were skipped because gradients overflowed, or the loss or "
-                "gradient was NaN, Inf or a spike: nothing is being learned. Lower optim.lr, look at the samples that "
-                "were logged, or use precision=bf16 or precision=fp32.",
+                "{count} steps in a row up to step {step} were skipped (gradient overflow; NaN, Inf or a spike of loss "
+                "or gradient): nothing is being learned. Lower optim.lr, look at the samples that were logged, or use "
+                "precision=bf16 or precision=fp32.",
                 count=self.skips_in_a_row,
                 step=step,
             )
