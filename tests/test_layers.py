@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,7 @@ EXTRAS_NAMED = {
 }
 """Where the core names what serves around a run, as a string: commands, and what a config or an argument asks for."""
 # file_lock.py, ended.py and failure.py serve processes that have no torch yet; the rest of their layer needs it.
-LARGEST_FILE, LARGEST_COMMAND, LARGEST_FUNCTION = 800, 120, 60
+LARGEST_FUNCTION = 60
 
 
 def module_name(path: Path) -> str:
@@ -211,16 +212,18 @@ def test_nothing_is_called_utils() -> None:
     assert not [path for path in PACKAGE.rglob("*") if path.stem in ("utils", "util", "common", "helpers", "misc")]
 
 
-def test_sizes() -> None:
+def test_functions_are_read_at_once() -> None:
     for path in (*files(), *(ROOT / "benchmarks").glob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if path.name != "schema.py":  # a list of fields, most of it documentation
-            most = LARGEST_COMMAND if path.parent.name == "cli" else LARGEST_FILE
-            assert len(text.splitlines()) <= most, path
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 assert lines <= LARGEST_FUNCTION, f"{path}: {node.name} has {lines} lines"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module_name(path): {*imports(path, late=False)} for path in files()}
+    order = TopologicalSorter(graph)
+    order.prepare()  # a CycleError names the circle
 
 
 def test_one_function_decides_where_a_process_computes() -> None:

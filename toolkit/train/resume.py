@@ -84,8 +84,8 @@ def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[s
             if zero.get(section, {}).get(key):
                 raise CheckpointError(
                     "a run with {key} = true cannot be resumed from a checkpoint, nor another run from its "
-                    "checkpoints: DeepSpeed keeps Adam's moments in another process. Take the weights: toolkit export-model, then "
-                    "model.path=EXPORT under another run.name.",
+                    "checkpoints: DeepSpeed keeps Adam's moments in another process. Take the weights: toolkit "
+                    "export-model, then model.path=EXPORT under another run.name.",
                     key=f"zero.{section}.{key}",
                 )
 
