@@ -262,8 +262,8 @@ def test_planning_needs_no_torch() -> None:
 
 
 def test_variables_say_what_they_are() -> None:
-    """Of all functions at most 3 % bind a name of scripts/vague_names, such as `found`; it lists them."""
-    command = [sys.executable, str(ROOT / "scripts" / "vague_names")]
+    """Of all functions at most 3 % bind a name of scripts/vague_names.py, such as `found`; it lists them."""
+    command = [sys.executable, str(ROOT / "scripts" / "vague_names.py")]
     listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     vague, total = map(int, re.findall(r"^(\d+) of (\d+) functions", listed, re.MULTILINE)[0])
     assert total > 3000

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """List the functions that bind a variable whose name says nothing of what it is, and how many of all these are.
 
-scripts/vague_names [PATH …]     files or directories below toolkit/; default: all of it
+python scripts/vague_names.py [PATH …]     files or directories below toolkit/; default: all of it
 """
 
 import ast
