@@ -168,8 +168,10 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _keep(command: Sequence[str]) -> int:
-    """Run a command; when it ends, or this process is to, end whatever is left below. Return the exit code."""
+def _run_as_subreaper(command: Sequence[str]) -> int:
+    """Run a command and return its exit code. When it has ended, or this process is asked to end, end all processes
+    that are left below.
+    """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     asked: list[int] = []
@@ -226,7 +228,7 @@ def _below(root: int) -> set[int]:
 if __name__ == "__main__":
     end_with(int(sys.argv[2]))
     if sys.argv[1] == "keep":
-        sys.exit(_keep(sys.argv[3:]))
+        sys.exit(_run_as_subreaper(sys.argv[3:]))
     try:
         os.execvp(sys.argv[3], sys.argv[3:])  # noqa: S606
     except OSError as error:

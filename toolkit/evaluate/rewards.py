@@ -96,7 +96,7 @@ class Reward:
 
 
 def _by_model(folder: Path) -> Score:
-    """Return the scores of a reward model, batch by batch."""
+    """Return the function that scores rows by a reward model."""
     import torch
     from transformers import AutoModelForSequenceClassification
 

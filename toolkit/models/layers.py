@@ -26,7 +26,7 @@ from toolkit.models.attention import trains_on_gpu
 
 def apply_liger(model: Any, kernels: KernelsConfig) -> str:
     """Replace a new model's norms, MLPs and rotary positions by liger's, as `kernels.liger` says; "" or why not."""
-    reason = requirements.without_liger(trains_on_gpu())
+    reason = requirements.why_not_liger(trains_on_gpu())
     if reason and kernels.loss is LossKernel.liger:
         raise ConfigError("kernels.loss = liger: {reason}", reason=reason)
     if kernels.liger is When.never:

@@ -33,9 +33,9 @@ def token_loss_sum(engine: Any, batch: attention.Batch) -> torch.Tensor:
 
 
 def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run forward and return of each sample, row by row, the sum of its trained tokens' log-probabilities, nats, and
-    how many these are: float32 on the engine's device, with gradients. One without trained tokens gives 0. Arguments
-    as above.
+    """Run forward and return two values for each sample, row by row: the sum of its trained tokens' log-probabilities
+    (nats) and the number of these tokens, both float32 on the engine's device. The sums have gradients; a sample
+    without trained tokens gives 0 and 0. `engine`, `batch`: as in `token_loss_sum`.
     """
     labelled = attention.with_label_positions(batch)
     # Of the token that predicts, which is of the same sample, and in a part of rows where the other may not be.

@@ -37,6 +37,7 @@ from toolkit.models import load, probe, save
 from toolkit.terminal import phase
 from toolkit.train import checkpointer, run_dir, schedule, task
 from toolkit.train.step import Samples
+from toolkit.train.task import start_engine
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Given the model and a batch, returns one loss per sample, [n]."""
@@ -440,7 +441,7 @@ class CustomTask(task.Task):
         dtype = load.TORCH_DTYPES[cfg.precision.dtype]
         if dtype is not torch.float32:
             cast_inputs(model, dtype)
-        return task.start_engine(model, cfg, ds, self.total_steps, source.folder)
+        return start_engine(model, cfg, ds, self.total_steps, source.folder)
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return the model's card; what is not trained is kept too, as it is nowhere else."""

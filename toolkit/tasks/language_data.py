@@ -29,12 +29,10 @@ from toolkit.models import attention, chat, directory
 from toolkit.terminal import phase
 
 if TYPE_CHECKING:
-    from toolkit.models.classifier import Head
-
-if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from toolkit.data.targets import TokenTargets
+    from toolkit.models.classifier import Head
 
 Batch = dict[str, torch.Tensor]
 
@@ -135,7 +133,7 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
 
 
 def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
-    """Do the same, and tell nothing."""
+    """Open the tokenized caches with an encoder, building them first if they are not there; print nothing."""
     train, validation, report = tokenize.build_caches(cfg, encoder)
     if cfg.preference.loss is schema.PreferenceLoss.kto:
         train = MismatchedCache(train.folder, "train", cfg.data.max_length)

@@ -20,7 +20,8 @@ from toolkit.messages import ConfigError, NotStreamable, say, tr
 from toolkit.models import attention, directory, layers, load, loss, probe, save, stages, structure
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
-from toolkit.train import run_dir, task
+from toolkit.train import run_dir
+from toolkit.train.task import start_engine
 
 if TYPE_CHECKING:
     from toolkit.models.router_loss import Routers
@@ -139,7 +140,7 @@ def build_engine(
 
         dtype = load.TORCH_DTYPES[cfg.precision.dtype]
         module = PipelineStage(model, cfg.parallel.pipeline, dtype, cfg.parallel.tensor)
-    engine = task.start_engine(module, cfg, ds, total_steps, source.folder)
+    engine = start_engine(module, cfg, ds, total_steps, source.folder)
     # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
     gc.collect()
     _check_attention(engine, cfg, data)

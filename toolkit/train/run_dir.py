@@ -68,7 +68,8 @@ class _Claim:
 
 
 def choose_run_dir(cfg: RunConfig) -> RunSource:
-    """Return where to work, made and locked, and what to resume, and note the start. For rank 0 only. Raises
+    """Choose the run directory, make or lock it, put aside what an unfinished start left in it, and note the start;
+    return it with the checkpoint to resume from. For rank 0 only. Raises
     RunFolderError (finished, in use, cannot be made), RepeatedDeath, CheckpointError (nothing to resume), ConfigError
     (`resume`).
     """

@@ -344,7 +344,7 @@ def _data_parallel_passes(
         engine.backward(micro_sum * factor, scale_wrt_gas=False)
         micro_losses[number] = micro_sum.detach()
         if number == len(micro_batches) - 1:
-            sums = _read(task, micro_losses, routers, counts, guard)
+            sums = _sum_and_judge(task, micro_losses, routers, counts, guard)
         try:
             engine.step()
         except Exception as error:
@@ -368,8 +368,10 @@ def _pipeline_passes(
     counts: torch.Tensor,
     copies: int,
 ) -> _StepSums:
-    """Do the same through pipeline stages. PipelineEngine divides by the number of micro-batches and averages over
-    pipelines (deepspeed 0.19.8), hence the factor.
+    """Run the forward and backward passes of a step through pipeline stages; return all ranks' sums.
+
+    PipelineEngine divides by the number of micro-batches and averages over pipelines (deepspeed 0.19.8), hence the
+    factor.
     """
     factor = (engine.dp_world_size * copies * len(micro_batches) / counts[0]).float()
     micro_losses: list[torch.Tensor] = []
@@ -382,13 +384,13 @@ def _pipeline_passes(
 
     def before_update() -> None:
         micro_losses.extend([torch.zeros((), device=engine.device)] * (len(micro_batches) - len(micro_losses)))
-        read.append(_read(task, torch.stack(micro_losses), None, counts, guard))
+        read.append(_sum_and_judge(task, torch.stack(micro_losses), None, counts, guard))
 
     engine.module.train_window(engine, micro_batches, finish, before_update)
     return read[0]
 
 
-def _read(
+def _sum_and_judge(
     task: "Task", micro_losses: torch.Tensor, routers: "Routers | None", counts: torch.Tensor, guard: StepGuard
 ) -> _StepSums:
     """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device."""
