@@ -169,7 +169,7 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path, capsys) -> None:
         config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start, task_type="CAUSAL_LM")
         peft.get_peft_model(load("glm4"), config).save_pretrained(tmp_path / start)
     for adapter, wrong in (
-        ("pissa", "with init_lora_weights = pissa peft also changed the weights"),
+        ("pissa", "with init_lora_weights = pissa peft also changed the base"),
         ("olora", "path_initial_model_for_weight_conversion"),
         ("enlarged", f"does not fit the model: {name}"),
     ):
