@@ -305,9 +305,9 @@ def check_binding(hosts: Resources, options: Mapping[str, str]) -> None:
     used = backend(hosts, options)
     if used not in ("", "impi"):
         raise LaunchError(
-            "{option}: DeepSpeed does not hand this on to nodes that it starts through {launcher}; their ranks would not "
-            "be bound. Leave it out, or type the command on every node with --no_ssh --node_rank=N --master_addr=HOST "
-            "(N as in the hostfile, from 0).",
+            "{option}: DeepSpeed does not hand this on to nodes that it starts through {launcher}; their ranks would "
+            "not be bound. Leave it out, or type the command on every node with --no_ssh --node_rank=N "
+            "--master_addr=HOST (N as in the hostfile, from 0).",
             option=asked[0],
             launcher=used,
         )
