@@ -150,8 +150,8 @@ def test_the_core_does_without_extras() -> None:
         strings = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
         assert not [target for target in imports(path) if target.startswith("toolkit.extras")], path
         assert not re.search(r"^\s*(from|import) toolkit\.extras", text, re.MULTILINE), path
-        found = {one for one in strings if isinstance(one, str) and re.fullmatch(r"toolkit\.extras[\w.]*", one)}
-        named |= {path.relative_to(ROOT).as_posix(): found} if found else {}
+        targets = {text for text in strings if isinstance(text, str) and re.fullmatch(r"toolkit\.extras[\w.]*", text)}
+        named |= {path.relative_to(ROOT).as_posix(): targets} if targets else {}
     assert named == EXTRAS_NAMED
     assert all(
         (ROOT / f"{target.replace('.', '/')}{end}").exists()

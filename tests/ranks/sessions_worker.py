@@ -245,7 +245,7 @@ def main() -> None:
 
     gc.freeze()  # what was imported stays: no session looks through it again
     checkpointer._PROBE_S = 60.0  # a probe in every checkpoint, though these follow each other within a second
-    baseline._CPU_S, baseline._CPU_SIZES = 0.0, (96,)  # one small matrix product: nobody reads how fast these ranks are
+    baseline._CPU_S, baseline._CPU_SIZES = 0.0, (96,)  # one small matrix product: no one reads the speed
     updates = copy_late()
     torch._dynamo.config.disable = (
         os.environ.get("TORCHDYNAMO_DISABLE") == "1"

@@ -11,7 +11,7 @@ from tests.unit.data_tools import write_rows
 from toolkit.cli import main
 from toolkit.config.schema import RowFormat
 from toolkit.data.sources import DataFile
-from toolkit.extras import data_report as hygiene
+from toolkit.extras import data_report
 from toolkit.extras.data_report import SIMILAR, Alike, alike, inspect_files, min_hashes
 
 HAN = [chr(code) for code in range(0x4E00, 0x5200)]
@@ -89,7 +89,7 @@ def test_processes_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for name, some in (("a", rows), ("b", [*rows[:40], *rows[50:60]]))
     ]
     one = inspect_files(files, workers=1)
-    monkeypatch.setattr(hygiene, "LEAST_BYTES_FOR_PROCESSES", 0)
+    monkeypatch.setattr(data_report, "LEAST_BYTES_FOR_PROCESSES", 0)
     two = inspect_files(files, workers=2)
     assert alike(one) == alike(two) and alike(one)[0].count == 50
     assert np.array_equal(np.concatenate(one.bins), np.concatenate(two.bins)) and one.scripts == two.scripts

@@ -19,7 +19,7 @@ def add_to_fragment(optimizer: Any, fragment: Fragment, piece: Piece) -> None:
     """Add to a fragment what ZenFlow keeps elsewhere (0.19.8, zenflow_stage_1_and_2.py, zenflow_torch_adam.py).
 
     Of vectors and chosen columns the model has the weights, and the master something old; nothing reads that until it
-    is written over, before columns are chosen anew, so that it may be done here.
+    is written over, before columns are chosen again, so that it may be done here.
     """
     parameter: Any = piece.parameter
     offloaded = optimizer.offload_selective_optimizer
@@ -65,7 +65,7 @@ def restore(optimizer: Any, pieces: Sequence[Piece], names: Mapping[int, str], f
     """Put back what `add_to_fragment` added to the fragments of a rank's `pieces`; `names`: of parameters by their id.
 
     Where ranks would choose otherwise, or ZenFlow saved nothing, the next step chooses columns, and their moments begin
-    anew.
+    again.
     """
     for piece in pieces:
         parameter, name = piece.parameter, names[id(piece.parameter)]

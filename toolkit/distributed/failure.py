@@ -76,7 +76,7 @@ def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> 
     except FileExistsError:
         return _is_mine
     except OSError:
-        file = None  # the folder is gone or full: better told twice than not at all
+        file = None  # the folder is gone or full: better reported twice than not at all
     environment.report_status(code=code, died=time.time())
     if file:
         _is_mine = True
@@ -87,19 +87,19 @@ def announce_failure(rank: int, text: str, code: int, of_peer: bool = False) -> 
 
 
 def end_watch() -> None:
-    """This process ends in good order, or has told why not: no more looking."""
+    """This process ends in good order, or has reported why not: no more looking."""
     _over.set()
     if _note is not None:
         _note.write(left=True)
 
 
 def has_reported_peer() -> bool:
-    """Return whether this process has told that another rank was killed: nothing of its own is to be told then."""
+    """Return whether this process has reported that another rank was killed: it reports no error of its own then."""
     return _reported_peer.is_set()
 
 
 def blame_peers() -> str:
-    """Report a rank whose end has broken this rank's collectives, if there is one; return what to tell in place of this
+    """Report a rank whose end has broken this rank's collectives, if there is one; return what to say in place of this
     rank's error, "" if it is its own.
     """
     if _peers is None or _reported_peer.wait(_PEER_S) or another_has_failed():

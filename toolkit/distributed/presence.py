@@ -1,4 +1,4 @@
-"""What a rank tells the others of itself: its process, and notes in logs/rank-N.json that it is still there."""
+"""What a rank shows the others of itself: its process, and notes in logs/rank-N.json that it is still there."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class Peer:
 
 
 def node_id() -> str:
-    """Return what tells nodes apart; containers on several may all have one name."""
+    """Return what distinguishes nodes; containers on several may all have one name."""
     boot = ""
     with suppress(OSError):  # Linux alone has it
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -1,7 +1,7 @@
 """Two training steps on a GPU that is not there: `python -m toolkit.extras.traced_steps SPEC`; see `main`.
 
 The model, adapters, loss, checkpointing and step are those of a run, and so is DeepSpeed's engine: with its own ZeRO
-optimizers, buckets and partitions, of one rank of as many as wanted. Of numbers there are none, see engine/fake_gpu.py.
+optimizers, buckets and partitions, of one rank of as many as wanted. Of numbers there are none, see extras/fake_gpu.py.
 """
 
 import json
@@ -103,7 +103,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) -> None:
-    """Do with an untrained model what language_task.build_engine does."""
+    """Do with an untrained model what tasks/language_model.py, `build_engine`, does."""
     attention.choose_attention(
         model, cfg.model.attention, cfg.data.packing is schema.Packing.packed, TORCH_DTYPES[cfg.precision.dtype]
     )

@@ -38,7 +38,7 @@ class Nodes:
         self.hosts: Resources = {}
         """That take part, with their GPUs; {} without a hostfile."""
         self.is_elastic = bool(cfg.launch.min_nodes)
-        self._refused: set[str] = set()
+        self._broken: set[str] = set()
         """Nodes that answer but would break the run, and have been named."""
         self._beats: dict[str, tuple[int, float]] = {}
         """The last heartbeat of each node's first rank, and when it was new."""
@@ -168,9 +168,9 @@ class Nodes:
 
         with ThreadPoolExecutor(64) as pool:
             errors_by_host = {host: lines for host, lines in zip(hosts, pool.map(errors, hosts), strict=True) if lines}
-        for host in sorted(errors_by_host.keys() - self._refused):
+        for host in sorted(errors_by_host.keys() - self._broken):
             say("{host} would break the run, left out:\n{lines}", host=host, lines="\n".join(errors_by_host[host]))
-        self._refused = {*self._refused.difference(hosts), *errors_by_host}
+        self._broken = {*self._broken.difference(hosts), *errors_by_host}
         return set(errors_by_host)
 
     def _take(self, hosts: Resources) -> None:

@@ -294,7 +294,7 @@ def environment(runs: Sequence[Run]) -> Table | None:
 
 
 def _environment(run: Run) -> dict[str, str]:
-    """Return what environment.json tells of a run, by names that a reader sees."""
+    """Return what environment.json says of a run, by names that a reader sees."""
     recorded = run.environment
     hosts, packages = recorded.get("hosts"), recorded.get("packages")
     names = list(dict.fromkeys(map(str, hosts))) if isinstance(hosts, list) else []

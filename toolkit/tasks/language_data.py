@@ -305,7 +305,7 @@ def training_batches(
     shares = _sampler(cfg, prepared, mesh, start, total_steps, changing_order(cfg, prepared))
     # Iterated from here: the loader watches its processes only if they are started by the main thread.
     batches = _with_columns(_loaded(cfg, prepared, "train", shares, cfg.data.num_workers), shares, prepared, "train")
-    return ahead(_parts_of(batches, mesh), accumulation(cfg, ranks.world_size))
+    return ahead(map(partial(_part_of, mesh=mesh), batches), accumulation(cfg, ranks.world_size))
 
 
 def _loaded(
@@ -325,13 +325,13 @@ def _loaded(
     )
 
 
-def _parts_of(batches: Iterator[Batch], mesh: Mesh) -> Iterator[Batch]:
-    """Return this rank's parts of micro-batches, all of them where sequences are not divided over ranks."""
+def _part_of(batch: Batch, mesh: Mesh) -> Batch:
+    """Return this rank's part of a micro-batch: all of it where sequences are not divided over ranks."""
     if mesh.sequence == 1:
-        return batches
+        return batch
     from toolkit.layouts.sequence import local_part
 
-    return map(partial(local_part, part=mesh.part, parts=mesh.sequence), batches)
+    return local_part(batch, mesh.part, mesh.sequence)
 
 
 def _with_columns(
@@ -365,7 +365,7 @@ def answer_batches(
     _, rows = np.unique(plan.members[::2], return_index=True)
     shares = sampler.sequential(len(rows), micro_rows(cfg), mesh.data_rank, mesh.data_ranks)
     planned = [rows[share].tolist() for share in shares]
-    parts = _parts_of(_loaded(cfg, prepared, split, planned), mesh)
+    parts = map(partial(_part_of, mesh=mesh), _loaded(cfg, prepared, split, planned))
     return [[sample for row in share for sample in plan[row]] for share in planned], ahead(parts, 2)
 
 
@@ -460,7 +460,7 @@ def evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ran
     `sources`, int64 [T]: of each trained token the number of its source.
     """
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
-    return ahead(_parts_of(_evaluation_batches(cfg, prepared, ranks), mesh), 2)
+    return ahead(map(partial(_part_of, mesh=mesh), _evaluation_batches(cfg, prepared, ranks)), 2)
 
 
 @contextmanager
@@ -545,8 +545,7 @@ def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
 
 def _batch(cfg: schema.RunConfig, prepared: LanguageData, rows: list[list[Sample | Branch]]) -> Batch:
     batch = collate_planned(rows, prepared.pad_id, prepared.layout, pad_multiple(cfg.parallel.sequence))
-    mesh = mesh_of(cfg, world_size(), rank())
-    return next(_parts_of(iter([batch]), mesh))
+    return _part_of(batch, mesh_of(cfg, world_size(), rank()))
 
 
 _BINS = 40

@@ -50,7 +50,8 @@ from toolkit.evaluate.loss import PAIRS, SAMPLES
 from toolkit.messages import tr
 from toolkit.models import lora, probe, stages
 from toolkit.models.loss import answer_log_probabilities, samples_in_rows
-from toolkit.tasks import language_data, samples as sample_task
+from toolkit.tasks import language_data
+from toolkit.tasks.samples import SampleTask
 from toolkit.train import run_dir
 
 REFERENCE = "reference"
@@ -140,7 +141,7 @@ def _log_odds(means: torch.Tensor) -> torch.Tensor:
     return means - torch.log(-torch.expm1(means))
 
 
-class PreferenceTask(sample_task.SampleTask):
+class PreferenceTask(SampleTask):
     """Trains a causal language model on pairs of answers."""
 
     counted = "pairs"

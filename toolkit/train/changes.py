@@ -69,13 +69,13 @@ def check_changes(
     # Where a part of the model is trained, base.json in the checkpoint tells whether the rest is the same.
     is_part = now.get("tuning", {}).get("method", "full") != "full"
     free = [*allowed, "model.path"] if is_part else allowed
-    refused = [(key, line) for key, line in lines if not is_allowed_change(key) and not is_below(key, free)]
-    if refused:
+    disallowed = [(key, line) for key, line in lines if not is_allowed_change(key) and not is_below(key, free)]
+    if disallowed:
         raise ConfigError(
             "the checkpoint belongs to a run that computes something else:\n{changes}\nUndo this, or allow it: "
             "checkpoint.allow_changes=[{keys}]; or start over under another run.name.",
-            changes="\n".join(dict.fromkeys(line for _, line in refused)),
-            keys=",".join(dict.fromkeys(key for key, _ in refused)),
+            changes="\n".join(dict.fromkeys(line for _, line in disallowed)),
+            keys=",".join(dict.fromkeys(key for key, _ in disallowed)),
         )
     return [line for _, line in lines]
 

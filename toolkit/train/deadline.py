@@ -61,7 +61,7 @@ class Costs:
     """Mean of the last steps, without evaluations and saves."""
     evaluation: float = 0.0
     pause: float = 0.0
-    """For which a save holds training up."""
+    """For which training waits for a save."""
     save: float = 0.0
     """From the beginning of a save to its checkpoint."""
 
@@ -253,7 +253,7 @@ class DeadlineHook(Hook):
             self.deadline.costs.evaluation = seconds
 
     def at_save(self, seconds: float) -> None:
-        """Expect the next save to hold training up for as long."""
+        """Expect training to wait for the next save for as long."""
         if self.deadline:
             self.deadline.costs.pause = seconds
 
@@ -268,7 +268,7 @@ class DeadlineHook(Hook):
             self.deadline.log.finish()
 
     def before_done(self, summary: dict[str, Any]) -> None:
-        """Tell how long before the deadline the run has ended."""
+        """Report how long before the deadline the run has ended."""
         if self.deadline:
             summary["deadline_spare_s"] = self.deadline.tell_end()
 

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 class Hook:
     """What is done beside training. Trainer and loop call each place of every hook, in the order of the list; a place
-    does nothing where a hook does not define it. All ranks come by, unless a place says otherwise.
+    does nothing where a hook does not define it. It is called on all ranks, unless it says otherwise.
     """
 
     # Around the steps
 
     def at_begin(self, run: "RunContext", task: "Task") -> None:
-        """The engine is built, and nothing has been tried or trained. A replay never comes by."""
+        """The engine is built, and nothing has been tried or trained. A replay does not call it."""
 
     def at_dry_run(self) -> None:
         """The dry run has passed."""
@@ -40,13 +40,13 @@ class Hook:
         """The model has answered and is exported."""
 
     def before_done(self, summary: dict[str, Any]) -> None:
-        """The user has been told what was achieved; `summary`, which goes into DONE, may get more. On rank 0 only."""
+        """The result has been printed; `summary`, which goes into DONE, may be added to. On rank 0 only."""
 
     def after_done(self) -> None:
         """DONE is written. On rank 0 only."""
 
     def at_exit(self, error: BaseException | None) -> None:
-        """The run has ended, by an error or well; whatever had begun."""
+        """The run has ended, by an error or without one; `at_start` may not have been called."""
 
     # A step
 
@@ -54,16 +54,16 @@ class Hook:
         """The data of a step is there; `vote`, this rank's, may be changed."""
 
     def after_step(self, result: "StepResult", seconds: float) -> None:
-        """A step is done, and nothing of what follows it; `seconds`: what it took, its data included."""
+        """A step is done, and nothing that follows it yet; `seconds`: what it took, its data included."""
 
     def between_steps(self, step: int) -> None:
         """What follows a step is done: logging, evaluation, save. Not after the last step."""
 
     def at_pause(self) -> None:
-        """What comes up to `at_resume` is no part of training: evaluation, saving."""
+        """What is done until `at_resume` is no part of training: evaluation, saving."""
 
     def at_resume(self) -> None:
-        """Training goes on."""
+        """Training continues."""
 
     # What follows some steps
 
@@ -87,13 +87,13 @@ class Hook:
         """An evaluation is done, and took so long; its row is not written yet."""
 
     def at_save(self, seconds: float) -> None:
-        """A save has begun, and has held training up for so long."""
+        """A save has begun, and training waited so many seconds for it."""
 
     def at_publish(self, seconds: float) -> None:
-        """A checkpoint is complete so many seconds after training went on."""
+        """A checkpoint is complete so many seconds after training continued."""
 
     def at_rewind(self, step: int) -> None:
-        """The run has gone back to a step."""
+        """The run is rewound to a step."""
 
 
 def hooks_of(cfg: RunConfig, ranks: Ranks, folder: Path) -> list[Hook]:
@@ -137,7 +137,7 @@ def hooks_of_model(routers: "Routers | None", folder: Path) -> list[Hook]:
 
 @contextmanager
 def running(hooks: Sequence[Hook], run: "RunContext", task: "Task") -> Iterator[None]:
-    """Let hooks begin, and tell them of the end, however the run ends."""
+    """Call `at_begin` of all hooks, and `at_exit` however the run ends."""
     for hook in hooks:
         hook.at_begin(run, task)
     try:

@@ -40,13 +40,13 @@ class TrainLoop:
         self.watchdog, self.hooks = run.watchdog, run.hooks
         self.total_steps = run.total_steps
         """The step that ends the run: earlier than planned where a hook decides so."""
-        self.copies = mesh.mesh_of(run.cfg, process_group.world_size()).copies, run.cfg.parallel.sequence
+        self.mesh = mesh.mesh_of(run.cfg, process_group.world_size())
         self.stop_file, self.is_stop_file_found, self.next_look = run.folder / run_dir.STOP, False, 0.0
         # Not a method of the loop: in a cycle of references, its batches would outlive it, and their threads the run.
-        self.metrics = MetricsLog(run.folder / "metrics.jsonl", partial(_hand_on, run.hooks))
+        self.metrics = MetricsLog(run.folder / "metrics.jsonl", partial(_log_to, run.hooks))
         self.steps, self.steps_s = 0, 0.0
         self.rewinds: Counter[Path] = Counter()
-        """Times that the run has gone back, by checkpoint."""
+        """Rewinds to each checkpoint."""
         self.saving = Saving(run, progress)
         self.begin_at(run.start, Position(run.start.epoch, run.start.row))
 
@@ -101,7 +101,16 @@ class TrainLoop:
         self.meter.data_wait_s += time.perf_counter() - began
         vote = self._vote()
         self.watchdog.enter(watchdog.STEP, self.step, f"rows x tokens: {[self.task.shape(batch) for batch in window]}")
-        result = train_step(self.engine, self.task, window, process_group.world_size(), self.guard, vote, *self.copies)
+        result = train_step(
+            self.engine,
+            self.task,
+            window,
+            process_group.world_size(),
+            self.guard,
+            vote,
+            copies=self.mesh.copies,
+            parts=self.mesh.sequence,
+        )
         self.step_position, self.position = self.position, self.task.next_position(self.position)
         self.meter.add(result)
         self.progress.advance()
@@ -113,7 +122,7 @@ class TrainLoop:
         return result, lr
 
     def _vote(self) -> StepVote:
-        """Return what this rank has to tell the others with the next step."""
+        """Return what this rank reports to the others with the next step."""
         is_first_rank, now = process_group.rank() == 0, time.monotonic()
         if is_first_rank and not self.is_stop_file_found and now >= self.next_look:
             self.next_look = now + _LOOK_EVERY_S
@@ -218,9 +227,9 @@ class TrainLoop:
         return is_due(self.step, self.cfg.evaluate.every) or self.step == self.total_steps
 
     def _evaluate(self) -> None:
-        step, watchdog, began = self.step, self.watchdog, time.monotonic()
-        watchdog.enter("evaluation", step)
-        figures = self.task.evaluate(self.run, step, lambda: watchdog.enter("evaluation", step))
+        step, began, show_alive = self.step, time.monotonic(), partial(self.watchdog.enter, "evaluation", self.step)
+        show_alive()
+        figures = self.task.evaluate(self.run, step, show_alive)
         seconds = time.monotonic() - began
         for hook in self.hooks:
             hook.at_evaluation(step, figures, seconds)
@@ -293,6 +302,6 @@ class TrainLoop:
         )
 
 
-def _hand_on(hooks: Sequence[Hook], row: Mapping[str, object]) -> None:
+def _log_to(hooks: Sequence[Hook], row: Mapping[str, object]) -> None:
     for hook in hooks:
         hook.at_row(row)

@@ -17,7 +17,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 class Saving:
-    """Saves and publishes the checkpoints of a run. Methods are collectives where they say so."""
+    """Saves and publishes the checkpoints of a run. A method that is a collective says so."""
 
     def __init__(self, run: RunContext, progress: Progress) -> None:
         self.config, self.checkpointer, self.guard = run.cfg.checkpoint, run.checkpointer, run.guard

@@ -1,4 +1,4 @@
-"""One optimizer step: its passes, what ranks tell one another with its first sum, what is wrong with its numbers."""
+"""One optimizer step: its passes, what ranks report with its first sum, what is wrong with its numbers."""
 
 import math
 import statistics
@@ -181,7 +181,7 @@ Samples = list[list[list[dict[str, Any]]]]
 
 @dataclass(slots=True)
 class StepVote:
-    """What a rank tells the others with the first sum of a step; afterwards the sum, the same on every rank."""
+    """What a rank reports with the first sum of a step; afterwards the sum, the same on every rank."""
 
     stops: int = 0
     """1 where the rank was told to stop: by a signal, or by the file `stop`."""

@@ -1,4 +1,4 @@
-"""What a run hands on to its trackers: config and data, rows, answers, and figures of the whole run."""
+"""What a run sends to its trackers: config and data, rows, answers, and figures of the whole run."""
 
 import json
 import math
@@ -44,11 +44,11 @@ class Tracking(Hook):
         self.trackers.begin(run.folder, settings, hyperparameters, run.start.step)
 
     def at_dry_run(self) -> None:
-        """Wait a while for their answers, so that what is wrong with one is told before the first step."""
+        """Wait a while for their answers, so that what is wrong with one is reported before the first step."""
         process_group.on_rank0(self.trackers.wait_begun)
 
     def at_row(self, row: Mapping[str, object]) -> None:
-        """Hand on a row."""
+        """Send a row."""
         self.trackers.row(row)
 
     def at_rewind(self, step: int) -> None:
@@ -56,7 +56,7 @@ class Tracking(Hook):
         self.trackers.back_to(step)
 
     def at_evaluation(self, step: int, figures: Mapping[str, float], seconds: float) -> None:
-        """Hand on what the model answered: the lines of a file."""
+        """Send what the model answered: the lines of a file."""
         if "eval_answers" not in figures or not self.trackers.is_on:
             return
         # The file may be cut off: a disk that is full has been reported, and is no reason to end a run.
@@ -67,7 +67,7 @@ class Tracking(Hook):
             self.trackers.answers(step, backends.ANSWERS, [json.loads(line) for line in lines])
 
     def at_end(self, result: "FitResult", samples: list[dict[str, str]]) -> None:
-        """Hand on the last answers (samples.jsonl), and figures of the whole run as transformers has them."""
+        """Send the last answers (samples.jsonl), and figures of the whole run as transformers has them."""
         if not self.trackers.is_on:
             return
         seconds = max(result.steps_s, 1e-9)
@@ -81,7 +81,7 @@ class Tracking(Hook):
         self.trackers.summary(result.state.step, values)
 
     def at_exit(self, error: BaseException | None) -> None:
-        """Tell them how the run has ended: one that was stopped where it was meant to be has finished."""
+        """Report how the run has ended: one that was stopped where it was meant to be has finished."""
         if error is None or (isinstance(error, Stopped) and not error.exit_code):
             self.trackers.end(backends.FINISHED)
         else:

@@ -203,7 +203,7 @@ class Trainer:
         return engine, StepGuard(engine, cfg.train)
 
     def _settled(self, built: settle.BuiltEngine, ds: ds_config.DsConfig) -> settle.BuiltEngine:
-        """Tell an engine that was built to find the micro-batch what has been found."""
+        """Apply the settled config to the engine that was built to find the micro-batch."""
         engine, _ = built
         cfg, total_steps = self.cfg, self.task.total_steps
         dry_run.set_micro_batch(engine, cfg)
