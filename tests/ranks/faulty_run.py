@@ -91,7 +91,7 @@ def in_step(step: int) -> Callable[..., bool]:
         entered.append(number)
 
     Watchdog.enter = enter
-    return lambda *_: bool(entered) and entered[-1] == step
+    return lambda *_, **__: bool(entered) and entered[-1] == step
 
 
 def after_step(loop: Any, number: int, do: Callable[[], object]) -> None:
@@ -209,7 +209,7 @@ def install() -> None:
     elif at == "export.structure":
         from toolkit.export import engine
 
-        before(engine, "check_structure", lambda *_: True)
+        before(engine, "check_structure", lambda *_, **__: True)
     elif at == "each life":  # the step's number, where "step" counts those of this life
         before(loop, "train_step", in_step(step))
     elif at == "step":
@@ -228,7 +228,7 @@ def install() -> None:
     elif at == "save.prove":
         before(directory, "record_file", of_step)
     elif at == "save.manifest":
-        before(directory, "write_manifest", lambda folder, *_: of_step(folder))
+        before(directory, "write_manifest", lambda folder, *_, **__: of_step(folder))
     elif at == "save.rename":
         before(directory, "publish_checkpoint", lambda temporary, _target: of_step(temporary))
     elif at == "save.latest":
