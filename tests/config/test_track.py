@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from toolkit.config.load import LoadedConfig, load, to_yaml
-from toolkit.config.paths import mlflow_folder
-from toolkit.config.requirements import PACKAGES, check_track_here
+from toolkit.config.requirements import check_track_here
 from toolkit.config.rules import check_rules
-from toolkit.config.schema import TRACKERS
+from toolkit.config.schema import TRACKER_PACKAGES, TRACKERS
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.engine.ds_import import import_json
 from toolkit.messages import ConfigError
+from toolkit.track.backends import MlflowRun
 
 RECIPE = "recipe=quickstart"
 
@@ -61,7 +61,7 @@ def test_refused(word: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("name", TRACKER_PACKAGES)
 def test_a_package_that_is_not_installed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of that name, which wandb leaves where it runs, is no package."""
     real = importlib.util.find_spec
@@ -77,7 +77,7 @@ def test_a_package_that_is_not_installed(name: str, tmp_path: Path, monkeypatch:
         check_track_here(loaded)
     assert str(caught.value) == (
         f"conf/track/{name}.yaml:3: track.{name} needs the package {name}, which is not installed:  "
-        f"pip install {PACKAGES[name]}"
+        f"pip install {TRACKER_PACKAGES[name]}"
     )
     check_track_here(load([RECIPE, "track=csv"]))
 
@@ -89,9 +89,9 @@ def test_deepspeeds_own_tracker_needs_its_package() -> None:
 
 
 def test_which_mlflow_addresses_are_folders() -> None:
-    assert mlflow_folder("runs/mlruns") == Path("runs/mlruns")
-    assert mlflow_folder("file:///a/b") == Path("/a/b")
-    assert [mlflow_folder(uri) for uri in ("http://h:5000", "sqlite:///a.db", "databricks://x")] == [None] * 3
+    folders = {uri: MlflowRun.folders({"uri": uri}) for uri in ("runs/mlruns", "file:///a/b")}
+    assert folders == {"runs/mlruns": {"uri": Path("runs/mlruns")}, "file:///a/b": {"uri": Path("/a/b")}}
+    assert not any(MlflowRun.folders({"uri": uri}) for uri in ("http://h:5000", "sqlite:///a.db", "databricks://x"))
 
 
 def imported(folder: Path, values: object, *words: str) -> tuple[LoadedConfig, list[str]]:

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from toolkit.config import dotted_keys, files, schema, validate
 from toolkit.config.load import LoadedConfig, as_typed
@@ -179,9 +178,3 @@ FILES = (*CUSTOM_FILES, _prepare_dir, _model, _sources, _adapter)
 def names_repository(cfg: schema.RunConfig) -> bool:
     """Return whether the model or the teacher is named by its repository on Hugging Face, which hub.py looks up."""
     return files.is_hub_name(cfg.model.path) or files.is_hub_name(cfg.distill.teacher)
-
-
-def mlflow_folder(uri: str) -> Path | None:
-    """Return the folder that an MLflow address means; None for a server or a database."""
-    parts = urlsplit(uri)
-    return Path(parts.path if parts.scheme == "file" else uri) if parts.scheme in ("", "file") else None

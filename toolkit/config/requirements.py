@@ -112,21 +112,14 @@ def _quantized(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 RULES = (_packages, _quantized)
 """Rules about packages and devices that a method or a metric of a language model needs."""
-PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow-skinny",
-    "swanlab": "swanlab",
-    "trackio": "trackio",
-}
-"""Tracker, which is also the name of its module -> what pip installs. A CSV file needs none."""
 
 
 def check_track_here(loaded: LoadedConfig) -> None:
     """Raise ConfigError for trackers whose package is not installed here, and for DeepSpeed's own of Comet. For rank 0
     only: no other rank needs them.
     """
-    wanted = {f"track.{name}": (name, PACKAGES[name]) for name in loaded.cfg.track.enabled if name in PACKAGES}
+    packages = schema.TRACKER_PACKAGES
+    wanted = {f"track.{name}": (name, packages[name]) for name in loaded.cfg.track.enabled if name in packages}
     comet = loaded.cfg.ds_extra.get("comet")
     if isinstance(comet, dict) and comet.get("enabled"):
         wanted["ds_extra.comet"] = ("comet_ml", "comet-ml")

@@ -251,6 +251,12 @@ INCOMPATIBLE: tuple[Rule, ...] = (
                 "draws its own noise, and these ranks share rows. Set train.neftune_alpha=0."
                 for key in PARALLEL
             },
+            **{
+                f"!track.{name}.{key} track.{name}.enabled": "{key} must not be empty."
+                for name in schema.TRACKERS
+                for key in ("project", "experiment")
+                if hasattr(getattr(schema.TrackConfig(), name), key)
+            },
         }
     ),
 )

@@ -7,7 +7,7 @@ of a field says what it influences (`Influence`): without any, a run with anothe
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from itertools import pairwise
 from typing import Annotated, Any
@@ -318,8 +318,6 @@ class TrackMode(str, Enum):
     offline = "offline"
 
 
-TRACKERS = ("tensorboard", "csv", "wandb", "mlflow", "swanlab", "trackio")
-"""The sections of `track` that can be switched on, beside metrics.jsonl."""
 AUTO = "auto"
 """In place of a number: one that is found."""
 EVAL_LOSS = "eval_loss"
@@ -1196,23 +1194,31 @@ class TrackConfig:
 
     patience_s: NonNegativeFloat = 30.0
     """Seconds that the beginning of a run and its end each wait at most for trackers that do not answer; never more than a quarter of distributed.timeout_s."""
-    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig, metadata={"package": "tensorboard"})
     """TensorBoard."""
     csv: CsvConfig = field(default_factory=CsvConfig)
     """A CSV file."""
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig, metadata={"package": "wandb"})
     """Weights & Biases."""
-    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig, metadata={"package": "mlflow-skinny"})
     """MLflow."""
-    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
+    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig, metadata={"package": "swanlab"})
     """SwanLab."""
-    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig, metadata={"package": "trackio"})
     """Trackio."""
 
     @property
     def enabled(self) -> list[str]:
         """Names of the trackers that are switched on."""
         return [name for name in TRACKERS if getattr(self, name).enabled]
+
+
+TRACKERS = tuple(section.name for section in fields(TrackConfig) if section.name != "patience_s")
+"""The sections of `track` that can be switched on, beside metrics.jsonl."""
+TRACKER_PACKAGES = {
+    section.name: section.metadata["package"] for section in fields(TrackConfig) if "package" in section.metadata
+}
+"""Tracker, which is also the name of its module -> what pip installs. A CSV file needs none."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from toolkit.config.paths import mlflow_folder
 from toolkit.disk import write_atomically
 from toolkit.track.metrics import append_rows, hf_name, tracked_name
 
@@ -50,6 +50,11 @@ class Backend:
 
     def begin(self, run: TrackedRun) -> None:
         """Begin the run, or resume it. Called again if it fails."""
+
+    @staticmethod
+    def folders(settings: Mapping[str, Any]) -> dict[str, Path]:
+        """Return key of the settings -> the directory that it makes the tracker write to, outside the run directory."""
+        return {}
 
     def held(self) -> dict[str, int]:
         """Return the last steps that the tracker itself reports to have: TRAIN -> step, EVAL -> step; {} if unknown."""
@@ -158,6 +163,10 @@ class TensorboardEvents(Backend):
         self.event, self.start, self.records = Event, SessionLog.START, RecordWriter
         self.hparams, self.tensor = hparams_pb, make_tensor_proto
         self.text_metadata = create_summary_metadata(display_name=None, description=None)
+
+    @staticmethod
+    def folders(settings: Mapping[str, Any]) -> dict[str, Path]:
+        return {"dir": Path(settings["dir"])} if settings["dir"] else {}
 
     def begin(self, run: TrackedRun) -> None:
         """Open a file; what older ones hold after the session's first step counts no more."""
@@ -357,9 +366,17 @@ class MlflowRun(Backend):
 
         self.connect, self.entities, self.error = mlflow.MlflowClient, entities, exceptions.MlflowException
 
+    @staticmethod
+    def folders(settings: Mapping[str, Any]) -> dict[str, Path]:
+        """Return the directory that an address means; none for a server or a database."""
+        uri = settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI", "")
+        parts = urlsplit(uri)
+        is_folder = uri and parts.scheme in ("", "file")
+        return {"uri": Path(parts.path if parts.scheme == "file" else uri)} if is_folder else {}
+
     def begin(self, run: TrackedRun) -> None:
         uri = run.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or str(run.folder.parent / "mlruns")
-        if mlflow_folder(uri):
+        if self.folders({"uri": uri}):
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # mlflow 3 would rather have a database
         self.client = self.connect(tracking_uri=uri)
         experiment = self._experiment(run.settings["experiment"])
@@ -417,7 +434,7 @@ class MlflowRun(Backend):
         return str(experiment.experiment_id)
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {
+BACKENDS: dict[str, type[Backend]] = {
     "tensorboard": TensorboardEvents,
     "csv": CsvFile,
     "wandb": WandbRun,

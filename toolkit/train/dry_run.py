@@ -3,13 +3,12 @@ finds micro_per_gpu=auto) and evaluation, without a trace.
 """
 
 import json
-import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from toolkit.checkpoint import directory, fragments, state_files
-from toolkit.config import mesh, paths
+from toolkit.config import mesh
 from toolkit.config.schema import CheckpointConfig, Device, RunConfig, TrackConfig, TuningMethod
 from toolkit.data.sampler import Position
 from toolkit.disk import flush
@@ -246,11 +245,11 @@ def check_writable(track: TrackConfig, folder: Path) -> None:
             open(file, "ab").close()
 
     places = [("run.dir", folder, write_into), ("run.dir", folder / "metrics.jsonl", append_to)]
-    if track.tensorboard.enabled and track.tensorboard.dir:
-        places.append(("track.tensorboard.dir", Path(track.tensorboard.dir), write_into))
-    uri = track.mlflow.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    if track.mlflow.enabled and uri and (directory := paths.mlflow_folder(uri)):
-        places.append(("track.mlflow.uri", directory, write_into))
+    for name in track.enabled:
+        from toolkit.track.backends import BACKENDS
+
+        folders = BACKENDS[name].folders(asdict(getattr(track, name)))
+        places += [(f"track.{name}.{key}", directory, write_into) for key, directory in folders.items()]
     for key, path, write in places:
         if reason := _reason(write, path):
             raise TrackError(
