@@ -58,6 +58,14 @@ def flop_sizes(read: Callable[[str], Any]) -> Sizes:
 
     {} for a model whose attention is not known.
     """
+    try:
+        sizes = _flop_sizes(read)
+    except Exception:  # whatever an odd config raises where it is read, as transformers' of values of each layer (5.23)
+        return {}
+    return sizes if all(type(size) is int for size in sizes.values()) else {}
+
+
+def _flop_sizes(read: Callable[[str], Any]) -> Sizes:
     layers, heads, hidden = (read(name) or 0 for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     if not (layers and heads and hidden):
         return {}
