@@ -35,6 +35,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **HEADS, **SLIDING, layer_types=["sliding_attention", "full_attention"]
     ),
+    "gemma3_images": lambda: transformers.Gemma3Config(
+        text_config={**HEADS, **SLIDING, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config={**SIZES, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    ),
     "glm": lambda: transformers.GlmConfig(**HEADS, attention_bias=True),
     "glm4": lambda: transformers.Glm4Config(**HEADS),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**HEADS, **ROUTED, num_nextn_predict_layers=0),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import official
 import pytest
+import torch
 import transformers
 from ranks import forked, run
 from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny
@@ -12,6 +13,7 @@ from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny
 from tests.architectures import write
 from tests.probes import compare
 from toolkit.models import load_model, load_tokenizer, probe
+from toolkit.models.structure import towers
 
 COMMON = [
     "model=hf",
@@ -32,6 +34,7 @@ NAMES: dict[str, dict[str, object]] = {
     "mistral": {},
     "gemma2": {**PACKED, "data.max_length": 64},  # the window of its layers
     "gemma3": BF16,
+    "gemma3_images": {"optim.weight_decay": 0.1},
     "glm4": PACKED,
     "phi3": {**BF16, **RECOMPUTE},
     "olmo2": {},
@@ -86,5 +89,8 @@ def test_its_export_is_what_was_trained(name: str, folder: Path) -> None:
     assert compare(theirs.eval(), saved)[0] < tolerance
     assert compare(load_model(export), saved)[0] < tolerance
     assert compare(load_model(folder / name), saved)[0] > 5 * tolerance
+    beside, before = towers(theirs), load_model(folder / name).state_dict()
+    assert bool(beside) == (name == "gemma3_images")
+    assert all(torch.equal(value, before[key]) for key, value in theirs.state_dict().items() if key.startswith(beside))
     kinds = [json.loads((place / "config.json").read_text())["model_type"] for place in (export, folder / name)]
     assert kinds[0] == kinds[1]

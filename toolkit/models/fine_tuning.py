@@ -20,7 +20,7 @@ from toolkit.models.adapters import (
     read_settings,
 )
 from toolkit.models.base_model import base_of
-from toolkit.models.structure import decoder_layers, decoder_layers_name
+from toolkit.models.structure import decoder_layers, decoder_layers_name, towers
 from toolkit.plan.tuning_targets import check_matches
 
 
@@ -43,6 +43,14 @@ def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
         parameter.requires_grad_(name in trained)
 
 
+def freeze_towers(model: PreTrainedModel, base: Path) -> None:
+    """Leave as it is what text does not go through: it gets no gradient, but would get weight decay."""
+    if beside := towers(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(beside))
+        model.tuned = AdapterState(TuningMethod.freeze, {}, base_of(model, base))
+
+
 def apply_tuning(
     model: PreTrainedModel,
     config: TuningConfig,
@@ -56,6 +64,7 @@ def apply_tuning(
     """
     method = config.method
     if method is TuningMethod.full:
+        freeze_towers(model, base)
         return
     base_model = base_of(model, base)
     if method is TuningMethod.prompt and getattr(model, "builds_positions", False):
@@ -100,13 +109,14 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
     if config.method is TuningMethod.ptuning_v2:
         return prompt_tuning.prefix_settings(config.num_tokens, config.projection, base)
     if config.method is TuningMethod.prompt:
+        text = model.config.get_text_config()
         settings = PromptTuningConfig(
             task_type="CAUSAL_LM",
             base_model_name_or_path=base,
             num_virtual_tokens=config.num_tokens,
-            token_dim=model.config.hidden_size,
-            num_layers=model.config.num_hidden_layers,
-            num_attention_heads=model.config.num_attention_heads,
+            token_dim=text.hidden_size,
+            num_layers=text.num_hidden_layers,
+            num_attention_heads=text.num_attention_heads,
             num_transformer_submodules=1,
         )
     else:

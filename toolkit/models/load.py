@@ -260,12 +260,13 @@ def random_config(shape: ShapeConfig, vocab_size: int, eos_token_id: int | None 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Reject a tokenizer whose ids mean something else to the model."""
-    if len(tokenizer) > model.config.vocab_size:
+    rows = model.config.get_text_config().vocab_size
+    if len(tokenizer) > rows:
         raise ModelError(
             "the tokenizer has {tokens} tokens, the model only {rows}: they do not match (model.tokenizer, "
             "model.path).",
             tokens=len(tokenizer),
-            rows=model.config.vocab_size,
+            rows=rows,
         )
     if getattr(model, "builds_positions", False):
         # A tokenizer of another revision would put <sop> where the model never looks.

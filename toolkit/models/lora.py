@@ -22,7 +22,7 @@ from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, ModelError, warn
 from toolkit.models import adapter_settings, experts
 from toolkit.models.base_model import fingerprint_of
-from toolkit.models.structure import decoder_layers_name
+from toolkit.models.structure import decoder_layers_name, towers
 from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets, select_names
 
 ADAPTER = "default"
@@ -134,13 +134,15 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
 def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[str], list[str]]:
     """Return which linear layers and matrices of experts get additions, as peft is told."""
     modules, layers = dict(model.named_modules()), f"{decoder_layers_name(model)}."
+    beside = towers(model)
     linear = {name for name, part in modules.items() if isinstance(part, nn.Linear) and name.startswith(layers)}
     patterns, stacked = config.target_modules or default_targets(model.config.model_type, linear), set[str]()
     fitting = linear
     if ALL_LINEAR in patterns:
         patterns = sorted({name.rpartition(".")[2] for name in linear})
     else:
-        fitting = {name for name, part in modules.items() if isinstance(part, nn.Linear | nn.Embedding)}
+        kinds = nn.Linear | nn.Embedding
+        fitting = {name for name, part in modules.items() if isinstance(part, kinds) and not name.startswith(beside)}
         stacked = experts.names_of(model)
         for pattern in patterns:
             check_matches("tuning.target_modules", pattern, fitting | stacked)
@@ -168,5 +170,5 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
             name=min(lost),
         )
         return others, of_experts
-    by_name = of_experts or any(sign in pattern for pattern in patterns for sign in "*?[")
+    by_name = of_experts or beside or any(sign in pattern for pattern in patterns for sign in "*?[")
     return (chosen if by_name else patterns), of_experts

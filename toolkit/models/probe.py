@@ -73,7 +73,11 @@ def ids_of(samples: Sequence[Sequence[int]], config: PreTrainedConfig) -> torch.
 def spread_ids(config: PreTrainedConfig) -> torch.Tensor:
     """Return ids from all over the vocabulary, for a model of which nothing else is known, [R, L]."""
     return ids_of(
-        [[index * 7919 % config.vocab_size for index in range(row, row + LENGTH)] for row in range(ROWS)], config
+        [
+            [index * 7919 % config.get_text_config().vocab_size for index in range(row, row + LENGTH)]
+            for row in range(ROWS)
+        ],
+        config,
     )
 
 

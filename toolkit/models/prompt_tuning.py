@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from toolkit.config.schema import TuningConfig
 from toolkit.distributed import process_group
-from toolkit.messages import ConfigError
+from toolkit.messages import ConfigError, ModelError
 from toolkit.models import weights
 from toolkit.models.cache import CACHE, OLDER, arguments_by_name, cache_of, mask_and_positions, num_cached
 from toolkit.models.structure import decoder_layers
@@ -102,7 +102,15 @@ class FixedCache(DynamicCache):
 
 def attach_prefix(model: PreTrainedModel, num_tokens: int, projection: bool, dropout: float) -> None:
     """Let every forward pass of a model begin with an untrained prefix, its submodule `prefix_encoder`."""
-    model.prefix_encoder = prefix = PrefixEncoder(model.config, num_tokens, projection, dropout).to(model.dtype)
+    try:
+        prefix = PrefixEncoder(model.config.get_text_config(), num_tokens, projection, dropout).to(model.dtype)
+    except (AttributeError, RuntimeError) as error:  # no attention (Mamba), or another in each layer (Gemma 4)
+        raise ModelError(
+            "tuning = ptuning_v2 cannot be with {architecture}, whose layers do not all have keys and values of one "
+            "size. Use tuning=lora.",
+            architecture=type(model).__name__,
+        ) from error
+    model.prefix_encoder = prefix
     model.register_forward_pre_hook(prefix.prepend_prefix, with_kwargs=True)
     for layer in decoder_layers(model):  # transformers would drop the cache where activations are recomputed
         layer._can_checkpoint_with_cache = True  # type: ignore[assignment]

@@ -15,11 +15,25 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def decoder_layers_name(model: PreTrainedModel) -> str:
     """Return the name of the list of a model's decoder layers; ModelError if there is none."""
-    number = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    names = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == number]
+    number, beside = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0), towers(model)
+    lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
+    names = [name for name, part in lists.items() if len(part) == number and not name.startswith(beside)]
     if not names:
         raise ModelError("{architecture} has no list of decoder layers.", architecture=type(model).__name__)
     return min(names, key=len)
+
+
+def towers(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return how the names begin of what only images and sound go through, () in a model of text: models inside it that
+    take no text, and in a multimodal wrapper what is beside its text model.
+    """
+    inner = {name: part for name, part in model.named_modules() if isinstance(part, PreTrainedModel)}
+    parts = [name for name, part in inner.items() if "text" not in part.input_modalities]
+    if model.config.get_text_config() is not model.config:
+        of_text = {model.get_decoder(), model.get_output_embeddings()}
+        beside = [part for part in model.base_model.children() if of_text.isdisjoint(part.modules())]
+        parts += [name for name, part in model.named_modules() if part in beside]
+    return tuple(f"{name}." for name in dict.fromkeys(parts))
 
 
 def has_adapter(model: PreTrainedModel) -> bool:

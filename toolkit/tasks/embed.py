@@ -107,7 +107,8 @@ class EmbedTask(samples.ScoreTask):
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return also what sentence-transformers reads beside the model."""
         model_files = super().model_files(engine)
-        width, longest = stages.unwrap_model(engine.module).config.hidden_size, self.cfg.data.max_length
+        width = stages.unwrap_model(engine.module).config.get_text_config().hidden_size
+        longest = self.cfg.data.max_length
         embedding_config = embedding_files.describe(self.cfg.embed.pooling, width, longest)
         return (
             replace(model_files, files={**model_files.files, **embedding_config}) if model_files.files else model_files

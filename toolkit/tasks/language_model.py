@@ -43,7 +43,7 @@ def adapt(
         from toolkit.models.router_loss import routers_of
 
         model.routers = routers_of(model, cfg)
-    if cfg.tuning.method is not TuningMethod.full:
+    if cfg.tuning.method is not TuningMethod.full or structure.towers(model):
         from toolkit.models import fine_tuning
 
         fine_tuning.apply_tuning(model, tuning_of(cfg), base, tokenizer, cfg.run.seed, ds_config)
@@ -132,7 +132,7 @@ def build_engine(
     without_liger = layers.apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
     adapt(model, cfg, data.tokenizer, base, ds.values)
-    if cfg.tuning.method is not TuningMethod.full:
+    if hasattr(model, "tuned"):
         _check_tuned(model, cfg, base, source)
     module: torch.nn.Module = model
     if cfg.parallel.pipeline > 1:
