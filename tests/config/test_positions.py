@@ -25,6 +25,9 @@ OFFICIAL = {"model_type": "chatglm", "padded_vocab_size": 65024, "seq_length": 8
         (LLAMA, 2048),
         ({"model_type": "gpt2", "n_positions": 1024}, 1024),
         ({"model_type": "mpt", "max_seq_len": 2048}, 2048),
+        # One row of the table is that of padding, and nothing has the positions before it.
+        ({"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 512),
+        ({"model_type": "xmod", "max_position_embeddings": 514, "pad_token_id": 0}, 513),
         (OFFICIAL, 8192),
         ({"position_encoding_2d": True, "max_sequence_length": 2048}, 2048),
         # No limit: ALiBi, state spaces, nothing said.

@@ -1,18 +1,23 @@
 """What transformers calls causal: computed as transformers itself does, or refused by name before anything is read."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.nn import functional
 
-from toolkit.config.schema import TuningConfig, TuningMethod
+from toolkit.config.schema import Attention, TuningConfig, TuningMethod
+from toolkit.evaluate.generate import Sampling, generate
 from toolkit.messages import ModelError
 from toolkit.models import load_model, lora
+from toolkit.models.attention import choose_attention
 from toolkit.models.fine_tuning import freeze_towers
 from toolkit.models.load import check_vocabulary
-from toolkit.models.prompt_tuning import attach_prefix
+from toolkit.models.loss import token_loss_sum
+from toolkit.models.prompt_tuning import SoftPrompt, attach_prefix, attach_prompt
 from toolkit.models.structure import decoder_layers_name, towers
 from toolkit.plan.outline import flop_sizes
 
@@ -44,6 +49,57 @@ def roberta(tmp_path: Path) -> Any:
     """Return a RoBERTa as it is loaded for training, whose positions begin after that of padding, 3."""
     built("roberta", **SIZES, is_decoder=True, pad_token_id=3).save_pretrained(tmp_path / "roberta")
     return load_model(tmp_path / "roberta")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_begin_after_that_of_padding(packed: bool, tmp_path: Path) -> None:
+    """RoBERTa, which numbers them itself where it gets none: one sample after another, as here together."""
+    model = roberta(tmp_path)
+    first, second = torch.arange(10, 22), torch.arange(30, 38)
+    plain = torch.zeros(())
+    for ids in (first, second):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        plain = plain + functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+    if packed:
+        batch = {"input_ids": torch.cat((first, second))[None]}
+        batch["segment_ids"] = torch.tensor([[1] * 12 + [2] * 8])
+        batch["position_ids"] = torch.cat((torch.arange(12), torch.arange(8)))[None]
+        batch["cu_seq_lens"] = torch.tensor([0, 12, 20], dtype=torch.int32)
+        labels = batch["input_ids"].clone()
+        labels[0, 12] = -100
+    else:
+        batch = {"input_ids": torch.stack((first, functional.pad(second, (0, 4), value=3)))}
+        batch["segment_ids"] = (batch["input_ids"] != 3).long()
+        batch["position_ids"] = torch.arange(12).repeat(2, 1)
+        labels = batch["input_ids"].masked_fill(batch["segment_ids"] == 0, -100)
+    choose_attention(model, Attention.auto, packed, torch.float32)
+    torch.testing.assert_close(token_loss_sum(model, {**batch, "labels": labels}), plain)
+
+
+def test_answers_are_what_the_forward_pass_gives(tmp_path: Path) -> None:
+    """transformers' generate (5.23) alone would number RoBERTa's positions from 0."""
+    model = roberta(tmp_path)
+    for parameter in model.parameters():  # or every answer is the token that it ends with
+        parameter.data.mul_(8)
+    encoder: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=3, eos_token_id=2), stop_ids=[2])
+    prompts = [[10, 11, 12, 13], [20, 21]]
+    answers = generate(model, encoder, prompts, Sampling(max_new_tokens=6), torch.device("cpu"))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = list(prompt)
+        for token in answer:
+            assert token == int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+            ids.append(token)
+    assert len(set(map(tuple, answers))) == 2
+
+
+def test_a_learned_prompt_has_the_first_positions(tmp_path: Path) -> None:
+    """As peft has them: the prompt and the row are numbered together, by transformers itself."""
+    model, ids = roberta(tmp_path), torch.arange(10, 18)[None]
+    prompt = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    embedded = torch.cat((prompt[None], model.get_input_embeddings()(ids)), dim=1)
+    expected = model(inputs_embeds=embedded, use_cache=False).logits[:, 3:]
+    attach_prompt(model, SoftPrompt(prompt))
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected)
 
 
 def test_what_only_images_go_through_stays_as_it_is(tmp_path: Path) -> None:

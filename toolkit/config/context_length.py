@@ -13,7 +13,11 @@ _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _SCALES = ("linear", "dynamic", "ntk", "yarn")
 # Published with linear scaling and the scaled number.
 _IS_COUNTED = ("gemma3", "gemma3_text", "glm")
-_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt", "mpt")
+_AFTER_PADDING = (
+    *("roberta", "roberta-prelayernorm", "camembert", "xlm-roberta", "xlm-roberta-xl", "xmod", "data2vec-text"),
+)
+"""Of these the first token has the position after that of padding, whose number is `pad_token_id`."""
+_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm", "biogpt", "mpt", *_AFTER_PADDING)
 _EXAMPLE = '"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": %d}'
 
 
@@ -28,6 +32,8 @@ def position_limit(config: Mapping[str, Any]) -> int | None:
     unscaled = next((number for key in _KEYS if (number := _number(config, key))), None)
     if unscaled is None or config.get("alibi"):
         return None
+    if config.get("model_type") in _AFTER_PADDING:
+        unscaled -= 1 + (_number(config, "pad_token_id") or 0)
     limits = [unscaled]
     for section in (config.get("rope_scaling"), config.get("rope_parameters")):
         # Some models have a scaling for each kind of layer.

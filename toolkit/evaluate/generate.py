@@ -56,6 +56,8 @@ def generate(
     pad = int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    if first := getattr(model, "first_position", 0):  # transformers (5.23) would count from 0, as its forward does not
+        options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first
     drawn: dict[str, Any] = {}
     if sampling.temperature > 0:  # with greedy decoding, transformers warns of them
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}

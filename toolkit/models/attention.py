@@ -106,10 +106,26 @@ def with_label_positions(batch: Batch) -> Batch:
     return {**batch, "places": places, "targets": batch["labels"].flatten()[places]}
 
 
+def first_position(model: PreTrainedModel) -> int:
+    """Return the number of a sample's first position: where the table of positions has a row for padding (RoBERTa and
+    its kind), the one after that.
+    """
+    tables = [part for name, part in model.named_modules() if name.endswith("position_embeddings")]
+    rows = [getattr(table, "padding_idx", None) for table in tables]
+    return max((row + 1 for row in rows if row is not None), default=0)
+
+
 def attention_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Return forward's arguments that hide padding and other samples, of packed batches and of parts of rows; with
     `position_ids` for a model that has its own.
     """
+    arguments = _mask_arguments(module, batch)
+    if first := getattr(module, "first_position", 0):
+        arguments["position_ids"] = batch["position_ids"] + first
+    return arguments
+
+
+def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
     segments, bounds = batch["segment_ids"], batch.get("cu_seq_lens")
     implementation = module.config._attn_implementation
     if "part" in batch:

@@ -37,9 +37,12 @@ def arguments_by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return dict(kwargs)
 
 
-def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: int) -> tuple[torch.Tensor, torch.Tensor]:
+def mask_and_positions(
+    kwargs: dict[str, Any], ids: torch.Tensor, num_before: int, first: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mask and positions of a pass with `num_before` learned tokens in front, which positions do not count.
-    `ids`: `[B, S]`, or embeddings `[B, S, H]`; what `kwargs` leave out is made as transformers makes it.
+    `ids`: `[B, S]`, or embeddings `[B, S, H]`; what `kwargs` leave out is made as transformers makes it, positions from
+    `first` on.
     """
     rows, size = ids.shape[:2]
     mask = kwargs.get("attention_mask")
@@ -48,5 +51,5 @@ def mask_and_positions(kwargs: dict[str, Any], ids: torch.Tensor, num_before: in
         mask = torch.ones(rows, earlier + size, dtype=torch.long, device=ids.device)
     positions = kwargs.get("position_ids")
     if positions is None:
-        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:]
+        positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -size:] + first
     return torch.cat((mask.new_ones(rows, num_before), mask), dim=1), positions

@@ -300,6 +300,7 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     # A padding id freezes its row of the embedding (torch.nn.Embedding's padding_idx), also where it is the end
     # token's, as in glm-4-9b-chat-hf. Padding itself is never attended to, so its row needs no such care.
     model.get_input_embeddings().padding_idx = None
+    model.first_position = attention.first_position(model)
     save.load_origin(model, folder)
     if directory.is_trusted(folder):
         model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in directory.code_files(folder)}

@@ -78,7 +78,8 @@ class PrefixEncoder(nn.Module):
         cache = cache_of(kwargs)
         # To ChatGLM-6B, what precedes the mask is a prefix; to parts of rows, what keys there are more than queries.
         if not getattr(model, "builds_positions", False) and not kwargs.get("in_parts"):
-            kwargs["attention_mask"], kwargs["position_ids"] = mask_and_positions(kwargs, ids, self.num_tokens)
+            first = getattr(model, "first_position", 0)
+            kwargs["attention_mask"], kwargs["position_ids"] = mask_and_positions(kwargs, ids, self.num_tokens, first)
         if not num_cached(kwargs):
             if cache is None:
                 cache = DynamicCache() if kwargs.get("use_cache") else FixedCache()
@@ -141,17 +142,17 @@ class SoftPrompt(nn.Module):
         Returns:
             No positional arguments, and all by keyword: `input_ids` [B, P + S] in the first pass.
         """
-        kwargs = arguments_by_name(model, args, kwargs)
+        kwargs, first = arguments_by_name(model, args, kwargs), getattr(model, "first_position", 0)
         ids = kwargs["input_ids"]
         if kwargs.get("in_parts"):
             positions, kwargs["learned"] = kwargs["position_ids"], self.num_tokens
         else:
-            kwargs["attention_mask"], positions = mask_and_positions(kwargs, ids, self.num_tokens)
+            kwargs["attention_mask"], positions = mask_and_positions(kwargs, ids, self.num_tokens, first)
         positions = positions + self.num_tokens
         self.is_due = not num_cached(kwargs)
         if self.is_due:
             kwargs["input_ids"] = torch.cat((ids.new_zeros(len(ids), self.num_tokens), ids), dim=1)
-            prompt_positions = torch.arange(self.num_tokens, device=ids.device).expand(len(positions), -1)
+            prompt_positions = (torch.arange(self.num_tokens, device=ids.device) + first).expand(len(positions), -1)
             positions = torch.cat((prompt_positions, positions), dim=1)
         kwargs["position_ids"] = positions
         return (), kwargs
