@@ -125,6 +125,7 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates |= {
         *read_table("config/program_keys.yaml")["sentences"].values(),
         *read_table("plan/kinds.yaml").values(),
+        *read_table("models/refused.yaml").values(),
     }
     templates |= {text for _, _, text in read_table("extras/doctor/findings.yaml").values()}
     templates |= {text for page in (ROOT / "toolkit").rglob("*.j2") for text in texts_of(page)}

@@ -9,16 +9,18 @@ import torch
 import transformers
 from torch.nn import functional
 
-from toolkit.config.schema import Attention, TuningConfig, TuningMethod
+from toolkit.config.schema import Attention, TaskKind, TuningConfig, TuningMethod
 from toolkit.evaluate.generate import Sampling, generate
 from toolkit.messages import ModelError
 from toolkit.models import load_model, lora
 from toolkit.models.attention import choose_attention
 from toolkit.models.fine_tuning import freeze_towers
+from toolkit.models.isolation import check_isolation
 from toolkit.models.load import check_vocabulary
 from toolkit.models.loss import token_loss_sum
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prefix, attach_prompt
 from toolkit.models.structure import decoder_layers_name, towers
+from toolkit.models.trainable import check_trains
 from toolkit.plan.outline import flop_sizes
 
 SIZES: dict[str, Any] = {
@@ -49,6 +51,33 @@ def roberta(tmp_path: Path) -> Any:
     """Return a RoBERTa as it is loaded for training, whose positions begin after that of padding, 3."""
     built("roberta", **SIZES, is_decoder=True, pad_token_id=3).save_pretrained(tmp_path / "roberta")
     return load_model(tmp_path / "roberta")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("bert", SIZES, 'is_decoder = false: each token would see those after it.*Set "is_decoder": true there'),
+        ("xlm", XLM, 'causal = false: .* Set "causal": true there'),
+        ("gemma3_text", {**HEADS, "use_bidirectional_attention": True}, '_attention = true: .* "use_.*": false there'),
+        ("xlnet", {"vocab_size": 64, "d_model": 32, "n_layer": 1, "n_head": 2}, "model_type = xlnet, which cannot"),
+        ("bert", {**SIZES, "is_decoder": True}, ""),
+        ("xlm", {**XLM, "causal": True}, ""),
+        ("gpt_neox", SIZES, ""),  # its config has is_decoder = false, and nobody heeds it
+        ("bart", {"vocab_size": 64, "d_model": 32, "decoder_layers": 1, "encoder_layers": 1}, ""),
+    ],
+)
+def test_tokens_that_see_those_after_them(kind: str, values: dict[str, Any], message: str) -> None:
+    with torch.device("meta"):
+        model = built(kind, **values)
+    folder = Path("folder")
+    if not message:
+        check_trains(model, folder, TaskKind.language)
+        return
+    with pytest.raises(ModelError, match=rf"folder/config\.json has .*{message}") as refused:
+        check_trains(model, folder, TaskKind.language)
+    assert len(str(refused.value)) < 200
+    if kind != "xlnet":  # what is not predicted may be seen
+        check_trains(model, folder, TaskKind.embed)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -138,6 +167,13 @@ def test_flops_of_odd_configs_are_unknown_and_end_nothing() -> None:
     for odd in ([4, 2], "2", 2.0):
         assert flop_sizes({**llama, "num_attention_heads": odd}.get) == {}
     assert flop_sizes({**llama, "model_type": "mixtral"}.get) == {}
+
+
+def test_packed_rows_that_a_model_asserts_against() -> None:
+    """XLM wants a mask of rows, and says so without a word."""
+    model = built("xlm", **XLM, causal=True)
+    with pytest.raises(ModelError, match=r"xlm cannot be trained on packed rows: .*\(AssertionError\).*grouped"):
+        check_isolation(model, 64, torch.device("cpu"), "xlm")
 
 
 def test_a_prefix_needs_keys_of_one_size() -> None:

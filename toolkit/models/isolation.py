@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.messages import ModelError
+from toolkit.messages import ModelError, reason_of
 from toolkit.models.attention import Batch, attention_arguments
 from toolkit.models.probe import evaluating
 
@@ -34,7 +34,7 @@ def check_isolation(
         remedy = "data.share_prefixes=false" if trunk else remedy
         try:
             logits = forward(batch) if forward is not None else evaluate_logits(engine, batch, device)
-        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+        except (AssertionError, ValueError, TypeError, IndexError, RuntimeError) as error:
             if forward is not None:
                 raise
             raise ModelError(
@@ -42,7 +42,7 @@ def check_isolation(
                 "({reason}). Use {remedy}.",
                 remedy=remedy,
                 name=name,
-                reason=str(error).split("\n")[0],
+                reason=reason_of(error),
             ) from error
         after_other, after_third, alone = logits[0, first:], logits[1, first:], logits[2, trunk:length_alone]
         changes = torch.stack([(after_other - other).square().mean(-1).sqrt().max() for other in (after_third, alone)])

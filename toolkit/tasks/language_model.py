@@ -17,7 +17,7 @@ from toolkit.data import loader
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.messages import ConfigError, NotStreamable, say, tr
-from toolkit.models import attention, directory, layers, load, loss, probe, save, stages, structure
+from toolkit.models import attention, directory, layers, load, loss, probe, save, stages, structure, trainable
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
 from toolkit.train import run_dir
@@ -82,6 +82,7 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
         if cfg.zero.stage == 3 or cfg.parallel.pipeline > 1 or cfg.parallel.expert > 1 or is_qlora:
             raise
         model = load.empty(folder)
+    trainable.check_trains(model, folder, cfg.task.kind)
     if tokenizer is not None:
         load.check_vocabulary(model, tokenizer)
     labels = tuple(score_labels(cfg)) or (() if probe.is_classifier(model) else ("0", "1"))  # or those of the data
