@@ -19,6 +19,7 @@ from toolkit.models.isolation import check_isolation
 from toolkit.models.load import check_vocabulary
 from toolkit.models.loss import token_loss_sum
 from toolkit.models.prompt_tuning import SoftPrompt, attach_prefix, attach_prompt
+from toolkit.models.save import save_model
 from toolkit.models.structure import decoder_layers_name, towers
 from toolkit.models.trainable import check_trains
 from toolkit.plan.outline import flop_sizes
@@ -154,6 +155,16 @@ def test_a_model_of_text_has_nothing_beside_it() -> None:
     with torch.device("meta"):
         models = [built("gpt_neox", **SIZES), built("bart", vocab_size=64, d_model=32, decoder_layers=1)]
     assert [towers(model) for model in models] == [(), ()]
+
+
+def test_the_embedding_of_padding_is_exported_and_read_back(tmp_path: Path) -> None:
+    """Youtu's class sets it to 0 whenever it is loaded, also where it is a trained row of the output layer."""
+    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    model = built("youtu", **SIZES, **latent, num_key_value_heads=2, pad_token_id=0)
+    torch.nn.init.ones_(model.get_input_embeddings().weight)
+    save_model(model, tmp_path / "export")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
 def test_flops_of_odd_configs_are_unknown_and_end_nothing() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ def save_model(
         _write_official(model, folder, state)
     elif format == "hf":
         _count_predicting_layers(model)
+        _keep_padding(model)
         first_named = None if state is None else weights.under_first_names(model, state)
         model.save_pretrained(folder, state_dict=first_named, max_shard_size=max_shard_size)
         write_origin(model, folder)
@@ -88,6 +90,7 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
             encoder.tokenizer.save_pretrained(folder)
             old_names.add_to_tokenizer(folder)
         _count_predicting_layers(model)
+        _keep_padding(model)
         # As `save_pretrained` does before it writes them.
         model.config.dtype = str(model.dtype).removeprefix("torch.")
         model.config.architectures = [type(model).__name__]
@@ -110,6 +113,24 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(code)
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _keep_padding(model: PreTrainedModel) -> None:
+    """Take the padding token out of the config, not of generation_config.json, where loading a model in transformers
+    (5.23: Youtu) sets its embedding to 0: it is trained too, perhaps as a row of the output layer.
+    """
+    if hasattr(model, "code_files"):
+        return  # transformers asks no folder's own code about what is in the files
+    row = torch.nn.Embedding(1, 1, padding_idx=0, _weight=torch.ones(1, 1))
+    row.weight._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks what it has loaded
+    kind: Any = type(model)
+    shell = kind.__new__(kind)  # with no weights that a class could set beside the row (xLSTM)
+    torch.nn.Module.__init__(shell)
+    shell.config = model.config
+    with suppress(Exception):  # of a class that looks for those
+        shell._init_weights(row)
+    if not row.weight.any():
+        model.config.pad_token_id = None
 
 
 def _count_predicting_layers(model: PreTrainedModel) -> None:
