@@ -35,11 +35,6 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **HEADS, **SLIDING, layer_types=["sliding_attention", "full_attention"]
     ),
-    "gemma3_images": lambda: transformers.Gemma3Config(
-        text_config={**HEADS, **SLIDING, "layer_types": ["sliding_attention", "full_attention"]},
-        vision_config={**SIZES, "image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-    ),
     "glm": lambda: transformers.GlmConfig(**HEADS, attention_bias=True),
     "glm4": lambda: transformers.Glm4Config(**HEADS),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**HEADS, **ROUTED, num_nextn_predict_layers=0),
@@ -62,8 +57,61 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+IMAGES = {
+    **{f"{kind}_token_{end}": 1020 for kind in ("image", "video") for end in ("id", "index")},
+    "vision_start_token_id": 1021,
+    "vision_end_token_id": 1022,
+    "tie_word_embeddings": False,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "out_hidden_size": 32,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TURNED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
+def wrapper(kind: str, text: dict[str, Any], vision: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """Return the config of a multimodal model around a text model."""
+    image = VISION if vision is None else VISION | vision
+    return transformers.AutoConfig.for_model(kind, text_config=HEADS | text, vision_config=image, **IMAGES)
+
+
+WRAPPERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma3_images": lambda: wrapper(
+        "gemma3", {**SLIDING, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    ),
+    "gemma4_images": lambda: wrapper("gemma4", {"hidden_size_per_layer_input": 0, "initializer_range": 0.05}),
+    "qwen2_5_vl": lambda: wrapper("qwen2_5_vl", TURNED, {"fullatt_block_indexes": [0]}),
+    "qwen3_vl": lambda: wrapper("qwen3_vl", TURNED, {"num_position_embeddings": 4, "deepstack_visual_indexes": [0]}),
+    "qwen3_5": lambda: wrapper("qwen3_5", {**DELTA, "layer_types": ["linear_attention", "full_attention"]}),
+    "mistral3": lambda: wrapper("mistral3", {"model_type": "mistral"}),
+    "llama4": lambda: wrapper(
+        "llama4",
+        {"num_local_experts": 2, "intermediate_size_mlp": 32},
+        {"vision_output_dim": 32, "projector_input_dim": 16, "projector_output_dim": 32},
+    ),
+    "glm4v": lambda: wrapper("glm4v", {"rope_parameters": {**TURNED["rope_parameters"], "partial_rotary_factor": 1.0}}),
+    "internvl": lambda: wrapper("internvl", {"model_type": "qwen2"}, {"image_size": [28, 28], "patch_size": [14, 14]}),
+}
+"""Models that take images beside text, of which the text is trained."""
+
+
+def built(name: str) -> Any:
+    """Return a random model of an architecture."""
+    kind = transformers.AutoModelForImageTextToText if name in WRAPPERS else transformers.AutoModelForCausalLM
+    return kind.from_config((CONFIGS | WRAPPERS)[name]())
+
+
 def write(folder: Path, name: str) -> Path:
     """Write a random model of an architecture, as transformers does; without a tokenizer."""
     torch.manual_seed(3)
-    transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).save_pretrained(folder)
+    built(name).save_pretrained(folder)
     return folder

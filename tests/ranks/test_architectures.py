@@ -7,13 +7,13 @@ import official
 import pytest
 import torch
 import transformers
+from peft import PeftModel
 from ranks import forked, run
 from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny
 
-from tests.architectures import write
+from tests.architectures import WRAPPERS, write
 from tests.probes import compare
-from toolkit.models import load_model, load_tokenizer, probe
-from toolkit.models.structure import towers
+from toolkit.models import load_model, load_tokenizer, probe, weights
 
 COMMON = [
     "model=hf",
@@ -34,7 +34,6 @@ NAMES: dict[str, dict[str, object]] = {
     "mistral": {},
     "gemma2": {**PACKED, "data.max_length": 64},  # the window of its layers
     "gemma3": BF16,
-    "gemma3_images": {"optim.weight_decay": 0.1},
     "glm4": PACKED,
     "phi3": {**BF16, **RECOMPUTE},
     "olmo2": {},
@@ -42,8 +41,20 @@ NAMES: dict[str, dict[str, object]] = {
     "deepseek_v3": {**PACKED, **RECOMPUTE},
     "gpt_neox": PACKED,
     "falcon": {},
+    "gemma3_images": {**PACKED, "data.max_length": 64, "optim.weight_decay": 0.1},
+    "gemma4_images": {},
+    "qwen2_5_vl": RECOMPUTE,
+    "qwen3_vl": PACKED,
+    "qwen3_5": RECOMPUTE,
+    "mistral3": BF16,
+    "llama4": {},
+    "glm4v": PACKED,
+    "internvl": {},
 }
-LATE = ("llama", "qwen2", "mistral", "gemma2", "glm4", "phi3", "olmo2", "falcon")
+LATE = (
+    *("llama", "qwen2", "mistral", "gemma2", "glm4", "phi3", "olmo2", "falcon"),
+    *("gemma4_images", "qwen2_5_vl", "qwen3_vl", "mistral3", "llama4", "glm4v", "internvl"),
+)
 """Those of the nightly tier: built as others here, or older."""
 
 
@@ -60,6 +71,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         died = {"of": f"{folder}/runs/{name}", "step": 2, "as": f"{folder}/runs/{name}-again"}
         cases.append({"overrides": common, "values": {**values, "run.name": name, "checkpoint.export": True}})
         cases.append({"overrides": common, "values": {**values, "run.name": f"{name}-again"}, "died": died})
+        if name in WRAPPERS:
+            (folder / name / "processor_config.json").write_text('{"processor_class": "X"}')
+            lora = {"tuning.method": "lora", "optim.lr": 0.1, "checkpoint.export": True, "run.name": f"{name}-lora"}
+            cases.append({"overrides": common, "values": {**values, **lora}})
     (folder / "cases.json").write_text(json.dumps(cases))
     finished = run([*forked(2, WORKER), str(folder / "cases.json")], cwd=folder, timeout_s=580)
     assert finished.code == 0, finished.output[-6000:]
@@ -77,6 +92,37 @@ def test_it_learns_and_goes_on_bit_by_bit(name: str, folder: Path) -> None:
     assert all(1.9 < value < 4 for value in counted)  # of the 4 experts each token goes to 2: 2 if balanced
 
 
+def auto_class(name: str) -> type:
+    return transformers.AutoModelForImageTextToText if name in WRAPPERS else transformers.AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("name", by_tier(WRAPPERS, late=LATE))
+def test_what_takes_images_comes_out_as_it_was(name: str, folder: Path) -> None:
+    """Every tensor that came in, those beside the text model bit for bit, though weights decay; and the processor."""
+    export = folder / "runs" / name / "export"
+    before, after = (weights.read_tensors(place / "model.safetensors") for place in (folder / name, export))
+    assert before.keys() == after.keys()
+    beside = [key for key in before if "vis" in key or "projector" in key]
+    assert beside and all(torch.equal(before[key].to(after[key]), after[key]) for key in beside)
+    text = [key for key in before if key not in beside]
+    assert sum(not torch.equal(before[key].to(after[key]), after[key]) for key in text) > len(text) / 2
+    assert (export / "processor_config.json").read_text() == '{"processor_class": "X"}'
+
+
+@pytest.mark.parametrize("name", by_tier(WRAPPERS, late=LATE))
+def test_its_adapter_acts_on_the_whole_model(name: str, folder: Path) -> None:
+    """In peft, on the model with its towers; of whose layers it adds to none."""
+    export = folder / "runs" / f"{name}-lora" / "export"
+    saved = probe.read(export)
+    assert saved is not None
+    base = auto_class(name).from_pretrained(folder / name, dtype=getattr(torch, saved.dtype)).eval()
+    tolerance = probe.TOLERANCES[saved.dtype] / 5
+    assert compare(base, saved)[0] > 5 * tolerance
+    assert compare(PeftModel.from_pretrained(base, export).eval().base_model.model, saved)[0] < tolerance
+    added = weights.read_tensors(export / "adapter_model.safetensors")
+    assert added and not any("vis" in key for key in added)
+
+
 @pytest.mark.parametrize("name", by_tier(NAMES, late=LATE))
 def test_its_export_is_what_was_trained(name: str, folder: Path) -> None:
     """The engine's last logits, from our loading and from transformers' own alike, and no longer the first ones."""
@@ -84,13 +130,10 @@ def test_its_export_is_what_was_trained(name: str, folder: Path) -> None:
     saved = probe.read(export)
     assert saved is not None
     tolerance = probe.TOLERANCES[saved.dtype] / 5
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+    theirs, report = auto_class(name).from_pretrained(export, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert compare(theirs.eval(), saved)[0] < tolerance
     assert compare(load_model(export), saved)[0] < tolerance
     assert compare(load_model(folder / name), saved)[0] > 5 * tolerance
-    beside, before = towers(theirs), load_model(folder / name).state_dict()
-    assert bool(beside) == (name == "gemma3_images")
-    assert all(torch.equal(value, before[key]) for key, value in theirs.state_dict().items() if key.startswith(beside))
     kinds = [json.loads((place / "config.json").read_text())["model_type"] for place in (export, folder / name)]
     assert kinds[0] == kinds[1]

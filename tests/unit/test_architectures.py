@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.architectures import CONFIGS, write
+from tests.architectures import CONFIGS, WRAPPERS, built, write
 from toolkit.config.schema import Attention, LossKernel
 from toolkit.messages import ModelError
 from toolkit.models import load_model
@@ -18,13 +18,13 @@ from toolkit.models.isolation import check_isolation
 from toolkit.models.load import stream
 from toolkit.models.loss import LossHead, token_loss_sum
 from toolkit.models.save import describe, save_model
+from toolkit.models.structure import towers
 from toolkit.models.weights import TransformersLayout, assign
 
-BESIDE = {"vision_tower", "multi_modal_projector"}
-"""Parts of models that text does not go through."""
+NAMES = [*CONFIGS, *WRAPPERS]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_tensor_by_tensor_is_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path / name, name)
     whole = load_model(folder)
@@ -34,11 +34,11 @@ def test_tensor_by_tensor_is_as_transformers_loads_it(name: str, tmp_path: Path)
     assert torch.equal(model(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_loss_without_logits_is_the_one_from_logits(name: str) -> None:
     """Also where the model bends its logits, of which the loss then takes notice."""
     torch.manual_seed(5)
-    model: Any = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).train()
+    model: Any = built(name).train()
     ids = torch.randint(0, 900, (2, 20), generator=torch.Generator().manual_seed(2))
     segments = torch.ones_like(ids)
     segments[1, 15:] = 0
@@ -55,7 +55,7 @@ def test_the_loss_without_logits_is_the_one_from_logits(name: str) -> None:
             (loss.detach(), {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None})
         )
     (loss, gradients), (expected, wanted) = found
-    assert {key.split(".")[1] for key in gradients.keys() ^ dict(model.named_parameters()).keys()} <= BESIDE
+    assert all(key.startswith(towers(model)) for key, _ in model.named_parameters() if key not in gradients)
     torch.testing.assert_close(loss, expected)
     for key in wanted:
         torch.testing.assert_close(gradients[key], wanted[key], atol=2e-5, rtol=1e-4, msg=key)
@@ -65,7 +65,7 @@ def test_the_loss_without_logits_is_the_one_from_logits(name: str) -> None:
 def test_attention_that_is_more_than_pytorchs_is_written_out(name: str) -> None:
     """Gemma 2 bends its scores, gpt-oss has sinks: a kernel that does neither would train another model."""
     torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    model = built(name).eval()
     choose_attention(model, Attention.auto, packed=True, dtype=torch.float32)
     assert model.config._attn_implementation == "eager"
     with pytest.raises(ModelError, match=r"model.attention = varlen is not supported by \w+ \(its attention is more"):

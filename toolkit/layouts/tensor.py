@@ -187,7 +187,10 @@ def split_stage(module: PipelineModule, model: PreTrainedModel, ds_config: dict[
 def check_split(model: PreTrainedModel, size: int) -> None:
     """Check that a model's layers can be split over so many ranks; a ConfigError if not."""
     config = model.config
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
-    mesh.check_split({"model_type": config.model_type, "heads": heads, "key_heads": key_heads, "inner": inner}, size)
+    numbers = {"model_type": config.model_type}
+    if config.model_type in mesh.FAMILIES:
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "inner_hidden_size", 0)
+        numbers |= {"heads": heads, "key_heads": key_heads, "inner": inner}
+    mesh.check_split(numbers, size)

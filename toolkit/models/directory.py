@@ -433,6 +433,15 @@ def code_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
+_PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+
+
+def processor_files(folder: Path) -> dict[str, bytes]:
+    """Return the files that say how images and sounds become what a multimodal model takes beside text."""
+    with reading(folder, ModelError):
+        return {name: file_bytes(folder / name) for name in _PROCESSORS if (folder / name).is_file()}
+
+
 def is_trusted(folder: Path) -> bool:
     """Return whether there is code in a directory, and all of it may run."""
     digests = _code_digests(folder)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from toolkit.models.classifier import Head
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
+_WRITING = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
 _OF_VALUES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """What constructors raise of values that cannot be. None of these is the machine's fault, as RuntimeErrors may be."""
 
@@ -110,7 +111,7 @@ def _build_empty(
         model_config, trusted = change_config(transformers_config(folder), changed or {}), directory.is_trusted(folder)
         try:
             model = weights.empty_model(
-                lambda: _auto_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=trusted),
+                lambda: model_class(model_config).from_config(model_config, dtype=dtype, trust_remote_code=trusted),
                 ds_config,
             )
         except _OF_VALUES as error:  # of keys that `check_sizes` does not know
@@ -302,6 +303,7 @@ def _finish(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     model.get_input_embeddings().padding_idx = None
     model.first_position = attention.first_position(model)
     save.load_origin(model, folder)
+    model.processor_files = directory.processor_files(folder)
     if directory.is_trusted(folder):
         model.code_files = {str(file.relative_to(folder)): file.read_bytes() for file in directory.code_files(folder)}
     return model.eval()
@@ -323,7 +325,7 @@ def transformers_config(folder: Path) -> Any:
         if trusted and not isinstance(error, (OSError, ValueError, ImportError)):
             raise  # the folder's own code: its author needs the traceback
         raise _not_loadable(folder, error) from error
-    if transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) is None:
+    if not any(type(config) in mapping for mapping in _WRITING):
         raise ModelError(
             "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.",
             folder=folder,
@@ -333,10 +335,14 @@ def transformers_config(folder: Path) -> Any:
     return config
 
 
-def _auto_class(config: Any) -> Any:
-    """Return what builds a model: transformers' classes of language models, or of sequence classifiers."""
-    is_scorer = probe.is_of_classifier(config.to_dict())
-    return transformers.AutoModelForSequenceClassification if is_scorer else transformers.AutoModelForCausalLM
+def model_class(config: Any) -> Any:
+    """Return what builds a model: transformers' classes of language models, of sequence classifiers, or of models that
+    take images beside text, which are loaded whole.
+    """
+    if probe.is_of_classifier(config.to_dict()):
+        return transformers.AutoModelForSequenceClassification
+    is_wrapper = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if is_wrapper else transformers.AutoModelForCausalLM
 
 
 def _not_loadable(folder: Path, error: Exception) -> ModelError:
@@ -363,7 +369,7 @@ def check_structure(folder: Path, stored: Mapping[str, torch.Tensor]) -> None:
 def _load_by_transformers(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
     config = transformers_config(folder)
     try:
-        model, report = _auto_class(config).from_pretrained(
+        model, report = model_class(config).from_pretrained(
             folder,
             dtype=dtype or "auto",
             trust_remote_code=directory.is_trusted(folder),

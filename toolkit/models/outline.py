@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.integrations import sdpa_attention
 
 from toolkit.messages import ModelError
-from toolkit.models.load import transformers_config
+from toolkit.models.load import model_class, transformers_config
+from toolkit.models.structure import towers
 from toolkit.plan.lookup import NO_MODEL
-from toolkit.plan.outline import flop_sizes
+from toolkit.plan.outline import TOWERS, flop_sizes
 
 _LENGTH = 64
 _LAYERS = 2
@@ -36,8 +37,11 @@ class _Fused(torch.autograd.Function):
 
 def saved_by_layer(folder: Path, dtype: torch.dtype, trains: bool = True) -> int:
     """Return the bytes per token that one layer keeps for the backward pass, all of it being trained; or nothing but
-    what comes before it.
+    what comes before it. Of layers that differ in their sizes (Gemma 4): the mean, with what comes after them.
     """
+    text = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    if text.is_heterogeneous:
+        return _saved(folder, 0, dtype, trains) // (text.num_hidden_layers * _LENGTH)
     shallow, deep = (_saved(folder, layers, dtype, trains) for layers in (_LAYERS, 2 * _LAYERS))
     return (deep - shallow) // (_LAYERS * _LENGTH)
 
@@ -46,7 +50,7 @@ def outline(folder: Path) -> dict[str, Any]:
     """Return shapes of the parameters, sizes, and what a layer keeps per token in both precisions; or a ModelError."""
     config = transformers_config(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = model_class(config).from_config(config, trust_remote_code=False)
     text = config.get_text_config()
     # Without attention (Mamba) nothing is known of its FLOPs.
     sizes = {"layers": text.num_hidden_layers, "heads": 0, "head_size": 0}
@@ -54,8 +58,14 @@ def outline(folder: Path) -> dict[str, Any]:
     heads, size = sizes["heads"], sizes["head_size"]
     dense = not any("expert" in name for name, _ in model.named_parameters())  # PyTorch's grouped product is for bf16
     keys = (getattr(text, "num_key_value_heads", None) or heads) * size
+    beside, shapes = towers(model), dict[str, list[int]]()
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        if name.startswith(beside):  # neither multiplied with by a token of text, nor trained
+            shapes[f"{TOWERS}p{index}"] = [parameter.numel()]
+        else:
+            shapes[name] = list(parameter.shape)
     return {
-        "shapes": {name: list(parameter.shape) for name, parameter in model.named_parameters()},
+        "shapes": shapes,
         "sizes": {
             **sizes,
             "hidden": text.hidden_size,
@@ -74,16 +84,18 @@ def outline(folder: Path) -> dict[str, Any]:
 
 
 def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
+    """Return the bytes that a forward pass of some layers keeps; 0: of all."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
-    text.num_hidden_layers = layers
-    for kinds in ("layer_types", "mlp_layer_types"):
-        is_computed = isinstance(getattr(type(text), kinds, None), property)  # from the number of layers (Mamba)
-        if getattr(text, kinds, None) and not is_computed:
-            setattr(text, kinds, [getattr(text, kinds)[-1]] * layers)
+    if layers:
+        of_each = [name for name, value in vars(text).items() if isinstance(value, list)]
+        of_each = [name for name in of_each if len(getattr(text, name)) == text.num_hidden_layers]
+        text.num_hidden_layers = layers
+        for name in of_each:
+            setattr(text, name, getattr(text, name)[-1:] * layers)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).train()
-    if any("expert" in name for name, _ in model.named_parameters()):
+        model = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False).train()
+    if model._can_set_experts_implementation() and any("expert" in name for name, _ in model.named_parameters()):
         model.set_experts_implementation("grouped_mm")  # the other ways look at values, and here are none
     model.requires_grad_(trains).get_input_embeddings().requires_grad_()
     model_storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]

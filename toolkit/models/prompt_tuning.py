@@ -21,6 +21,8 @@ from toolkit.models import weights
 from toolkit.models.cache import CACHE, OLDER, arguments_by_name, cache_of, mask_and_positions, num_cached
 from toolkit.models.structure import decoder_layers
 
+_WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Of transformers' kinds of layers (5.23, `layer_types`) those of ordinary attention."""
 PREFIX = "transformer.prefix_encoder."
 """What the names of its tensors begin with in official checkpoints."""
 
@@ -102,19 +104,29 @@ class FixedCache(DynamicCache):
 
 
 def attach_prefix(model: PreTrainedModel, num_tokens: int, projection: bool, dropout: float) -> None:
-    """Let every forward pass of a model begin with an untrained prefix, its submodule `prefix_encoder`."""
-    try:
-        prefix = PrefixEncoder(model.config.get_text_config(), num_tokens, projection, dropout).to(model.dtype)
-    except (AttributeError, RuntimeError) as error:  # no attention (Mamba), or another in each layer (Gemma 4)
-        raise ModelError(
-            "tuning = ptuning_v2 cannot be with {architecture}, whose layers do not all have keys and values of one "
-            "size. Use tuning=lora.",
-            architecture=type(model).__name__,
-        ) from error
+    """Let every forward pass of a model begin with an untrained prefix, its submodule `prefix_encoder`.
+
+    Raises ModelError where not all layers take keys and values of one size.
+    """
+    _check_takes_prefix(model)
+    prefix = PrefixEncoder(model.config.get_text_config(), num_tokens, projection, dropout).to(model.dtype)
     model.prefix_encoder = prefix
     model.register_forward_pre_hook(prefix.prepend_prefix, with_kwargs=True)
     for layer in decoder_layers(model):  # transformers would drop the cache where activations are recomputed
         layer._can_checkpoint_with_cache = True  # type: ignore[assignment]
+
+
+def _check_takes_prefix(model: PreTrainedModel) -> None:
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    is_latent = getattr(text, "kv_lora_rank", None)
+    has_heads = getattr(text, "num_attention_heads", None) and not getattr(model, "_is_stateful", False)
+    if is_latent or not has_heads or getattr(text, "is_heterogeneous", False) or kinds - _WITH_KEYS:
+        raise ModelError(
+            "tuning = ptuning_v2 cannot be with {architecture}, whose layers do not all have keys and values of one "
+            "size. Use tuning=lora.",
+            architecture=type(model).__name__,
+        )
 
 
 class SoftPrompt(nn.Module):

@@ -109,9 +109,10 @@ def describe(model: PreTrainedModel, encoder: chat.AnyChatEncoder | None) -> dic
                 reason=" ".join(str(error).split())[:300],
             ) from error
         write_origin(model, folder)
-        for name, code in getattr(model, "code_files", {}).items():  # the config names them
+        others = getattr(model, "processor_files", {}) | getattr(model, "code_files", {})  # the config names the code
+        for name, content in others.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(code)
+            (folder / name).write_bytes(content)
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -24,7 +24,7 @@ from toolkit.plan.tuning_targets import SCORE, tuning_of
 _MEASURE_S = 300
 NO_MODEL = 3
 """Exit code of what measures, where the last line says why this is no model that could be trained."""
-_FORM = 3
+_FORM = 4
 """Of what is remembered; another one is measured anew."""
 
 

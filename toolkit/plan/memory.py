@@ -770,5 +770,5 @@ def checkpoint_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
 
 def export_bytes(outline: Outline, cfg: schema.RunConfig) -> int:
     """Return the bytes of what is exported: the model, or what was added to it."""
-    is_whole = all(name in outline.trained for name in outline.shapes) or cfg.tuning.method.value == "freeze"
+    is_whole = cfg.tuning.method.value in ("full", "freeze")
     return WIDTHS[cfg.precision.dtype] * (outline.num_parameters if is_whole else outline.num_trained)

@@ -19,6 +19,8 @@ Sizes = dict[str, int]
 """layers, hidden, inner, heads, head_size, keys (width of all keys of a token), prefix (where P-Tuning's network
 begins), norms (in a layer), rotary (dimensions of a head that turn with the position); and `flop_sizes`."""
 HEAD = "lm_head.weight"
+TOWERS = "towers."
+"""How names begin of what only images and sounds go through: held by every run, and left as it is."""
 _OUTPUT = (HEAD, "lm_head.modules_to_save.default.weight", SCORE, "score.modules_to_save.default.weight")
 _DENSE = ("glm", "glm4", "llama", "mistral", "qwen2", "qwen3")
 MIXTURES = (
@@ -227,7 +229,8 @@ class Outline:
         """Return the number of parameters of the largest layer; what is in none counts as a layer, but for `inside`."""
         layers: Counter[int] = Counter()
         for name, shape in self.shapes.items():
-            layers[layer_of(name)] += math.prod(shape)
+            if not name.startswith(TOWERS):
+                layers[layer_of(name)] += math.prod(shape)
         return max(size for layer, size in layers.items() if layer >= 0 or not inside)
 
     @property
@@ -253,7 +256,7 @@ class Outline:
 def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
     """Return a model with what a fine-tuning method adds to it, and what is trained; `tuning.adapter` is not read."""
     if tuning.method is schema.TuningMethod.full:
-        return Outline(shapes, frozenset(shapes), sizes)
+        return Outline(shapes, frozenset(name for name in shapes if not name.startswith(TOWERS)), sizes)
     if tuning.method is schema.TuningMethod.freeze:
         names = {name for name in shapes if layer_of(name) >= sizes["layers"] - tuning.last_layers}
         for pattern in tuning.patterns:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedModel
 
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.distributed.process_group import full_shape, gather
 from toolkit.engine.memory import is_out_of_memory
 from toolkit.messages import tr
-from toolkit.models import load, stages
+from toolkit.models import load, stages, structure
 from toolkit.plan import machine, outline
 from toolkit.plan.flops import Formula, Work, formula, is_countable
 
@@ -131,7 +132,12 @@ def measure_baseline(
     model, device = stages.unwrap_model(engine.module), engine.device
     shapes: outline.Shapes = {}  # of all parameters as they are before they are partitioned or quantised
     trained: set[str] = set()
+    config, beside = getattr(model, "config", None), tuple[str, ...]()
+    if isinstance(model, PreTrainedModel):
+        config, beside = model.config.get_text_config(), structure.towers(model)
     for name, parameter in model.named_parameters():
+        if name.startswith(beside):
+            continue
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):
             shapes[name] = (owner.out_features, owner.in_features)
@@ -139,7 +145,6 @@ def measure_baseline(
             shapes[name] = full_shape(name, parameter)
         if parameter.requires_grad:
             trained.add(name)
-    config = getattr(model, "config", None)
     sizes = outline.flop_sizes(lambda name: getattr(config, name, None))
     flops = None
     if sizes and is_countable(shapes, sizes):
