@@ -11,9 +11,10 @@ toolkit export-model PATH [merge=true] [format=hf|official] [dtype=bf16] [max_sh
   format=hf           safetensors, config and tokenizer; transformers, vLLM and others load them without remote code
   format=official     the official layout: names, precisions and shards as in the original, other files copied
   dtype=bf16          precision of the weights: fp32, bf16 or fp16; default: that of the training, or of the files
+  text_only=true      of a model that takes images too its text model alone, where transformers has a class for it
   max_shard_size=5GB  largest file of weights in transformers' layout
   base=DIR            current path of the base model, if it was moved after training
-  output=DIR          must not exist; default for a run directory: RUN/export, RUN/merged or RUN/official
+  output=DIR          must not exist; default for a run directory: RUN/export, RUN/merged, RUN/text or RUN/official
   forward=no          do not reload the output and compare its logits with the run's
   model.family=NAME   only if the files do not distinguish ChatGLM2 from ChatGLM3
 
@@ -35,7 +36,18 @@ if TYPE_CHECKING:
 FORMATS: "tuple[Format, ...]" = ("hf", "official")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _USAGE = "toolkit export-model PATH output=DIR"
-_OPTIONAL = ("adapter", "merge", "format", "dtype", "max_shard_size", "base", "output", "forward", "model.family")
+_OPTIONAL = (
+    "adapter",
+    "merge",
+    "format",
+    "dtype",
+    "max_shard_size",
+    "text_only",
+    "base",
+    "output",
+    "forward",
+    "model.family",
+)
 _CHOSEN = {"adapter": "adapter", "base": "base", "family": "model.family"}
 """Parameter of `export_verified` -> argument."""
 
@@ -43,6 +55,7 @@ _CHOSEN = {"adapter": "adapter", "base": "base", "family": "model.family"}
 def run(words: list[str]) -> None:
     arguments = named_arguments(words, required=("model.path",), optional=_OPTIONAL, usage=_USAGE, bare="model.path")
     format, merge = one_of(arguments, "format", FORMATS), one_of(arguments, "merge", ("false", "true"))
+    text_only = one_of(arguments, "text_only", ("false", "true")) == "true"
     dtype = DTYPES[one_of(arguments, "dtype", tuple(DTYPES))] if "dtype" in arguments else ""
     forward = one_of(arguments, "forward", ("yes", "no"))
     size = arguments.get("max_shard_size", "")
@@ -52,7 +65,7 @@ def run(words: list[str]) -> None:
     files.check_directory(path)
     if not arguments.get("output") and not (path / "config.yaml").is_file():  # no run directory
         raise ConfigError("{name} is missing: {usage}", name="output", usage=_USAGE)
-    name = "official" if format == "official" else "merged" if merge == "true" else "export"
+    name = "official" if format == "official" else "text" if text_only else "merged" if merge == "true" else "export"
     output = Path(arguments.get("output") or path / name)
     if output.exists():
         raise ConfigError("{folder} exists already: nothing was written. Name another directory.", folder=output)
@@ -64,7 +77,7 @@ def run(words: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     shards = {"max_shard_size": size} if size else {}
     layout: Format = "official" if format == "official" else "hf"
-    options = ExportOptions(format=layout, merge=merge == "true", dtype=dtype, **shards)
+    options = ExportOptions(format=layout, merge=merge == "true", dtype=dtype, text_only=text_only, **shards)
     chosen = {name: arguments[word] for name, word in _CHOSEN.items() if word in arguments}
     verdict = export_verified(path, output, options, forward=forward == "yes", **chosen)
     print(tr("wrote {folder}.", folder=output))

@@ -1,6 +1,7 @@
 """`toolkit export-model`: a run, a checkpoint, an adapter or a model's directory, written as a directory of its own."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit import disk
@@ -9,6 +10,7 @@ from toolkit.export import adapter as adapter_export, verify
 from toolkit.export.assemble import scratch_directory
 from toolkit.export.card import CARD_FILE
 from toolkit.export.checkpoint import export_checkpoint
+from toolkit.export.text_model import text_model
 from toolkit.export.write import ExportOptions, cannot_write, write_folder
 from toolkit.messages import ConfigError, ToolkitError, tr
 from toolkit.models import adapters, chat, embedding_files, probe
@@ -43,7 +45,9 @@ def export_any(
     """Write the model, or the adapter, of a run (its newest complete checkpoint), a checkpoint, an adapter or a model.
     `folder` must not exist; `adapter` was trained on the model in `path`; `base` "" finds the base.
     """
-    if adapter or adapters.is_adapter(path):
+    if options.text_only:
+        _export_text_model(path, folder, options, adapter=adapter, base=base, family=family)
+    elif adapter or adapters.is_adapter(path):
         _export_adapter(Path(adapter or path), folder, options, str(path) if adapter else base, family)
     elif checkpoint := directory.resolve_checkpoint(path):
         if family != "auto":
@@ -56,6 +60,25 @@ def export_any(
         probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
         files = describe(model, _encoder(path, family)) | embedding_files.read_files(path)
         write_folder(model, files, folder, options.format, probed, max_shard_size=options.max_shard_size)
+
+
+def _export_text_model(path: Path, folder: Path, options: ExportOptions, **chosen: str) -> None:
+    """Write the text model of a directory, or of what is first exported whole; with the whole model's logits."""
+    with scratch_directory(folder) as scratch:
+        whole = scratch / "whole"
+        if chosen["adapter"] or adapters.is_adapter(path) or directory.resolve_checkpoint(path):
+            export_any(path, whole, replace(options, text_only=False), **chosen)
+        else:
+            options.check_whole_model()
+            whole = path
+        if adapters.is_adapter(whole):
+            raise ConfigError(tr("text_only=true needs merge=true: an adapter belongs to the whole model."))
+        model = load_model(whole, dtype=options.precision)
+        saved = probe.read(whole)
+        probed = probe.capture(model, probe.spread_ids(model.config) if saved is None else saved.ids)
+        alone = text_model(model, path)
+        files = describe(alone, _encoder(whole, chosen["family"]))
+        write_folder(alone, files, folder, "hf", probed, max_shard_size=options.max_shard_size)
 
 
 def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str, family: str) -> None:

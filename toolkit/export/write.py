@@ -42,10 +42,14 @@ class ExportOptions:
     dtype: str = ""
     """Precision of the weights, such as bfloat16; "" that of the training."""
     max_shard_size: str = MAX_SHARD_SIZE
+    text_only: bool = False
+    """Of a model that takes images too: its text model alone."""
 
     def __post_init__(self) -> None:
         if self.format == "official" and (self.dtype or self.max_shard_size != MAX_SHARD_SIZE):
             raise ConfigError(tr("format=official keeps precisions and files: remove dtype= and max_shard_size=."))
+        if self.format == "official" and self.text_only:
+            raise ConfigError(tr("text_only=true writes transformers' layout: remove format=official."))
 
     def check_whole_model(self) -> None:
         """Raise ConfigError if a whole model is to be merged."""
