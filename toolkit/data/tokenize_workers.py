@@ -32,7 +32,8 @@ Encoded = tuple[list[int], list[bool]]
 class ChatEncoder(Protocol):
     """Messages to token ids and to the mask of what is trained: the only place where text becomes tokens for training.
     `loss` at a message says whether it is trained, else the model family does; a plain text (role `text`) is trained
-    as a whole, with an end token. Implementations can be pickled.
+    as a whole, with an end token. Implementations can be pickled: `TemplateChatEncoder` of models/chat_template.py and
+    those of models/chatglm/formats.py, of which `chat_encoder` of models/chat.py chooses.
     """
 
     vocab_size: int
