@@ -135,6 +135,7 @@ def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problem
     problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:
         cfg = mesh.with_micro_batch(loaded.cfg)
+        # Only for what it refuses: the run makes its own once the config is settled (train/trainer.py).
         problems.attempt(build_ds_config, cfg, world_size or mesh.model_ranks(cfg), cfg.train.max_steps or None)
 
 

@@ -90,6 +90,7 @@ class Trainer:
         task.begin(self.cfg, ranks)
         source = self._open_run_dir()
         run_hooks = hooks.hooks_of(self.cfg, ranks, source.folder)
+        # Changes only what is `auto`, and with plan.auto the layout and what that excludes.
         cfg, built = settle.settle_config(self.cfg, task, ranks, source, self._build)
         self.cfg, total_steps = cfg, task.total_steps
         schedule.tell_length(cfg, task.epoch, total_steps, ranks.world_size)
