@@ -324,7 +324,7 @@ class LanguageTask(task.Task):
 
     def check_export(self, run: task.RunContext) -> None:
         """See that what will be exported can be read back."""
-        model, files = stages.unwrap_model(run.engine.module), run.checkpointer.described.files
+        model, files = stages.unwrap_model(run.engine.module), run.files.files
         folder = run.folder / "export"
         if structure.has_adapter(model):
             from toolkit.export.adapter import check_adapter_exportable
@@ -337,13 +337,10 @@ class LanguageTask(task.Task):
         """Write export/ and prove it: it holds what was trained, and gives the logits that the run gives."""
         if is_adapter := structure.has_adapter(run.engine.module):
             from toolkit.export.adapter import export_adapter, prove_adapter
-        files = {
-            name: content
-            for name, content in run.checkpointer.described.files.items()
-            if is_adapter or name != directory.BASE_FILE
-        }
+        described = run.files.files.items()
+        files = {name: content for name, content in described if is_adapter or name != directory.BASE_FILE}
         files[CARD_FILE] = card(result.state, is_adapter)
-        folder, probe_ids = run.folder / "export", run.checkpointer.described.probe_ids
+        folder, probe_ids = run.folder / "export", run.files.probe_ids
         assert probe_ids is not None
         with terminal.phase(tr("Exporting")):
             (export_adapter if is_adapter else export_model)(run.engine, files, probe_ids, folder)

@@ -55,6 +55,7 @@ class RunContext:
     ds: ds_config.DsConfig
     engine: DeepSpeedEngine
     guard: StepGuard
+    files: ModelFiles
     checkpointer: Checkpointer
     start: RunState
     """Where the run begins, and what is the same in all its checkpoints."""

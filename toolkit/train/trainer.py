@@ -113,6 +113,7 @@ class Trainer:
             ds=ds,
             engine=engine,
             guard=guard,
+            files=files,
             checkpointer=checkpointer,
             start=start,
             hooks=[*run_hooks, *hooks.hooks_of_model(task.routers(engine), source.folder)],
