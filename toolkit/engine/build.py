@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from toolkit.config import rule_tables, schema
 from toolkit.distributed.process_group import is_expert_part
 from toolkit.engine import deepspeed_patches
-from toolkit.engine.ds_config import fit_reduce_bucket, tensor_ranks
+from toolkit.engine.ds_config import count_parts, fit_reduce_bucket, tensor_ranks, without_optimizer
 from toolkit.messages import ConfigError, tr, warn
 from toolkit.plan.outline import layer_of
 
@@ -120,7 +120,7 @@ def initialize_engine(
 
         patch_zenflow(trained)
     elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
-    received = deepspeed_patches.count_parts(fit_reduce_bucket(ds_config, elements))
+    received = count_parts(fit_reduce_bucket(ds_config, elements))
     engine = _initialize(
         model,
         received,
@@ -172,11 +172,7 @@ def _recompute_layers(
 
 def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     """Build an engine that only runs a model, partitioned already, forward: without what belongs to an optimizer."""
-    values = {name: value for name, value in ds_config.items() if name not in ("optimizer", "scheduler")}
-    zero = ds_config["zero_optimization"]
-    values["zero_optimization"] = {name: value for name, value in zero.items() if name != "offload_optimizer"}
-    mpu = _tensor_groups(model, ds_config)
-    return _initialize(model, deepspeed_patches.count_parts(values), mpu=mpu)
+    return _initialize(model, count_parts(without_optimizer(ds_config)), mpu=_tensor_groups(model, ds_config))
 
 
 def _initialize(

@@ -63,15 +63,6 @@ for _fused in (FusedAdam, FusedLion):
     _fused.step = _sharing_steps(_fused.step)
 
 
-def count_parts(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with a global batch in which each part of a sequence counts, where layers are split, too.
-
-    DeepSpeed 0.19.8 then takes no notice of sequence_parallel_size, and wants a batch of that size (runtime/config.py).
-    """
-    parts = ds_config.get("sequence_parallel_size", 1) if "tensor_parallel" in ds_config else 1
-    return {**ds_config, "train_batch_size": ds_config["train_batch_size"] * parts} if parts > 1 else ds_config
-
-
 def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
     """Without ZeRO, fp16 gradients are divided by a loss scale that DeepSpeed never multiplied the loss by.
 

@@ -302,6 +302,37 @@ def fit_reduce_bucket(values: dict[str, Any], trained: int) -> dict[str, Any]:
     return {**values, "zero_optimization": {**zero, "reduce_bucket_size": trained}}
 
 
+def count_parts(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON with a global batch in which each part of a sequence counts, where layers are split, too.
+
+    DeepSpeed 0.19.8 then takes no notice of sequence_parallel_size, and wants a batch of that size (runtime/config.py).
+    """
+    parts = values.get("sequence_parallel_size", 1) if "tensor_parallel" in values else 1
+    return {**values, "train_batch_size": values["train_batch_size"] * parts} if parts > 1 else values
+
+
+def without_optimizer(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of an engine that only runs a model forward."""
+    zero = {name: value for name, value in values["zero_optimization"].items() if name != "offload_optimizer"}
+    rest = {name: value for name, value in values.items() if name not in ("optimizer", "scheduler")}
+    return {**rest, "zero_optimization": zero}
+
+
+def of_split_stage(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a pipeline whose layers layouts/tensor.py has split: without the section about that. Each rank
+    sends its peer all of the hidden states: gathering them from parts fails on gloo (0.19.8, runtime/utils.py).
+    """
+    rest = {name: value for name, value in values.items() if name != "tensor_parallel"}
+    return {**rest, "pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
+
+
+def with_flops_file(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the JSON with a file in the run directory for the profile of FLOPs, where it has none."""
+    if "flops_profiler" not in values:
+        return values
+    return {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
+
+
 def explain(ds: DsConfig, where: dict[str, str]) -> str:
     """Return a table: each DeepSpeed key, its value, the schema key or formula, and `where` that was set."""
     rows = []

@@ -79,9 +79,7 @@ def start_engine(
     module: torch.nn.Module, cfg: RunConfig, ds: ds_config.DsConfig, total_steps: int, folder: Path
 ) -> DeepSpeedEngine:
     """Hand a module to DeepSpeed; ConfigError if the run is too short for its schedule. A collective."""
-    values = ds.values
-    if "flops_profiler" in values:  # it writes into the run directory, where the config names no file
-        values = {**values, "flops_profiler": {"output_file": str(folder / "flops.txt"), **values["flops_profiler"]}}
+    values = ds_config.with_flops_file(ds.values, folder)
     with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
         schedule, recompute = make_schedule(cfg, total_steps), cfg.train.activation_checkpointing
         return build.initialize_engine(module, values, recompute, schedule, cfg.compile, cfg.optim)
