@@ -352,7 +352,10 @@ def _same(ds: DsConfig, cfg: schema.RunConfig, *keys: str) -> None:
 
 
 def _copy(ds: DsConfig, cfg: schema.RunConfig, section: str, *without: str) -> None:
-    _same(ds, cfg, *(f"{section}.{name}" for name in SECTIONS[section][1] if name not in without))
+    ours, names = SECTIONS[section]
+    for name in names:
+        if name not in without:
+            ds.put(f"{section}.{name}", read_key(cfg, f"{ours}.{name}"), f"{ours}.{name}")
 
 
 def _batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
@@ -396,7 +399,7 @@ def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
 def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
     zero = cfg.zero
     if zero.stage == 0:
-        _same(ds, cfg, "zero_optimization.stage")
+        ds.put("zero_optimization.stage", zero.stage, "zero.stage")
         return
     of_stage3 = () if zero.stage == 3 else rule_tables.expand("zero.sub_group_size zero.stage3_* zero.zero_*")
     _copy(ds, cfg, "zero_optimization", *(key.removeprefix("zero.") for key in of_stage3))
