@@ -1,32 +1,22 @@
-"""A whole model out of the engine that has trained it, or out of its checkpoint alongside training."""
+"""Whether a whole model can be exported, before it is trained; and its export alongside training."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from deepspeed import DeepSpeedEngine
 from transformers import PreTrainedModel
 
-from toolkit.distributed.process_group import full_shape, on_rank0
-from toolkit.engine.parameters import gathered_parameters
-from toolkit.export.write import trial_directory, write_files, write_folder
+from toolkit.distributed.process_group import full_shape
+from toolkit.export.write import trial_directory, write_files
 from toolkit.messages import CheckpointError
 from toolkit.models import weights
 from toolkit.models.directory import is_trusted
 from toolkit.models.load import check_structure
 from toolkit.models.save import stored_form
-from toolkit.models.stages import capture_probe, unwrap_model
-
-
-def export_model(engine: DeepSpeedEngine, files: Mapping[str, bytes], probe_ids: torch.Tensor, folder: Path) -> None:
-    """Write what was trained, in transformers' layout. A collective; rank 0 holds the whole model in host memory."""
-    probed, model = capture_probe(engine, probe_ids), unwrap_model(engine.module)
-    state = {name: value for name, value in gathered_parameters(engine.module) if value.numel()}
-    on_rank0(lambda: write_folder(model, files, folder, "hf", probed, state))
 
 
 def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder: Path) -> None:
-    """Raise ModelError unless what `export_model` will write to `folder` can be read back, by name and shape, without
+    """Raise ModelError unless what `write_folder` will write to `folder` can be read back, by name and shape, without
     values. For rank 0 only.
     """
     tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}

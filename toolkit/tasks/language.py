@@ -23,8 +23,9 @@ from toolkit.distributed import process_group
 from toolkit.engine import ds_config, parameters
 from toolkit.evaluate import generate
 from toolkit.export.card import CARD_FILE, card
-from toolkit.export.engine import check_exportable, export_in_background, export_model
+from toolkit.export.engine import check_exportable, export_in_background
 from toolkit.export.verify import aside_if_wrong, verify_model
+from toolkit.export.write import write_folder
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
 from toolkit.models import (
@@ -343,7 +344,14 @@ class LanguageTask(task.Task):
         folder, probe_ids = run.folder / "export", run.files.probe_ids
         assert probe_ids is not None
         with terminal.phase(tr("Exporting")):
-            (export_adapter if is_adapter else export_model)(run.engine, files, probe_ids, folder)
+            if is_adapter:
+                export_adapter(run.engine, files, probe_ids, folder)
+            else:
+                probed, model = stages.capture_probe(run.engine, probe_ids), stages.unwrap_model(run.engine.module)
+                gathered = parameters.gathered_parameters(run.engine.module)
+                state = {name: value for name, value in gathered if value.numel()}  # on rank 0, all of the model
+                process_group.on_rank0(lambda: write_folder(model, files, folder, "hf", probed, state))
+                del state  # before the export is loaded beside it
         if run.cfg.checkpoint.verify_export:
             with terminal.phase(tr("Comparing the export with the run")):
                 if is_adapter:
