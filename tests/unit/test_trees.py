@@ -22,9 +22,15 @@ from toolkit.data.tokenize_workers import Encoded
 from toolkit.layouts.sequence import local_part
 from toolkit.messages import ModelError
 from toolkit.models import attention
-from toolkit.models.attention import choose_attention, with_label_positions
+from toolkit.models.attention import choose_attention
 from toolkit.models.isolation import check_isolation
-from toolkit.models.loss import answer_log_probabilities, loss_head, num_trained_tokens, token_loss_sum
+from toolkit.models.loss import (
+    answer_log_probabilities,
+    loss_head,
+    num_trained_tokens,
+    token_loss_sum,
+    with_label_positions,
+)
 from toolkit.models.router_loss import routers_of
 
 # fp32: what is left is the order of additions.

@@ -28,9 +28,9 @@ from toolkit.models.attention import (
     segment_arguments,
     training_mask,
     unseen_mask,
-    with_label_positions,
 )
 from toolkit.models.isolation import evaluate_logits, isolation_rows
+from toolkit.models.loss import with_label_positions
 
 SEQUENCE = "sequence"
 """Rows whose tokens are divided over ranks."""

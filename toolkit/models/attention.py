@@ -26,7 +26,6 @@ from toolkit.config.schema import Attention, Dtype, RunConfig
 from toolkit.messages import ModelError, tr
 
 VARLEN = "varlen"
-UNTRAINED = -100
 Batch = dict[str, torch.Tensor]
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 _SHORT = 512
@@ -92,18 +91,6 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
             model=type(model).__name__,
             reason=str(error).splitlines()[0],
         ) from error
-
-
-def with_label_positions(batch: Batch) -> Batch:
-    """Return a batch with `places`, int64 [T]: indices of its trained tokens in the flattened rows; `targets`: these.
-    They give the shapes of the loss, so they are counted before the batch goes to a device.
-    """
-    if "places" in batch:
-        return batch
-    is_trained = batch["labels"] != UNTRAINED
-    is_trained[:, 0] = False  # nothing stands before it that could predict it
-    places = is_trained.flatten().nonzero().flatten()
-    return {**batch, "places": places, "targets": batch["labels"].flatten()[places]}
 
 
 def first_position(model: PreTrainedModel) -> int:

@@ -17,8 +17,21 @@ from torch.nn import functional
 from toolkit.config.schema import LossKernel
 from toolkit.models import attention, probe
 
+UNTRAINED = -100
 CHUNK_BYTES = 128 * 2**20
 """Of the logits in float32 that the loss computes at once; plan/memory.py counts with it."""
+
+
+def with_label_positions(batch: attention.Batch) -> attention.Batch:
+    """Return a batch with `places`, int64 [T]: indices of its trained tokens in the flattened rows; `targets`: these.
+    They give the shapes of the loss, so they are counted before the batch goes to a device.
+    """
+    if "places" in batch:
+        return batch
+    is_trained = batch["labels"] != UNTRAINED
+    is_trained[:, 0] = False  # nothing stands before it that could predict it
+    places = is_trained.flatten().nonzero().flatten()
+    return {**batch, "places": places, "targets": batch["labels"].flatten()[places]}
 
 
 def token_loss_sum(engine: Any, batch: attention.Batch) -> torch.Tensor:
@@ -37,7 +50,7 @@ def answer_log_probabilities(engine: Any, batch: attention.Batch) -> tuple[torch
     (nats) and the number of these tokens, both float32 on the engine's device. The sums have gradients; a sample
     without trained tokens gives 0 and 0. `engine`, `batch`: as in `token_loss_sum`.
     """
-    labelled = attention.with_label_positions(batch)
+    labelled = with_label_positions(batch)
     # Of the token that predicts, which is of the same sample, and in a part of rows where the other may not be.
     places, segments, in_row = labelled["places"].cpu() - 1, labelled["segment_ids"].cpu(), samples_in_rows(labelled)
     before = in_row.cumsum(0) - in_row
@@ -68,16 +81,13 @@ def token_losses(engine: Any, batch: attention.Batch) -> torch.Tensor:
 
 def num_trained_tokens(batch: attention.Batch) -> int:
     """Return how many tokens `token_loss_sum` sums over (the first of a row is never predicted)."""
-    return len(attention.with_label_positions(batch)["places"])
+    return len(with_label_positions(batch)["places"])
 
 
 def on_device(engine: Any, batch: attention.Batch) -> attention.Batch:
     """Return a batch on the device of an engine or a model, with the places of its trained tokens."""
     module = getattr(engine, "module", engine)
-    moved = {
-        name: tensor.to(engine.device, non_blocking=True)
-        for name, tensor in attention.with_label_positions(batch).items()
-    }
+    moved = {name: tensor.to(engine.device, non_blocking=True) for name, tensor in with_label_positions(batch).items()}
     # ChatGLM-6B finds positions from <sop>: checked here, as the model itself would make the host wait for the device.
     if getattr(module, "builds_positions", False):
         rows = "row_ids" if "row_ids" in batch else "input_ids"
@@ -245,9 +255,9 @@ class LossHead:
         token = module.config.pad_token_id if getattr(module, "builds_positions", False) else 0
         ids = torch.full((1, 8), token, device=engine.device)
         positions = torch.arange(8, device=engine.device)[None]
-        labels = torch.where(positions < 3, attention.UNTRAINED, ids)
+        labels = torch.where(positions < 3, UNTRAINED, ids)
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions, "segment_ids": torch.ones_like(ids)}
-        batch = attention.with_label_positions(batch)
+        batch = with_label_positions(batch)
         if not getattr(module, "begins", True):  # the last stage of a pipeline
             shape = (1, 8, module.config.hidden_size)
             batch["inputs_embeds"] = torch.zeros(shape, dtype=module.dtype, device=engine.device)

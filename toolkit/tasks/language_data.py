@@ -25,7 +25,7 @@ from toolkit.disk import check_no_symlinks
 from toolkit.distributed.process_group import check_alike, rank, world_size
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, say, tr, warn
-from toolkit.models import attention, chat, directory
+from toolkit.models import attention, chat, directory, loss
 from toolkit.terminal import phase
 
 if TYPE_CHECKING:
@@ -398,8 +398,8 @@ def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
     def prepare() -> Batch | None:
         batch = next(batches, None)
         if batch is None or not on_gpu:
-            return batch and attention.with_label_positions(batch)
-        return {name: tensor.pin_memory() for name, tensor in attention.with_label_positions(batch).items()}
+            return batch and loss.with_label_positions(batch)
+        return {name: tensor.pin_memory() for name, tensor in loss.with_label_positions(batch).items()}
 
     # A thread begins on the first GPU, whichever is this rank's.
     own_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
@@ -491,7 +491,7 @@ def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ra
         of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
             of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
-        labelled, of_token = attention.with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
+        labelled, of_token = loss.with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
         yield {**labelled, "sources": of_token[labelled["places"]]}
 
 
