@@ -17,14 +17,7 @@ from transformers import PreTrainedModel
 
 from toolkit import disk
 from toolkit.checkpoint import directory
-from toolkit.messages import (
-    CheckpointError,
-    ConfigError,
-    ModelError,
-    reason_of,
-    system_text,
-    tr,
-)
+from toolkit.messages import CheckpointError, ConfigError, ModelError, reason_of, system_text, tr
 from toolkit.models import probe, weights
 from toolkit.models.directory import is_trusted
 from toolkit.models.load import load_model, stream

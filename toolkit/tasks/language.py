@@ -28,15 +28,7 @@ from toolkit.export.verify import aside_if_wrong, verify_model
 from toolkit.export.write import write_folder
 from toolkit.launch.environment import Ranks
 from toolkit.messages import tr, warn
-from toolkit.models import (
-    chat,
-    directory,
-    loss,
-    probe,
-    save,
-    stages,
-    structure,
-)
+from toolkit.models import chat, directory, loss, probe, save, stages, structure
 from toolkit.models.loss import token_loss_sum
 from toolkit.tasks import language_data, language_evaluation, language_model
 from toolkit.train import checkpointer, run_dir, schedule, task
@@ -209,10 +201,8 @@ class LanguageTask(task.Task):
 
     def start_lines(self, run: task.RunContext) -> str:
         store, counts = self.data.train, parameters.count_parameters(stages.unwrap_model(run.engine.module))
-        trained, total = (
-            sum(group_count.trained for group_count in counts.values()),
-            sum(group_count.total for group_count in counts.values()),
-        )
+        trained = sum(group_count.trained for group_count in counts.values())
+        total = sum(group_count.total for group_count in counts.values())
         parts = [
             f"{group} {group_count.trained:,} / {group_count.total:,}"
             if group_count.trained < group_count.total
