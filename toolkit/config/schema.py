@@ -451,7 +451,7 @@ class TuningConfig:
     dora: bool = field(default=False, metadata=TRAINED)
     """lora, qlora: train magnitude and direction of the weights separately (DoRA)."""
     target_modules: list[str] = field(default_factory=list, metadata=TRAINED)
-    """lora, qlora: which linear layers, and matrices of routed experts (experts.down_proj): names or ends of names (q_proj), patterns (*.mlp.*), or all-linear, without experts; [] takes the family's attention: query, key and value."""
+    """lora, qlora: which linear layers, and matrices of routed experts (experts.down_proj): names or ends of names (q_proj), patterns (*.mlp.*), or all-linear, without experts; [] takes the family's attention: query, key and value; of a hybrid every linear layer of its attention and linear attention (docs/tuning.md)."""
     save_modules: list[str] = field(default_factory=list, metadata=TRAINED)
     """lora, qlora: modules that are trained in full along with the adapter and saved with them, such as lm_head."""
     num_tokens: PositiveInt = field(default=128, metadata=TRAINED)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftConfig, PromptTuningConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from toolkit.config.schema import TuningConfig, TuningMethod
 from toolkit.messages import ConfigError, ModelError, tr
@@ -21,7 +22,7 @@ from toolkit.models.adapters import (
 )
 from toolkit.models.base_model import base_of
 from toolkit.models.structure import decoder_layers, decoder_layers_name, towers
-from toolkit.plan.tuning_targets import check_matches
+from toolkit.plan.tuning_targets import check_matches, select_names
 
 
 def freeze(model: PreTrainedModel, config: TuningConfig) -> None:
@@ -135,6 +136,7 @@ def new_settings(model: PreTrainedModel, config: TuningConfig, base: str) -> dic
             use_dora=config.dora,
             target_modules=targets,
             target_parameters=of_experts or None,
+            fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in select_names(modules, targets)),
             modules_to_save=config.save_modules or None,
         )
     values = settings.to_dict() | {"inference_mode": True}

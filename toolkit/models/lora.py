@@ -16,13 +16,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from toolkit.config.schema import TuningConfig
 from toolkit.distributed import process_group
-from toolkit.messages import ConfigError, ModelError, warn
-from toolkit.models import adapter_settings, experts
+from toolkit.messages import ConfigError, ModelError, say, silent, warn
+from toolkit.models import adapter_settings, experts, structure
 from toolkit.models.base_model import fingerprint_of
-from toolkit.models.structure import decoder_layers_name, towers
 from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets, select_names
 
 ADAPTER = "default"
@@ -96,7 +96,7 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
     """Put the linear layer of a parameter, or the experts that it is, on this rank's device in 4 bits, unless they are,
     or lack values yet; embedding, head and all else stay. A collective of divided experts.
     """
-    if not name.startswith(f"{decoder_layers_name(model)}."):
+    if not structure.layer_of(name, structure.layer_lists(model)):
         return
     import bitsandbytes
     from deepspeed.accelerator import get_accelerator  # as in `attention`
@@ -115,7 +115,7 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
     if is_stacked:
         numbers = fingerprint_of(parameter)
         experts.quantize(layer, name, device).fingerprint = numbers
-    elif isinstance(layer, nn.Linear):
+    elif isinstance(layer, nn.Linear) and not structure.read_past(model, {path}):
         small = bitsandbytes.nn.Linear4bit(
             layer.in_features,
             layer.out_features,
@@ -132,21 +132,8 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
 
 
 def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[str], list[str]]:
-    """Return which linear layers and matrices of experts get additions, as peft is told."""
-    modules, layers = dict(model.named_modules()), f"{decoder_layers_name(model)}."
-    beside = towers(model)
-    linear = {name for name, part in modules.items() if isinstance(part, nn.Linear) and name.startswith(layers)}
-    patterns, stacked = config.target_modules or default_targets(model.config.model_type, linear), set[str]()
-    fitting = linear
-    if ALL_LINEAR in patterns:
-        patterns = sorted({name.rpartition(".")[2] for name in linear})
-    else:
-        kinds = nn.Linear | nn.Embedding
-        fitting = {name for name, part in modules.items() if isinstance(part, kinds) and not name.startswith(beside)}
-        stacked = experts.names_of(model)
-        for pattern in patterns:
-            check_matches("tuning.target_modules", pattern, fitting | stacked)
-    of_experts, chosen = sorted(select_names(stacked, patterns)), sorted(select_names(fitting, patterns))
+    """Return which linear layers and matrices of experts get additions, as peft is told; tell what gets none."""
+    patterns, chosen, of_experts = _select(model, config.target_modules)
     for key, value in (("tuning.dropout", config.dropout), ("tuning.dora", config.dora)):
         if of_experts and value:
             raise ConfigError(
@@ -156,19 +143,73 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
                 value=value,
                 name=of_experts[0],
             )
-    if lost := adapter_settings.taken_for_experts(model, chosen):
-        others = sorted({*chosen} - lost)
-        if not (others or of_experts):
+    left_out = _left_out(model, chosen, has_others=bool(of_experts))
+    chosen = chosen - left_out
+    lists, modules = structure.layer_lists(model), [name for name, _ in model.named_modules()]
+    layers = {name: structure.layer_of(name, lists) for name in (*chosen, *of_experts)}
+    reached, total = {*layers.values()} - {""}, sum(name.rpartition(".")[0] in lists for name in modules)
+    if len(reached) < total:
+        say("LoRA reaches {count} of {total} layers (tuning.target_modules).", count=len(reached), total=total)
+    patterns = [pattern for pattern in patterns if not select_names(left_out, [pattern])]
+    ends = sorted({name.removeprefix(f"{layers[name]}.") for name in chosen})
+    if not of_experts and not any(sign in pattern for pattern in patterns for sign in "*?["):
+        for names in (patterns, ends):
+            # peft takes them as `select_names` does, but looks for them among all modules.
+            if {*select_names(modules, names)} == chosen:
+                return names, []
+    return sorted(chosen), of_experts
+
+
+def _left_out(model: PreTrainedModel, chosen: set[str], has_others: bool) -> set[str]:
+    """Return to which of the chosen layers LoRA cannot be added, and tell of them; ConfigError if no target is left."""
+    taken = adapter_settings.taken_for_experts(model, chosen)
+    if taken:
+        if taken == chosen and not has_others:
             raise ConfigError(
                 "tuning.target_modules: peft takes {name} for a matrix of the routed experts, so its adapter could not "
                 "be loaded. Name the experts (experts.down_proj), or layers of the attention.",
-                name=min(lost),
+                name=min(taken),
             )
         warn(
             "LoRA leaves out {count} linear layers, such as {name}: peft takes them for matrices of the experts.",
-            count=len(lost),
-            name=min(lost),
+            count=len(taken),
+            name=min(taken),
         )
-        return others, of_experts
-    by_name = of_experts or beside or any(sign in pattern for pattern in patterns for sign in "*?[")
-    return (chosen if by_name else patterns), of_experts
+    if read := structure.read_past(model, chosen - taken):
+        if read | taken == chosen and not has_others:
+            raise ConfigError(
+                "tuning.target_modules: LoRA on {name} would do nothing: the model's code reads the weight past the "
+                "layer. Name other layers.",
+                name=min(read),
+            )
+        warn(
+            "LoRA leaves out {count} linear layers, such as {name}: the model's code reads their weights past them.",
+            count=len(read),
+            name=min(read),
+        )
+    return taken | read
+
+
+def linear_targets(model: PreTrainedModel, patterns: list[str]) -> list[str]:
+    """Return the names of the linear layers that LoRA is added to, of patterns as in `tuning.target_modules`."""
+    chosen = _select(model, patterns)[1]
+    with silent():
+        return sorted(chosen - _left_out(model, chosen, has_others=True))
+
+
+def _select(model: PreTrainedModel, patterns: list[str]) -> tuple[list[str], set[str], list[str]]:
+    """Return patterns, the layers that they name, and the matrices of experts. [] takes query, key and value, or of a
+    hybrid all linear layers of the blocks where tokens see each other; if neither is known, every linear layer.
+    """
+    linear, mixing = structure.linear_layers(model), structure.mixing_layers(model)
+    usual = [] if patterns else default_targets(model.config.model_type, linear)
+    if ALL_LINEAR in (*patterns, *usual):
+        return sorted({name.rpartition(".")[2] for name in linear}), linear, []
+    if usual:
+        return ([], mixing, []) if mixing else (usual, {*select_names(linear, usual)}, [])
+    kinds, beside = (nn.Linear, nn.Embedding, Conv1D), structure.towers(model)
+    fitting = [name for name, part in model.named_modules() if isinstance(part, kinds) and not name.startswith(beside)]
+    stacked = experts.names_of(model)
+    for pattern in patterns:
+        check_matches("tuning.target_modules", pattern, {*fitting, *stacked})
+    return patterns, {*select_names(fitting, patterns)}, sorted(select_names(stacked, patterns))

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 from transformers.integrations import sdpa_attention
+from transformers.pytorch_utils import Conv1D
 
 from toolkit.messages import ModelError
+from toolkit.models import lora
 from toolkit.models.load import model_class, transformers_config
 from toolkit.models.structure import towers
 from toolkit.plan.lookup import NO_MODEL
 from toolkit.plan.outline import TOWERS, flop_sizes
+from toolkit.plan.tuning_targets import ALL_LINEAR
 
 _LENGTH = 64
 _LAYERS = 2
@@ -63,9 +66,10 @@ def outline(folder: Path) -> dict[str, Any]:
         if name.startswith(beside):  # neither multiplied with by a token of text, nor trained
             shapes[f"{TOWERS}p{index}"] = [parameter.numel()]
         else:
-            shapes[name] = list(parameter.shape)
+            shapes[name] = list(_shape_of(model, name))
     return {
         "shapes": shapes,
+        "targets": {word: lora.linear_targets(model, word.split()) for word in ("", ALL_LINEAR)},
         "sizes": {
             **sizes,
             "hidden": text.hidden_size,
@@ -81,6 +85,14 @@ def outline(folder: Path) -> dict[str, Any]:
             "frozen_4": saved_by_layer(folder, torch.float32, trains=False) if dense else 2 * frozen,
         },
     }
+
+
+def _shape_of(model: PreTrainedModel, name: str) -> torch.Size:
+    """Return the shape of a parameter; of a weight that lies turned (GPT-2) as a linear layer has it."""
+    path, _, end = name.rpartition(".")
+    parameter = model.get_parameter(name)
+    is_turned = isinstance(model.get_submodule(path), Conv1D) and end == "weight"
+    return parameter.T.shape if is_turned else parameter.shape
 
 
 def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from toolkit import children, disk
 from toolkit.config import files, objective, schema
 from toolkit.messages import ConfigError, ModelError, file_bytes, parsed_json, say, tr
-from toolkit.plan.outline import HEAD, Outline, Shapes, Sizes, shape_of_random, shapes_of_config, tuned
+from toolkit.plan.outline import HEAD, Outline, Shapes, Sizes, Targets, shape_of_random, shapes_of_config, tuned
 from toolkit.plan.tuning_targets import SCORE, tuning_of
 
 _MEASURE_S = 300
@@ -47,14 +47,16 @@ def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None
         return _taught(cfg, _tuned(cfg, *shape_of_random(vocab_size or model.shape.vocab_size, model.shape)))
     config = config_of(cfg)
     try:
-        measured = shapes_of_config(config)
-        if measured and (texts := [size for shape in measured[0].values() for size in shape if type(size) is not int]):
+        by_formula = shapes_of_config(config)
+        sizes = [size for shape in by_formula[0].values() for size in shape] if by_formula else []
+        if texts := [size for size in sizes if type(size) is not int]:
             raise ValueError(tr("{value} is no number", value=texts[0]))  # a text times a number is a longer text
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ConfigError("{file} is no model's config.json: {reason}", file=_file(cfg), reason=repr(error)) from error
-    if measured is None and (cached := _cache_of(cfg, config)).is_file():
-        measured = _read(cached)
-    return _taught(cfg, _tuned(cfg, *measured)) if measured else None
+    if by_formula is not None:
+        return _taught(cfg, _tuned(cfg, *by_formula))
+    cached = _cache_of(cfg, config)
+    return _taught(cfg, _tuned(cfg, *_read(cached))) if cached.is_file() else None
 
 
 def _taught(cfg: schema.RunConfig, outline: Outline) -> Outline | None:
@@ -75,14 +77,14 @@ def _teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
     return replace(cfg, task=schema.TaskConfig(), model=model, tuning=schema.TuningConfig())
 
 
-def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes) -> Outline:
+def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets | None = None) -> Outline:
     """Return a language model with the head that the task gives it, and what is trained of it."""
     if cfg.task.has_head:
         rest = {name: shape for name, shape in shapes.items() if name != HEAD}
         # Labels that only the data know are taken for two: the head is next to nothing.
         head = len(objective.score_labels(cfg)) or 2, sizes["hidden"]
         shapes, sizes = rest | {SCORE: head}, sizes | {"logits_change": 0}
-    return tuned(shapes, sizes, tuning_of(cfg))
+    return tuned(shapes, sizes, tuning_of(cfg), targets)
 
 
 @cache
@@ -122,7 +124,7 @@ def _file(cfg: schema.RunConfig) -> Path | None:
     return file if cfg.model.path and file.is_file() else None
 
 
-def _measured(cfg: schema.RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes]:
+def _measured(cfg: schema.RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes, Targets]:
     """Build the model on the meta device, in a process of its own, once for each config.json."""
     cached, folder = _cache_of(cfg, config), Path(cfg.model.path).absolute()
     say("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type"))
@@ -150,9 +152,10 @@ def _cache_of(cfg: schema.RunConfig, config: Mapping[str, Any]) -> Path:
     return cache_file(cfg, "outline", [config, _FORM, version("transformers")])
 
 
-def _read(file: Path) -> tuple[Shapes, Sizes]:
+def _read(file: Path) -> tuple[Shapes, Sizes, Targets]:
     measured = json.loads(file.read_text(encoding="utf-8"))
-    return {name: tuple(shape) for name, shape in measured["shapes"].items()}, measured["sizes"]
+    shapes = {name: tuple(shape) for name, shape in measured["shapes"].items()}
+    return shapes, measured["sizes"], measured["targets"]
 
 
 def cache_file(cfg: schema.RunConfig, kind: str, inputs: object) -> Path:

@@ -15,6 +15,8 @@ from toolkit.messages import tr
 from toolkit.plan.tuning_targets import ALL_LINEAR, SCORE, check_matches, default_targets
 
 Shapes = dict[str, tuple[int, ...]]
+Targets = Mapping[str, list[str]]
+"""What the model itself says that LoRA is added to, by `tuning.target_modules`: all-linear, or "" where it is empty."""
 Sizes = dict[str, int]
 """layers, hidden, inner, heads, head_size, keys (width of all keys of a token), prefix (where P-Tuning's network
 begins), norms (in a layer), rotary (dimensions of a head that turn with the position); and `flop_sizes`."""
@@ -253,7 +255,7 @@ class Outline:
         return sum(math.prod(self.shapes[name]) for name in names)
 
 
-def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
+def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: Targets | None = None) -> Outline:
     """Return a model with what a fine-tuning method adds to it, and what is trained; `tuning.adapter` is not read."""
     if tuning.method is schema.TuningMethod.full:
         return Outline(shapes, frozenset(name for name in shapes if not name.startswith(TOWERS)), sizes)
@@ -263,7 +265,7 @@ def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
             names.update(check_matches("tuning.patterns", pattern, shapes))
         return Outline(shapes, frozenset(names), sizes)
     if tuning.method in (schema.TuningMethod.lora, schema.TuningMethod.qlora):
-        return _with_lora(shapes, sizes, tuning)
+        return _with_lora(shapes, sizes, tuning, (targets or {}).get(" ".join(tuning.target_modules), []))
     added: Shapes = {"soft_prompt.embedding.weight": (tuning.num_tokens, sizes["hidden"])}
     if tuning.method is schema.TuningMethod.ptuning_v2:
         width = 2 * sizes["layers"] * sizes["keys"]
@@ -280,7 +282,7 @@ def tuned(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
     return Outline(shapes | added, frozenset(added), sizes)
 
 
-def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Outline:
+def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig, targets: list[str]) -> Outline:
     # A head that is the embedding's weight is a module that can be named, though it has no parameter of its own.
     embedded = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
     is_tied = bool(embedded) and not any(name in shapes for name in _OUTPUT)
@@ -295,8 +297,9 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
         modules = {name: shape for name, shape in modules.items() if not name.endswith(_OF_SINGLE_EXPERTS)}
     linear = [name for name in modules if layer_of(name) >= 0]
     patterns = tuning.target_modules or default_targets("", linear)
-    targets = linear
-    if ALL_LINEAR not in patterns:
+    if not targets and ALL_LINEAR in patterns:
+        targets = linear
+    elif not targets:
         fitting = modules.keys() | experts.keys()
         targets = [name for pattern in patterns for name in check_matches("tuning.target_modules", pattern, fitting)]
     owners = {name.rpartition(".")[0] for name in named}
@@ -308,7 +311,7 @@ def _with_lora(shapes: Shapes, sizes: Sizes, tuning: schema.TuningConfig) -> Out
             added[f"{name}.lora_A.default.weight"] = (tuning.rank * number, width)
             added[f"{name}.lora_B.default.weight"] = (out, tuning.rank, number)
             continue
-        out, width = modules[name]
+        out, width = named[f"{name}.weight"]
         added[f"{name}.lora_A.default.weight"] = (tuning.rank, width)
         added[f"{name}.lora_B.default.weight"] = (out, tuning.rank)
         if tuning.dora:

@@ -15,6 +15,7 @@ _ATTENTION = {"chatglm": ["query_key_value"], "glm": ["q_proj", "k_proj", "v_pro
 _USUAL = (
     ["q_proj", "k_proj", "v_proj"],
     ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"],
+    ["q_a_proj", "q_b_proj", "kv_proj"],
     ["query_key_value"],
     ["qkv_proj"],
     ["c_attn"],
