@@ -28,6 +28,8 @@ from toolkit.messages import ModelError, tr
 VARLEN = "varlen"
 Batch = dict[str, torch.Tensor]
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+_ADD_TO_MASK = ("doge",)
+"""Types of models whose attention adds to the mask that it is given (transformers 5.23), so that it needs one."""
 _SHORT = 512
 """Tokens up to which PyTorch 2.13's kernel for CPUs takes longer in bf16 than in float32: forward and backward of five
 heads of 64 columns, one core of an EPYC without AMX, 2.0 times as long for 128 tokens, 1.3 for 300, 0.8 for 1,024."""
@@ -80,6 +82,8 @@ def choose_attention(model: PreTrainedModel, attention: Attention, packed: bool,
         name = VARLEN if has_kernel else Attention.sdpa.value
         # Where attention is more than PyTorch's function (Gemma 2 bends its scores, gpt-oss has sinks).
         name = name if model._supports_sdpa else Attention.eager.value
+        if name == VARLEN and model.config.model_type in _ADD_TO_MASK:
+            name = Attention.sdpa.value
     try:
         if name == VARLEN and not model._supports_sdpa:
             raise ValueError(tr("its attention is more than PyTorch's function computes"))
@@ -122,7 +126,9 @@ def _mask_arguments(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, An
     if getattr(module, "builds_positions", False):
         return {"attention_mask": segments > 0, "position_ids": None}
     if bounds is not None and implementation == VARLEN:
-        return unseen_mask(segments) | segment_arguments(batch)
+        arguments, unseen = segment_arguments(batch), unseen_mask(segments)
+        unseen["attention_mask"].segments = arguments  # type: ignore[attr-defined]
+        return unseen | arguments
     if bounds is None:
         mask = segments > 0
         mask.is_right_padded = True  # type: ignore[attr-defined]
@@ -170,9 +176,14 @@ def sample_attention(
     `sdpa`'s. With `keys`, int64 [K], each segment attends to its tokens at these places, of `cu_seq_lens_k`: its own
     are the last of them. `query`: [B, H, S, D]; `key`, `value`: the same with as many heads as keys have.
     """
+    if "cu_seq_lens_q" not in options:  # layers of StableLM and Nemotron hand on the mask alone (transformers 5.23)
+        options |= getattr(attention_mask, "segments", {})
+        keys = options.get("keys", keys)
     bounds = options.get("cu_seq_lens_q")
     if bounds is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise ValueError(tr("its attention adds to the mask: set model.attention=sdpa"))
     paths = None if keys is None else (keys, options["cu_seq_lens_k"])
     return attend_to_segments(query, key, value, bounds, query.size(2), dropout, scaling, paths), None
 
