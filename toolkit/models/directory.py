@@ -400,12 +400,13 @@ def _attention_settings(path: str) -> dict[str, Any]:
     config = read_config(path, with_weights=False)
     if architecture_of(config) is not None or is_trusted(Path(path)):
         return config
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     from toolkit.models.load import transformers_config
 
     full = transformers_config(Path(path))
-    text, arguments = full.get_text_config(decoder=True), signature(MODEL_FOR_CAUSAL_LM_MAPPING[type(full)].forward)
+    text, with_images = full.get_text_config(decoder=True), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(full), None)
+    arguments = signature((with_images or MODEL_FOR_CAUSAL_LM_MAPPING[type(full)]).forward)
     takes_positions = "position_ids" in arguments.parameters or full.model_type in _FREE_OF_POSITIONS
     keys = "layer_types", "sliding_window", "use_sliding_window"
     settings = {key: getattr(text, key) for key in keys if hasattr(text, key)}

@@ -100,11 +100,15 @@ def _saved(folder: Path, layers: int, dtype: torch.dtype, trains: bool) -> int:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     text = config.get_text_config()
     if layers:
-        of_each = [name for name, value in vars(text).items() if isinstance(value, list)]
-        of_each = [name for name in of_each if len(getattr(text, name)) == text.num_hidden_layers]
+        lists = {name: value for name, value in vars(text).items() if isinstance(value, list)}
+        of_each = [
+            name
+            for name, value in lists.items()
+            if len(value) == text.num_hidden_layers and all(isinstance(item, (str, int)) for item in value)
+        ]
         text.num_hidden_layers = layers
         for name in of_each:
-            setattr(text, name, getattr(text, name)[-1:] * layers)
+            setattr(text, name, lists[name][-1:] * layers)
     with torch.device("meta"):
         model = model_class(config).from_config(config, dtype=dtype, trust_remote_code=False).train()
     if model._can_set_experts_implementation() and any("expert" in name for name, _ in model.named_parameters()):
