@@ -27,27 +27,28 @@ class Permutation:
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
-        self._half = max(1, -(-max(size - 1, 1).bit_length() // 2))
+        self._half_bits = max(1, -(-max(size - 1, 1).bit_length() // 2))
         digest = hashlib.shake_256(f"{key} {size}".encode()).digest(8 * _ROUNDS)
         self._keys = np.frombuffer(digest, "<u8")
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the elements at some positions, each from 0 to size - 1."""
-        values = self._network(positions.astype(np.uint64))
-        while len(outside := np.flatnonzero(values >= self.size)):
-            values[outside] = self._network(values[outside])
+        values = self._feistel(positions.astype(np.uint64))
+        while len(outside := np.flatnonzero(values >= self.size)):  # cycle walking: permute again until it is inside
+            values[outside] = self._feistel(values[outside])
         return values.astype(np.int64)
 
-    def _network(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
-        left, right = values >> half, values & mask
+    def _feistel(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Permute the numbers of 2 x `_half_bits` bits, by a Feistel network with a round for each key."""
+        half_bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
+        left, right = values >> half_bits, values & mask
         for key in self._keys:
             left, right = right, left ^ (_mixed(right + key) & mask)
-        return (left << half) | right
+        return (left << half_bits) | right
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return splitmix64's output function; overflow is meant."""
+    """Return splitmix64's output function of each value (constants and shifts are its); multiplication wraps around."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -177,17 +178,18 @@ class CurriculumOrder:
         key: str,
     ) -> None:
         self.num_rows, self.global_size, self.max_length, self.key = len(lengths), global_size, max_length, key
-        by_chance = Permutation(self.num_rows, f"{key} 0")(np.arange(self.num_rows))
-        drawn = np.empty(self.num_rows, np.int64)
-        drawn[by_chance] = np.arange(self.num_rows)  # of each row, when it would come without a curriculum
-        ascending = np.lexsort((drawn, lengths))
-        ends = np.minimum(np.arange(1, len(limits) + 1) * global_size, self.num_rows)
-        within = np.searchsorted(lengths[ascending], limits, side="right")
-        # After a step at least so many rows must have been drawn from: the next longer ones, where too few are short.
-        within = np.maximum(within, ends)
-        self.limits = np.maximum(limits, lengths[ascending[within - 1]])
-        """The limits that hold, where there are too few short rows for those asked for."""
-        self._first_epoch = by_chance[_drawn(drawn[ascending], within, ends)]
+        shuffled = Permutation(self.num_rows, f"{key} 0")(np.arange(self.num_rows))
+        ranks = np.empty(self.num_rows, np.int64)
+        ranks[shuffled] = np.arange(self.num_rows)  # position of each row in the shuffled order
+        by_length = np.lexsort((ranks, lengths))
+        # Of each step: how many rows are drawn after it, and how many rows are no longer than its limit.
+        drawn_after = np.minimum(np.arange(1, len(limits) + 1) * global_size, self.num_rows)
+        allowed = np.searchsorted(lengths[by_length], limits, side="right")
+        # Where they are fewer than must have been drawn by the step's end, the next longer rows are allowed, too.
+        allowed = np.maximum(allowed, drawn_after)
+        self.limits = np.maximum(limits, lengths[by_length[allowed - 1]])
+        """The limits that hold: above those asked for where there are too few short rows."""
+        self._first_epoch = shuffled[_drawn_ranks(ranks[by_length], allowed, drawn_after)]
 
     def rows(self, position: Position, count: int) -> NDArray[np.int64]:
         """Return the rows of the step that begins at a place."""
@@ -203,21 +205,23 @@ class CurriculumOrder:
         return {"curriculum_length": int(self.limits[step]) if grows else self.max_length}
 
 
-def _drawn(candidates: NDArray[np.int64], within: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return all candidates: for each step the smallest that may be drawn and are left, then the others. `candidates`:
-    in the order of drawing; `within`: how many may be drawn at each step; `ends`: drawn after each.
+def _drawn_ranks(
+    ranks: NDArray[np.int64], allowed: NDArray[np.int64], drawn_after: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return `ranks`, a permutation of 0 … n - 1, in the order of drawing: each step draws the smallest that are left
+    of the first `allowed[step]`, until `drawn_after[step]` are drawn in all; then come the others, ascending.
     """
     order: list[int] = []
     pool: list[int] = []
-    checked = 0
-    for may, end in zip(within.tolist(), ends.tolist(), strict=True):
-        for candidate in candidates[checked:may].tolist():
-            heapq.heappush(pool, candidate)
-        checked = max(checked, may)
-        order += [heapq.heappop(pool) for _ in range(end - len(order))]
-    left = np.ones(len(candidates), bool)
-    left[order] = False
-    return np.concatenate((np.array(order, np.int64), np.flatnonzero(left)))
+    in_pool = 0
+    for num_allowed, num_drawn in zip(allowed.tolist(), drawn_after.tolist(), strict=True):
+        for rank in ranks[in_pool:num_allowed].tolist():
+            heapq.heappush(pool, rank)
+        in_pool = max(in_pool, num_allowed)
+        order += [heapq.heappop(pool) for _ in range(num_drawn - len(order))]
+    is_left = np.ones(len(ranks), bool)
+    is_left[order] = False
+    return np.concatenate((np.array(order, np.int64), np.flatnonzero(is_left)))
 
 
 class ScheduledMixture:

@@ -25,7 +25,9 @@ PARTS, BEGINS = "parts.npy", "begins.npy"
 
 
 class TokenTargets:
-    """Of a split's samples, which have a teacher, and where what it says is stored. `is_taught`: bool [samples]."""
+    """Which samples of a split have a teacher (`is_taught`, bool [samples]), and, once a directory is opened, what the
+    teacher says of their tokens.
+    """
 
     def __init__(self, store: TokenizedCache, is_taught: NDArray[np.bool_]) -> None:
         self.is_taught, self.counts, self._lengths = is_taught, store.predicted_counts(), store.lengths()
@@ -37,7 +39,7 @@ class TokenTargets:
         return chosen[np.argsort(-self._lengths[chosen], kind="stable")]
 
     def open(self, folder: Path) -> None:
-        """Read from a directory what a teacher says."""
+        """Map the index of a directory of teacher outputs, and open its files, from which `columns` reads."""
         manifest = json_object(folder / MANIFEST, DataError)
         self.folder, self.top_k = folder, int(manifest["top_k"])
         self._parts, self._begins = (np.load(folder / name, mmap_mode="r") for name in (PARTS, BEGINS))
@@ -46,8 +48,9 @@ class TokenTargets:
             weakref.finalize(self, os.close, file)
 
     def columns(self, samples: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return of the trained tokens of some samples, one after another, `taught`, bool [T]; and of those that are,
-        where it is stored, `teacher_ids` int32 [N, K] and `teacher_logs` float32 [N, K + 1].
+        """Return columns for the T trained tokens of some samples, in their order: `taught`, bool [T], whether a token
+        has a teacher; and if a directory is open, for the N tokens that have one, the teacher's K likeliest tokens,
+        `teacher_ids` int32 [N, K], and log-probabilities, `teacher_logs` float32 [N, K + 1], the last of all others.
         """
         numbers = np.asarray(samples, np.int64)
         columns = {"taught": torch.from_numpy(np.repeat(self.is_taught[numbers], self.counts[numbers]))}
@@ -63,6 +66,7 @@ class TokenTargets:
         }
 
     def _read(self, sample: int, stored: np.dtype[Any]) -> NDArray[Any]:
+        """Read the records (of type `stored`) of all trained tokens of a sample."""
         part, size = int(self._parts[sample]), int(self.counts[sample]) * stored.itemsize
         assert self.folder is not None
         with reading(self.folder / f"{part}.bin", DataError):

@@ -306,27 +306,29 @@ def _inputs(cfg: RunConfig, encoder: ChatEncoder, files: list[DataFile]) -> dict
 
 
 class BuildProgress:
-    """Says how far the work is, every few seconds."""
+    """Says how far tokenizing `total_bytes` of files has got: after 5 s, then every 10 s."""
 
-    def __init__(self, total: int) -> None:
-        self.total = max(total, 1)
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = max(total_bytes, 1)
         self.started = time.monotonic()
-        self.next = self.started + 5.0
+        self.next_report = self.started + 5.0
         self.line = ""
 
-    def update(self, done: int, rows: int, new_bytes: int, new_tokens: int) -> None:
-        """Tell where the work is; the time left is reckoned from `new_bytes`, those that were worked on now."""
+    def update(self, done_bytes: int, rows: int, new_bytes: int, new_tokens: int) -> None:
+        """Make the line that says how far it has got, and print it when the next one is due. `new_bytes`, `new_tokens`:
+        without parts that an earlier, interrupted build had made, as the speed, and so the time left, comes from these.
+        """
         seconds = max(time.monotonic() - self.started, 1e-6)
-        left = (self.total - done) / (new_bytes / seconds) if new_bytes else 0
+        seconds_left = (self.total_bytes - done_bytes) / (new_bytes / seconds) if new_bytes else 0
         self.line = tr(
             "Tokenizing: {rows} rows, {percent} %, {rate} tokens/s, about {minutes} min left.",
             rows=f"{rows:,}",
-            percent=f"{100 * done / self.total:.0f}",
+            percent=f"{100 * done_bytes / self.total_bytes:.0f}",
             rate=f"{new_tokens / seconds:,.0f}",
-            minutes=f"{left / 60:.1f}",
+            minutes=f"{seconds_left / 60:.1f}",
         )
-        if time.monotonic() >= self.next:
-            self.next = time.monotonic() + 10.0
+        if time.monotonic() >= self.next_report:
+            self.next_report = time.monotonic() + 10.0
             say(self.line)
 
 
