@@ -60,17 +60,21 @@ class Figure(NamedTuple):
 
 @dataclass(slots=True)
 class Curve:
-    """Training rows, put together as they come."""
+    """Training rows, summed up in groups of `width` rows, so that however many there are, memory is bounded: at
+    2 x LIMIT groups each two neighbours become one.
+    """
 
     width: int = 1
     """Rows in a group; the last one may have fewer."""
     rows: int = 0
     _groups: list[NDArray[np.float64]] = field(default_factory=list)
+    """As `_reduced` returns them, [5, names] each."""
     _open: NDArray[np.float64] | None = None
+    """The group that has fewer rows than `width` yet, and how many it has."""
     _in_open: int = 0
 
     def add(self, values: NDArray[np.float64]) -> None:
-        """Take rows, [rows, names]; only finite numbers count."""
+        """Add rows, [rows, names] (NAMES), to the groups; numbers that are not finite are left out."""
         self.rows += len(values)
         while len(values):
             part, values = np.split(values, [min(self.width - self._in_open, len(values))])
@@ -92,13 +96,14 @@ class Curve:
             self.width *= 2
 
     def series(self, name: str) -> list[tuple[int, Figure]]:
-        """Return the last step of each group that has a figure, and the figure."""
-        column = _COLUMN[name]
-        return [
-            (int(group[4, 0]), Figure(group[1, column] / group[0, column], *map(float, group[2:, column])))
-            for group in self._groups
-            if group[0, column] and group[0, 0]
-        ]
+        """Return (last step of the group, figure) for each group of rows in which the figure `name` occurs."""
+        column, step = _COLUMN[name], _COLUMN["step"]
+        points = []
+        for counts, sums, least, most, last in self._groups:  # see `_reduced`
+            if counts[column] and counts[step]:
+                extremes = float(least[column]), float(most[column])
+                points.append((int(last[step]), Figure(sums[column] / counts[column], *extremes, float(last[column]))))
+        return points
 
     def last(self, name: str) -> float | None:
         """Return the last value of a figure, None where there is none."""
@@ -111,18 +116,20 @@ class Curve:
 
 
 def _reduced(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return count, sum, least, most and last of each column, [5, names]."""
-    there = np.isfinite(values)
-    last = values[len(values) - 1 - np.argmax(there[::-1], axis=0), np.arange(values.shape[1])]
-    sums = np.where(there, values, 0.0).sum(axis=0)
-    least, most = np.where(there, values, np.inf).min(axis=0), np.where(there, values, -np.inf).max(axis=0)
-    return np.stack([there.sum(axis=0), sums, least, most, last])
+    """Reduce rows [rows, names] to count, sum, least, most and last of each column's finite numbers, [5, names]."""
+    is_finite = np.isfinite(values)
+    last_finite = len(values) - 1 - np.argmax(is_finite[::-1], axis=0)  # row of each column's last finite number
+    last = values[last_finite, np.arange(values.shape[1])]
+    sums = np.where(is_finite, values, 0.0).sum(axis=0)
+    least, most = np.where(is_finite, values, np.inf).min(axis=0), np.where(is_finite, values, -np.inf).max(axis=0)
+    return np.stack([is_finite.sum(axis=0), sums, least, most, last])
 
 
 def _joined(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
-    least, most = np.minimum(first[2], second[2]), np.maximum(first[3], second[3])
-    last = np.where(second[0] > 0, second[4], first[4])
-    return np.stack([first[0] + second[0], first[1] + second[1], least, most, last])
+    """Return what `_reduced` would return of the rows of both, those of `first` before those of `second`."""
+    (counts, sums, least, most, last), (counts_2, sums_2, least_2, most_2, last_2) = first, second
+    last = np.where(counts_2 > 0, last_2, last)
+    return np.stack([counts + counts_2, sums + sums_2, np.minimum(least, least_2), np.maximum(most, most_2), last])
 
 
 @dataclass(slots=True)

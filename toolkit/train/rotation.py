@@ -12,8 +12,8 @@ from toolkit.messages import CheckpointError, reason_of, warn
 
 
 class Rotation:
-    """Keeps as many checkpoints, and weights of older ones, as configured; what a stopped run leaves, the next start
-    does. `export` makes an export of a checkpoint, or raises CheckpointError.
+    """Keeps as many checkpoints, and of older ones the weights alone, as configured. What is left to remove when a run
+    stops, its next start removes. `export` exports a checkpoint's weights to a folder, or raises CheckpointError.
     """
 
     def __init__(self, folder: Path, config: schema.CheckpointConfig, export: Callable[[Path, Path], None]) -> None:
@@ -24,7 +24,9 @@ class Rotation:
         self._also: Collection[Path] | None = None
 
     def request(self, also: Collection[Path] | None = None) -> None:
-        """Remove what is too much but `also` (None: only what is discarded); at once; the last request counts."""
+        """Let the thread remove the checkpoints that are too many, except `also`; with None only those already renamed
+        to be deleted. Returns at once. With `also`, it replaces a request that the thread has not begun yet.
+        """
         with self._lock:
             self._is_due, self._also = True, self._also if also is None else also
             if self._thread is None:
@@ -32,13 +34,14 @@ class Rotation:
                 self._thread.start()
 
     def is_busy(self, patience_s: float = 0.0) -> bool:
-        """Return whether something is still to be removed, after waiting at most so many seconds for the end of it."""
+        """Return whether the thread still works on a request, after waiting for it at most `patience_s` seconds."""
         thread = self._thread
         if thread is not None:
             thread.join(patience_s)
         return thread is not None and thread.is_alive()
 
     def _run(self) -> None:
+        """Carry out requests until there is none: what the thread does."""
         while True:
             with self._lock:
                 if not self._is_due:
@@ -55,19 +58,21 @@ class Rotation:
                 warn("older checkpoints could not be removed: {reason}.", reason=reason_of(error))
 
     def _rotate(self, also: Collection[Path]) -> None:
+        """Remove outdated checkpoints except `also`; of the newest `keep_weights` of them the weights are exported."""
         keep, keep_weights = self.config.keep, self.config.keep_weights
-        outdated, light = directory.outdated_checkpoints(self.folder, keep, also), directory.weights_only(self.folder)
-        steps = sorted({directory.step_of(path) for path in (*outdated, *light)}, reverse=True)
+        outdated = directory.outdated_checkpoints(self.folder, keep, also)
+        exported = directory.weights_only(self.folder)
+        steps = sorted({directory.step_of(path) for path in (*outdated, *exported)}, reverse=True)
         wanted = {directory.checkpoint_name(step) for step in (steps if keep_weights < 0 else steps[:keep_weights])}
-        # These stay until their weights are next to them.
-        waiting = [path for path in outdated if path.name in wanted and directory.weights_of(path) not in light]
+        to_export = [path for path in outdated if path.name in wanted and directory.weights_of(path) not in exported]
         try:
-            directory.remove_old(self.folder, keep, [*also, *waiting], self.config.max_gib * 2**30, keep_weights)
+            directory.remove_old(self.folder, keep, [*also, *to_export], self.config.max_gib * 2**30, keep_weights)
         finally:
-            self._keep_weights(waiting)
+            self._replace_by_weights(to_export)
 
-    def _keep_weights(self, waiting: Sequence[Path]) -> None:
-        for checkpoint in reversed(waiting):  # the oldest first
+    def _replace_by_weights(self, checkpoints: Sequence[Path]) -> None:
+        """Export the weights of checkpoints, given newest first, and remove each one whose export succeeded."""
+        for checkpoint in reversed(checkpoints):  # the oldest first
             try:
                 self.export(checkpoint, directory.weights_of(checkpoint))
             except (CheckpointError, OSError) as error:
