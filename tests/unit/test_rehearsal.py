@@ -26,7 +26,7 @@ from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.models.save import describe
 from toolkit.tasks.language_data import longest_batch, repeated_batch
 from toolkit.train.dry_run import (
-    _next,
+    _next_rows,
     _saves,
     _tried,
     check_room,
@@ -160,12 +160,12 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
 
 def test_the_next_size() -> None:
     sizes = [1, 2, 3, 6, 12]
-    assert _next(sizes, (0, 10), (1, 15), 100.0) == 2
-    assert _next(sizes, (1, 15), (3, 25), 100.0) == 6
-    assert _next(sizes, (1, 15), (3, 25), 39.0) == 3
-    assert _next(sizes, (3, 25), (6, 40), 70.0) == 12
-    assert _next(sizes, (3, 25), (12, 70), 700.0) == 12
-    assert _next([1, 5], (0, 10), (1, 15), 100.0) == 5
+    assert _next_rows(sizes, (0, 10), (1, 15), 100.0) == 2
+    assert _next_rows(sizes, (1, 15), (3, 25), 100.0) == 6
+    assert _next_rows(sizes, (1, 15), (3, 25), 39.0) == 3
+    assert _next_rows(sizes, (3, 25), (6, 40), 70.0) == 12
+    assert _next_rows(sizes, (3, 25), (12, 70), 700.0) == 12
+    assert _next_rows([1, 5], (0, 10), (1, 15), 100.0) == 5
 
 
 def test_room_for_what_is_kept(tmp_path: Path) -> None:

@@ -509,15 +509,18 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
         return dict(json.loads(answer.read()))
 
 
-def _each(cases: Sequence[Case], ask: Callable[[dict[str, Any]], list[int] | int]) -> Prompts:
-    """Ask about each case in each mode, as OpenAI's clients do; what is rejected gives no prompt."""
+def _prompts_of_server(cases: Sequence[Case], ask: Callable[[dict[str, Any]], list[int] | int]) -> Prompts:
+    """Return by case the prompts that a server makes of its messages, one for each of MODES that the server accepts.
+    `ask` sends the body of a chat request; it returns the prompt's ids, or their number alone.
+    """
     prompts: Prompts = []
     for case in cases:
-        prompts.append([])
+        body = {"model": "model", "messages": chat_template.with_text_arguments(case.messages), "tools": case.tools}
+        of_case: list[list[int] | int] = []
         for mode in chat_template.MODES:
-            body = {"model": "model", "messages": chat_template.with_text_arguments(case.messages), "tools": case.tools}
-            with suppress(OSError, ValueError, KeyError):  # urllib's errors are an OSError
-                prompts[-1].append(ask({**body, "chat_template_kwargs": mode or None}))
+            with suppress(OSError, ValueError, KeyError):  # the request was rejected; urllib's errors are an OSError
+                of_case.append(ask({**body, "chat_template_kwargs": mode or None}))
+        prompts.append(of_case)
     return prompts
 
 
@@ -525,15 +528,18 @@ def _vllm(folder: Path, cases: Sequence[Case]) -> Prompts:
     if not (program := _program("vllm")):
         raise NotRun(tr("it is not installed"))
     with _server([program, "serve", str(folder), "--served-model-name", "model"]) as url:
-        return _each(cases, lambda body: list(_post(f"{url}/tokenize", body)["tokens"]))
+        return _prompts_of_server(cases, lambda body: list(_post(f"{url}/tokenize", body)["tokens"]))
 
 
 def _sglang(folder: Path, cases: Sequence[Case]) -> Prompts:
     if importlib.util.find_spec("sglang") is None:
         raise NotRun(tr("it is not installed"))
     with _server([sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)]) as url:
-        chat = f"{url}/v1/chat/completions"
-        return _each(cases, lambda body: int(_post(chat, {**body, "max_tokens": 1})["usage"]["prompt_tokens"]))
+
+        def count_tokens(body: dict[str, Any]) -> int:
+            return int(_post(f"{url}/v1/chat/completions", {**body, "max_tokens": 1})["usage"]["prompt_tokens"])
+
+        return _prompts_of_server(cases, count_tokens)
 
 
 def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:
@@ -556,7 +562,7 @@ def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:
             return [int(token) for token in _post(f"{url}/tokenize", asked)["tokens"]]
 
         with _server([program, "-m", file, "--jinja"]) as url:
-            return _each(cases, ask)
+            return _prompts_of_server(cases, ask)
 
 
 ENGINES: dict[str, Callable[[Path, Sequence[Case]], Prompts]] = {

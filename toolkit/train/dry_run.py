@@ -545,7 +545,7 @@ def search_micro_batch(
                     (0, 2 * half.forward_backward - two_halves.forward_backward),
                     (1, single.forward_backward),
                 )
-                while (rows := min(gather(_next(sizes, before, last, SHARE * limit)))) > last[0]:
+                while (rows := min(gather(_next_rows(sizes, before, last, SHARE * limit)))) > last[0]:
                     measured = measure(rows)
                     if not all(gather(max(measured.forward_backward, measured.update) <= SHARE * limit)):
                         break
@@ -564,13 +564,16 @@ def search_micro_batch(
     return most_rows, (engine, guard)
 
 
-def _next(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], room: float) -> int:
-    """Return the next of the ascending `sizes` to try, or the last if none larger fits `room`; pairs: rows, bytes."""
-    rows, taken = last
-    per_row = (taken - before[1]) / (rows - before[0])
+def _next_rows(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], limit_bytes: float) -> int:
+    """Return how many rows to try next: the most of `sizes` (ascending) that are at most double the last ones, and that
+    a line through the last two measurements, pairs (rows, bytes), puts within `limit_bytes`; the last ones if none are.
+    """
+    rows, used_bytes = last
+    bytes_per_row = (used_bytes - before[1]) / (rows - before[0])
     larger = [size for size in sizes if size > rows]
-    near = [size for size in larger if size <= 2 * rows] or larger[:1]
-    return max((size for size in near if taken + (size - rows) * per_row <= room), default=rows)
+    candidates = [size for size in larger if size <= 2 * rows] or larger[:1]
+    fitting = (size for size in candidates if used_bytes + (size - rows) * bytes_per_row <= limit_bytes)
+    return max(fitting, default=rows)
 
 
 def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
