@@ -112,7 +112,7 @@ def write_name(file: str, checkpoint: Path) -> None:
 
 
 def known_good(checkpoints: Path) -> Path | None:
-    """Return the newest checkpoint that a good step of this run has followed, as far as it is known and still there."""
+    """Return the newest checkpoint that a step with finite loss and gradient has followed, None if none is left."""
     try:
         name = (checkpoints / GOOD).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -128,20 +128,21 @@ def outdated_checkpoints(checkpoints: Path, keep: int, also: Collection[Path] = 
 def remove_old(
     checkpoints: Path, keep: int, also: Collection[Path] = (), most_bytes: float = 0, keep_weights: int = 0
 ) -> None:
-    """Remove all but the newest `keep` checkpoints (0: none) and `also`, such as the best. `most_bytes` is for all,
-    weights alone included: the oldest go first, 0 is no limit; `keep_weights` of 0 and -1 removes no weights.
+    """Remove all checkpoints but the newest `keep` (0: no such limit) and `also`, such as the best; and of the exported
+    weights all but the newest `keep_weights` (0, -1: no limit). If what stays has more than `most_bytes` (0: no limit),
+    the oldest are removed, too, but never the newest checkpoint or `also`.
     """
-    complete, light = published_checkpoints(checkpoints), weights_only(checkpoints)
-    old = {*outdated_checkpoints(checkpoints, keep, also), *(light[keep_weights:] if keep_weights > 0 else ())}
-    taken, going = 0, []
-    for folder in sorted([*complete, *light], key=step_of, reverse=True):
+    complete, exported = published_checkpoints(checkpoints), weights_only(checkpoints)
+    outdated = {*outdated_checkpoints(checkpoints, keep, also), *(exported[keep_weights:] if keep_weights > 0 else ())}
+    used_bytes, to_remove = 0, []
+    for folder in sorted([*complete, *exported], key=step_of, reverse=True):
         size = _directory_bytes(folder) if most_bytes else 0
-        has_no_room = most_bytes and taken + size > most_bytes and folder not in (*complete[:1], *also)
-        if folder in old or has_no_room:
-            going.append(folder)
+        has_no_room = most_bytes and used_bytes + size > most_bytes and folder not in (*complete[:1], *also)
+        if folder in outdated or has_no_room:
+            to_remove.append(folder)
         else:
-            taken += size
-    remove_directories(going)
+            used_bytes += size
+    remove_directories(to_remove)
 
 
 def _directory_bytes(folder: Path) -> int:
@@ -213,14 +214,14 @@ class FileRecord:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Return size and hash of a file, which is read once; OSError unless the fragments on the disk have the checksums
-    that were taken of them in memory.
+    """Return size and hash of a file, in one pass over its bytes. OSError if a tensor of fragments does not have the
+    checksum that was taken in memory before it was written.
     """
     digest, position = hashlib.sha256(), 0
     with open(path, "rb") as file:
 
         def read(size: float) -> int:
-            nonlocal position
+            nonlocal position  # reads on for `size` bytes and returns their CRC-32
             checksum = 0
             while size > 0 and (block := file.read(int(min(size, _BLOCK_BYTES)))):
                 digest.update(block)
@@ -253,7 +254,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _members(path: Path) -> list[tuple[str, int, int, int]]:
-    """Return name, begin, size and checksum of the tensors of a file of fragments; [] of other files."""
+    """Return name, first byte, size in bytes and CRC-32 of the header and of each tensor of a file of fragments; [] of
+    other files. OSError if the file's header is damaged.
+    """
     if not path.name.startswith(FRAGMENTS):
         return []
     try:
@@ -285,11 +288,7 @@ def _damaged(path: Path) -> str:
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord], facts: Mapping[str, Any]) -> None:
     """Write the manifest, last of all."""
-    manifest = {
-        "format": FORMAT,
-        **facts,
-        "files": {name: asdict(files[name]) for name in sorted(files)},
-    }
+    manifest = {"format": FORMAT, **facts, "files": {name: asdict(files[name]) for name in sorted(files)}}
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     flush(path)
@@ -300,7 +299,7 @@ _T = TypeVar("_T")
 
 
 def _read(path: Path, read: Callable[[Path], _T]) -> _T:
-    """Read a file, after an EIO once more: a client that its file server has put out gives one like a bad sector."""
+    """Return `read(path)`, tried once more after an EIO: a client evicted by its file server gets one, too."""
     try:
         return read(path)
     except OSError as error:
@@ -337,8 +336,8 @@ def read_manifest(folder: Path, expected_format: int = FORMAT) -> dict[str, Any]
 
 
 def manifest_problems(folder: Path, expected_format: int = FORMAT) -> list[str]:
-    """Return what is wrong with a checkpoint of a format; reads every byte. OSError, OtherFormat: it may be whole, do
-    not set it aside.
+    """Return what is wrong with a checkpoint, of which every byte is read. OSError (a disk that cannot be read now) and
+    OtherFormat do not say that it is damaged: it must not be set aside then.
     """
     try:
         files = read_manifest(folder, expected_format)["files"]
@@ -356,6 +355,7 @@ def manifest_problems(folder: Path, expected_format: int = FORMAT) -> list[str]:
 
 
 def _problem(folder: Path, name: str, record: Any) -> str:
+    """Return how a file of a checkpoint differs from its record in the manifest, "" if it does not."""
     inner = PurePosixPath(name)  # of a file in the folder: no way up, no link that somebody placed
     is_outside = inner.is_absolute() or ".." in inner.parts or not inner.parts or "\0" in name
     if is_outside or any((folder / part).is_symlink() for part in (inner, *inner.parents[:-1])):

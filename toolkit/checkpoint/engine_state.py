@@ -90,7 +90,9 @@ class Held:
 
 
 def _flats(engine: deepspeed.DeepSpeedEngine, changes: bool = False) -> Iterator[_Flat]:
-    """Yield all of this rank; each may be on NVMe again when the next is asked for. `changes`: they are written to."""
+    """Yield this rank's flat tensors. One that is kept on NVMe is in memory only until the next is asked for, and is
+    written back then if `changes`, that is, if the caller changes it.
+    """
     optimizer, basic = engine.optimizer, engine.basic_optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
         yield from _partitions(optimizer, changes)
@@ -130,7 +132,7 @@ def _offsets(parameters: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], begin: int, size: int) -> list[Piece]:
-    """Return what a partition, which begins at a number of a group's flat tensor, has of the group's parameters."""
+    """Return what of parameters, which begin at `offsets` of a flat tensor, is in its partition from `begin` on."""
     pieces = []
     for parameter, offset in zip(parameters, offsets, strict=True):
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
@@ -140,6 +142,7 @@ def _pieces(parameters: Sequence[torch.nn.Parameter], offsets: Iterable[int], be
 
 
 def _partitions(optimizer: Any, changes: bool) -> Iterator[_Flat]:
+    """Do what `_flats` does for ZeRO-3: yield the flat tensor of each sub-group, read from NVMe where it is there."""
     for number, parameters in enumerate(optimizer.fp16_groups):
         is_swapped = optimizer._swappable_optimizer_subgroup(number)
         if is_swapped:
@@ -168,10 +171,9 @@ def is_bound(engine: deepspeed.DeepSpeedEngine) -> bool:
 
 
 def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]:
-    """Yield what this rank's files hold: views of its memory; one file, but of states on NVMe one for each sub-group,
-    as host memory may not hold them all.
-
-    A collective where frozen parameters that are partitioned are saved.
+    """Yield the content of each file that this rank writes, as views of its memory: one file for everything, or with
+    states on NVMe one for each sub-group, as host memory may not hold them all. A collective where frozen parameters
+    that are partitioned are saved.
     """
     names, group = {id(parameter): name for name, parameter in held.parameters.items()}, engine.seq_data_parallel_group
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
@@ -189,8 +191,8 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
             name = names[id(piece.parameter)]
             piece = _share(piece, rank, size) if flat.shared else piece
             if is_own(name, piece.parameter):
-                there = flat.in_states(piece)
-                begin = there.offset + piece.position - there.position
+                in_states = flat.in_states(piece)
+                begin = in_states.offset + piece.position - in_states.position
                 values = {WEIGHT: stretch(flat.tensor, piece.offset, piece.length)}
                 values |= {state: stretch(tensor, begin, piece.length) for state, tensor in states.items()}
                 fragment = _fragment(name, piece.parameter, piece.position, values, numbers)
@@ -202,7 +204,7 @@ def contents(engine: deepspeed.DeepSpeedEngine, held: Held) -> Iterator[Content]
                 if flat.has_8_bits:
                     block, fragment.phase = divmod(piece.offset, BLOCK)
                     end = -(-(piece.offset + piece.length) // BLOCK)
-                    fragment.scales = {s: tensor[block:end] for s, tensor in rest.items() if s in _SCALES}
+                    fragment.scales = {name: tensor[block:end] for name, tensor in rest.items() if name in _SCALES}
                 elif bound and rank == 0:
                     fragment.bound = rest
                 fragments.append(fragment)
@@ -242,7 +244,9 @@ def stretch(tensor: torch.Tensor, begin: int, length: int) -> torch.Tensor:
 
 
 def _states(flat: _Flat, bound: bool) -> tuple[dict[str, torch.Tensor], dict[str, float], dict[str, torch.Tensor]]:
-    """Return the states by kind: a number for each of the flat tensor, one for all of it, and what is neither."""
+    """Return the optimizer's states in three dicts by name: those with a number for each weight of the flat tensor,
+    those that are one number for all of it, and the others (with `bound`, all that are no single number).
+    """
     values: dict[str, torch.Tensor] = {}
     numbers: dict[str, float] = {}
     rest: dict[str, torch.Tensor] = {}
@@ -300,6 +304,9 @@ def restore(engine: deepspeed.DeepSpeedEngine, held: Held, fragments: Fragments)
 
 
 def _fill(flat: _Flat, piece: Piece, name: str, fragments: Fragments, bound: bool) -> None:
+    """Copy the saved weights and states of a piece into the flat tensor and its states; states that the optimizer has
+    not made yet are made. CheckpointError if the saved parameter has another shape.
+    """
     part, shape = process_group.part_of(piece.parameter), process_group.full_shape(name, piece.parameter)
     if (saved := tuple(fragments.facts.get(name, {}).get("shape", shape))) != shape:
         raise CheckpointError(
@@ -324,16 +331,16 @@ def _fill(flat: _Flat, piece: Piece, name: str, fragments: Fragments, bound: boo
         flat.state["step"] = step if is_torch else int(numbers["step"])
     for state in sorted(states):
         if not isinstance(flat.state.get(state), torch.Tensor):
-            # Of the type that the optimizer would make; what has whole parameters is of gradients'.
+            # Of the type that the optimizer would make: the flat tensor's; of Muon, which has all of it, as saved.
             dtype = fragments.dtype(name, state) if flat.wholes else flat.tensor.dtype
             empty = torch.zeros_like(flat.tensor, dtype=dtype, requires_grad=False)
             size = sum(stored_piece.parameter.numel() for stored_piece in flat.pieces)
             flat.state[state] = empty if not flat.wholes else empty.new_zeros(size)
     for state in (WEIGHT, *states):
-        target, there = (flat.tensor.data, piece) if state == WEIGHT else (flat.state[state], flat.in_states(piece))
-        value = fragments.read(name, state, there.position, there.length, part, flat.turned(piece))
+        target, into = (flat.tensor.data, piece) if state == WEIGHT else (flat.state[state], flat.in_states(piece))
+        value = fragments.read(name, state, into.position, into.length, part, flat.turned(piece))
         if target.is_contiguous():
-            target.view(-1).narrow(0, there.offset, there.length).copy_(value)
+            target.view(-1).narrow(0, into.offset, into.length).copy_(value)
         else:  # a parameter alone, in another order of its axes
             target.copy_(value.view(target.shape))
 
@@ -343,10 +350,11 @@ _SCALES = ("absmax1", "absmax2")
 
 
 def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], fragments: Fragments) -> None:
-    """Put one of bitsandbytes' two states into an engine, whose blocks, or type, may be others than those saved.
+    """Restore one of bitsandbytes' two states of a flat tensor, whose blocks may be cut differently than when it was
+    saved, and which may have been, or become, too small for 8 bits.
 
-    A block's scale is the largest of those that its numbers had (without codes: their sizes), and each number gets the
-    nearest of the 256 levels. Where a scale is what it was, so are the codes.
+    A block's new scale is the largest of the saved scales of its numbers (of numbers not saved in 8 bits: the largest
+    absolute value), and each number gets the nearest of the 256 levels. An unchanged scale leaves the codes unchanged.
     """
     optimizer: Any = flat.optimizer
     tensor, size, codes, scales = flat.tensor, flat.tensor.numel(), f"state{number}", f"absmax{number}"
@@ -390,6 +398,7 @@ def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], fragments: 
 
 
 def _restore_stored(held: Held, fragments: Fragments) -> None:
+    """Restore stored buffers, as far as they are saved, and frozen parameters."""
     for name, buffer in held.buffers.items():
         if name in fragments.facts:
             buffer.data.copy_(fragments.whole(name))

@@ -108,7 +108,9 @@ def content_of(fragments: Iterable[Fragment]) -> Content:
 
 
 def write(content: Content, path: Path) -> None:
-    """Write a file, or raise OSError. Not through safetensors' own `save_file`, whose tensors may not share memory."""
+    """Write tensors, and last the CRC-32 of the header and of each, to a safetensors file; OSError if that fails.
+    safetensors' own `save_file` would reject tensors that share memory.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "fragments": json.dumps(content.facts)}}
     end = 0
     for name, tensor in content.tensors.items():
@@ -116,13 +118,13 @@ def write(content: Content, path: Path) -> None:
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     count = 1 + len(content.tensors)
     header[CHECKSUMS] = {"dtype": "I64", "shape": [count], "data_offsets": [end, end + 8 * count]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    head = struct.pack("<Q", len(head)) + head
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    encoded = struct.pack("<Q", len(encoded)) + encoded  # the format: length, header, data
     checksums = np.zeros(count, np.int64)
-    checksums[0] = zlib.crc32(head)
+    checksums[0] = zlib.crc32(encoded)
     with open(path, "wb") as file:
-        file.write(head)
+        file.write(encoded)
         for number, tensor in enumerate(content.tensors.values(), 1):
             octets = _octets(tensor.cpu().contiguous())
             checksums[number] = zlib.crc32(octets)
@@ -168,6 +170,7 @@ class Fragments:
                 raise CheckpointError("{file} cannot be read: {reason}.", file=path, reason=error) from None
 
     def _note(self, path: Path, header: dict[str, Any], data: int) -> None:
+        """Note where in a file, whose data begin at byte `data`, each stretch lies, and the facts of its parameter."""
         facts = json.loads(header["__metadata__"]["fragments"])
         for key, entry in header.items():
             if key in ("__metadata__", CHECKSUMS):
@@ -195,8 +198,8 @@ class Fragments:
         return self.facts.get(name, {}).get("states", {}).keys() - {WEIGHT}
 
     def numbers(self, name: str) -> dict[str, float]:
-        """Return the states of a parameter that are one number. Moments of no step are of DeepSpeed's FusedAdam, which
-        raises one parameter's count alone (deepspeed_patches.py): the others had as many steps.
+        """Return the states of a parameter that are one number. A count of 0 steps was saved by DeepSpeed's FusedAdam,
+        which counts up for one parameter of a group alone (deepspeed_patches.py): the highest count is right for all.
         """
         numbers: dict[str, float] = self.facts.get(name, {}).get("numbers", {})
         return numbers | ({"step": self._most_steps} if numbers.get("step") == 0 else {})
@@ -206,7 +209,7 @@ class Fragments:
         return max(facts.get("numbers", {}).get("step", 0.0) for facts in self.facts.values())
 
     def bound(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the states of a parameter that are no numbers for each of its own."""
+        """Return the states of a parameter that do not have one number for each of its weights, in their own shapes."""
         tensors = {}
         for state, (path, begin, dtype, shape) in self._bound.get(name, {}).items():
             tensors[state] = torch.empty(shape, dtype=dtype)
@@ -221,7 +224,9 @@ class Fragments:
     def read(
         self, name: str, state: str, position: int, length: int, part: Part = (0, 1), turned: bool = False
     ) -> torch.Tensor:
-        """Return some numbers of a flattened parameter [length], of a part of it, or of the `turned` matrix."""
+        """Return the numbers [length] from `position` on of a flattened state: of all of a parameter, or of the tensor
+        rank's `part` (number, count) of it. `turned`: flattened column by column.
+        """
         if name not in self.facts:
             raise CheckpointError("{folder} holds no parameter {name}.", folder=self.folder, name=name)
         is_same = turned == self.facts[name].get("turned", False)
@@ -234,7 +239,7 @@ class Fragments:
         return full_tensor.reshape(-1)[position : position + length]
 
     def _across_parts(self, name: str, state: str, position: int, length: int, part: Part) -> torch.Tensor:
-        """Return some numbers of a part where parts lie one after another in the whole, which need not be read then."""
+        """Do what `read` does for parameters split by rows, without joining all parts: they lie one after another."""
         facts, pieces = self.facts[name], []
         size = math.prod(facts["shape"])
         begin, per_part = size // part[1] * part[0] + position, size // facts["parts"]
@@ -256,6 +261,7 @@ class Fragments:
         return process_group.join_parts(name, parts)
 
     def _range(self, name: str, state: str, position: int, length: int, part: int) -> torch.Tensor:
+        """Return the numbers [length] from `position` on of a saved part, from the stretches that hold them."""
         stretches = sorted(self._stretches.get((name, state, part), ()), key=lambda stretch: stretch.position)
         dtype = stretches[0].dtype if stretches else torch.float32
         values, done = torch.empty(length, dtype=dtype), position
@@ -276,7 +282,7 @@ class Fragments:
         return values
 
     def _read_stretch(self, target: torch.Tensor, stretch: _Stretch, first: int) -> None:
-        """Read numbers of a stretch from the `first` on."""
+        """Fill `target` with a stretch's numbers from the `first` on; of scales of blocks, with that of each number."""
         if stretch.phase is None:
             self._fill(_octets(target), stretch.path, stretch.begin + first * stretch.dtype.itemsize)
             return
@@ -286,6 +292,7 @@ class Fragments:
         target.copy_(spread(scales, phase, len(target)))
 
     def _fill(self, target: memoryview, path: Path, begin: int) -> None:
+        """Fill `target` with the bytes of a file from `begin` on."""
         try:
             with open(path, "rb", buffering=0) as file:
                 file.seek(begin)

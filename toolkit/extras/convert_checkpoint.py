@@ -186,13 +186,17 @@ def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
 
 
 def _stretches(files: _Files, part: int, saved: dict[str, Any], prefix: str) -> Iterator[_Stretch]:
-    """Yield what each rank saved of a part of the model."""
+    """Yield the stretches of parameters that each rank saved of a tensor-parallel part or pipeline stage. `saved`:
+    model file of its first rank; `prefix`: what DeepSpeed or peft put before parameters' names.
+    """
     sizes: list[int] = []
     ranks = int(saved["dp_world_size"]) if saved["param_shapes"] else 1
     for rank in range(ranks):
         optimizer = _optimizer(files, saved, part, rank)
         groups = list(_groups(optimizer, saved))
-        if not sizes:  # 0 under ZeRO-3, which divides each parameter; else as the first rank has, which is full
+        if (
+            not sizes
+        ):  # of each group's partitions: that of the first rank, which is full; 0 under ZeRO-3, see `_pieces`
             sizes = [0 if "fp32_flat_groups" in optimizer else len(flat) for flat, _, _ in groups]
         padded = optimizer.get("param_alignment_paddings") or [[0] * len(group) for _, _, group in groups]
         for (flat, state, group), size, paddings in zip(groups, sizes, padded, strict=True):
@@ -209,7 +213,7 @@ def _stretches(files: _Files, part: int, saved: dict[str, Any], prefix: str) -> 
 
 
 def _groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_Group]:
-    """Yield the flat tensors that a rank saved. Without ZeRO no names are there, but the model's order."""
+    """Yield the flat tensors that a rank saved. Without ZeRO no names are saved: parameters are told by their order."""
     inner = _inner(optimizer)
     states, members = inner["state"], [group["params"] for group in inner["param_groups"]]
     if any("use_muon" in group for group in inner["param_groups"]):
@@ -234,8 +238,8 @@ def _groups(optimizer: dict[str, Any], saved: dict[str, Any]) -> Iterator[_Group
 def _divided(
     saved: dict[str, Any], counts: list[int], count: Callable[[Collection[torch.Size]], int]
 ) -> list[dict[str, torch.Size]]:
-    """Return the parameters of each group, of which counts are known: all in one, or matrices and vectors, as weights
-    of vectors do not decay.
+    """Return name -> shape of the parameters of each optimizer group. Only `counts`, what `count` says of each group,
+    are saved: of one group of all, or of two, matrices and (without weight decay) vectors, they tell which it was.
     """
     once = dict[Any, str]()
     for name, tensor in saved["module"].items():
@@ -251,7 +255,9 @@ def _divided(
 
 
 def _states(flat: torch.Tensor, state: dict[str, Any], size: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Return weights and states by kind: a number for each of the flat tensor, or one for all of it."""
+    """Return a flat tensor's weights and states in two dicts by name: those with a number for each weight, and those
+    that are one number for all. ValueError for other states.
+    """
     values, numbers = {fragments.WEIGHT: flat}, {}
     for key, value in state.items():
         if key == "step":
@@ -268,7 +274,7 @@ def _pieces(
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, position in the parameter, offset in the flat tensor and length of what a rank has of each parameter.
 
-    A group is divided into partitions of `size`, or under ZeRO-3 (0) each of its parameters.
+    Below ZeRO-3 a group is divided into partitions of `size` numbers; under it (`size` 0) each of its parameters is.
     """
     begin, offset = rank * size, 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
