@@ -191,7 +191,7 @@ class RowReader:
         for question, answer in earlier_turns(row.get(key), key):
             messages += [plain_message("user", question), plain_message("assistant", answer)]
         more = self.names["input"]
-        if self.row_format is RowFormat.prompt_response and isinstance(self._heard(row.get(asked)), list):
+        if self.row_format is RowFormat.prompt_response and isinstance(self._messages_in(row.get(asked)), list):
             messages += self._items(row, asked, self._add_item)
         else:
             question = required_text(row, asked)
@@ -210,7 +210,7 @@ class RowReader:
 
     def _add_answer(self, row: Mapping[str, Any], key: str, messages: list[Message]) -> None:
         """Add an answer: a text, a message or a list of messages."""
-        answer = self._heard(row[key]) if key in row else missing_key(row, key)
+        answer = self._messages_in(row[key]) if key in row else missing_key(row, key)
         items = answer if isinstance(answer, list) else [answer]
         if not any(isinstance(item, dict) for item in items):
             messages.append(plain_message("assistant", required_text(row, key)))
@@ -223,16 +223,16 @@ class RowReader:
             except RowError as error:
                 raise RowError("'{key}' cannot be used: {reason}", key=key, reason=self._explained(error)) from None
 
-    def _heard(self, value: object) -> object:
-        """Return the messages that a text holds, else the value: an answer may be JSON of its own."""
+    def _messages_in(self, value: object) -> object:
+        """Return the messages that a text encodes, else the value as it is: JSON without roles may be the answer."""
         conversation = conversation_in(value)
         items = conversation if isinstance(conversation, list) else [conversation]
-        keys = {self.names["from"], self.names["role"]}
-        is_heard = items and all(isinstance(item, dict) and keys.intersection(item) for item in items)
-        return conversation if is_heard else value
+        role_keys = {self.names["from"], self.names["role"]}
+        has_roles = items and all(isinstance(item, dict) and role_keys.intersection(item) for item in items)
+        return conversation if has_roles else value
 
     def _listed(self, row: Mapping[str, Any]) -> list[Message]:
-        """A list of messages, each with from and value, or role and content; or of pairs with human and assistant."""
+        """Read a list of messages (from and value, or role and content), or of pairs (human and assistant)."""
         key = self.names[LIST_FIELDS[self.row_format]]
         is_paired = self.row_format is RowFormat.conversation
         messages = self._items(row, key, self._add_pair if is_paired else self._add_item)
@@ -243,7 +243,7 @@ class RowReader:
     def _items(
         self, row: Mapping[str, Any], key: str, add: Callable[[dict[str, Any], list[Message]], None]
     ) -> list[Message]:
-        """Return the messages of a list in a row."""
+        """Return the messages of the list under a key; `add` appends those of one item to what precedes them."""
         listed = conversation_in(row[key]) if key in row else missing_key(row, key)
         if not isinstance(listed, list) or not listed:
             raise RowError(
@@ -328,7 +328,7 @@ class RowReader:
         return flags
 
     def _answer(self, item: dict[str, Any], content_key: str, role: str) -> dict[str, Any]:
-        """Return what the assistant said, thought and called."""
+        """Return an item as the assistant's message, with reasoning and calls, which a function_call has as content."""
         message = plain_message("assistant", "")
         thoughts = list(dict.fromkeys(thought for key in REASONING_KEYS if (thought := reasoning_of(item, key))))
         if len(thoughts) > 1:

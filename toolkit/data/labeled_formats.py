@@ -41,20 +41,21 @@ class PairReader(RowReader):
     def read_all(self, row: object) -> list[Conversation]:
         """Return the conversation with the chosen answer and the one with the rejected; a RowError as `RowReader`."""
         mapping, names = as_object(row), self.names
-        answer_keys = {answer: key for answer in _ANSWERS if (key := self._whole(mapping, answer))}
+        answer_keys = {answer: key for answer in _ANSWERS if (key := self._conversation_key(mapping, answer))}
         if names["chosen"] not in mapping and ("rejected" in answer_keys or mapping.get(names["rejected_response"])):
             # ms-swift: the chosen answer ends the conversation, or is what the other formats call it.
             chosen = self._before(mapping, is_answered=True)
             if "rejected" in answer_keys:
                 rejected = self._read(mapping, RowFormat.messages, messages=answer_keys["rejected"])
             else:
-                rejected = self._answered(replace(chosen, messages=chosen.messages[:-1]), mapping, "rejected_response")
+                before = replace(chosen, messages=chosen.messages[:-1])
+                rejected = self._with_answer(before, mapping, "rejected_response")
             pair = [chosen, rejected]
         elif len(answer_keys) == len(_ANSWERS):
             pair = [self._read(mapping, RowFormat.messages, messages=answer_keys[answer]) for answer in _ANSWERS]
         else:
             before = self._before(mapping)
-            pair = [self._answered(before, mapping, answer) for answer in _ANSWERS]
+            pair = [self._with_answer(before, mapping, answer) for answer in _ANSWERS]
         plain = [_unmarked(conversation) for conversation in pair]
         for messages, name in zip(plain, _ANSWERS, strict=True):
             if messages[-1]["role"] != "assistant":
@@ -66,12 +67,12 @@ class PairReader(RowReader):
         return [replace(conversation, messages=messages) for conversation, messages in zip(pair, plain, strict=True)]
 
     def _before(self, row: Mapping[str, Any], is_answered: bool = False) -> Conversation:
-        """Return what was said before the last answer; `is_answered`: with the chosen one."""
+        """Return the conversation before the two answers, or with `is_answered` up to the chosen one, inclusive."""
         names = self.names
         for row_format, field in LIST_FIELDS.items():
             if names[field] in row:
                 return self._read(row, row_format, is_answered)
-        if isinstance(self._heard(row.get(names["prompt"])), list):
+        if isinstance(self._messages_in(row.get(names["prompt"])), list):
             return self._read(row, RowFormat.messages, is_answered, messages=names["prompt"])
         asked = {fields[0]: row_format for row_format, fields in PAIR_FIELDS.items()}
         fields = sorted(asked, key=lambda field: field not in self.columns)  # what `columns` names comes first
@@ -85,7 +86,9 @@ class PairReader(RowReader):
     def _read(
         self, row: Mapping[str, Any], row_format: RowFormat, is_answered: bool = False, **columns: str
     ) -> Conversation:
-        """Return a row's conversation in one of the other formats; `columns`: beside those of this reader."""
+        """Read a row, without the keys of the two answers, in a format of single conversations; `columns`, field=key,
+        are added to this reader's.
+        """
         reader = RowReader(row_format, {**self.columns, **columns}, answered=is_answered)
         reader.skipped = self.skipped
         others = self._others(is_answered) - set(columns.values())
@@ -96,8 +99,8 @@ class PairReader(RowReader):
         others = {self.names[field] for field in _MARKS.intersection(ROW_FIELDS[self.row_format])}
         return others if is_answered else others | {self.names[answer] for _, answer in PAIR_FIELDS.values()}
 
-    def _answered(self, before: Conversation, row: Mapping[str, Any], answer: str) -> Conversation:
-        """Return what was said with an answer of the row behind it."""
+    def _with_answer(self, before: Conversation, row: Mapping[str, Any], answer: str) -> Conversation:
+        """Return the conversation `before` with the row's answer of this field at its end."""
         key = self.names[answer]
         if not before.messages or before.messages[-1]["role"] == "assistant":
             raise RowError(tr("the messages before the two answers must end with a question"))
@@ -105,8 +108,8 @@ class PairReader(RowReader):
         self._add_answer(row, key, messages)
         return replace(before, messages=messages)
 
-    def _whole(self, row: Mapping[str, Any], answer: str) -> str:
-        """Return the key of a whole conversation, with its question, that ends with an answer; "" if none does."""
+    def _conversation_key(self, row: Mapping[str, Any], answer: str) -> str:
+        """Return the key under which an answer stands together with the conversation before it; "" if none has that."""
         keys = self.names["from"], self.names["role"]
         for name in (self.names[answer], self.names[f"{answer}_messages"]):
             items = conversation_in(row.get(name))
@@ -155,7 +158,7 @@ class LabelReader(PairReader):
         if str(value).lower() not in _LABELS:
             raise RowError("'{key}' is {kind}, neither true nor false", key=key, kind=kind_of(value))
         if self.names["completion"] in mapping:
-            conversation = self._answered(self._before(mapping), mapping, "completion")
+            conversation = self._with_answer(self._before(mapping), mapping, "completion")
         else:
             conversation = self._before(mapping, is_answered=True)
         if conversation.messages[-1]["role"] != "assistant":

@@ -90,10 +90,13 @@ def collate(
 
 
 def _visibility(branches: Sequence[Sequence[Branch]], segment_ids: torch.Tensor) -> Batch:
-    """Return what says which tokens a token sees, where samples share some; see `Batch`."""
+    """Return the entries of a `Batch` that say which tokens each token attends to, where the samples of a row share
+    tokens: `seen_until`, `keys` and `cu_seq_lens_k`. `branches`: those of each row.
+    """
     seen_until, width = segment_ids.clone(), segment_ids.size(1)
     keys = []
     for number, row in enumerate(branches):
+        # `path`: where the tokens of a sample lie among all of the batch, shared ones in the branches before it.
         end, path = number * width, torch.empty(0, dtype=torch.int64)
         for segment, branch in enumerate(row, start=1):
             begin, end = end, end + len(branch.ids) - branch.shared

@@ -30,11 +30,7 @@ COLOURS: Style = {
     "removed": ("\x1b[1;31m", "\x1b[0m"),
     "added": ("\x1b[1;32m", "\x1b[0m"),
 }
-BRACKETS: Style = {
-    "trained": ("⟦", "⟧"),
-    "removed": ("[-", "-]"),
-    "added": ("{+", "+}"),
-}
+BRACKETS: Style = {"trained": ("⟦", "⟧"), "removed": ("[-", "-]"), "added": ("{+", "+}")}
 _AROUND = 6
 """Equal tokens that are shown on either side of a difference."""
 
@@ -86,7 +82,9 @@ def marked(text: Iterable[tuple[str, str]], style: Style) -> str:
 
 
 def token_diff(tokenizer: Any, trained: Sequence[int], served: Sequence[int], style: Style) -> str:
-    """Return where two rows of ids differ, as text: what only the first has is removed, what only the second, added."""
+    """Return how ids differ: the first difference in numbers, then all as text, styled as removed where it is only in
+    `trained`, and as added where it is only in `served`.
+    """
     parts: list[str] = []
     first = ""
     for kind, *bounds in SequenceMatcher(None, trained, served, autojunk=False).get_opcodes():

@@ -81,7 +81,7 @@ def _check_size(size: int) -> None:
 
 
 class _ArrayReader:
-    """Yields line number and value of each item, holding no more than an item and a megabyte of the file."""
+    """Yields line number and value of each item of a JSON array, with no more than an item and a megabyte in memory."""
 
     def __init__(self, file: IO[bytes], path: Path, start: int = 0) -> None:
         self.file, self.path = file, path
@@ -127,7 +127,7 @@ class _ArrayReader:
         self.at = match.end()
 
     def _value(self) -> object:
-        """Return the next item; as text, which is rejected as a line is, what is JSON but for a NaN or a key twice."""
+        """Return the next item; one with a NaN or a key twice as its text, which `parse_line` will reject."""
         decoder = DECODER
         while True:
             try:
@@ -158,7 +158,7 @@ class _ArrayReader:
             self._more()
 
     def _more(self) -> None:
-        """Read on; what is used already is let go. Reads grow with what is kept, so that no item is tried too often."""
+        """Drop the text before `at`, and read at least as much as remains: each read parses a cut-off item anew."""
         self._line_of(self.at)
         last = self.text.rfind("\n", 0, self.at)
         self.column = self.at - last - 1 if last >= 0 else self.column + self.at
@@ -171,7 +171,7 @@ class _ArrayReader:
             self._stop(error, self._line_of(len(self.text)) + error.object.count(b"\n", 0, error.start))
 
     def _line_of(self, position: int) -> int:
-        """Return the line of a position that is not before the last: what has been counted is not counted again."""
+        """Return the line of a position, not before that of the last call, from which on lines are counted."""
         self.line += self.text.count("\n", self.counted, position)
         self.counted = position
         return self.line

@@ -171,7 +171,7 @@ _WORD = re.compile(r"(?!(?:true|false|null|yes|no|on|off|nan|inf)$)[^\W\d]\w*", 
 
 
 def columns_for(row: Mapping[str, Any]) -> str:
-    """Return `columns` filled in from a row's keys, to be pasted into a shell: a guess by their names, or by order."""
+    """Return a `columns` argument, quoted for a shell, that guesses from names and order what a row's keys mean."""
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     texts = [key for key, value in row.items() if isinstance(value, str)]
     texts = [key for key in texts if key.lower() not in METADATA - {"label"}] or texts or list(row)
@@ -206,8 +206,8 @@ METADATA = frozenset(
 
 
 def unread_keys(item: Mapping[str, object], read: Sequence[str], is_answer: bool = False) -> Iterator[str]:
-    """Yield the skipped keys of a message, a part or a call; RowError for one with text, a list or an object, and in
-    an answer for a number or a boolean, which may be meant to say whether it is trained.
+    """Yield the keys of a message, a part or a call that are not `read`. RowError if one holds text, a list or an
+    object, which would be lost; or in an answer a number or a boolean, which may say whether the answer is trained.
     """
     for key, value in item.items():
         if key in read:

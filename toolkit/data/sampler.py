@@ -170,12 +170,7 @@ class CurriculumOrder:
     """
 
     def __init__(
-        self,
-        lengths: NDArray[np.int64],
-        limits: NDArray[np.float64],
-        global_size: int,
-        max_length: int,
-        key: str,
+        self, lengths: NDArray[np.int64], limits: NDArray[np.float64], global_size: int, max_length: int, key: str
     ) -> None:
         self.num_rows, self.global_size, self.max_length, self.key = len(lengths), global_size, max_length, key
         shuffled = Permutation(self.num_rows, f"{key} 0")(np.arange(self.num_rows))
@@ -280,12 +275,15 @@ class ScheduledMixture:
         return position.epoch * self.steps_per_epoch + position.row // self.global_size
 
     def _taken_before(self, step: int) -> list[int]:
-        """Return the rows of each source before a step: what it is owed in whole rows, the rest to those owed most."""
+        """Return how many rows each source has given before a step. In each step a source is due its share of the rows
+        and what it was short of before; it gives the whole rows of that, and those due most fill up the step.
+        """
         for number in range(len(self._taken) - 1, step):
             row = number % self.steps_per_epoch * self.global_size
             count = min(self.global_size, self.num_rows - row)
             owed = [old + count * share for old, share in zip(self._owed, self.shares(number), strict=True)]
-            taken = [max(0, math.floor(due) - len(owed)) for due in owed]  # never more than `count` together
+            # Less a row for each source, so that rounding never takes more than `count` together.
+            taken = [max(0, math.floor(due) - len(owed)) for due in owed]
             for _ in range(count - sum(taken)):
                 taken[int(np.argmax(np.subtract(owed, taken)))] += 1
             self._owed = [due - got for due, got in zip(owed, taken, strict=True)]
@@ -293,12 +291,12 @@ class ScheduledMixture:
         return self._taken[step]
 
     def _of(self, number: int, begin: int, end: int) -> NDArray[np.int64]:
-        """Return some of the rows of a source, counted over all its passes."""
+        """Return the rows that a source gives as number `begin` to `end` - 1; each pass over it has its own order."""
         size, rows = self.sizes[number], []
         while begin < end:
-            turn, first = divmod(begin, size)
+            pass_number, first = divmod(begin, size)
             count = min(end - begin, size - first)
-            order = Permutation(size, f"{self.key} source {number} {turn}")
+            order = Permutation(size, f"{self.key} source {number} {pass_number}")
             rows.append(self.bounds[number] + order(np.arange(first, first + count)))
             begin += count
         return np.concatenate(rows) if rows else np.empty(0, np.int64)

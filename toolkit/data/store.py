@@ -171,8 +171,8 @@ class TokenizedCache:
 
 
 class MismatchedCache(TokenizedCache):
-    """A split of single answers; number len(self) + i is sample i's question with the answer of the nearest sample
-    before it, the last before the first, whose question is another one, cut at `limit` tokens.
+    """A split of single answers, for KTO: index i is sample i; index len(self) + i is the question of sample i with the
+    answer of another sample, the nearest one before it (cyclically) with another question, cut at `limit` tokens.
     """
 
     def __init__(self, folder: Path, split: str, limit: int) -> None:
@@ -189,17 +189,17 @@ class MismatchedCache(TokenizedCache):
         ids, trained = super().__getitem__(sample)
         if index < len(self):
             return ids, trained
-        asked = int(trained.argmax())
+        begin = int(trained.argmax())  # of the answer
         for back in (*range(1, 64), 1):  # answers of one question may stand side by side, or be all there are
-            others, covered = super().__getitem__((sample - back) % len(self))
-            answered = int(covered.argmax())
-            if not np.array_equal(ids[:asked], others[:answered]):
+            other_ids, other_trained = super().__getitem__((sample - back) % len(self))
+            other_begin = int(other_trained.argmax())
+            if not np.array_equal(ids[:begin], other_ids[:other_begin]):
                 break
-        joined = np.concatenate((ids[:asked], others[answered:]))[: self.limit]
-        return joined, np.concatenate((trained[:asked], covered[answered:]))[: self.limit]
+        joined = np.concatenate((ids[:begin], other_ids[other_begin:]))[: self.limit]
+        return joined, np.concatenate((trained[:begin], other_trained[other_begin:]))[: self.limit]
 
     def lengths(self, indices: NDArray[Any] | None = None) -> NDArray[np.int64]:
-        """Return the tokens of some samples; those of another's answer count as the sample itself."""
+        """Return the lengths of some samples, tokens; one with another's answer counts as long as the sample itself."""
         return super().lengths(None if indices is None else indices % len(self))
 
     def where(self, index: int, paths: Sequence[Path] = ()) -> str:

@@ -25,9 +25,7 @@ PARTS, BEGINS = "parts.npy", "begins.npy"
 
 
 class TokenTargets:
-    """Which samples of a split have a teacher (`is_taught`, bool [samples]), and, once a directory is opened, what the
-    teacher says of their tokens.
-    """
+    """Which samples of a split have a teacher (`is_taught`, bool [samples]), and its outputs, once they are opened."""
 
     def __init__(self, store: TokenizedCache, is_taught: NDArray[np.bool_]) -> None:
         self.is_taught, self.counts, self._lengths = is_taught, store.predicted_counts(), store.lengths()

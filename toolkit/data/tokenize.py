@@ -315,8 +315,8 @@ class BuildProgress:
         self.line = ""
 
     def update(self, done_bytes: int, rows: int, new_bytes: int, new_tokens: int) -> None:
-        """Make the line that says how far it has got, and print it when the next one is due. `new_bytes`, `new_tokens`:
-        without parts that an earlier, interrupted build had made, as the speed, and so the time left, comes from these.
+        """Say how far it has got, if that is due. `new_bytes`, `new_tokens`: of this build, without parts of one that
+        was interrupted; they give the speed and the time left.
         """
         seconds = max(time.monotonic() - self.started, 1e-6)
         seconds_left = (self.total_bytes - done_bytes) / (new_bytes / seconds) if new_bytes else 0
@@ -409,6 +409,7 @@ class _Builder:
         return read_blocks(self.files, limits)
 
     def read(self, made: BuiltPart) -> Part:
+        """Read a part from its file; if that is gone, the part is made again."""
         part = read_part(made.path)
         if part is None:  # another build that has it too was finished, and removed it
             part = read_part(self.maker.make(made.file_number, made.file, made.block)[0])
@@ -472,7 +473,9 @@ class _Builder:
         )
 
     def _splits(self, index: store.CacheIndex, first: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return the samples of both splits; those of equal rows are on one side, as validation must not be known."""
+        """Return the samples of both splits. Equal rows are put into the same split, so that no validation row is
+        trained. `first`: for each used row, the number of the first row that is equal to it.
+        """
         num_training = len(self.data.sources)
         for file in self.files:
             if not self.source_rows[file.source] and not self.data.max_samples:
@@ -501,7 +504,7 @@ class _Builder:
         return {"train": np.flatnonzero(~chosen[rows]), "validation": np.flatnonzero(chosen[rows])}
 
     def _count(self, index: store.CacheIndex, splits: dict[str, NDArray[np.int64]]) -> None:
-        """Fill in the report what is known at the end only."""
+        """Complete the report with what is known only once all parts are there: samples, tokens, labels, sources."""
         report, train = self.report, splits["train"]
         report.train_samples, report.validation_samples = len(train), len(splits["validation"])
         report.tokens, report.trained_tokens = int(index.lengths[train].sum()), int(index.trained[train].sum())
@@ -529,7 +532,7 @@ class _Builder:
             )
 
     def _count_equal(self, index: store.CacheIndex, first: NDArray[np.int64], training: NDArray[np.int64]) -> None:
-        """Count the rows that are there twice; `first` is of each used row the first one that is equal."""
+        """Count training rows that repeat an earlier one, and validation rows that do; `first`: see `_splits`."""
         rows = index.used_rows()
         is_training = np.zeros(len(first), dtype=np.bool_)
         is_training[rows[training]] = True

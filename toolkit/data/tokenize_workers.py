@@ -66,9 +66,7 @@ class ChatEncoder(Protocol):
         ...
 
     def encode_many(
-        self,
-        conversations: Sequence[Sequence[Mapping[str, Any]]],
-        tools: Sequence[Sequence[Any] | None] | None = None,
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], tools: Sequence[Sequence[Any] | None] | None = None
     ) -> list[Encoded]:
         """Return `encode` of each; faster where the tokenizer works on batches."""
         ...
