@@ -42,7 +42,6 @@ def parse(
     problems: Problems | None = None,
 ) -> Arguments:
     """Compose the config, translate a DeepSpeed JSON if one is given, choose the language.
-
     `words` follow the command's name; `names` and `flags` are the command's own `name=value` and `--flag` arguments, of
     which `world_size=N` beats `world_size`. Without `problems` wrong keys and values, and what is wrong with the JSON,
     are raised as a ConfigError.
@@ -98,7 +97,6 @@ def unknown_option(
     meant: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> ConfigError:
     """Return the error about `--name value`, or `--name=value`, with the `key=value` to write where one is meant.
-
     `names`: the command's own `name=value` arguments; `options`: its options; `meant` gives the keys that a name means.
     """
     name, _, value = word.lstrip("-").partition("=")
@@ -130,7 +128,7 @@ def parse_checked(
 
 
 def check_parsed(loaded: LoadedConfig, world_size: int | None, problems: Problems, **which: bool) -> None:
-    """Check a config and the DeepSpeed JSON that it makes; `which` rules as for `check_rules`."""
+    """Check a config and the DeepSpeed JSON that it makes; `which`: the flags of `check_rules` that leave rules out."""
     rules.check_rules(loaded, world_size, **which, problems=problems)
     problems.attempt(check_extra, loaded.cfg.ds_extra, OWNED, loaded.where)
     if not problems.errors:
@@ -153,7 +151,6 @@ def named_arguments(
     words: Sequence[str], *, required: Sequence[str], optional: Sequence[str], usage: str, bare: str = ""
 ) -> dict[str, str]:
     """Return the `name=value` arguments of a command that takes no recipe, without `language=`, which is obeyed.
-
     `usage` is an example, shown if a required one is missing; the value of `bare`, such as a path, may stand alone: a
     directory above its name may hold a =, as that of a sweep's run does.
     """

@@ -70,7 +70,7 @@ def _checked(words: list[str], world_size: int) -> tuple[Arguments, Path]:
 
 
 def _with_base(words: list[str]) -> list[str]:
-    """Return the words with what an adapter says of itself: its method, and its base where none is given."""
+    """Return the words, with the tuning method (and base model, unless typed) that the folder of adapter= names."""
     adapter = next((word.removeprefix("adapter=") for word in words if word.startswith("adapter=")), "")
     if not adapter:
         return words

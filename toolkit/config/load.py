@@ -105,7 +105,6 @@ def group_choices(config_dir: str = "") -> dict[str, list[str]]:
 
 def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems | None = None) -> LoadedConfig:
     """Compose a config of overrides in Hydra's grammar: recipe=NAME|PATH, zero=stage3, zero.stage=3, +known.key=value.
-
     `config_dir` is a further directory of groups, next to conf/. `problems` receives wrong keys and values, which are
     left out of the config; without it they are a ConfigError, as is what keeps a config from being composed.
     """
@@ -164,7 +163,9 @@ def load(overrides: Sequence[str], *, config_dir: str = "", problems: Problems |
 
 
 def _follow(loaded: LoadedConfig) -> None:
-    """Settle what follows from other keys where nothing names it: the learning rate, and how rows of pairs are read."""
+    """Set the keys whose defaults depend on other keys, unless they are set: the learning rate, by the tuning method;
+    and `data` and the formats of its sources, by the task or the preference loss.
+    """
     cfg, method = loaded.cfg, loaded.cfg.tuning.method
     rate = float(f"{schema.LEARNING_RATES[method] / (schema.PREFERENCE_RATE if cfg.preference.is_on else 1):.6g}")
     if "optim.lr" not in loaded.where and cfg.optim.lr != rate:
@@ -187,7 +188,6 @@ def _follow(loaded: LoadedConfig) -> None:
 
 def replace(loaded: LoadedConfig, values: dict[str, tuple[object, str]], layer: int = TYPED) -> LoadedConfig:
     """Return a copy with other values: dotted key -> (value, where it comes from), all of one layer.
-
     A ConfigError if a key is unknown or a value has the wrong type.
     """
     tree, problems = to_plain(loaded.cfg), Problems()
@@ -255,6 +255,7 @@ def _groups(config_dir: str) -> Groups:
 
 
 def _parse(word: str) -> Override:
+    """Parse a word of the command line in Hydra's grammar; ConfigError unless it sets one key to one value."""
     depths = accumulate({"[": 1, "{": 1, "]": -1, "}": -1}.get(letter, 0) for letter in word)
     if max(depths, default=0) > files.DEEPEST_NESTING:
         limit, shown = files.DEEPEST_NESTING, word[:_LONGEST_WORD]
@@ -381,7 +382,7 @@ def _always(location: str, path: str) -> str:
 
 
 def _texts(value: Any, typed: str) -> Any:
-    """Return a list or map in which numbers, true and false are texts again, as they were typed."""
+    """Return a parsed list or map with its numbers and booleans as the texts they were in `typed`, such as `[1.10]`."""
     is_map = isinstance(value, dict)
     items = [*value.values()] if is_map else value
     parts = [part.partition(":")[2] if is_map else part for part in typed[1:-1].split(",")]
@@ -587,9 +588,9 @@ def _layers(
     loaded: LoadedConfig,
     problems: Problems,
 ) -> Iterator[tuple[files.YamlDocument, str, int]]:
-    """Yield the YAML files in the order in which they are merged, with their package and layer.
-
-    It is Hydra's order, but a group that the command line chose comes after the recipes, and is noted in `loaded`.
+    """Yield the YAML files in the order in which they are merged, with their package (section that they fill) and layer
+    (0: defaults; recipes from 1 on, the deepest first). It is Hydra's order, but a group that the command line chose
+    comes after the recipes. `loaded.layers` gets the layer of each group's choice.
     """
     config = files.read(files.conf_folder() / "config.yaml")
     defaults = config.values.pop("defaults")
@@ -619,7 +620,7 @@ def _layers(
 
 
 def _check_document(document: files.YamlDocument, package: str, problems: Problems) -> None:
-    """Hold one file against the schema: note where each of its right leaves is, remove the others."""
+    """Check one file against the schema: keep in `document` what is right, and note where; report the rest."""
 
     def place(path: str) -> str:
         return document.place(path.removeprefix(f"{package}.") if package else path)
@@ -691,7 +692,6 @@ class Axis:
 
 def split_axes(words: Sequence[str], config_dir: str = "") -> tuple[list[str], list[Axis]]:
     """Return the overrides of one value, as typed, and as axes those of several values (Hydra's sweep grammar).
-
     A ConfigError if a word is no override, or names its values in an order by chance.
     """
     choices = {"recipe": list(files.known_recipes()), **group_choices(config_dir)}
@@ -728,6 +728,7 @@ def grid(axes: Sequence[Axis]) -> list[list[str]]:
 
 
 def _axis(override: Override, word: str) -> Axis:
+    """Return the axis of a sweep that a word of the command line describes: an interval, or a list of values."""
     key = override.get_key_element()
     value = override.value()
     if getattr(value, "shuffle", False):

@@ -147,9 +147,8 @@ def split_of(name: str) -> Split | None:
 
 
 def part_shape(name: str, shape: tuple[int, ...], size: int, *, back: bool = False) -> tuple[int, ...]:
-    """Return the shape of a rank's part of a parameter that is split over `size` ranks; `back`: of the whole of a part.
-
-    A parameter that is not split keeps its shape.
+    """Return the shape of a rank's part of a parameter of this shape, split over `size` ranks; with `back` the shape of
+    the whole parameter, of a part's. A parameter that is not split keeps its shape.
     """
     split = split_of(name)
     axis = -1 if split is None else AXES.get(split, 0) % len(shape)
@@ -159,7 +158,6 @@ def part_shape(name: str, shape: tuple[int, ...], size: int, *, back: bool = Fal
 
 def partition_config() -> dict[str, Any]:
     """Return the same for DeepSpeed's AutoTP, which splits nothing but what is named here.
-
     Its own guess (heuristics, or transformers' plan) would gather logits and guess fused matrices from class names
     (deepspeed 0.19.8, engine._apply_autotp_partitioning).
     """
@@ -177,7 +175,6 @@ def partition_config() -> dict[str, Any]:
 
 def check_split(config: Mapping[str, Any], size: int) -> None:
     """Check that a model can be split over so many ranks; a ConfigError if not.
-
     `config` holds its `heads`, `key_heads` and `inner`, and `model_type` unless that is known to be right.
     """
     if size == 1:
@@ -254,7 +251,6 @@ def fitting_batch(cfg: RunConfig, world_size: int) -> tuple[int, int]:
 
 def accumulation(cfg: RunConfig, world_size: int, where: str = "") -> int:
     """Return micro-batches per rank and step: global_size / (micro_per_gpu x data-parallel ranks).
-
     A ConfigError if micro_per_gpu is auto, or if this is no whole number; the message names the nearest sizes.
     """
     size, micro = cfg.batch.global_size, micro_rows(cfg)

@@ -72,7 +72,7 @@ def needed_ops(cfg: schema.RunConfig, environ: Mapping[str, str] = os.environ) -
 
 
 def built_ops(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return those that are compiled already, with DeepSpeed's installation or by an earlier run."""
+    """Return the ops among `names` that are compiled already, when DeepSpeed was installed or by an earlier run."""
     shipped, root = set[str](), extensions_dir(environ)
     with suppress(OSError, metadata.PackageNotFoundError):  # importing DeepSpeed, which knows it, takes seconds
         file = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
@@ -150,7 +150,7 @@ def lacking_tools(names: Sequence[str], environ: Mapping[str, str] = os.environ)
 
 
 def tools_for(names: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
-    """Return what building some ops needs, and whether this machine has it."""
+    """Return tool or header -> whether this machine has it, for everything that building these ops needs."""
     has = {
         "g++": shutil.which(environ.get("CXX", "g++")),
         "ninja": shutil.which("ninja") or (Path(sys.executable).parent / "ninja").exists(),
@@ -225,7 +225,6 @@ YOUNG_S = 120.0
 
 def check_build_locks(environ: Mapping[str, str], proc: Path = Path("/proc")) -> None:
     """Refuse to start beside a lock that nobody holds.
-
     PyTorch's builder makes a file `lock` and polls for its end without a limit (torch 2.13, utils/file_baton.py). While
     it works, ninja and the compiler have the build's folder as their working folder.
     """

@@ -70,24 +70,24 @@ def _check_table(loaded: LoadedConfig, rules: Iterable[rule_tables.Rule]) -> Ite
 
 
 def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen]) -> Iterator[ConfigError]:
-    """Yield an error for every key that was changed but is not read in this configuration.
+    """Report every key that was changed from its default but is not read in this configuration.
 
-    It is an error where the same layer made it so, or a higher one set the key: a recipe or a command line that
-    contradicts itself. Where a higher layer switched off what reads it, as `precision=bf16` does over a recipe with
-    fp16's keys, or a run's config.yaml has it, it is a notice in `loaded`.
+    Usually that is an error: a recipe or a command line contradicts itself. It is only a notice in `loaded` if a higher
+    layer than the key's (recipes lie above defaults, the command line above recipes) switched off what reads it, as
+    `precision=bf16` does over a recipe with fp16's keys; or if a run's config.yaml set the key, which lists all.
     """
-    cfg, default, seen = loaded.cfg, schema.RunConfig(), set[str]()
+    cfg, default, reported = loaded.cfg, schema.RunConfig(), set[str]()
     for row in table:
-        unread = set() if row.is_read(cfg) else row.settings & loaded.where.keys() - seen
+        unread = set() if row.is_read(cfg) else row.settings & loaded.where.keys() - reported
         for key in sorted(unread):
             layer, value = loaded.layers.get(key, 0), dotted_keys.get_value(cfg, key)
             # What DeepSpeed's JSON names without effect its import has listed; DeepSpeed ignores it too.
             if layer == JSON or value == dotted_keys.get_value(default, key):
                 continue
-            seen.add(key)
-            # A key that nothing sets has the layer of the choice of its group.
-            above = [owner[: dot.start()] for owner in row.owners for dot in re.finditer(r"\.|$", owner)]
-            is_overruled = not layer or any(loaded.layers.get(section, 0) > layer for section in above)
+            reported.add(key)
+            # The keys that decide whether it is read, and the sections they are in, whose group may have been chosen.
+            deciding = [owner[: dot.start()] for owner in row.owners for dot in re.finditer(r"\.|$", owner)]
+            is_overruled = not layer or any(loaded.layers.get(name, 0) > layer for name in deciding)
             reason = loaded.fill(row.owners[0] if row.owners else key, row.reason)
             if is_overruled:
                 sentence = tr(

@@ -42,7 +42,6 @@ STALE_S = 90.0
 
 def load_ops(names: Iterable[str]) -> str:
     """Build what is not built yet, in minutes, and load it; return why an op cannot be, "" if all are there.
-
     PyTorch's lock elects one builder, and the others poll it, so no collective waits for a compiler.
     """
     until = time.monotonic() + STALE_S
@@ -89,7 +88,6 @@ def initialize_engine(
     optim: schema.OptimConfig | None = None,
 ) -> deepspeed.DeepSpeedEngine:
     """Build the engine: partitioning and precision come from `ds_config` alone, and so does the optimizer if it can.
-
     Under stage 3 the model is partitioned already. `make_schedule` gets the optimizer and returns its learning-rate
     schedule.
     """
@@ -178,6 +176,7 @@ def initialize_untrained(model: PreTrainedModel, ds_config: dict[str, Any]) -> d
 def _initialize(
     model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any], **options: Any
 ) -> deepspeed.DeepSpeedEngine:
+    """Call deepspeed.initialize, patched, with its refusals as ConfigErrors; check that rotary tables are unchanged."""
     frequencies = deepspeed_patches.rotary_frequencies(getattr(model, STAGE, model))
     deepspeed_patches.spare_waits()
     deepspeed_patches.tie_optimizers()
@@ -190,7 +189,7 @@ def _initialize(
 
 
 def _tensor_groups(model: PreTrainedModel | PipelineModule, ds_config: dict[str, Any]) -> ModuleType | None:
-    """Return what knows a rank's place where layers are split over ranks, None elsewhere."""
+    """Return the module that tells DeepSpeed the tensor-parallel groups, None if layers are not split over ranks."""
     if tensor_ranks(ds_config) == 1:
         return None
     from toolkit.layouts.tensor import tensor_groups
@@ -207,14 +206,13 @@ Groups = list[torch.nn.Parameter] | list[dict[str, Any]]
 
 def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: schema.OptimConfig) -> Groups:
     """Return what is trained: the parameters, or groups of those with the same rate and weight decay.
-
     The rate falls from layer to layer as in ELECTRA (arXiv 2003.10555, appendix B) and BEiT. The group with the highest
     rate comes first: it is what logs show.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if not rule_tables.is_grouped(optim):
         parameters = [parameter for _, parameter in trained]
-        return _apart([{"params": parameters}]) if any(map(is_expert_part, parameters)) else parameters
+        return _split_off_experts([{"params": parameters}]) if any(map(is_expert_part, parameters)) else parameters
     layers = 1 + max((layer_of(name) for name, _ in trained), default=-1)
     groups: dict[tuple[float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in trained:
@@ -230,7 +228,7 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
         # From the top: what is above the last layer 0, the last layer 1, embeddings `layers` + 1.
         depth = layers - layer if layer >= 0 else layers + 1 if "embed" in name.lower() else 0
         groups.setdefault((rate * optim.layer_lr_decay**depth, decays), []).append(parameter)
-    return _apart(
+    return _split_off_experts(
         [
             {"params": groups[rate, decays], "lr": rate, "weight_decay": optim.weight_decay if decays else 0.0}
             for rate, decays in sorted(groups, reverse=True)
@@ -238,10 +236,10 @@ def parameter_groups(named: Iterable[tuple[str, torch.nn.Parameter]], optim: sch
     )
 
 
-def _apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups in which experts that are divided over ranks are apart, as their gradients are summed over others.
-
-    Marked as in DeepSpeed's own (0.19.8, moe/utils.py, split_params_into_different_moe_groups_for_optimizer).
+def _split_off_experts(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with experts that are divided over ranks in groups of their own, as their gradients are summed
+    over other ranks. These are marked as DeepSpeed marks its own (0.19.8, moe/utils.py,
+    split_params_into_different_moe_groups_for_optimizer).
     """
     divided = []
     for group in groups:

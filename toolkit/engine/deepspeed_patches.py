@@ -65,7 +65,6 @@ for _fused in (FusedAdam, FusedLion):
 
 def scale_fp16_loss(engine: deepspeed.DeepSpeedEngine) -> None:
     """Without ZeRO, fp16 gradients are divided by a loss scale that DeepSpeed never multiplied the loss by.
-
     Clipping then has no effect and small gradients are lost (0.19.8, engine.backward; DeepSpeed pull request 8393).
     """
     if engine.fp16_enabled() and not engine.zero_optimization():
@@ -77,7 +76,6 @@ def checkpoint_activations(
     model: PreTrainedModel, config: schema.ActivationCheckpointingConfig, compiled: bool = False
 ) -> None:
     """Route the model's layers through DeepSpeed's checkpoint function, so that its settings take effect.
-
     transformers would use torch's function and leave DeepSpeed's section unread. `compiled`: take torch's, as
     torch.compile looks into no other; see `build.compiles_layers`.
     """
@@ -115,7 +113,6 @@ def checkpoint_activations(
 
 def _with_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
     """Let the first layer that is trained have inputs with a gradient, also where all before it is frozen.
-
     The layer is computed again from its inputs; from what has no gradient nothing would lead back to its parameters.
     A hook of the layer would come too late: before 5.23 transformers calls those within the checkpoint.
     """
@@ -126,7 +123,6 @@ def _with_gradient(checkpoint: Callable[..., Any], function: Callable[..., Any],
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
     """DeepSpeed's checkpoint during training; looked up late, so that tests can count its calls.
-
     Not for frozen layers below all that is trained: they keep nothing, and it would keep their inputs in host memory,
     with cpu_checkpointing, for a backward pass that never comes (0.19.8, checkpointing.py, CheckpointFunction).
     """
@@ -137,7 +133,6 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any) -> Any:
 
 def _mask_invalid(input: torch.Tensor, device: object = None, val: float = -1.0) -> None:
     """What DeepSpeed's `mask_nan_or_inf_with_val_inplace` does, without waiting for a GPU.
-
     A tensor as the value (0.19.8, runtime/utils.py) is copied to the GPU, and read back by `masked_fill_`.
     """
     input.masked_fill_(~input.isfinite(), val)
@@ -151,7 +146,6 @@ def spare_waits() -> None:
 
 def tie_optimizers() -> None:
     """Let the processes of ZenFlow's and SuperOffload's optimizers end with their rank.
-
     Python would end them at its own exit alone, not where a rank is killed (deepspeed 0.19.8).
     """
     for module, name in (
@@ -164,7 +158,6 @@ def tie_optimizers() -> None:
 @cache
 def keep_compiled_gradients() -> None:
     """Let torch 2.11 trace custom functions as 2.12 does.
-
     It loses, without a word, all gradients of an autograd.Function that returns a tensor which it changed in place
     (pytorch issue 180642), as DeepSpeed's linear layer of ZeRO-3 does that has a bias (0.19.8, runtime/zero/linear.py).
     2.12 filters aliases out of what forward hands on (_dynamo/variables/higher_order_ops.py, trace_forward_graph).
@@ -189,7 +182,9 @@ def rotary_frequencies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_frequencies_unchanged(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
-    """In half precision, positions beyond a few hundred turn into noise; DeepSpeed 0.18.9 cast the frequencies."""
+    """Raise RuntimeError if rotary frequencies were cast, as DeepSpeed 0.18.9 did: in half precision positions beyond a
+    few hundred turn into noise.
+    """
     for name, buffer in rotary_frequencies(model).items():
         expected = before[name].to(buffer.device)
         if buffer.dtype is not torch.float32 or not torch.equal(buffer, expected):
@@ -225,15 +220,17 @@ class UpdateVeto:
         self.grad_norm, self.vetoed = math.inf, False
 
     def _update_scale(self, real: Callable[[bool], None], overflow: bool = False) -> None:
-        """Lower fp16's loss scale at once, unless it is a veto; see `_step` for the rest."""
+        """Replace the optimizer's method: an overflow that is no veto lowers fp16's loss scale at once, any other call
+        is put off until after the update, see `_step`.
+        """
         if overflow and not self.vetoed:
             real(True)
         else:
             self._grow = partial(real, False)
 
     def _step(self, real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Let the loss scale grow after the update: DeepSpeed divides gradients by a scale that has doubled already, so
-        that an update that is not clipped has half its size (0.19.8, `step` of all its optimizers).
+        """Replace the optimizer's `step`: let the loss scale grow after the update. DeepSpeed lets it double before,
+        and then divides gradients by it, which halves an update that is not clipped (0.19.8, all its optimizers).
         """
         self._grow = None
         result = real(*arguments, **options)
@@ -242,7 +239,7 @@ class UpdateVeto:
         return result
 
     def _judge(self, scaled_norm: Any) -> bool:
-        """Return whether the update must not happen."""
+        """Note the gradient's norm, ask `may_update`, and return whether the update is vetoed."""
         scale = float(getattr(self.optimizer, "loss_scale", None) or 1.0)  # None: bf16 without ZeRO, FusedAdam (0.19.8)
         norm = float(scaled_norm) / scale
         # DeepSpeed's helpers say -1 for what is not finite.
@@ -256,7 +253,7 @@ class UpdateVeto:
         setattr(self.optimizer, name, lambda *arguments, **options: function(real, *arguments, **options))
 
     def _ask_in_zero(self, is_stage3: bool) -> None:
-        """In ZeRO DeepSpeed skips the update where the norm is infinite."""
+        """Ask where DeepSpeed's ZeRO computes the norm; a veto returns infinity, for which it skips the update."""
         norm_method = "_get_norm_groups" if is_stage3 else "scaled_global_norm"
         compute_norm = getattr(self.optimizer, norm_method)
         momentum_method = ""
@@ -284,7 +281,9 @@ class UpdateVeto:
         self._wrap(norm_method, norm_or_infinity)
 
     def _ask_without_zero(self) -> None:
-        """Without, or in BF16_Optimizer (ZeRO 1 in bf16), DeepSpeed skips the update where a gradient is infinite."""
+        """Ask before the engine's step, without ZeRO or in BF16_Optimizer (ZeRO 1 in bf16); a veto makes a gradient
+        infinite, for which DeepSpeed skips the update.
+        """
         take_model_step = self.engine._take_model_step
 
         def judge_first(lr_kwargs: Any) -> None:
@@ -316,8 +315,8 @@ class UpdateVeto:
         return torch.stack(norms).norm() if norms else torch.zeros((), device=self.engine.device)
 
     def _gradients(self) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
-        """Return this rank's, those of divided experts apart, by group; of what several ranks of one model have whole,
-        one rank alone has the gradient.
+        """Return this rank's gradients that count in the norm, and by group those of divided experts. Of parameters
+        that several ranks of one model have whole, one rank counts the gradient.
         """
         if hasattr(self.optimizer, "get_grads_for_norm"):
             gradients: tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]] = self.optimizer.get_grads_for_norm()

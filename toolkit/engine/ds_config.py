@@ -99,7 +99,6 @@ def wrong_name(key: str) -> str:
 
 def check_extra(extra: dict[str, Any], owned: Mapping[str, str], where: Mapping[str, str] | None = None) -> None:
     """Reject unknown names in ds_extra, and keys that the schema owns.
-
     `owned`: dotted DeepSpeed key -> the schema's key for it; `where`: schema key -> the position that set it.
     """
     values, wrong = dict(dotted_keys.leaves(extra)), dict.fromkeys(wrong_names(extra))
@@ -241,7 +240,6 @@ def read_key(cfg: schema.RunConfig, key: str) -> Any:
 
 def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | None = None) -> DsConfig:
     """Write a run's settings as DeepSpeed's JSON.
-
     Where `total_steps`, those of the whole run, is None and `train.max_steps` is 0, a scheduler that depends on it is
     left out, and `missing` says so.
     """
@@ -292,7 +290,6 @@ def build_ds_config(cfg: schema.RunConfig, world_size: int, total_steps: int | N
 
 def fit_reduce_bucket(values: dict[str, Any], trained: int) -> dict[str, Any]:
     """Return the JSON with buffers for gradients that are no larger than all gradients of a rank together, `trained`.
-
     DeepSpeed 0.19.8 allocates reduce_bucket_size in full, 1 GB in bf16 by default, for LoRA's few megabytes too
     (runtime/zero/stage_1_and_2.py, stage3.py).
     """
@@ -359,6 +356,7 @@ def _copy(ds: DsConfig, cfg: schema.RunConfig, section: str, *without: str) -> N
 
 
 def _batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
+    """Write batch sizes, accumulation and clipping."""
     times = mesh.accumulation(cfg, world_size)  # first: it tells of a micro-batch that is no number yet
     _same(ds, cfg, "train_batch_size", "train_micro_batch_size_per_gpu")
     why = tr(
@@ -380,7 +378,6 @@ def _batch(ds: DsConfig, cfg: schema.RunConfig, world_size: int) -> None:
 
 def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
     """Return the type in which micro-batches' gradients are added up, and why (read in DeepSpeed 0.19.8).
-
     bf16 keeps 8 bits, so sums over many micro-batches lose the small ones; fp32 is right wherever DeepSpeed can:
     stages 1 (it then takes its BF16_Optimizer), 2 and 3. Stage 0 raises "unsupported mix" unless both types agree.
     Stages 1 and 2 with an offloaded optimizer add up in host buffers of the model's type, whatever is asked here.
@@ -397,6 +394,7 @@ def _accumulation_dtype(cfg: schema.RunConfig) -> tuple[str, str]:
 
 
 def _zero(ds: DsConfig, cfg: schema.RunConfig) -> None:
+    """Write ZeRO's section, without keys that its stage and devices do not read."""
     zero = cfg.zero
     if zero.stage == 0:
         ds.put("zero_optimization.stage", zero.stage, "zero.stage")
@@ -508,6 +506,7 @@ def scheduler_section(ds: DsConfig, cfg: schema.RunConfig, total_steps: int | No
 
 
 def _named_scheduler(ds: DsConfig, cfg: schema.RunConfig, steps: int, total_steps: int | None) -> None:
+    """Write the scheduler that DeepSpeed has under a name; `steps`: those of the warm-up."""
     schedule, params = cfg.schedule, "scheduler.params."
     lowest = warmup_lowest(schedule, steps)
     why = f"= schedule.warmup_min_ratio {lowest}"
@@ -524,11 +523,7 @@ def _named_scheduler(ds: DsConfig, cfg: schema.RunConfig, steps: int, total_step
             )
         ds.put(params + "cos_min_ratio", schedule.min_lr_ratio, "schedule.min_lr_ratio")
     else:
-        ds.put(
-            params + "warmup_min_lr",
-            lowest * cfg.optim.lr,
-            f"{why} x optim.lr {cfg.optim.lr}",
-        )
+        ds.put(params + "warmup_min_lr", lowest * cfg.optim.lr, f"{why} x optim.lr {cfg.optim.lr}")
         ds.put(params + "warmup_max_lr", cfg.optim.lr, "optim.lr")
     if schedule.name is schema.ScheduleName.linear and lowest:
         ds.omit(

@@ -190,7 +190,6 @@ def import_json(
     path: str, loaded: load.LoadedConfig, world_size: int | None, *, strict: bool = False
 ) -> tuple[load.LoadedConfig, list[str]]:
     """Translate a DeepSpeed JSON into the run's settings.
-
     With `strict`, a file that contradicts the recipe is an error; else it beats the recipe, and loses to the command
     line. Returns the settings, and notes: what "auto" became, what has no effect, what is renamed.
     """
@@ -334,7 +333,7 @@ def _compare(task: SectionImport, result: load.LoadedConfig) -> None:
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Compare values of two JSONs; 1, 1.0 and a product of ratios that rounds to it are one number, true is none."""
+    """Whether values of two JSONs mean the same: numbers up to rounding, 1 and 1.0, but not 1 and true."""
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(equal(a, b) for a, b in zip(left, right, strict=True))
     if isinstance(left, (int, float)) and isinstance(right, (int, float)) and bool not in (type(left), type(right)):
@@ -600,7 +599,6 @@ def _monitors(task: SectionImport) -> None:
 
 def read_json(path: str, problems: Problems) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """Read a DeepSpeed JSON; what DeepSpeed ignores in it is left out. `problems` receives names that it does not know.
-
     Returns the nested dictionary without nulls (which mean "not given"); dotted key -> "file:line"; and dotted key -> a
     sentence about what DeepSpeed ignores or has renamed.
     """
@@ -672,7 +670,6 @@ def _without_ignored(
     section: dict[str, Any], keys: dict[str, Any], prefix: str, where: dict[str, str], notes: dict[str, str]
 ) -> dict[str, Any]:
     """Return a section of a DeepSpeed JSON without what DeepSpeed ignores in it, and with today's names.
-
     `where` (dotted key -> "file:line") receives the lines of renamed keys, `notes` (dotted key -> sentence) what became
     of keys.
     """
