@@ -104,7 +104,7 @@ def _prepare_process() -> None:
 
 
 def _of_the_machine(error: OSError) -> str | None:
-    """Return what to say of a disk or stream that fails; "" of a reader that has read enough; None of other errors."""
+    """Return the message about an error of a disk or of stdout; "" if stdout's reader closed it; None for others."""
     if error.errno not in _OF_DISKS:
         return None
     if error.filename is not None:
@@ -151,7 +151,7 @@ def end_with_launcher() -> None:
 
 
 def _lost() -> str:
-    """End with the launcher from now on, in the seconds in which this process imports too; "" or why it must end."""
+    """Let a rank end with its launcher from now on; return why it must end now if the launcher has ended, else ""."""
     with suppress(LaunchError):  # the command finds that out again, and reports it then
         ranks = environment.detect(os.environ)
         if ranks.launcher != "single":
@@ -162,7 +162,9 @@ def _lost() -> str:
 
 
 def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> None:
-    """Report it, unless another rank has. `trace`: "" for a user's mistake; `agreed`: all ranks know, rank 0 speaks."""
+    """Print an error and tell the launcher's parent the exit code, unless another rank has reported first. `trace`: the
+    traceback, "" for a user's mistake; `agreed`: all ranks raise the same error, and rank 0 prints it.
+    """
     message, trace = secrets.hide(message), secrets.hide(trace)
     rank = _number("RANK", 0)
     if failure.has_reported_peer():
@@ -176,11 +178,11 @@ def _report(message: str, code: int, trace: str = "", agreed: bool = False) -> N
                 _say(message, trace)
         return
     if trace:
-        blamed = failure.blame_peers()  # a rank that was killed breaks the collectives of the others
+        cause = failure.blame_peers()  # a rank that was killed breaks the collectives of the others
         if failure.has_reported_peer():
             return
-        if blamed:
-            message, trace = blamed, ""
+        if cause:
+            message, trace = cause, ""
     if not failure.announce_failure(rank, message + ("\n" + trace if trace else ""), code):
         return
     if not failure.has_run_folder() and _local_rank() != 0:

@@ -38,8 +38,8 @@ _PEER_S = 1.5
 def watch_failures(
     folder: Path | None, rank: int = 0, everybody: Sequence[Peer] = (), earlier_markers: Collection[int] = ()
 ) -> None:
-    """From now on this process ends itself soon after another rank has failed or was killed. `folder`: the run
-    directory, None until it is chosen; `earlier_markers`: inodes of those of earlier starts, which may seem there.
+    """Start a thread that ends this process soon after another rank has failed or was killed. `folder`: the run
+    directory, None until it is chosen; `earlier_markers`: inodes of FAILED files of earlier starts, still to be seen.
     """
     global _marker, _note, _peers, _earlier, _is_watching
     _marker, _earlier = folder / "FAILED" if folder else None, earlier_markers
@@ -99,8 +99,8 @@ def has_reported_peer() -> bool:
 
 
 def blame_peers() -> str:
-    """Report a rank whose end has broken this rank's collectives, if there is one; return what to say in place of this
-    rank's error, "" if it is its own.
+    """Find out whether this rank's error comes from a rank that has ended and so broken the collectives, and report
+    that rank; return what to say in place of the error, "" if it is this rank's own or the end was reported.
     """
     if _peers is None or _reported_peer.wait(_PEER_S) or another_has_failed():
         return ""
@@ -120,6 +120,7 @@ def finished_folder() -> Path | None:
 
 
 def _report_peer(peers: "Peers", text: str) -> None:
+    """Print that a rank was killed, unless another rank does; this process then ends (`_wait_for_failure`)."""
     if _marker is None and not peers.is_first_alive():  # without a marker to claim, one rank of a node speaks
         _reported_peer.set()
         return
@@ -131,6 +132,7 @@ def _report_peer(peers: "Peers", text: str) -> None:
 
 
 def _wait_for_failure() -> None:
+    """Watch the other ranks, and end this process after the failure of one: what the thread does."""
     while not _over.is_set():
         if (peers := _peers) is None:
             _over.wait(CHECK_EVERY_S)

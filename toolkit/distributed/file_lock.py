@@ -32,10 +32,7 @@ _CLAIM_S = 0.25
 
 
 def build_once(
-    target: Path,
-    build: Callable[[Path], None],
-    is_complete: Callable[[Path], bool],
-    status: Callable[[], str] = str,
+    target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool], status: Callable[[], str] = str
 ) -> bool:
     """Make `target` unless it is complete or another process is making it; return whether this process has.
 

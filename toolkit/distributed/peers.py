@@ -26,7 +26,7 @@ class Peers:
     def __init__(self, note: Note, everybody: Sequence[Peer]) -> None:
         self.note, self.rank, self.everybody = note, note.rank, list(everybody)
         self.ended = ""
-        """What to say of a rank that has ended nobody knows how, where a collective breaks afterwards; "" of none."""
+        """What to report if a collective breaks: that a rank has ended, where its exit status is not known; else ""."""
         self._kills = out_of_memory_kills()
         self._poll = select.poll()
         self._files: dict[int, int] = {}
@@ -43,7 +43,7 @@ class Peers:
         return all(rank > self.rank for rank in self._files.values())
 
     def wait(self, seconds: float) -> str:
-        """Wait until a rank on this node ends out of order; return what to report, "" if it reported itself."""
+        """Wait for a rank on this node to end; return what to report of one that was killed, "" if none was."""
         for handle, _ in self._poll.poll(1000 * seconds):
             rank = self._files.pop(handle)
             status = exit_status(self.everybody[rank].pid)  # at once: its launcher takes it away
@@ -60,11 +60,11 @@ class Peers:
                 )
             is_killed = self.note.folder is not None if status is None else os.WIFSIGNALED(status)
             if is_killed and not note.get("left"):
-                return self._killed(rank, status, note)
+                return self._killed_text(rank, status, note)
         return ""
 
     def silent(self, seconds: float = SILENT_S) -> str:
-        """Return what to say of ranks on other machines that do not write any more, after looking for so long."""
+        """Return what to say of ranks on other machines whose notes do not change for `seconds`; "" if all do."""
         machine = self.note.process.machine
         others = [rank for rank, peer in enumerate(self.everybody) if peer.machine != machine]
         if not others or self.note.folder is None:
@@ -79,7 +79,8 @@ class Peers:
             ranks=", ".join(f"{rank} ({self.everybody[rank].host})" for rank in gone),
         )
 
-    def _killed(self, rank: int, status: int | None, note: Mapping[str, Any]) -> str:
+    def _killed_text(self, rank: int, status: int | None, note: Mapping[str, Any]) -> str:
+        """Return what to say of a rank that was killed: by what, its last memory, and whether memory had run out."""
         peer = self.everybody[rank]
         if status is None:
             text = tr(

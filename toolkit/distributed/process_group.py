@@ -114,8 +114,8 @@ def _tie_builds() -> None:
 
 
 def own_gpu(visible: int, environ: MutableMapping[str, str]) -> int:
-    """Return which of the visible GPUs is this rank's: that of its local rank, or the only one, as where Slurm shows
-    each task its own; LOCAL_RANK is then 0, as DeepSpeed takes it for the GPU's number (0.19.8, zero/utils.py).
+    """Return the number of this rank's GPU among the visible ones: its local rank; 0 if it sees one alone, as Slurm may
+    show each task its own. LOCAL_RANK is set to 0 then, as DeepSpeed takes it for that number (0.19.8, zero/utils.py).
     """
     local_rank = int(environ["LOCAL_RANK"])
     if visible == 1:
@@ -317,8 +317,9 @@ register_rendezvous_handler(_SCHEME, lambda url, timeout, **unused: iter([meet(t
 
 
 def agree_on_store(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a name that all ranks of this start have: rank 0 answers to every name it finds, earlier starts' too.
-    RuntimeError if ranks do not come within `timeout`.
+    """Return a name that only the ranks of this start have, though the store may hold keys of earlier starts. Each rank
+    publishes a random name of its own; rank 0 answers under each with its own, which all then use. RuntimeError if a
+    rank has not come within `timeout`.
     """
     own_name = uuid.uuid4().hex
     if rank:
@@ -586,8 +587,8 @@ def take_part(name: str, tensor: torch.Tensor, number: int, count: int) -> torch
 def exchange_rows(
     rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, came: list[int] | None = None
 ) -> torch.Tensor:
-    """Send so many rows of a tensor to each rank of a group, and return those that came from each; gradients go back.
-    Without numbers all send and get the same.
+    """Send `sent[i]` rows of a tensor to rank i of a group, one rank's after another's, and return the `came[i]` rows
+    that came from each (without numbers: equally many). The gradient is exchanged the other way round.
     """
     return _Exchange.apply(rows, group, sent, came)
 

@@ -49,19 +49,14 @@ def heartbeat_file(rank: int | str) -> str:
 
 
 class Watchdog:
-    """One rank's; `hang_after_s` below 0 watches nothing. `patience_s`: for evaluations, checkpoints, first steps and
-    those after such a phase, and all steps that may be compiled anew, `recompiles`; half of it for data, so that the
-    reason is logged before the other ranks' collectives give up.
+    """Ends this rank when a phase takes too long, or other ranks show no sign of life; says why. `hang_after_s`: the
+    limit of a step; 0: learned from the steps, below 0: nothing is watched. `patience_s`: the limit of all else, and of
+    steps that may compile (the first, those after another phase, all if `recompiles`); data have half of it, so that
+    the reason is logged before the other ranks' collectives time out.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        hang_after_s: float,
-        patience_s: float,
-        recompiles: bool = False,
+        self, folder: Path, rank: int, world_size: int, hang_after_s: float, patience_s: float, recompiles: bool = False
     ) -> None:
         self.folder, self.rank, self.world_size = folder / "logs", rank, world_size
         self.hang_after_s, self.patience_s, self.recompiles = hang_after_s, patience_s, recompiles
@@ -111,21 +106,22 @@ class Watchdog:
         return max(_LEAST_S, _TIMES * statistics.quantiles(self.taken, n=100, method="inclusive")[98])
 
     def _count(self) -> None:
-        """Count, and look after the others, in every phase: the first rank after all, the others after the first."""
-        counts: dict[int, tuple[int, int]] = {}
-        times = 0
-        others = range(1, self.world_size) if self.rank == 0 else (0,)
+        """Write heartbeats, and end this rank if others write none any more: rank 0 watches all, the others rank 0."""
+        last_changes: dict[int, tuple[int, int]] = {}  # rank -> its last count of beats, and ours when that was new
+        written = 0
+        watched = range(1, self.world_size) if self.rank == 0 else (0,)
         most, every_s = max(_LOST_BEATS / self.stretch, _FEWEST_BEATS), _EVERY_S * self.stretch
         while not self._over.wait(every_s):
-            times += self._beat()  # where this one cannot write, others may not be able to either
-            if times % _LOOK_EVERY:
+            written += self._beat()  # where this one cannot write, others may not be able to either
+            if written % _LOOK_EVERY:
                 continue
-            states = self._read(others)
+            states = self._read(watched)
             for rank, state in states.items():
-                if counts.get(rank, (-1, 0))[0] != state["beats"]:
-                    counts[rank] = state["beats"], times
-            lost = [rank for rank, (_, when) in counts.items() if times - when >= most and not states[rank].get("left")]
-            # Whoever goes on needs no judge: a file server may show old files.
+                if last_changes.get(rank, (-1, 0))[0] != state["beats"]:
+                    last_changes[rank] = state["beats"], written
+            silent = [rank for rank, (_, when) in last_changes.items() if written - when >= most]
+            lost = [rank for rank in silent if not states[rank].get("left")]
+            # Not while this rank makes progress: a file server may show old files.
             if lost and time.monotonic() - self.since > most * every_s:
                 self._tell_lost(lost, states)
         self._beat(left=True)
@@ -141,7 +137,9 @@ class Watchdog:
         self._tell(text, here)
 
     def _watch(self) -> None:
-        """Look at the clock; touches no file, as a file server may be what hangs."""
+        """End this rank once its phase has taken longer than the limit. This thread touches no file, as a file server
+        may be what hangs: another thread finds out the reason, and has a limit of its own.
+        """
         while not self._over.wait(_EVERY_S):
             waited = time.monotonic() - self.since
             if waited <= self.limit():
@@ -154,7 +152,7 @@ class Watchdog:
                 os._exit(EXIT_CODE)
 
     def _beat(self, left: bool = False) -> bool:
-        """Count, and return whether that could be written. `left`: for the last time."""
+        """Write a heartbeat, and return whether that was possible; `left`: the last one, as this rank ends in order."""
         self.beats += 1
         state: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _NODE}
         state |= {"beats": self.beats, "phase": self.phase, "step": self.step, "left": left}
@@ -175,7 +173,9 @@ class Watchdog:
         return states
 
     def _end(self, waited: float) -> None:
-        """Find out who hangs, write down where this rank is, say so once, and end; unless a rank waits for its data."""
+        """Find out which ranks hang, by reading their heartbeats twice; write this rank's stacks, report once over all
+        ranks, and end. Do nothing if the phase ends meanwhile, or another rank still waits for its data.
+        """
         everybody = range(self.world_size)
         since, phase, limit = self.since, self.phase, self.limit()
         if self.world_size > UNHURRIED_RANKS and self.rank >= _JUDGES:  # or each would read the files of all
@@ -226,7 +226,7 @@ class Watchdog:
         self._tell(text, [int(state["pid"]) for state in here])
 
     def _tell(self, text: str, stopped: Iterable[int]) -> None:
-        """Say it if no other rank has, and end."""
+        """Print `text` unless another rank has reported first; end this process, and the `stopped` ones (pids)."""
         if failure.announce_failure(self.rank, text, EXIT_CODE):
             sys.stderr.write(f"Hang: {text}\n")
             sys.stderr.flush()
@@ -237,6 +237,8 @@ class Watchdog:
         os._exit(EXIT_CODE)
 
     def _accuse(self, silent: list[int], behind: list[int], ranks: dict[int, dict[str, Any]]) -> str:
+        """Return a sentence about the ranks that hang: silent ones, else those behind; `ranks`: their heartbeats."""
+
         def named(accused: list[int]) -> str:
             states = [(rank, ranks.get(rank, {})) for rank in accused]
             return ", ".join(

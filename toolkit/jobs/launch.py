@@ -30,7 +30,6 @@ _KILLED = 128
 
 def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
     """Launch a run, and again after a crash up to `run.max_restarts` times; return its exit code.
-
     `typed` are the arguments of `deepspeed`, `words` recipe and overrides of `cfg`.
     """
     folder, nodes = run_dir.make_parent(cfg), Nodes(typed, words, cfg)
@@ -65,8 +64,8 @@ def launch(typed: Sequence[str], words: Sequence[str], cfg: RunConfig) -> int:
 
 
 def _announce(run: Path, code: int, restart: int, most: int) -> bool:
-    """Say that a run died and is started again, or that it was as often as it may be; return whether it is.
-    RepeatedDeath if another start would end where this one did.
+    """Print that a run died, and return whether it is restarted: not after `most` restarts. RepeatedDeath if another
+    start would end where this one did.
     """
     saved = run_dir.newest_step(run)
     run_dir.check_repeated_death(run, saved)
@@ -95,7 +94,6 @@ def _announce(run: Path, code: int, restart: int, most: int) -> bool:
 
 def exit_code_of_run(status: Mapping[str, Any], child: int, asked: bool) -> int:
     """Return the exit code of a run, from what the ranks reported.
-
     `child` is the exit code of their launcher, negative if a signal killed it; `asked`: whether this process was asked
     to stop, and has passed that on.
     """
@@ -115,7 +113,6 @@ def exit_code_of_run(status: Mapping[str, Any], child: int, asked: bool) -> int:
 
 def should_restart(code: int, status: Mapping[str, Any], asked: bool) -> bool:
     """Whether a run that ended like this may resume by itself: after a crash, a kill, a hang, a lost launcher.
-
     Not after a disk error (74): the next checkpoint would fail too, and the steps up to it be lost again. Not when it
     ended before it had a run directory: there is nothing to resume.
     """
@@ -187,8 +184,8 @@ class Attempt:
             time.sleep(0.5)
 
     def look(self) -> bool:
-        """Print once how long it took until a run has done a new step. Return whether what is left may be killed: the
-        ranks on nodes that are there have had the time to end.
+        """Print once how long it took from the end of earlier ranks to the first new step. Return whether all that is
+        left may be killed: a node was lost so long ago that the ranks on other nodes have had the time to end.
         """
         if self.ended and (step := environment.read_status(self.environ).get("first_step")):
             seconds = f"{time.time() - self.ended:.1f}"
@@ -206,7 +203,7 @@ class Attempt:
         return bool(self._lost_at) and time.monotonic() - self._lost_at > presence.SILENT_S
 
     def end(self) -> None:
-        """Remove what the ranks were told by."""
+        """Stop watching, and remove the files by which ranks report, and by which they were asked to stop."""
         self._over.set()
         self.path.unlink(missing_ok=True)
         if self.stop:
@@ -233,7 +230,7 @@ class Attempt:
                     self.stop = stop
 
     def _end_without(self, lost: Mapping[str, float], folder: Path) -> None:
-        """Let the ranks end that wait for those of a lost node: all look for FAILED."""
+        """Write the file FAILED, for which all ranks look, so that those end that wait for ranks of a lost node."""
         environment.report_status(self.environ, code=HANG, died=time.time() - max(lost.values()))
         text = tr(
             "{hosts}: no heartbeat for {seconds} s, and no answer through ssh.",

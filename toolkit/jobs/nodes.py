@@ -66,7 +66,7 @@ class Nodes:
         return {**self.options, "--force_multi": ""}
 
     def choose_again(self, is_asked: Callable[[], bool]) -> None:
-        """Choose again after the ranks have ended; wait until enough nodes can, or this process `is_asked` to stop."""
+        """Choose nodes anew after the ranks have ended; wait until there are enough, or until `is_asked` to stop."""
         last_reason = ""
         while self.is_elastic and not is_asked():
             try:
@@ -127,7 +127,7 @@ class Nodes:
         return {host: seconds[host] for host in sorted(silent)}
 
     def _that_answer(self, named: Resources) -> Resources:
-        """Return the nodes that ranks can be started on; LaunchError if they are too few."""
+        """Return the nodes that answer through ssh; LaunchError if they are fewer than `launch.min_nodes`."""
         answering = self._answering(named)
         silent = ", ".join(host for host in named if host not in answering)
         if len(answering) < self.cfg.launch.min_nodes:
@@ -143,7 +143,7 @@ class Nodes:
         return {host: named[host] for host in answering}
 
     def _answering(self, hosts: Resources) -> list[str]:
-        """Return the nodes that let us in."""
+        """Return the nodes on which a command can be run through ssh; this machine needs none."""
         arguments = _examination(self._as_several, [], self.cfg, hosts).ssh.arguments
         command = ["ssh", *arguments, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_S}"]
 
@@ -157,7 +157,7 @@ class Nodes:
             return [host for host, does in zip(hosts, pool.map(does_answer, hosts), strict=True) if does]
 
     def _unfit(self, hosts: Resources) -> set[str]:
-        """Return the nodes that would break the run, each by itself; say why once."""
+        """Examine each node by itself; return those with an error that would break the run, and print each one once."""
         if "--no_ssh_check" in self.options:
             return set()
 
@@ -243,7 +243,6 @@ def ranks_on(hosts: Mapping[str, Sequence[int]]) -> int:
 
 def fitting(cfg: RunConfig, hosts: Resources) -> tuple[Resources, list[str]]:
     """Return as many of the nodes, first ones first, as the global batch divides over, and the overrides for that.
-
     No fewer than `launch.min_nodes` and no more than `launch.max_nodes`; LaunchError if there is no such number. The
     micro-batch becomes smaller where it does not divide a rank's share: the step computes the same all the same.
     """

@@ -33,7 +33,9 @@ def processes_above() -> Iterator[tuple[psutil.Process, list[str]]]:
 
 
 def age_s() -> float:
-    """Return how many seconds ago this process, or its launcher here, began. What restarts ranks does not count."""
+    """Return how many seconds ago this process, or its outermost launcher on this machine, was started; of a rank that
+    torchrun has restarted, this process.
+    """
     oldest = psutil.Process()
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         for parent, words in processes_above():
@@ -68,7 +70,7 @@ def typed_command(argv: Sequence[str] | None = None) -> list[str]:
 
 
 def _launcher_words(words: list[str]) -> list[str]:
-    """Return a launcher's words, begun with its name alone; [] for other programs."""
+    """Return a launcher's command line as one types it, with its name in place of its path; [] for other programs."""
     for index, word in enumerate(words[:4]):
         name = Path(word).name
         if name in TYPED_LAUNCHERS:

@@ -62,7 +62,7 @@ class Ranks:
 
 
 def detect(environ: Mapping[str, str]) -> Ranks:
-    """Return who this process is."""
+    """Return rank, world size and launcher of this process, by the variables of the launcher that started it."""
     for launcher, (rank, local_rank, world_size, local_world_size) in VARIABLES.items():
         if rank not in environ:
             continue
@@ -122,7 +122,6 @@ local_rank = 0
 
 def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
     """Set what the process group reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; threads, PATH.
-
     From here on rank 0 alone tells its user anything.
     """
     if ranks.launcher == "single" and environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
@@ -166,7 +165,6 @@ def apply(ranks: Ranks, environ: MutableMapping[str, str]) -> None:
 
 def free_port() -> int:
     """Return a port of this machine that nobody listens on right now.
-
     It is below those that Linux gives to outgoing connections (from 32768 on), which could take it before we do.
     """
     ports = random.SystemRandom().sample(range(20_000, 32_768), 100)  # leaves the seeded generator alone
@@ -178,9 +176,8 @@ def free_port() -> int:
 
 
 def meeting_port(rank_variable: str) -> int:
-    """Return a port that all ranks of this machine choose alike without a message: by the process that started them.
-
-    `rank_variable`: what mpirun sets for each rank and not for itself.
+    """Return a port that all ranks of this machine compute alike, from the id of the process that started them: the
+    nearest one above without `rank_variable`, which mpirun sets for ranks alone.
     """
     starter = os.getppid()
     for parent in psutil.Process().parents():
@@ -195,12 +192,7 @@ def meeting_port(rank_variable: str) -> int:
 
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return an environment for a process of this package that is no rank, and reports nothing to `toolkit launch`."""
-    names = {
-        STATUS_VARIABLE,
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        *(name for names in VARIABLES.values() for name in names),
-    }
+    names = {STATUS_VARIABLE, "MASTER_ADDR", "MASTER_PORT", *(name for names in VARIABLES.values() for name in names)}
     here = str(Path(__file__).resolve().parents[2])  # run.py of a checkout serves from any working directory
     path = os.pathsep.join([here, *filter(None, [environ.get("PYTHONPATH")])])
     return {**{name: value for name, value in environ.items() if name not in names}, "PYTHONPATH": path}
@@ -218,9 +210,7 @@ def strip_launcher_arguments(words: Sequence[str]) -> list[str]:
         elif name in ("--deepspeed", "--deepspeed_config", "--deepspeed-config"):
             file = value if equals else next((other for other in rest if other.endswith(".json")), "ds_config.json")
             raise LaunchError(
-                "{word}: DeepSpeed is always on here. Take your JSON with deepspeed_json={file}.",
-                word=name,
-                file=file,
+                "{word}: DeepSpeed is always on here. Take your JSON with deepspeed_json={file}.", word=name, file=file
             )
         else:
             user_words.append(word)

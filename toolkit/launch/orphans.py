@@ -30,10 +30,8 @@ _REAPERS = ("systemd", "containerd-shim", "conmon")
 
 
 def exit_with_launcher(ranks: Ranks) -> str:
-    """From now on this process gets a SIGTERM when its launcher ends, or what started that.
-
-    Nothing is done for a rank that no launcher started, or that does so already. Returns what to say if one has ended
-    already, and this process with it has to; else "".
+    """Let this rank get a SIGTERM when its launcher, or what started that, ends; nothing happens without a launcher, or
+    if it does already. Returns why the rank must end at once if one of them has ended before, else "".
     """
     is_watched = any(thread.name == _WATCH for thread in threading.enumerate())
     if is_watched or ranks.launcher not in ("deepspeed", "torchrun", *MPI_LAUNCHERS):
@@ -69,11 +67,9 @@ def _watch(pids: Sequence[int]) -> None:
 
 
 def is_orphaned(process: psutil.Process, by_kind: bool) -> bool:
-    """Return whether a process has lost the one that started it, and process 1, or a reaper, has taken it over.
-
-    `by_kind`: what takes over tells, as no rank is started by anything but a launcher. Else sessions tell, as
-    DeepSpeed's launcher may be a service, or what a container runs: then it leads its session, or is in that of its
-    parent.
+    """Return whether the parent of a process has ended, so that process 1, or a reaper, has become its parent.
+    Of a rank (`by_kind`) such a parent says enough, as launchers alone start ranks. A launcher may have been started by
+    process 1, as a service or a container's program: then it leads its session, or is in its parent's.
     """
     parent = process.parent()
     if parent is None or (parent.pid != 1 and not parent.name().startswith(_REAPERS)):

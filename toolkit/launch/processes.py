@@ -50,7 +50,6 @@ class SignalRequests:
 
 def wait_for(running: Sequence["subprocess.Popen[Any]"], requests: SignalRequests) -> list[int]:
     """Wait until all processes have ended, pass each signal on to them once; return their exit codes.
-
     They are in sessions of their own: a Ctrl-C reaches them through this process alone.
     """
     while any(process.poll() is None for process in running):
@@ -71,19 +70,17 @@ def run_launcher(
     patience_s: float,
 ) -> int:
     """Run a launcher until nothing of it is left on this machine; return its exit code, negative if a signal killed it.
-
-    Ranks are known by `environ`, which holds `status_variables`, where they are in a session of their own,
-    else by their arguments `words`. `requests` are passed on to all at once; what has lost its launcher is killed after
-    `patience_s`, and all that is left as soon as `look`, which is called several times a second, says so.
+    Signals in `requests` are passed on to all ranks (`_find_ranks`) at once. What still runs `patience_s` after the
+    launcher has ended is killed, and so is everything as soon as `look`, called several times a second, returns True.
     """
     # A session of its own: Ctrl-C reaches the ranks through us alone, and they can be found without their launcher.
     process = children.start(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
     passed = ended = 0.0
-    told, seen = environ[STATUS_VARIABLE], False
-    while (code := process.poll()) is None or _session_processes(process.pid) or _find_ranks(words, told):
+    status_file, seen = environ[STATUS_VARIABLE], False
+    while (code := process.poll()) is None or _session_processes(process.pid) or _find_ranks(words, status_file):
         now = time.monotonic()
         if requests.is_new or (requests.last and now - passed > _AGAIN_S):
-            ranks = _find_ranks(words, told)
+            ranks = _find_ranks(words, status_file)
             _send_signal(ranks, requests.last)
             seen = seen or bool(ranks)
             if not ranks and (requests.is_new or not seen):  # still starting, or all of them are on other machines
@@ -92,7 +89,7 @@ def run_launcher(
         if code is not None:
             ended = ended or now
         if look() or (code is not None and now - ended > patience_s):
-            _send_signal(_session_processes(process.pid) + _find_ranks(words, told), signal.SIGKILL)
+            _send_signal(_session_processes(process.pid) + _find_ranks(words, status_file), signal.SIGKILL)
         time.sleep(_POLL_S)
     return code
 
@@ -114,7 +111,9 @@ def _session_processes(session: int) -> list[psutil.Process]:
 
 
 def _stop_launchers(session: int) -> None:
-    """End this machine's front end and launcher, not a pdsh that names it; an mpirun passes SIGUSR1 on, and waits."""
+    """Signal the launchers of a session, but not a pdsh, whose words name one, too: SIGTERM; an mpirun gets SIGUSR1,
+    which it passes on.
+    """
     launchers, mpiruns = [], []
     for process in _session_processes(session):
         with suppress(psutil.Error):
@@ -126,17 +125,16 @@ def _stop_launchers(session: int) -> None:
     _send_signal(mpiruns or launchers, signal.SIGUSR1 if mpiruns else signal.SIGTERM)
 
 
-def _find_ranks(words: Sequence[str], told: str) -> list[psutil.Process]:
-    """Return the ranks on this machine: they have a rank, the run's words and report, and are no children of a rank.
-
-    MPICH's, and those that were started through ssh, are in a session of their own.
+def _find_ranks(words: Sequence[str], status_file: str) -> list[psutil.Process]:
+    """Return the run's ranks on this machine, also those in sessions of their own (MPICH's, and those started through
+    ssh): processes with a local rank, with these last words and this status file, whose parent is no rank.
     """
     parent_of_rank = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.cmdline()[-len(words) :] == list(words) and process.status() != psutil.STATUS_ZOMBIE:
                 environ = process.environ()
-                if _LOCAL_RANK_NAMES & environ.keys() and told in environ.get(STATUS_VARIABLE, ""):
+                if _LOCAL_RANK_NAMES & environ.keys() and status_file in environ.get(STATUS_VARIABLE, ""):
                     parent_of_rank[process.pid] = process.ppid()
     return [
         psutil.Process(pid)
