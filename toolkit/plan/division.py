@@ -15,16 +15,15 @@ from toolkit.plan.tuning_targets import SCORE
 
 
 def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
-    """Return the pipeline stages of a model as models, in the order in which they compute.
-
-    Its head has no rows where a stage lacks it; states that come in are a trained parameter of no rows, as they have a
-    gradient. What tuning adds does not count where stages are divided. ModelError for a stage that would train nothing.
+    """Return the outline of each pipeline stage, as if it were a model of its own, in the order of computing.
+    A stage without the head has one of no rows; one that receives states has a trained parameter of no rows for them,
+    as they need a gradient. Bounds are chosen without what tuning adds. ModelError if a stage would train nothing.
     """
     layers, hidden = outline.sizes["layers"], outline.sizes["hidden"]
     before = {name: shape for name, shape in outline.shapes.items() if "embed" in name}
     after = {name: shape for name, shape in outline.shapes.items() if layer_of(name) < 0 and name not in before}
     after |= {} if {HEAD, SCORE} & {*after} else {name: shape for name, shape in before.items() if not _is_added(name)}
-    inner = [{name: s for name, s in outline.shapes.items() if layer_of(name) == layer} for layer in range(layers)]
+    inner = [{key: shape for key, shape in outline.shapes.items() if layer_of(key) == layer} for layer in range(layers)]
     parts = [before, *inner, after]
     sizes = [sum(math.prod(shape) for name, shape in part.items() if not _is_added(name)) for part in parts]
     bounds = stage_bounds(sizes, layers, num_stages)
@@ -34,15 +33,15 @@ def stage_outlines(outline: Outline, num_stages: int) -> list[Outline]:
         trained, names = held.keys() & outline.trained, list(held)
         if not trained:
             raise untrained_stage(num_stages, stage, names[0], names[-1])
-        before_it = max(first - 1, 0)  # layers, which are counted from the stage's first
+        num_before = max(first - 1, 0)  # a stage counts its layers from 0
         states: Shapes = {"hidden_states": (0, hidden)} if first else {}
         head: Shapes = {HEAD: (0, hidden)} if end < len(parts) else {}
         stages.append(
             replace(
                 outline,
-                shapes={_renumbered(name, before_it): shape for name, shape in held.items()} | states | head,
-                trained=frozenset(_renumbered(name, before_it) for name in trained) | states.keys(),
-                targets=frozenset(_renumbered(name, before_it) for name in outline.targets if f"{name}.weight" in held),
+                shapes={_renumbered(name, num_before): shape for name, shape in held.items()} | states | head,
+                trained=frozenset(_renumbered(name, num_before) for name in trained) | states.keys(),
+                targets=frozenset(_renumbered(key, num_before) for key in outline.targets if f"{key}.weight" in held),
                 sizes=outline.sizes | {"layers": min(end, layers + 1) - max(first, 1)},
             )
         )
@@ -91,7 +90,6 @@ def stage_bounds(sizes: Sequence[int], layers: int, num_stages: int) -> list[int
 
 def balance_stages(sizes: Sequence[int], num_parts: int) -> list[int]:
     """Return where the parts of a sequence begin and end that differ least: as DeepSpeed divides layers by parameters.
-
     Step by step the division is kept whose largest and smallest part differ least, of equal ones the one whose last
     part is the shortest (deepspeed 0.19.8, runtime/utils.py, partition_balanced). There are more `sizes` than parts, of
     which none is empty.
@@ -153,8 +151,8 @@ def rank_part(outline: Outline, cfg: schema.RunConfig) -> Outline:
 
 
 def zero_groups(part: Outline, ranks: int) -> list[tuple[int, int, int]]:
-    """Return of a rank's part parameters, trained ones, and over how many of `ranks` ZeRO divides them: routed experts
-    over those that have the same ones.
+    """Return numbers of parameters and of trained ones, and the ranks over which ZeRO divides them: of what all `ranks`
+    have, and of routed experts, which only some ranks have alike.
     """
     size = part.sizes.get("expert_ranks", 1)
     routed = {name for name in part.shapes if size > 1 and is_routed(name)}
@@ -163,11 +161,10 @@ def zero_groups(part: Outline, ranks: int) -> list[tuple[int, int, int]]:
 
 
 def dispatched_bytes(part: Outline, states_bytes: int, recomputes: bool) -> tuple[float, int]:
-    """Return the bytes that a rank sends to those which have other experts for a micro-batch, and in how many
-    collectives: the states of each token go to each chosen expert and back, forward, backward, and in recomputation;
-    before they go, how many will.
-
-    Experts are assumed to be chosen equally often. `states_bytes`: hidden states of a micro-batch.
+    """Return how many bytes a rank sends for a micro-batch to ranks with other experts, and in how many collectives.
+    In each pass (forward, backward, recomputation) the states of each token go to each chosen expert and back; before,
+    but not in the backward pass, the numbers of rows are sent. `states_bytes`: hidden states of a micro-batch; experts
+    are assumed to be chosen equally often.
     """
     size = part.sizes.get("expert_ranks", 1)
     if size == 1:
@@ -178,12 +175,11 @@ def dispatched_bytes(part: Outline, states_bytes: int, recomputes: bool) -> tupl
 
 
 def exchanged_bytes(outline: Outline, size: int, states_bytes: int, recomputes: bool) -> tuple[float, int]:
-    """Return the bytes that a rank sends to its neighbours for a micro-batch, and in how many collectives.
-
-    Of each matrix that is split by columns the output is added up in the forward pass, and where that is computed
-    again once more, of each other one what goes back in the backward pass (deepspeed 0.19.8, module_inject/layers.py:
-    one all-reduce for each matrix, also of three that share an input); ring algorithms taken for granted.
-    `states_bytes`: hidden states of a micro-batch.
+    """Return how many bytes tensor parallelism over `size` ranks makes a rank send for a micro-batch, and in how many
+    all-reduces (rings are assumed). `states_bytes`: hidden states of a micro-batch.
+    The outputs of a matrix that is split by columns are all-reduced in the forward pass, and in recomputation; the
+    gradients of the inputs of any other split matrix in the backward pass, each matrix by itself, even if three share
+    an input (deepspeed 0.19.8, module_inject/layers.py).
     """
     if size == 1:
         return 0.0, 0

@@ -102,14 +102,14 @@ def is_countable(shapes: Shapes, sizes: Mapping[str, int]) -> bool:
 def formula(
     shapes: Shapes, sizes: Mapping[str, int], trained: Collection[str] | None = None, prefix_tokens: int = 0
 ) -> Formula:
-    """Return the FLOPs of a decoder.
-
-    `shapes` include what tuning adds; `sizes` are those of `outline.flop_sizes`; `trained` None is all;
+    """Return the FLOPs of a decoder's forward pass, backward pass, and recomputation of layers.
+    `shapes` include what tuning adds; `sizes` are those of `outline.flop_sizes`; `trained`: names, None: all;
     `prefix_tokens` are learned keys and values that every token sees besides (P-Tuning v2).
     """
     layers = sizes["layers"]
     names = shapes if trained is None else trained
-    first = min((_place_of(name, layers) for name in names), default=(layers + 1, 0))
+    # Of what is trained, the first in the order of computing: nothing before it gets a gradient.
+    first = min((_order_of(name, layers) for name in names), default=(layers + 1, 0))
     # Tokens are multiplied with matrices; LoRA's `save_modules` has trained copies, which are computed with instead.
     costs = {
         name: 2 * met_by_token(name, math.prod(shape), sizes)
@@ -123,24 +123,27 @@ def formula(
     outer = [name for name in outside if any(part in name for part in _HEAD_NAMES)]
     if not outer and outside:  # the embedding serves as both, the largest that there is
         outer = [max(outside, key=costs.__getitem__)]
-    matrices = [(costs[name], name in names, _place_of(name, layers)) for name in costs if name not in outside]
+    matrices = [(costs[name], name in names, _order_of(name, layers)) for name in costs if name not in outside]
     heads = [(costs[name], name in names, (layers, 1)) for name in outer]
-    pair = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
-    behind = sum((layer, _ATTENTION) > first for layer in range(layers))
-    again = sum(layer >= first[0] for layer in range(layers))
+    # Scores and weighted values of a layer, of a token and one that it attends to.
+    pair_flops = 2 * sizes["heads"] * (sizes["head_size"] + sizes.get("value_size", sizes["head_size"]))
+    with_gradient = sum((layer, _ATTENTION) > first for layer in range(layers))  # layers whose attention has one
+    recomputed = sum(layer >= first[0] for layer in range(layers))
 
     def rates(per_token: int, num_layers: int, per_trained_token: int) -> FlopRates:
-        return FlopRates(per_token + prefix_tokens * num_layers * pair, num_layers * pair, per_trained_token)
+        per_pair = num_layers * pair_flops
+        return FlopRates(per_token + prefix_tokens * per_pair, per_pair, per_trained_token)
 
     def backward(parts: list[tuple[int, bool, Place]]) -> int:
+        """A product for the weight's gradient if it is trained, and one for the input's if something before is."""
         return sum(cost * (is_trained + (position > first)) for cost, is_trained, position in parts)
 
     # A layer is computed again from its input, which gets a gradient whether or not something before it is trained.
     layers_again = sum(cost * (1 + (position <= first)) for cost, _, position in matrices if position[0] >= first[0])
     return Formula(
         rates(sum(cost for cost, *_ in matrices), layers, sum(cost for cost, *_ in heads)),
-        rates(backward(matrices), 2 * behind, backward(heads)),
-        rates(layers_again, again + 2 * (again - behind), 0),
+        rates(backward(matrices), 2 * with_gradient, backward(heads)),
+        rates(layers_again, recomputed + 2 * (recomputed - with_gradient), 0),
     )
 
 
@@ -150,7 +153,8 @@ def causal_pairs(lengths: Iterable[int]) -> int:
 
 
 @cache
-def _place_of(name: str, layers: int) -> Place:
+def _order_of(name: str, layers: int) -> Place:
+    """Return (layer, number in it): where a forward pass computes with a parameter; an embedding is in layer -1."""
     if name.startswith("prefix_encoder."):  # keys and values of the first layer, as of all others
         return 0, _KEYS
     if (layer := layer_of(name)) >= 0:

@@ -30,7 +30,6 @@ _FORM = 4
 
 def outline_of(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline:
     """Return what is trained, and in what; a model whose group has `model.published` needs no directory.
-
     `vocab_size`: of a random model's tokenizer; 0 takes the most that the recipe allows.
     """
     outline = cached_outline(cfg, vocab_size) or _tuned(cfg, *_measured(cfg, config_of(cfg)))
@@ -41,7 +40,7 @@ def outline_of(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline:
 
 
 def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None:
-    """Return the same; None for a model that no formula knows and that has not been measured yet."""
+    """Return what `outline_of` does, but without measuring: None for a model that needs it and was not measured yet."""
     model = cfg.model
     if model.init is schema.Init.random:
         return _taught(cfg, _tuned(cfg, *shape_of_random(vocab_size or model.shape.vocab_size, model.shape)))
@@ -60,7 +59,7 @@ def cached_outline(cfg: schema.RunConfig, vocab_size: int = 0) -> Outline | None
 
 
 def _taught(cfg: schema.RunConfig, outline: Outline) -> Outline | None:
-    """Return an outline with that of the teacher; None where it has not been measured yet."""
+    """Return the outline with its teacher's, if there is one; None if the teacher has not been measured yet."""
     if (cfg_of_teacher := _teacher(cfg)) is None:
         return outline
     teacher = cached_outline(cfg_of_teacher)
@@ -68,7 +67,7 @@ def _taught(cfg: schema.RunConfig, outline: Outline) -> Outline | None:
 
 
 def _teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
-    """Return a config of the teacher, as a model that is trained; None where there is no other model."""
+    """Return a config as if the teacher were the model to train; None if no other model is the teacher."""
     if cfg.task.kind is not schema.TaskKind.distill or not cfg.distill.teacher or objective.has_own_teacher(cfg):
         return None
     path = cfg.distill.teacher
@@ -78,7 +77,7 @@ def _teacher(cfg: schema.RunConfig) -> schema.RunConfig | None:
 
 
 def _tuned(cfg: schema.RunConfig, shapes: Shapes, sizes: Sizes, targets: Targets | None = None) -> Outline:
-    """Return a language model with the head that the task gives it, and what is trained of it."""
+    """Return a language model's outline with the head of the task, if it has one, and what tuning adds and trains."""
     if cfg.task.has_head:
         rest = {name: shape for name, shape in shapes.items() if name != HEAD}
         # Labels that only the data know are taken for two: the head is next to nothing.
@@ -125,7 +124,7 @@ def _file(cfg: schema.RunConfig) -> Path | None:
 
 
 def _measured(cfg: schema.RunConfig, config: Mapping[str, Any]) -> tuple[Shapes, Sizes, Targets]:
-    """Build the model on the meta device, in a process of its own, once for each config.json."""
+    """Build the model on the meta device, in a child process; return its shapes and sizes, and cache them."""
     cached, folder = _cache_of(cfg, config), Path(cfg.model.path).absolute()
     say("{kind} is not known by formula: its outline is measured, once.", kind=config.get("model_type"))
     try:

@@ -120,7 +120,6 @@ def _rows_of_experts(outline: Outline, tokens: int) -> tuple[int, float]:
 
 def routed_bytes(outline: Outline, rows: Rows, width: int) -> tuple[int, int]:
     """Return what the routed experts of a layer keep beyond what was measured, and what more is there at one moment.
-
     R rows are sent and N come (`Outline.received`), of H numbers; I are an expert's inner width. Kept are N gates, ups
     and activated gates, if experts are trained also their inputs and what goes into the second matrix. At one moment:
     the received rows, and again in the order of their experts, beside those that are sent; or in the backward pass two
@@ -145,7 +144,7 @@ def _mask(rows: Rows) -> int:
 
 
 class _Layer:
-    """Adds up what one layer keeps, operation by operation."""
+    """Adds up what one layer keeps for its backward pass, bytes by kind; `width`: bytes of an activation's number."""
 
     def __init__(self, outline: Outline, rows: Rows, width: int, layer: int, dropout: float) -> None:
         self.outline, self.rows, self.width, self.dropout = outline, rows, width, dropout
@@ -167,29 +166,29 @@ class _Layer:
         return f"{self.at}{module}.weight" in self.outline.trained
 
     def linear(self, kind: str, modules: tuple[str, ...], width_in: int, is_kept: bool = False) -> None:
-        """Linear layers that share one input, which something else may keep already."""
-        added = [name for name in modules if self.at + name in self.outline.targets]
-        drops, mask = self.dropout > 0, (self.width if self.rows.on_cpu else 1) if self.has_gradient else 0
+        """Add linear layers that share one input of `width_in` numbers per token; `is_kept`: it is counted already."""
+        with_lora = [name for name in modules if self.at + name in self.outline.targets]
+        drops, mask_width = self.dropout > 0, (self.width if self.rows.on_cpu else 1) if self.has_gradient else 0
         trains = any(self.trains(name) for name in modules)
-        needs = trains or (added and not drops) or (self.rows.keeps_inputs and self.has_gradient)
-        if needs and not is_kept:
+        needs_input = trains or (with_lora and not drops) or (self.rows.keeps_inputs and self.has_gradient)
+        if needs_input and not is_kept:
             self.keep(kind, self.width * width_in)
-        for name in added:
+        for name in with_lora:
             rank = self.outline.shapes[f"{self.at}{name}.lora_A.default.weight"][0]
-            self.keep("lora", self.width * rank + ((self.width + mask) * width_in if drops else 0))
-        self.has_gradient = self.has_gradient or bool(added) or trains
+            self.keep("lora", self.width * rank + ((self.width + mask_width) * width_in if drops else 0))
+        self.has_gradient = self.has_gradient or bool(with_lora) or trains
 
     def attention(self, keys: int, values: int) -> None:
-        """A fused kernel; `keys` and `values` per token."""
-        rows, wide = self.rows, self.size["heads"] * self.size["head_size"]
-        self.keep("attention", self.width * (2 * wide + keys + values) + 4 * self.size["heads"])
+        """Add a fused kernel: queries, outputs, `keys` and `values` numbers per token, and a float32 for each head."""
+        rows, query_width = self.rows, self.size["heads"] * self.size["head_size"]
+        self.keep("attention", self.width * (2 * query_width + keys + values) + 4 * self.size["heads"])
         self.bytes["attention"] += rows.rows * rows.prefix * self.width * (keys + values)
         if rows.mask_per_layer:
             self.bytes["mask"] += _mask(rows)
         self.has_gradient = True
 
     def mlp(self, first: tuple[str, ...], last: str, inner_copies: int) -> None:
-        """A feed-forward layer, which keeps its inner states so many times; in pieces it is computed again."""
+        """Add a feed-forward layer, which keeps `inner_copies` of its inner states, or in pieces only its input."""
         if self.rows.mlp_pieces > 1:
             names = (*first, last)
             self.has_gradient |= any(self.trains(name) or self.at + name in self.outline.targets for name in names)
@@ -346,7 +345,9 @@ def longest_rows(outline: Outline, cfg: schema.RunConfig, on_cpu: bool = False) 
 
 
 class _Rank:
-    """One rank, which has `outline` of the model; `in_flight`: micro-batches whose activations are there at once."""
+    """The memory of one rank, by kind and phase. `outline`: the part of the model that it has; `world`: all ranks;
+    `in_flight`: micro-batches whose activations it holds at once, as stages of a pipeline do.
+    """
 
     def __init__(self, outline: Outline, cfg: schema.RunConfig, world: int, on_cpu: bool, in_flight: int = 1) -> None:
         self.outline, self.cfg, self.world, self.on_cpu, self.in_flight = outline, cfg, world, on_cpu, in_flight
@@ -374,6 +375,7 @@ class _Rank:
         return -(-elements // self.ranks)
 
     def memory(self) -> RankMemory:
+        """Return the bytes at the peak of each phase; a CPU rank's host memory is part of its device's."""
         stage = _STAGES[self.cfg.zero.stage](self)
         stage = replace(stage, at_rest=stage.at_rest | self.teacher())
         forward = self.forward(stage)
@@ -405,8 +407,8 @@ class _Rank:
         return RankMemory(device=device, host={})
 
     def teacher(self, is_ahead: bool = False) -> Parts:
-        """Another model that only runs forward: its weights, or under stage 3 a part and the layers that are gathered;
-        its states in front of the output layer.
+        """Return the bytes of distillation's teacher, which only runs forward: its weights (under stage 3 this rank's
+        part, and the layers that are gathered), and one layer's states. `is_ahead`: whether it runs before training.
         """
         other = self.outline.teacher
         if other is None or bool(self.cfg.distill.top_k) != is_ahead:
@@ -420,8 +422,8 @@ class _Rank:
         return {"teacher": self.weight * (size + layer * self.rows.tokens)}
 
     def weights(self) -> int:
-        """Bytes of all weights; QLoRA has the layers' matrices and experts in 4 bits, and 1/64 byte of statistics, and
-        expands one matrix of a layer's experts at a time.
+        """Return the bytes of all weights. QLoRA has the layers' matrices and experts in 4 bits, with 1/64 byte of
+        statistics for each number, and expands the experts of one matrix of a layer at a time.
         """
         if self.cfg.tuning.method is not schema.TuningMethod.qlora:
             return self.weight * self.all
@@ -432,7 +434,7 @@ class _Rank:
         return self.weight * (self.all - small + max(stacks, default=0)) + small // 2 + small // 64
 
     def forward(self, stage: "_Stage") -> Parts:
-        """At the end of a forward pass, when everything is kept for the backward pass, and its beginning."""
+        """Return the bytes when all is kept for the backward pass, or of stage 3 while it gathers, if that is more."""
         parts = self.activations() | {"loss": self.loss()}
         zero = self.cfg.zero
         if zero.stage == 3 and self.all <= zero.stage3_max_live_parameters:
@@ -445,7 +447,7 @@ class _Rank:
         return parts | (stage.accumulated if mesh.accumulation(self.cfg, self.world) > 1 else {})
 
     def gathered(self, ahead: bool = True) -> Parts:
-        """Stage 3: the layers that are gathered at the moment, and those on their way."""
+        """Return the bytes of the layers that stage 3 has gathered, and if `ahead` of those being prefetched."""
         zero = self.cfg.zero
         if zero.stage != 3:
             return {}
@@ -454,7 +456,7 @@ class _Rank:
         return {"gathered": self.weight * min(live + coming, 2 * self.all)}
 
     def activations(self) -> Parts:
-        """Activations by kind."""
+        """Return the bytes of activations by kind: those kept for the backward pass, and those of one layer in it."""
         rows, dropout, sizes = self.rows, self.cfg.tuning.dropout, self.outline.sizes
         inner = self.weight * sizes["inner"] * -(-rows.tokens // rows.mlp_pieces)
         routed = routed_bytes(self.outline, rows, self.weight)[1]
@@ -470,8 +472,8 @@ class _Rank:
         return {"layer inputs": inputs, **last, **computed}
 
     def scaled(self) -> int:
-        """What one product in FP8 makes of its matrices, of the layers' largest: both in 8 bits, the larger before that
-        in float32. torch.compile makes less.
+        """Return the bytes of an FP8 product with the largest matrix: both factors, and the larger one in float32
+        (torch.compile does without).
         """
         matrices = [shape for name, shape in self.outline.shapes.items() if layer_of(name) >= 0 and len(shape) == 2]
         rows, columns = max(matrices, key=math.prod)
@@ -479,7 +481,7 @@ class _Rank:
         return 5 * max(sizes) + min(sizes)
 
     def loss(self, with_gradients: bool = True) -> int:
-        """The output layer's; its logits are computed a chunk at a time, but for what models/loss.py names."""
+        """Return the bytes of output layer and loss, computed in chunks except as models/loss.py says."""
         rows, (vocab, hidden) = self.rows, self.outline.vocabulary
         has_more = any("lm_head.lora_A" in name or "lm_head.modules_to_save" in name for name in self.outline.shapes)
         if self.cfg.kernels.loss is schema.LossKernel.full or has_more or self.outline.sizes.get("logits_change"):
@@ -501,7 +503,9 @@ class _Rank:
         return inputs + matrix + logits + (min(matrix, CHUNK_BYTES) if self.is_half else 0)
 
     def evaluation(self) -> Parts:
-        """Rows of the same size forward, nothing kept; or answers, if they take more."""
+        """Return the bytes of an evaluation: of a forward pass over rows as large as in training, which keeps nothing,
+        or of generating answers, if that takes more.
+        """
         rows, sizes, asked = self.rows, self.outline.sizes, self.cfg.evaluate
         layer = self.weight * (4 * sizes["inner"] + 4 * sizes["hidden"])
         single_token = replace(rows, rows=1, length=1, parts=1)
@@ -518,7 +522,7 @@ class _Rank:
         return parts | self.gathered()
 
     def host(self) -> Parts:
-        """What is offloaded."""
+        """Return the bytes of host memory for what is offloaded, by kind."""
         zero, part = self.cfg.zero, self.own_trained
         parts: Counter[str] = Counter()
         if zero.offload_optimizer.device is schema.Device.cpu:
@@ -541,9 +545,8 @@ class _Rank:
         return {kind: count for kind, count in parts.items() if count}
 
     def page_locked(self) -> Parts:
-        """What page-locked blocks take besides: torch 2.13 rounds each up to a power of two and keeps freed ones
-        (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block).
-
+        """Return the bytes that page-locked blocks take beyond what is in them: torch 2.13 rounds each up to a power of
+        two and keeps freed ones (ATen/core/CachingHostAllocator.h: allocate, maybe_cache_block).
         Blocks of DeepSpeed 0.19.8: below stage 3 of each group (those of one rate and decay taken for all) the master
         weights, their gradients and a copy in the model's type, and each accumulated gradient (stage_1_and_2.py); under
         stage 3 all gradients, those of a tile, each offloaded weight, and then all trained ones (stage3.py).
@@ -604,7 +607,6 @@ def _stage0(rank: _Rank) -> _Stage:
 
 def _stage1(rank: _Rank) -> _Stage:
     """Weights w P, states (4 + s) X / N, gradients w X, and w X / N of them reduced.
-
     In bf16 by DeepSpeed's BF16_Optimizer: gradients w X, and 4 X in float32.
     """
     weight, trained = rank.weight, rank.trained
@@ -693,7 +695,7 @@ def _at_rest_below_3(rank: _Rank) -> Parts:
 
 
 def _before_states(rank: _Rank, at_rest: Parts, is_flattened: bool = True) -> Parts:
-    """Return what is there before the optimizer's states; a copy of weights to flatten is freed before them."""
+    """Return the bytes before the optimizer's states exist; a copy of the weights, for flattening, is freed by then."""
     if rank.offloads:
         return at_rest
     optimizer = at_rest["optimizer"] - int(rank.states * rank.own_trained)

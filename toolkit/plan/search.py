@@ -65,7 +65,7 @@ def expert_sizes(outline: Outline, world_size: int) -> list[int]:
 
 
 def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
-    """Whether config/rule_tables.py rejects a config; with `keys` whether it rejects these or they are not read."""
+    """Whether config/rule_tables.py rejects a config; with `keys`, whether one of these is rejected or not read."""
     broken = {rule.key for rule in (*rule_tables.INCOMPATIBLE, *rule_tables.INCOMPATIBLE_OF_MODELS) if rule.broken(cfg)}
     broken |= {
         row.key for row in rule_tables.REQUIRES if row.is_on(cfg) and not all(met(cfg) for met in row.needs.values())
@@ -77,8 +77,8 @@ def _is_contradictory(cfg: RunConfig, keys: Collection[str] = ()) -> bool:
 
 
 def fastest(layouts: Sequence[Layout]) -> Layout | None:
-    """Return the fastest that fits; of equally fast ones (2 %) the simplest that leaves 5 % of the memory free, or
-    where none does the simplest.
+    """Return the fastest layout that fits, None if none does. Among those within 2 % of its time, the first (simplest)
+    that leaves 5 % of the memory free is taken, or else the first.
     """
     fitting = [layout for layout in layouts if layout.fits]
     if not fitting:
@@ -91,7 +91,7 @@ def fastest(layouts: Sequence[Layout]) -> Layout | None:
 def with_layout(
     cfg: RunConfig, stage: int, optimizer: Device, parameters: Device, recomputes: bool, micro: int
 ) -> RunConfig:
-    """Return a copy with other choices."""
+    """Return a copy of a config with another layout; other keys that contradict it are set to what goes with it."""
     other = deepcopy(cfg)
     other.zero.stage = stage
     other.zero.offload_optimizer.device, other.zero.offload_param.device = optimizer, parameters

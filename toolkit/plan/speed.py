@@ -49,7 +49,6 @@ class Rates:
 
 def assumed(machine: Machine, dtype: str) -> Rates:
     """Return assumed rates: half of a datasheet's FLOP/s, 80 % of its memory's and links' bandwidth.
-
     Between nodes 25 GB/s (200 Gbit/s) per node; at least 5 ms for a micro-batch and 50 microseconds for a collective.
     """
     if machine.on_cpu:
@@ -137,17 +136,16 @@ def _prefetches(outline: Outline, zero: schema.ZeroConfig) -> bool:
 
 
 def _other_passes(cfg: schema.RunConfig) -> int:
-    """Return how many passes of the model have no gradients: of the reference, for KTO as many again of questions with
-    others' answers, and of the model as its own teacher.
+    """Return how many forward passes without gradients a micro-batch has: one of a reference; for KTO one more of model
+    and of reference, on questions with others' answers; and one of a model that is its own teacher.
     """
     is_kto, by_reference = cfg.preference.loss is schema.PreferenceLoss.kto, objective.has_reference_in_step(cfg)
     return by_reference + is_kto * (1 + by_reference) + objective.has_own_teacher(cfg)
 
 
 def _ring(rates: Rates, machine: Machine, span: int, apart: int = 1) -> float:
-    """Return the bytes per second that a rank sends in a ring of every `apart`th of `span` ranks.
-
-    A ring passes from each node to the next once; those that lie side by side share what joins the nodes.
+    """Return the bytes/s that a rank sends in a ring of every `apart`th of `span` ranks. Such a ring crosses from each
+    node to the next once, as do the `apart` - 1 rings beside it, which share the link between nodes.
     """
     if not rates.node_link or span <= machine.ranks:
         return rates.node_link or rates.link
@@ -164,16 +162,17 @@ def _all_to_all(rates: Rates, machine: Machine, span: int) -> float:
 def _communication(
     outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates
 ) -> tuple[float, float]:
-    """Return the seconds of a step in which ranks send, and those of them in which they compute nothing.
-
-    `part`: a rank's of the model. ZeRO 2 reduces the gradients of each micro-batch to all ranks (deepspeed 0.19.8,
-    stage_1_and_2.py, average_tensor with `use_multi_rank_bucket_allreduce`), ZeRO 3 to the rank that keeps them.
+    """Return the seconds of a step in which ranks send, and those of them that cannot overlap with computing. `part`: a
+    rank's outline.
+    ZeRO 2 reduces the gradients of each micro-batch to all ranks (deepspeed 0.19.8, stage_1_and_2.py, average_tensor
+    with `use_multi_rank_bucket_allreduce`), ZeRO 3 to the rank that keeps them.
     """
     zero, stages, tensor = cfg.zero, cfg.parallel.pipeline, cfg.parallel.tensor
     weight, times = WIDTHS[cfg.precision.dtype], mesh.accumulation(cfg, machine.world_size)
     span = machine.world_size // stages
     world, is_gathered = span // tensor, zero.stage == 3 and rates.gather > 0
-    gradients = weights = 0.0  # seconds: of those of a micro-batch, in one direction, and of all weights once
+    # Seconds to reduce the gradients of a micro-batch to their owners, and to gather all weights once.
+    gradients = weights = 0.0
     for count, trained, ranks in division.zero_groups(part, world):
         link = rates.gather if is_gathered else _ring(rates, machine, span, span // ranks)
         gradients += weight * trained / stages * (ranks - 1) / ranks / link
@@ -185,7 +184,7 @@ def _communication(
     copies = zero.zero_hpz_partition_size
     if rates.node_link and 1 < copies <= machine.ranks:  # ZeRO++: weights for the backward pass come from the own node
         gathers += weight * part.num_parameters / stages * (copies - 1) / copies / rates.node_link - weights
-    # Updated weights are gathered once per step, as many bytes as their gradients.
+    # By stage; below 3, updated weights are gathered once per step, as many bytes as their gradients.
     sent = (2 * gradients, 3 * gradients, (2 * times + 1) * gradients, times * (gathers + gradients))[zero.stage]
     if world > 1 and not is_gathered:
         collectives = 3 * outline.sizes["layers"] * times if zero.stage == 3 else 2 + times  # large buckets
@@ -199,7 +198,7 @@ def _communication(
 
 
 def _exchanged(outline: Outline, part: Outline, cfg: schema.RunConfig, machine: Machine, rates: Rates) -> float:
-    """Return the seconds of a micro-batch in which ranks that share its rows, or experts, send activations."""
+    """Return the seconds of a micro-batch in which a rank sends activations, as layers, experts or rows are divided."""
     rows, weight, tensor = longest_rows(outline, cfg), WIDTHS[cfg.precision.dtype], cfg.parallel.tensor
     states, recomputes = rows.tokens * outline.sizes["hidden"] * weight, cfg.train.activation_checkpointing.enabled
     sums, num_sums = division.exchanged_bytes(outline, tensor, states, recomputes)

@@ -55,8 +55,7 @@ def plan_lines(
         _time_line(recipe_layout, rates),
         "",
         tr(
-            "All layouts with the same global batch of {size} sequences, the fastest first:",
-            size=cfg.batch.global_size,
+            "All layouts with the same global batch of {size} sequences, the fastest first:", size=cfg.batch.global_size
         ),
         *_layout_table(layouts),
         "",
@@ -67,7 +66,7 @@ def plan_lines(
 
 
 def _tight_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
-    """Return that the fastest layout leaves hardly any memory, if so, and the fastest that leaves some."""
+    """Return a line if the fastest layout leaves hardly any memory, with the fastest one that leaves some."""
     if not best.is_tight:
         return []
     share = f"{100 * best.peak / best.usable_bytes:.0f}"
@@ -95,7 +94,7 @@ def _beyond(cfg: RunConfig) -> set[str]:
 
 
 def _kept_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[str]:
-    """Return the fastest layout with all that was asked beyond ZeRO's stages, where `best` is without some of it."""
+    """Return a line if `best` switches off features of the recipe (BEYOND), with the fastest layout that has all."""
     lost = _beyond(cfg) - _beyond(best.cfg)
     if not lost:
         return []
@@ -113,6 +112,7 @@ def _kept_line(cfg: RunConfig, best: Layout, layouts: Sequence[Layout]) -> list[
 
 
 def _leanest_line(layouts: Sequence[Layout]) -> str:
+    """Return a line about the layout that takes the least memory."""
     fitting = [layout for layout in layouts if layout.fits]
     leanest = min(fitting, key=lambda layout: (layout.peak, layout.time.seconds))
     return tr(
@@ -124,6 +124,7 @@ def _leanest_line(layouts: Sequence[Layout]) -> str:
 
 
 def _unknown(recipe_layout: Layout, machine: Machine, rates: Rates, divides: bool) -> list[str]:
+    """Return notes on what the plan does not know; `divides`: whether experts are divided in some layout."""
     zero, card, dtype = recipe_layout.cfg.zero, machine.card, recipe_layout.cfg.precision.dtype.value
     is_npu = card is not None and not card.capability
     notes = (
@@ -217,15 +218,15 @@ def _time_line(layout: Layout, rates: Rates) -> str:
 
 
 def _layout_table(all_layouts: Sequence[Layout]) -> list[str]:
-    """Return of each layout the micro-batch, and division of experts, that is the fastest to fit, or the leanest where
-    none fits; the fastest first.
+    """Return a table with a line for each combination of stage, offloading, recomputation and whether experts are
+    divided: its fastest layout that fits, or else the one with the lowest peak. The fastest comes first.
     """
     groups: dict[tuple[Any, ...], list[Layout]] = {}
     for layout in all_layouts:
         cfg = layout.cfg
-        places = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
+        zero = cfg.zero.stage, cfg.zero.offload_optimizer.device, cfg.zero.offload_param.device
         recomputes, divides = cfg.train.activation_checkpointing.enabled, cfg.parallel.expert > 1
-        groups.setdefault((*places, recomputes, divides), []).append(layout)
+        groups.setdefault((*zero, recomputes, divides), []).append(layout)
     rows = []
     for layouts in groups.values():
         fitting = [layout for layout in layouts if layout.fits]
