@@ -51,7 +51,7 @@ def check_divides(model: PreTrainedModel, ranks: int) -> None:
 
 
 def keep(model: PreTrainedModel, rank: int, ranks: int, group: str) -> dict[str, slice]:
-    """Leave of each layer's experts those of one of `ranks`, whose group DeepSpeed knows by a name; see `divide`."""
+    """Keep in each layer only the experts of rank `rank` of `ranks`, DeepSpeed's group `group`; returns as `divide`."""
     stored = dict.fromkeys(weights.shapes_of(model), slice(None))
     for name, parameter in parameters_of(model).items():
         module, _, leaf = name.rpartition(".")

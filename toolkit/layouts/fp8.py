@@ -35,23 +35,23 @@ _ROUTERS, _INDEXER = {"gate", "router"}, "indexer"
 def _scaled(
     matrix: torch.Tensor, axis: int | None, dtype: torch.dtype, power: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix in an 8-bit type, and what undoes its scale: one number, or along `axis` one for each slice.
-    `power`: scales are powers of two.
+    """Return a matrix scaled to the range of an 8-bit type, and the factor that undoes the scale: one number, or one
+    for each slice along `axis`. `power`: scales are rounded down to powers of two.
     """
     largest = matrix.abs().amax() if axis is None else matrix.abs().amax(axis, keepdim=True)
-    most = torch.finfo(dtype).max
-    scale = (most / largest.double().clamp(min=_LEAST)).float()
+    type_max = torch.finfo(dtype).max
+    scale = (type_max / largest.double().clamp(min=_LEAST)).float()
     if power:
         scale = scale.log2().floor().exp2()
-    in_range = matrix.to(torch.float32, copy=True).mul_(scale).clamp_(-most, most)
+    in_range = matrix.to(torch.float32, copy=True).mul_(scale).clamp_(-type_max, type_max)
     return in_range.to(dtype), scale.reciprocal()
 
 
 def _product(
     left: torch.Tensor, right: torch.Tensor, fp8: Fp8, *, gradient: bool = False, by_column: bool = True
 ) -> torch.Tensor:
-    """Return a product in bf16. `gradient`: whether `left` is one; `by_column`: whether each column of `right` has its
-    own scale where rows of `left` have.
+    """Return the product in bf16 of two matrices, multiplied in FP8. `gradient`: whether `left` is a gradient, which
+    tensorwise takes a wider range; `by_column`: unless tensorwise, whether each column of `right` has its own scale.
     """
     by_row = fp8 is not Fp8.tensorwise
     dtype = torch.float8_e5m2 if gradient and not by_row else torch.float8_e4m3fn
@@ -79,7 +79,7 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,), (states, weight), fp8 = gradients, ctx.saved_tensors, ctx.fp8
-        of_states = of_weight = None
+        of_states = of_weight = None  # the gradients by them
         if ctx.needs_input_grad[0]:
             of_states = _product(gradient, weight, fp8, gradient=True, by_column=fp8 is Fp8.rowwise)
         if ctx.needs_input_grad[1] and fp8 is Fp8.rowwise_with_gw_hp:

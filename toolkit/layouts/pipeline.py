@@ -55,8 +55,9 @@ def part_names(model: PreTrainedModel, num_stages: int) -> list[str]:
 
 
 def stage_bounds(model: PreTrainedModel, num_stages: int, num_scores: int = 0) -> list[int]:
-    """Return where stages begin and end in `part_names`. By all parameters of a model without adapter, even empty.
-    `num_scores`: of the head that will take the place of the output layer, 0 if none does.
+    """Return the indices in `part_names` at which stages begin, and the end, so that stages have about equally many
+    parameters, trained or not. `model`: without an adapter, perhaps empty. `num_scores`: of the head that will replace
+    the output layer, 0 if none does.
     """
     parts = [model.get_submodule(name) for name in part_names(model, num_stages)]
     layers = sum(isinstance(part, GradientCheckpointingLayer) for part in parts)
@@ -67,11 +68,7 @@ def stage_bounds(model: PreTrainedModel, num_stages: int, num_scores: int = 0) -
 
 
 def stage_parameters(
-    model: PreTrainedModel,
-    num_stages: int,
-    stage: int,
-    tuning: schema.TuningConfig | None = None,
-    num_scores: int = 0,
+    model: PreTrainedModel, num_stages: int, stage: int, tuning: schema.TuningConfig | None = None, num_scores: int = 0
 ) -> dict[str, slice]:
     """Return the names of the parameters that a stage of an empty model holds, and that it has all of their rows; of
     tied ones the first name. ModelError where freezing by `tuning` would leave a stage nothing to train. `num_scores`:
@@ -101,7 +98,7 @@ def check_trained(model: PreTrainedModel, bounds: list[int]) -> None:
 
 
 def keep_only(model: PreTrainedModel, names: list[str], own_parts: list[str]) -> None:
-    """Let a model compute what its parts `own_parts`, of all `names`, compute from the hidden states before them."""
+    """Replace a model's parts, of all `names`, that are not among `own_parts` by ones that hand their input on."""
     for name in names:
         if name not in own_parts:
             model.set_submodule(name, _HandOn(model.get_submodule(name)))
@@ -127,13 +124,13 @@ class PipelineStage(PipelineModule):
             if tuned.settings:
                 adapters.attach_adapter(full, tuned.settings, tuned.base)
             trained = {*structure.trained_names(model)}
-            for name, each in full.named_parameters():
-                each.requires_grad_(name in trained)
+            for name, parameter in full.named_parameters():
+                parameter.requires_grad_(name in trained)
         parts = [model.get_submodule(name) for name in names]
         specs: list[LayerSpec] = [LayerSpec(_Named, name, part) for name, part in zip(names, parts, strict=True)]
-        in_head = {id(each) for each in parts[-1].parameters()}
-        if any(each.requires_grad and id(each) in in_head for each in parts[0].parameters()):
-            # A head that is the embedding stands in it twice, under the embedding's name. Frozen it needs no exchange.
+        in_head = {id(parameter) for parameter in parts[-1].parameters()}
+        if any(parameter.requires_grad and id(parameter) in in_head for parameter in parts[0].parameters()):
+            # A tied embedding is on the first and the last stage, under one name; trained, its gradients are exchanged.
             for index in (0, -1):
                 weight = f"{names[0]}.weight"
                 specs[index] = TiedLayerSpec("embedding", _Named, names[0], parts[index], tied_weight_attr=weight)
@@ -184,8 +181,8 @@ class PipelineStage(PipelineModule):
         return self.finish(model, batch)
 
     def gathered(self, only: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and value of all parameters, or of `only` some, on rank 0's CPU, empty on others. A collective,
-        tensor by tensor.
+        """Yield name and full value of the parameters of all stages, or of those among `only`, on rank 0's CPU; on
+        other ranks the value is empty. A collective, tensor by tensor.
         """
         named = self.__dict__["stage"].named_parameters()
         parameters = {name: parameter for name, parameter in named if only is None or name in only}

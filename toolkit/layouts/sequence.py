@@ -96,12 +96,12 @@ def part_attention(
     learned: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention over whole rows, of which this rank has S / P tokens, in segments or not, [B, S / P, H,
-    D]; not `in_parts` that of `sample_attention`. A module that is not causal attends by the mask, of whole rows. Keys
-    before those of the tokens are learned ones; the first `learned` of the tokens are, too. These see themselves
-    alone, so each rank computes them all: their gradients on each rank are those through its heads, or its tokens, and
-    add up over the group.
+    """Return attention over whole rows, of which this rank has S / P tokens, [B, S / P, H, D]; if not `in_parts`, that
+    of `sample_attention`. A causal module needs no mask; another attends by the mask of whole rows.
 
+    Keys beyond those of the tokens are learned ones in front (P-Tuning v2); so are the first `learned` tokens (a soft
+    prompt). Learned tokens attend only to each other, so each rank computes them all; their gradients on a rank are
+    those through its heads, or its tokens, and add up over the group.
     `query`: [B, H, S / P, D]; `key`, `value`: the same with as many heads as keys have.
     """
     if not in_parts:
@@ -138,10 +138,10 @@ def part_attention(
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
     """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
 
-    There remain `input_ids`, `position_ids`, `segment_ids`, `seen_until` [B, S / P]; `places`, `targets`, and what else
-    is known of trained tokens, of those whose loss is this rank's, as a loss stands at the token before; what tells of
-    segments and of whole samples; `part`, int64 [2]; and of whole rows [B, S] `row_segments` and `row_ids`, in which
-    ChatGLM-6B finds positions and mask.
+    `input_ids`, `position_ids`, `segment_ids`, `seen_until` are cut to [B, S / P]; `places`, `targets` and other
+    columns of trained tokens to those whose loss is this rank's, which has the token before. Columns of segments and
+    samples stay. Added are `part` (part, parts), int64 [2], and `row_segments` and `row_ids` of whole rows [B, S], from
+    which ChatGLM-6B makes positions and mask.
     """
     if parts == 1:
         return batch
@@ -163,8 +163,9 @@ def local_part(batch: Batch, part: int, parts: int) -> Batch:
 
 
 def _exchange(states: torch.Tensor, learned: int = 0) -> torch.Tensor:
-    """Give each rank a piece of dimension 1, and join what comes along dimension 2. Of the `learned` in front, keys or
-    values that each rank has with all heads, [B, heads, learned + S / P, D], there remain those of its heads.
+    """Send each rank its piece of dimension 1, and join the pieces that come along dimension 2: all heads of some
+    tokens become some heads of all tokens, or back. `learned`: so many tokens in front, which each rank has already
+    with all heads, are not sent; those of its heads remain.
     """
     assert _group is not None
     ranks = dist.get_world_size(_group)

@@ -214,7 +214,9 @@ class SpanTokenizer:
         return joined, mask
 
     def _trained_ids(self, piece: str, ids: list[int], begin: int, stop: int) -> tuple[int, int] | None:
-        """Return which ids of a piece belong to a span of its characters, None if they cannot be told."""
+        """Return the first id of a piece that belongs to the span `begin`:`stop` of its characters, and the one after
+        the last; None if the piece does not begin with an opening up to there, or ends otherwise.
+        """
         opening = next((text for text in self.opening_ids if len(text) == begin and piece.startswith(text)), "")
         start = len(self.opening_ids.get(opening, ()))
         control = self._closings.search(piece, begin)
@@ -277,7 +279,9 @@ class SpanTokenizer:
         return self._mask_to_end(encoding.ids, tokens)
 
     def _encode_slowly(self, text: str, spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask by a tokenizer without offsets: by the ids that the text's beginnings share with it."""
+        """Return ids and mask by a tokenizer without offsets. Where a span begins and ends in the ids is told by the
+        ids that the text and its beginning up to there share.
+        """
         is_covered, borders = BREAKS.search(text) is not None, [0]
 
         def tokens(part: str) -> list[int]:
@@ -303,7 +307,9 @@ class SpanTokenizer:
         return self._mask_to_end(ids, [(shared(begin), shared(stop)) for begin, stop in spans])
 
     def _mask_to_end(self, ids: list[int], spans: Sequence[Span]) -> Encoded:
-        """Return ids and mask: what is trained of an answer goes up to its end token."""
+        """Return ids and mask of trained `spans` of ids, each cut after its end token, or lengthened by the one that
+        follows it. If the last span ends the text, what follows it is cut off, and an end token is added if it lacks.
+        """
         end = self.end_id
         mask: list[bool] = []
         for begin, stop in spans:
@@ -325,8 +331,8 @@ def _begins_with(ids: list[int], prompt: list[int]) -> bool:
 
 
 def _token_at(encoding: Any, position: int) -> int:
-    """Return the first token that begins at or after a character; one that straddles it, as a token may that ends an
-    answer together with what follows, belongs to what precedes.
+    """Return the first token that begins at or after a character position. A token across it (one may join the end of
+    an answer and what follows) belongs to what precedes.
     """
     length = len(encoding)
     for index in range(position, position + 8):  # characters that the tokenizer drops belong to no token

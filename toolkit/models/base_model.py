@@ -54,7 +54,9 @@ def base_of(model: PreTrainedModel, path: Path) -> BaseModel:
 
 
 def fingerprint_of(parameter: torch.Tensor) -> list[float]:
-    """Return some of a parameter's numbers, from all over it; none of an empty one. A collective of divided experts."""
+    """Return a few numbers of a parameter, evenly spaced; [] of one on the meta device. A collective for experts that
+    are divided over ranks, and for partitioned parameters.
+    """
     if parameter.is_meta:
         return []
     if fingerprint := getattr(parameter, "fingerprint", None):  # of one in 4 bits, as it was before
@@ -121,7 +123,9 @@ def find_base(folder: Path, override: str = "") -> Path:
 
 
 def base_numbers(model: PreTrainedModel) -> dict[str, list[float]]:
-    """Return the numbers of the base in memory, without quantised or divided ones. A collective under ZeRO-3."""
+    """Return the fingerprints of the base model's frozen parameters in memory, by name, without quantised and divided
+    ones. A collective under ZeRO-3.
+    """
     recorded, numbers = model.tuned.base.numbers, {}
     for name, parameter in model.named_parameters():
         of_base = name.replace(".base_layer", "").replace(".original_module", "")

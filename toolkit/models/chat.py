@@ -42,21 +42,10 @@ _CHAT_TEMPLATE = (
 TOKENIZER = "tokenizer: "
 """Before the names of a tokenizer's parts in what identifies the data of a run."""
 _LARGEST_TEMPLATE_BYTES = 1_000_000
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "tekken.json",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
-def fit_tokenizer(
-    texts: Callable[[], Iterable[str]],
-    vocab_size: int,
-    folder: Path,
-) -> PreTrainedTokenizerFast:
+def fit_tokenizer(texts: Callable[[], Iterable[str]], vocab_size: int, folder: Path) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer trained on the texts, with GLM's special tokens and chat template. It is kept
     in `folder`/tokenizers/FINGERPRINT. `texts` is called twice; `vocab_size` counts the special tokens.
     """
@@ -104,7 +93,6 @@ def load_tokenizer(
     path: str | Path, *, family: schema.Family | str = schema.Family.auto, chat_template: str = ""
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a local directory. Nothing is downloaded, and no code in the directory is executed.
-
     `path` is an official ChatGLM directory, or one in transformers' layout; `family` auto is found in the files. With a
     `chat_template` (Jinja) special tokens in the texts of an official tokenizer are parsed.
     """
@@ -261,7 +249,6 @@ def chat_encoder(tokenizer: Any, original_labels: bool = True, train_thinking: b
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
     """Return a digest of each part of a tokenizer that a run trains with and exports, by `TOKENIZER` and its name.
-
     A ChatGLM's own chat format counts by its family: its words here may change with a version of the toolkit.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -160,7 +160,7 @@ class TemplateChatEncoder:
         self._look_at_answers()
 
     def _look_at_texts(self) -> None:
-        """Find out what the tokenizer itself puts around a text."""
+        """Find out which special tokens the tokenizer itself puts before and after a text."""
         bos = self.tokenizer.bos_token if getattr(self.tokenizer, "add_bos_token", False) else None
         texts = ((_WORD, True), (_WORD, False), ((bos or "") + _WORD, False))
         wrapped, bare, with_bos = (
@@ -212,10 +212,10 @@ class TemplateChatEncoder:
         return text, [(0, len(text))]
 
     def divide(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Sequence[Message]]:
-        """Return what a conversation's answers are trained in: itself, or beginnings of it where earlier answers are
-        written otherwise once another turn follows: by the template (without their reasoning, mostly), or by the
-        tokenizer, which merges their beginnings with the prompt. Each trained answer is trained in one of them, as
-        generation would write it.
+        """Return the conversations in which a conversation's answers are trained, each in one, with the tokens that
+        generation would have made: the conversation itself; or beginnings of it, if an earlier answer would have other
+        tokens once another turn follows it, as the template leaves out its reasoning, mostly, or the tokenizer merges
+        its beginning with the prompt.
         """
         wanted = [index for index, message in enumerate(messages) if _is_trained(message)]
         if wanted in ([], [len(messages) - 1]):
@@ -243,7 +243,7 @@ class TemplateChatEncoder:
         return parts
 
     def _merges(self, message: Message) -> bool:
-        """Whether the tokenizer would merge an answer with the prompt before it, as far as its text begins it."""
+        """Whether the tokenizer would merge the beginning of an answer with the end of the prompt before it."""
         if self.lead is None or message["role"] != "assistant" or message.get("tool_calls"):
             return False
         prompt, before, is_stripped = self.lead
@@ -496,8 +496,8 @@ class TemplateChatEncoder:
     def _trained_part(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, index: int, text: str, span: Span
     ) -> Span:
-        """Return what is trained of a message: without its reasoning if that is not, and with the token that ends it
-        where that begins the next turn.
+        """Return the part of a message's span that is trained: without the reasoning if `train_thinking` is off, and
+        with the token after the message if it ends answers but begins the next turn, as GLM-4's `<|user|>`.
         """
         (begin, stop), message = span, messages[index]
         block = THOUGHT.match(message["content"]) if "</think>" in message["content"] else None
@@ -540,8 +540,8 @@ class TemplateChatEncoder:
         return rendered, spans
 
     def _answer_end(self, text: str, after: str) -> int | None:
-        """Return where a text that ends with an answer stops in a longer one, None if it is written otherwise there.
-        Phi-3's template writes an end token after the last answer only.
+        """Return where the text `after`, which ends with an answer, stops in `text`, which goes on; None if it does not
+        begin it. Its end token may lack there: Phi-3's template writes one after the last answer only.
         """
         if text.startswith(after):
             return len(after)

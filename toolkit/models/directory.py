@@ -256,8 +256,8 @@ def _texts(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files, [] if none: those of an index, else the one that holds everything. Safetensors come
-    before pickles, but complete before incomplete ones: people download one of both.
+    """Return the weight files, [] if there are none: those that an index lists, or the single file. Of safetensors and
+    pickles those that are complete are taken, as people may download either; safetensors if both are, or neither.
     """
     listed: list[list[Path]] = []
     for single in ("model.safetensors", "pytorch_model.bin"):
@@ -286,13 +286,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _check_weight_files(folder: Path, architecture: Architecture | None) -> None:
+    """Raise ModelError if weights are missing, cut short, or in a form that is not read for this architecture."""
     files = weight_files(folder)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelError(
-            "{folder} lacks {files}, which its index lists: download them again.",
-            folder=folder,
-            files=missing,
+            "{folder} lacks {files}, which its index lists: download them again.", folder=folder, files=missing
         )
     if not files:
         raise ModelError(
@@ -541,7 +540,7 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
 
 
 def check_growth(file: Path) -> None:
-    """Reject a tokenizer.json whose replacements make texts grow: ten of a by aaaaaaaaaa fill any memory."""
+    """Reject a tokenizer.json whose steps make texts grow: ten that replace `a` by ten of it would fill any memory."""
     tokenizer = json_object(file, ModelError)
     for part in ("normalizer", "decoder"):
         growth = _growth(tokenizer.get(part))

@@ -29,7 +29,6 @@ SORTED = "sorted"
 
 def keep_interface(model: nn.Module) -> None:
     """Let experts be computed by transformers' interface again, where something has replaced their forward pass.
-
     liger-kernel does (0.8.5, LigerExperts), and knows no other ranks, no LoRA and no 4 bits.
     """
     for part in model.modules():
@@ -74,7 +73,6 @@ class ExpertLora(ParamWrapper):
 @contextmanager
 def pretend_full_shapes(model: PreTrainedModel) -> Iterator[None]:
     """Let peft see experts in the shapes of the whole layer, and not divided over ranks or packed into 4 bits.
-
     So what LoRA draws for them does not depend on the number of ranks. peft reads `ds_shape` where a parameter has one.
     """
     divided = {
@@ -161,8 +159,9 @@ def attach_lora(model: PreTrainedModel, adapter: str) -> None:
 def _sorted_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the experts of each token make of it, weighted and added up, [T, H] of [T, H]. `top_k_index`, [T, K]:
-    numbers among all experts, of which `self` has this rank's, ~number of a dropped choice, whose weight [T, K] is 0.
+    """Return the weighted sum of what each token's experts make of its state, [T, H]. `self`: a layer's experts, or
+    this rank's of them; `hidden_states`: [T, H]; `top_k_index`: numbers among all experts, [T, K], ~number for a
+    dropped choice; `top_k_weights`: [T, K], 0 for a dropped choice.
     """
     choices, num_local = top_k_index.size(-1), self.num_experts
     elsewhere = getattr(self, "compute_elsewhere", None)
@@ -235,7 +234,6 @@ def _expert_products(self: Any, name: str, rows: torch.Tensor, groups: Groups, e
 
 def _grouped_products(rows: torch.Tensor, matrices: torch.Tensor, groups: Groups, turned: bool) -> torch.Tensor:
     """Return the products of rows [N, I] with matrices [E, O, I], `turned` [E, I, O], each with its group of rows.
-
     Every matrix takes part, also one without a row: its gradient is 0, and all ranks reduce the same.
     """
     if _has_kernel(rows):

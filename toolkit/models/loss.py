@@ -36,7 +36,6 @@ def with_label_positions(batch: attention.Batch) -> attention.Batch:
 
 def token_loss_sum(engine: Any, batch: attention.Batch) -> torch.Tensor:
     """Run forward and return the sum of the trained tokens' cross entropies: a float32 scalar of this rank, perhaps 0.
-
     The caller divides by the trained tokens of the global batch, as a mean of micro-batch means weighs tokens unequally
     (transformers#34191). `engine` is a DeepSpeed engine or a model. `batch` has `input_ids`, `labels` (-100 where
     untrained), `position_ids`, `segment_ids`, each `[B, S]`, on any device; packed with `cu_seq_lens` and what else
@@ -128,7 +127,7 @@ class Scores(NamedTuple):
 
 
 class LossHead:
-    """What is computed in the place of a model's output layer while a loss is computed; `model.loss_head`."""
+    """Computes losses without all logits at once, by running in place of a model's output layer; `model.loss_head`."""
 
     def __init__(self, kernel: LossKernel = LossKernel.auto) -> None:
         self.kernel = kernel
@@ -149,8 +148,8 @@ class LossHead:
         return self._path
 
     def losses(self, engine: Any, batch: attention.Batch, each: bool = False) -> torch.Tensor:
-        """Run forward on a batch on its device with label positions; float32 [T], or for a gradient their sum, [1],
-        unless `each` is wanted.
+        """Run forward on a batch on its device with label positions; return the losses of the T trained tokens, float32
+        [T], or if gradients are wanted, but not of `each` by itself, perhaps their sum, [1].
         """
         path, targets, places = self.path(engine), batch["targets"], batch["places"]
         if path is LossPath.losses:
@@ -182,17 +181,14 @@ class LossHead:
     def total(
         self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the number that `compute` makes of the scores at some places; where it can be, within the output
-        layer's forward pass, in which its weight is whole.
+        """Return the scalar that `compute` makes of the scores at some places of B x S. If possible it is called within
+        the output layer's forward pass, in which ZeRO-3 has gathered the layer's weight.
         """
         if self.path(engine) is not LossPath.losses:
             return compute(self.scores(engine, batch, places))
         layer = _output_layer(engine)
         return self._run_with(
-            engine,
-            batch,
-            places,
-            lambda states: compute(Scores(states, layer.weight, layer.bias))[None, None, None],
+            engine, batch, places, lambda states: compute(Scores(states, layer.weight, layer.bias))[None, None, None]
         ).sum()
 
     def _losses_of(self, states: torch.Tensor, layer: Any, targets: torch.Tensor, each: bool) -> torch.Tensor:
@@ -218,16 +214,11 @@ class LossHead:
         return self._run_with(engine, batch, places, lambda states: layer_forward(states[:, None])).flatten(0, 1)
 
     def _run_with(
-        self,
-        engine: Any,
-        batch: attention.Batch,
-        places: torch.Tensor,
-        compute: Callable[[torch.Tensor], torch.Tensor],
+        self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Run forward on a batch on its device with a function in the place of the output layer's own forward; return
-        what the function made of the states [T, H] before some places, which the model takes for its logits.
-
-        What it makes has three dimensions, as tuning=prompt cuts [B, S, V] by the second.
+        """Run forward with `compute` in place of the output layer's forward; return what it makes of the states [T, H]
+        of the tokens before some places, and the model takes for its logits: a tensor of three dimensions, as
+        tuning=prompt cuts [B, S, V] by the second.
         """
         layer = _output_layer(engine)
         length, instance_forward = batch["input_ids"].size(1), layer.__dict__.get("forward")
@@ -246,7 +237,9 @@ class LossHead:
                 layer.forward = instance_forward
 
     def _find_path(self, engine: Any) -> LossPath:
-        """Find out, by one pass over a few tokens, what the model does with what its output layer returns."""
+        """Return how losses can be computed, found out by a pass over a few tokens: from the output layer's inputs if
+        the model returns its output unchanged as logits; else by running the layer on trained tokens only, or on all.
+        """
         module, layer = getattr(engine, "module", engine), _output_layer(engine)
         if layer is None:
             return LossPath.all_logits
@@ -350,7 +343,6 @@ def chunked_loss_sum(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
     """Return the sum of the tokens' cross entropies, once differentiable in all but the targets; 0 of no tokens.
-
     Gradients are added up in float32 and not multiplied by the caller's until the backward pass, so no loss scale makes
     them over- or underflow. A trained weight's takes V x H x 4 bytes until then. As each addition to it reads and
     writes all of it, chunks' gradients of logits are kept, up to half its bytes, and multiplied at once.
@@ -383,8 +375,8 @@ class _ChunkedLossSum(torch.autograd.Function):
 
 
 class LossGradients:
-    """Gradients of a sum of tokens' losses by states, weight and bias, whichever `needs` says, of the gradients by the
-    logits, float32, which `of_logits` computes for a slice of tokens, `size` of them at once.
+    """Gradients of a sum of tokens' losses by states, weight and bias (those that `needs` says), in float32.
+    `of_logits` computes the gradients by the logits for a slice of tokens; it is called for `size` tokens at a time.
     """
 
     def __init__(
@@ -397,7 +389,7 @@ class LossGradients:
         self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if weight is not None and of_weight else None
         self.of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
         group = size
-        if weight is not None and of_weight:
+        if weight is not None and of_weight:  # several chunks at once, up to half the bytes of the weight's gradient
             group = max(size, 2 * weight.size(1) // hidden.element_size())
         for start in range(0, len(hidden), group):
             stop = min(start + group, len(hidden))

@@ -229,7 +229,9 @@ def prefix_settings(num_tokens: int, projection: bool, base: str) -> dict[str, A
 
 
 def initial_values(model: PreTrainedModel, config: TuningConfig, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Return the embeddings that a prompt begins with, [P, H]."""
+    """Return the embeddings with which a soft prompt's training begins, [P, H]: of `tuning.init_text`, or random
+    tokens.
+    """
     embedding, number = model.get_input_embeddings(), config.num_tokens
     if config.init_text:
         ids = tokenizer(config.init_text, add_special_tokens=False)["input_ids"]

@@ -98,7 +98,9 @@ class Routers:
         return zip(self._sizes, loads[: sum(sizes)].split(sizes), strict=True)
 
     def _close_micro_batch(self) -> None:
-        """Add what the routers showed in the last micro-batch to the sums; nothing if none was observed."""
+        """Add the losses, loads and drops that the routers noted in the last micro-batch, if there are any, to the
+        sums. A filler adds zeros.
+        """
         if self._observed:
             self._sizes = {number: len(self._observed[number][1]) for number in sorted(self._observed)}
             losses, loads, *dropped = zip(*(self._observed[number] for number in self._sizes), strict=True)
@@ -113,10 +115,10 @@ class Routers:
     def _observe(
         self, number: int, router: nn.Module, output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
-        """Note loss, load and drops of a router, and return its output with the loss's gradient and without drops.
-
-        A hook after a router's forward pass; None leaves the output as it is. `output`: logits [tokens, E], weights and
-        numbers of the chosen experts [tokens, K] each, and whatever else the router returns.
+        """Note loss, load and drops of a router in `_observed`; return its output with changed weights, through which
+        the loss gets its gradient and dropped choices weigh nothing, or None to leave it as it is. A hook after a
+        router's forward pass. `output`: logits [tokens, E], weights and numbers of the chosen experts [tokens, K] each,
+        and whatever else the router returns.
         """
         if self._samples is None or not router.training:
             return None
@@ -162,11 +164,10 @@ def expert_loads(chosen: torch.Tensor, samples: torch.Tensor, size: int) -> torc
 def within_capacity(
     chosen: torch.Tensor, weights: torch.Tensor, is_real: torch.Tensor, size: int, factor: float
 ) -> torch.Tensor:
-    """Return which choices [tokens, K] experts have a place for, bool; see `model.expert_capacity`.
-
-    `chosen`, `weights`: [tokens, K]; the smallest weights are dropped, of equal ones the last. `is_real`, [tokens]: no
-    padding, which takes no place. `size`: E. `factor`: of the mean n x K / E of n real tokens, how many an expert
-    takes, rounded up.
+    """Return which choices [tokens, K] are within the capacity of their experts, bool; see `model.expert_capacity`. Of
+    an expert with more, those with the smallest weights are not, of equal ones the last.
+    `chosen`, `weights`: numbers and weights of the experts, [tokens, K]. `is_real`: no padding, [tokens]. `size`: E. An
+    expert takes `factor` times the mean of n x K / E choices of n real tokens, rounded up.
     """
     choices = chosen.flatten(0, -2)
     limit = (is_real.sum().double() * (factor * choices.size(-1) / size)).ceil()
@@ -175,8 +176,8 @@ def within_capacity(
     order = order[expert[order].argsort(stable=True)]
     expert = expert[order]  # [tokens x K], those of an expert next to each other
     counts = experts.count(expert, size + 1)
-    places = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
-    fits = (places < limit) & (expert < size)
+    rank_in_expert = torch.arange(len(order), device=chosen.device) - (counts.cumsum(0) - counts)[expert]
+    fits = (rank_in_expert < limit) & (expert < size)
     return torch.empty_like(fits).scatter_(0, order, fits).view_as(chosen)
 
 
@@ -195,8 +196,9 @@ def load_metrics(loads: Iterable[Sequence[int]]) -> dict[str, float]:
 
 
 def balance(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Return a router's loss, float32 scalar; `logits` [tokens, E], `load` [E] as `expert_loads` has it; `samples`: how
-    often each token counts, [tokens]; of the tokens of `parts` ranks, then a collective.
+    """Return a router's loss, E x sum of f x P (see above), a float32 scalar. `logits`: [tokens, E]; `load`: that of
+    `expert_loads`, [E]; `samples`: how often each token counts, [tokens]. If `parts` ranks have parts of the same rows,
+    it is of all their tokens, and this a collective.
     """
     size, counts = logits.size(-1), samples.float()
     probabilities = torch.softmax(logits.flatten(0, -2), dim=-1, dtype=torch.float32)
@@ -205,9 +207,9 @@ def balance(logits: torch.Tensor, load: torch.Tensor, samples: torch.Tensor, par
         from toolkit.layouts.sequence import sum_over_parts
 
         sums = sum_over_parts(sums)
-    total, often, probable = sums.split((1, size, size))
-    total = total.clamp(min=1)
-    return size * torch.dot(often / total, probable / total)
+    num_tokens, num_choices, summed = sums.split((1, size, size))
+    num_tokens = num_tokens.clamp(min=1)
+    return size * torch.dot(num_choices / num_tokens, summed / num_tokens)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -224,12 +226,48 @@ class _WithLoss(torch.autograd.Function):
 
 
 def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
-    """Return a model's routers, with the loss and the moving bias that `model.router_*` asks for; None without any, and
-    where what they choose cannot be seen and nothing is asked for.
+    """Return a model's routers, with the loss, moving bias and capacity that the config asks for; None if it has none,
+    or if their choices cannot be observed and nothing is asked for. ConfigError if what is asked for is impossible.
     """
     wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
-    config_coefficient = getattr(model.config, "router_aux_loss_coef", None)
-    routers = routers_in(model)
+    config_coefficient, routers = getattr(model.config, "router_aux_loss_coef", None), routers_in(model)
+    _check_possible(model, cfg, routers, config_coefficient)
+    if not routers:
+        return None
+    coefficient = float(config_coefficient or 0) if wanted < 0 else wanted
+    unobserved = {  # hooks do not see what routers return
+        "parallel.tensor": cfg.parallel.tensor > 1,
+        "parallel.pipeline": cfg.parallel.pipeline > 1,
+        "compile.enabled": cfg.compile.enabled,
+    }
+    others = {"preference.loss": cfg.preference.is_on, "task.kind": cfg.task.kind is not TaskKind.language}
+    used = [key for key, is_used in (unobserved | others).items() if is_used]
+    if used and coefficient:
+        raise ConfigError(
+            "the loss of this model's routers ({value}, model.router_loss) is incompatible with {key}. Remove that, or "
+            "set model.router_loss=0.",
+            value=coefficient,
+            key=used[0],
+        )
+    for name, value in (("router_bias_rate", rate), ("expert_capacity", capacity)):
+        if used and value:
+            raise ConfigError(
+                "model.{name} = {value} is incompatible with {key}. Remove one of the two.",
+                name=name,
+                value=value,
+                key=used[0],
+            )
+    # KTO passes half of a micro-batch at once.
+    if any(unobserved.values()) or cfg.preference.loss is PreferenceLoss.kto:
+        return None
+    return Routers(routers, coefficient, rate, capacity)
+
+
+def _check_possible(
+    model: PreTrainedModel, cfg: RunConfig, routers: Mapping[str, nn.Module], config_coefficient: float | None
+) -> None:
+    """Raise ConfigError if a model has no routers, or not such ones, as the loss, bias or capacity asked for needs."""
+    wanted, rate, capacity = cfg.model.router_loss, cfg.model.router_bias_rate, cfg.model.expert_capacity
     if wanted > 0 and (config_coefficient is None or not routers):
         raise ConfigError(
             "model.router_loss = {value}, but {architecture} has no routers with such a loss (no "
@@ -251,31 +289,3 @@ def routers_of(model: PreTrainedModel, cfg: RunConfig) -> Routers | None:
             value=capacity,
             architecture=type(model).__name__,
         )
-    coefficient = float(config_coefficient or 0) if wanted < 0 else wanted
-    if not routers:
-        return None
-    hidden = {  # what routers return is not seen
-        "parallel.tensor": cfg.parallel.tensor > 1,
-        "parallel.pipeline": cfg.parallel.pipeline > 1,
-        "compile.enabled": cfg.compile.enabled,
-    }
-    others = {"preference.loss": cfg.preference.is_on, "task.kind": cfg.task.kind is not TaskKind.language}
-    used = [key for key, is_used in (hidden | others).items() if is_used]
-    if used and coefficient:
-        raise ConfigError(
-            "the loss of this model's routers ({value}, model.router_loss) is incompatible with {key}. Remove that, or "
-            "set model.router_loss=0.",
-            value=coefficient,
-            key=used[0],
-        )
-    for name, value in (("router_bias_rate", rate), ("expert_capacity", capacity)):
-        if used and value:
-            raise ConfigError(
-                "model.{name} = {value} is incompatible with {key}. Remove one of the two.",
-                name=name,
-                value=value,
-                key=used[0],
-            )
-    if any(hidden.values()) or cfg.preference.loss is PreferenceLoss.kto:  # which passes half of a micro-batch at once
-        return None
-    return Routers(routers, coefficient, rate, capacity)

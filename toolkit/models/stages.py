@@ -33,8 +33,8 @@ def is_pipeline(engine: Any) -> bool:
 def measured(
     engine: Any, micro_batches: Iterable[attention.Batch], measure: Callable[[Any, attention.Batch], Measured]
 ) -> Iterator[tuple[attention.Batch, Measured]]:
-    """Yield micro-batches and what `measure` makes of a model, or its engine, and each of them; nothing but on the last
-    of a pipeline's stages. A collective over these.
+    """Yield each micro-batch with `measure(model, micro_batch)`; of a pipeline on its last stage only. The model may be
+    its engine. A collective over the stages.
     """
     if not is_pipeline(engine):
         yield from ((batch, measure(engine, batch)) for batch in micro_batches)
@@ -77,7 +77,7 @@ def capture_probe(engine: DeepSpeedEngine, ids: torch.Tensor) -> probe.Probe:
 
 
 def broadcast_from_last(engine: DeepSpeedEngine, ask: Callable[[], Any]) -> Any:
-    """Return on every rank what is known on the last stage; without stages simply that. A collective."""
+    """Return on every rank what `ask` returns on the last stage; without stages call it here. A collective."""
     if not is_pipeline(engine):
         return ask()
     answers = [ask() if engine.is_last_stage() else None]

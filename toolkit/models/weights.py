@@ -291,7 +291,9 @@ def _is_within(index: Any, rows: slice) -> bool:
 def _fill_target(
     model: PreTrainedModel, name: str, index: Any, part: torch.Tensor, rows: slice, dtype: torch.dtype | None
 ) -> None:
-    """Put a stored tensor into an empty parameter or buffer, of which this process has some rows."""
+    """Put a stored tensor, or part of one, at `index` into an empty parameter or buffer, of which this process has
+    `rows`; `...` is all of it, a number first is an expert's.
+    """
     target = model.get_parameter_or_buffer(name)
     if not isinstance(target, torch.nn.Parameter):
         dtype = target.dtype  # routers' biases are float32 in a model in half precision, too
@@ -329,7 +331,7 @@ def stored_values(
 
 
 def _names_by_target(files: WeightFiles, layout: Layout, held: Container[str]) -> dict[tuple[str, ...], list[str]]:
-    """Return the stored tensors of each set of parameters, without tied copies and what is computed."""
+    """Return parameters of the model -> the stored tensors that fill them, without tensors that fill none of `held`."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in files:
         groups.setdefault(tuple(target for target in layout.parameters(name) if target in held), []).append(name)

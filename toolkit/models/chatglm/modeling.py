@@ -33,7 +33,6 @@ _ROTARY_BASE = 10000.0
 def rotary_tables(position_ids: torch.Tensor, head_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines `[B, 1, S, D]` of position ids `[B, 2, S]`: D/2 columns, pairs (i, i + D/4), per
     channel.
-
     Inverse frequencies are rounded to float16, as in the original; angles are float32 (the original's half-precision
     table is off by up to 2.0 beyond position 1024). No buffer, so no cast can reach it.
     """
@@ -271,10 +270,7 @@ class ChatGLMModel(ChatGLMPreTrainedModel):
         return self.final_layernorm(states)
 
     def complete(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Build what the caller left to the model; complete sequences only, a prefix in the cache does not count."""
         padded = None

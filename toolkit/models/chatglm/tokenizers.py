@@ -95,7 +95,9 @@ def tiktoken_bpe(file: Path) -> Tokenizer:
 
 
 def _merges(ranks: dict[str, int]) -> list[tuple[str, str]]:
-    """Return every way to join two tokens, in the original's order: by the rank of their union."""
+    """Return each pair of tokens that join to a token, ordered by rank of the joined one, then of the two. `ranks`: of
+    all tokens.
+    """
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
