@@ -73,6 +73,7 @@ def read_questions(source: schema.SourceConfig) -> Iterator[RowQuestion]:
 
 
 def _question(where: str, conversation: formats.Conversation) -> RowQuestion:
+    """Return a row as a question: its messages up to the last one of the assistant, which becomes the reference."""
     messages: list[formats.Message] = [
         {key: value for key, value in message.items() if key != "loss"} for message in conversation.messages
     ]
@@ -126,7 +127,7 @@ class AnswerFile:
             os.fsync(self.file.fileno())
 
     def finish(self, is_shard: bool = False) -> None:
-        """Give the file its name; of a shard the settings stay, for `_merge`."""
+        """Rename the file to its final name; the settings of a shard stay on the disk, for `_merge`."""
         with self._writing():
             if self.output.exists():
                 raise ConfigError(
@@ -188,7 +189,9 @@ def shard_of(output: Path, number: int, shards: int) -> Path:
 
 
 def _merge(output: Path, settings: Mapping[str, Any], window: int) -> bool:
-    """Make one file of the shards that are there, in the order of the questions; return whether there were any."""
+    """Join the shards i/n of `output`, a window of each in turn, which is the order of the questions; return whether
+    there were any. ConfigError if one is missing or has other settings.
+    """
     if output.exists():
         return False
     matches = [re.fullmatch(r".*\.\d+-of-(\d+)", path.name) for path in output.parent.glob("*-of-*")]
@@ -210,10 +213,10 @@ def _merge(output: Path, settings: Mapping[str, Any], window: int) -> bool:
             opened = [stack.enter_context(path.open("rb")) for path in files]
             lines: list[bytes] = []
             for file in cycle(opened):
-                some = list(islice(file, window))
-                if not some:
+                next_lines = list(islice(file, window))
+                if not next_lines:
                     break
-                lines += some
+                lines += next_lines
         write_atomically(output, b"".join(lines))
         for path in files:
             path.unlink()
@@ -284,7 +287,9 @@ def answer_rows(
 
 
 def _identified(settings: Mapping[str, Any], source: schema.SourceConfig, models: Sequence[Path]) -> dict[str, Any]:
-    """Return settings, as JSON has them, with what identifies the files of questions and of weights."""
+    """Return settings as they are read back from JSON, with hashes of the question files, and sizes and times of the
+    weights: if these are equal, answers can be resumed.
+    """
     weights = {
         str(path): [path.stat().st_size, path.stat().st_mtime_ns]
         for folder in models

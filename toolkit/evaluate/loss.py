@@ -27,7 +27,7 @@ def evaluate_loss(
     copies: int = 1,
     measure: Measure = token_losses,
 ) -> dict[str, float]:
-    """Evaluate a model as it is. A collective.
+    """Return a model's mean loss over micro-batches of all ranks, also for each data source. A collective.
 
     Args:
         model: the engine, or the model without one; left in its mode.

@@ -75,6 +75,7 @@ class Reward:
         return _by_model(Path(self.kind))
 
     def _by_rule(self, row: Row) -> float:
+        """Return an answer's reward by `kind`: characters beyond the bounds, negative, or 1 for a match and 0 else."""
         answer = str(row["answer"])
         if self.kind == "length":
             longer = len(answer) - self.most if self.most else 0
@@ -129,9 +130,8 @@ def scored(rows: Iterable[Row], reward: Reward) -> list[Row]:
 
 
 def pairs_of(rows: Sequence[Row]) -> tuple[list[Row], dict[str, Any]]:
-    """Return a pair for each prompt whose best and worst answer have different rewards, and what there was.
-
-    `rows`: scored; those of a prompt stand together. An empty answer cannot be learned from, and is in no pair.
+    """Return a pair of each prompt's best and worst answer, unless their rewards are equal, and figures of all rows.
+    `rows`: see `scored`. An empty answer, from which nothing can be learned, is in no pair.
     """
     prompts: dict[str, list[Row]] = {}
     for row in rows:

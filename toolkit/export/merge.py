@@ -152,6 +152,7 @@ def tell_unmergeable(part: TunedPart) -> None:
 
 
 def _check_method(part: TunedPart) -> None:
+    """Raise NotMergeable for an adapter that stands before the tokens, or whose start changed the base, too."""
     if not part.can_merge:
         raise _not_mergeable(part, tr("it stands before the tokens, not in the weights"))
     start = str(part.settings.get("init_lora_weights", True))
@@ -175,7 +176,7 @@ def _not_mergeable(part: TunedPart, reason: str) -> NotMergeable:
 
 
 def _changes(shell: PreTrainedModel) -> dict[str, list[Change]]:
-    """Return what an adapter that was put into an empty model does to the model's own parameters, by their names."""
+    """Return by name of the model's own parameters what merging does to each; `shell`: empty, with the adapter."""
     name_of = {id(parameter): name for name, parameter in shell.named_parameters()}  # of shared ones the first
     replaced: dict[str, list[Change]] = {}
     adapted: dict[str, list[Change]] = {}
@@ -286,7 +287,9 @@ class _MergeDiffersError(Exception):
 
 
 def _trial_input(layer: Any, base: torch.nn.Module) -> torch.Tensor | None:
-    """Return what a layer can be tried with; None for experts in one tensor, to which peft adds in training too."""
+    """Return random inputs on which a layer is computed before and after merging; None for experts in one tensor, whose
+    weight peft changes in training, too. The bias of `base` becomes 0.
+    """
     if hasattr(layer, "parameter_name"):
         return None
     if isinstance(bias := getattr(base, "bias", None), torch.Tensor):
@@ -307,7 +310,7 @@ def _compare(merged: torch.Tensor, expected: torch.Tensor, without: torch.Tensor
 def _stays_tied(
     part: TunedPart, changes: dict[str, list[Change]], stored: dict[str, str], apart: dict[str, str]
 ) -> bool:
-    """Whether both of each two tied weights become the same one."""
+    """Whether merging leaves the tied weights `apart` (second name -> first) equal, so that they can stay tied."""
     if any(second not in changes or first not in changes for second, first in apart.items()):
         return False
     values = _values(part, stored)
@@ -327,6 +330,7 @@ def _values(part: TunedPart, stored: dict[str, str]) -> dict[str, torch.Tensor]:
 def _changed(
     name: str, value: torch.Tensor, changes: dict[str, list[Change]], values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
+    """Return a parameter's value after all its changes; `values`: the adapter's. CheckpointError if one fails."""
     try:
         for change in changes.get(name, []):
             value = change(value, values)
@@ -371,18 +375,18 @@ def merge_adapter(part: TunedPart) -> tuple[MergePlan, Iterator[tuple[str, torch
 
 
 def _merged(
-    part: TunedPart,
-    plan: MergePlan,
-    values: Iterator[tuple[str, torch.Tensor]],
-    trained: Mapping[str, torch.Tensor],
+    part: TunedPart, plan: MergePlan, values: Iterator[tuple[str, torch.Tensor]], trained: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and value of each parameter of the merged model, from the base's `values` and the `trained` ones;
+    CheckpointError if a value or the place of a change is missing.
+    """
     shapes, unused = weights.shapes_of(plan.model), {*plan.changes}
     for name, value in values if part.head is None else _with_score(values, shapes):
         if part.identity is not None and name in part.identity.numbers:
             base_model.check_numbers(part.identity, name, base_model.fingerprint_of(value), part.base, part.source)
-        for each in (name, *(second for second, first in plan.copied.items() if first == name)):
-            unused.discard(each)
-            yield each, _changed(each, value, plan.changes, trained)
+        for target in (name, *(second for second, first in plan.copied.items() if first == name)):
+            unused.discard(target)
+            yield target, _changed(target, value, plan.changes, trained)
     for name in plan.added:
         unused.discard(name)
         yield name, _changed(name, torch.zeros(shapes[name]), plan.changes, trained)

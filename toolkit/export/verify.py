@@ -82,8 +82,8 @@ def run_folder(folder: Path, ids: torch.Tensor, model: PreTrainedModel | None = 
 
 
 def judge_logits(model: PreTrainedModel, folder: Path | None, captured: probe.Probe, saved: probe.Probe) -> str:
-    """Return how logits compare with those of a save as text; raises as `verify_model`. `model`: it, or with its
-    `folder` the same without weights.
+    """Return a sentence that logits equal those of the save within rounding; raises as `verify_model` if they do not.
+    `model` has computed them: with its weights, or streamed from its `folder`.
     """
     difference = probe.difference_of(captured, saved)
     tolerance, wrong = _bounds(model, folder, captured, saved, difference)
@@ -108,9 +108,10 @@ def judge_logits(model: PreTrainedModel, folder: Path | None, captured: probe.Pr
 def _bounds(
     model: PreTrainedModel, folder: Path | None, captured: probe.Probe, saved: probe.Probe, difference: float
 ) -> tuple[float, float]:
-    """Return what a difference may be, and from what on the weights are wrong; see `probe.WRONG`. A model runs twice to
-    learn how it rounds, unless it has experts, whose choice may flip: a directory's in half precision or TF32 always,
-    as its bounds are often narrower; others where the usual ones do not do, as with very sharp attention.
+    """Return up to which difference logits count as equal, and from which on the weights as wrong (see `probe.WRONG`):
+    the usual bounds, or those measured by running the model once more in another precision. That is done for a `folder`
+    in half precision or TF32, where its bounds are often narrower, and for any model whose difference is beyond the
+    usual ones, as with very sharp attention; never with experts, whose choice may flip.
     """
     kind = probe.coarser(captured, saved)
     usual = probe.TOLERANCES.get(kind, 0.0), probe.WRONG.get(kind, 0.0)

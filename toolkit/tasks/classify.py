@@ -35,8 +35,8 @@ class ClassifyTask(samples.ScoreTask):
         return functional.cross_entropy(scores, labels, reduction="sum") if len(labels) else 0 * scores.sum()
 
     def _scores(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of a micro-batch's samples, float32 [N, labels], and the numbers of their labels, [N]; of
-        an empty one those of the row that stands in for it, and none.
+        """Return the scores of a micro-batch's samples, float32 [N, labels], and the numbers of their labels, [N]. Of
+        an empty one the scores are those of its filler, as a loss must have gradients, and there are no labels.
         """
         labels = batch["value"].to(engine.device, non_blocking=True).long()
         scores = classifier.scores(engine, batch)
@@ -60,14 +60,14 @@ class ClassifyTask(samples.ScoreTask):
 
 
 def figures_of(pairs: torch.Tensor) -> dict[str, float]:
-    """Return the figures of how often each label [rows] was taken for which [columns]. F1 is the mean over the labels
-    that samples have or were given.
+    """Return samples, accuracy and F1 of a confusion matrix, [labels, predictions]. F1 is the mean over the labels that
+    samples have or were given.
     """
     right, wanted, predicted = pairs.diagonal(), pairs.sum(dim=1), pairs.sum(dim=0)
-    there = (wanted + predicted) > 0
+    occurs = (wanted + predicted) > 0
     accuracy, f1 = schema.EVAL_LABELS
     return {
         SAMPLES: int(pairs.sum()),
         accuracy: float(right.sum() / pairs.sum()),
-        f1: float((2 * right[there] / (wanted + predicted)[there]).mean()),
+        f1: float((2 * right[occurs] / (wanted + predicted)[occurs]).mean()),
     }

@@ -69,8 +69,8 @@ class CustomSpec:
         return tr("a custom model") if name == "<lambda>" else name
 
     def build(self, seed: int) -> nn.Module:
-        """Return the model: one that a function makes has random weights by the seed, one that is there already those
-        of rank 0. ConfigError if it is no module, or nothing in it is trained.
+        """Return the model: the program's module itself, whose weights on rank 0 all ranks get, or what its function
+        makes, with random weights by the seed. ConfigError if it is no module, or nothing in it is trained.
         """
         model = self.model
         if not isinstance(model, nn.Module):
@@ -181,6 +181,7 @@ def _as_it_is(item: MicroBatch) -> MicroBatch:
 
 
 def _with_epochs(sampler: GlobalBatchSampler) -> Iterator[tuple[int, list[int]]]:
+    """Yield the epoch and the rows of each micro-batch."""
     epoch_and_step = sampler.start
     for number, rows in enumerate(sampler, start=1):
         yield epoch_and_step.epoch, rows
@@ -189,17 +190,17 @@ def _with_epochs(sampler: GlobalBatchSampler) -> Iterator[tuple[int, list[int]]]
 
 
 class _Rows:
-    """Reads micro-batches by the numbers of their samples, in this process or in another."""
+    """Reads micro-batches by epoch and numbers of their samples, in this process or in a data-loader worker."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
 
-    def __getitem__(self, wanted: tuple[int, list[int]]) -> MicroBatch:
-        """Return a micro-batch; without samples one of the first, which does not count. Random transforms depend on
-        seed, epoch and the sample's number alone, not on ranks, workers or stops.
+    def __getitem__(self, epoch_and_rows: tuple[int, list[int]]) -> MicroBatch:
+        """Return a micro-batch; without rows the first sample with a size of 0, so that the rank computes something.
+        Random transforms depend on seed, epoch and the sample's number alone, not on ranks, workers or stops.
         """
-        epoch, rows = wanted
-        with _generators_kept():
+        epoch, rows = epoch_and_rows
+        with _preserved_generators():
             samples = []
             for row in rows or [0]:
                 _seed(f"{self.seed} {epoch} {row}")
@@ -218,7 +219,8 @@ def _restore(states: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def _preserved_generators() -> Iterator[None]:
+    """Restore the state of the CPU's random generators afterwards."""
     before = _capture()
     try:
         yield
@@ -227,7 +229,7 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _seed(key: str) -> None:
-    """Seed what draws on the CPU; a GPU's generator is the training's."""
+    """Seed the CPU's random generators by a text; the GPU's is left to the training."""
     number = int.from_bytes(blake2b(key.encode(), digest_size=7).digest(), "little")
     random.seed(number)
     np.random.seed(number % 2**32)
@@ -282,16 +284,17 @@ class _StreamSamples:
         return [[[name] * min(size, 1) for _ in range(times)] for _ in range(ranks)]
 
     def _samples(self) -> Iterator[Any]:
-        """Yield samples without end; what the dataset draws comes from generators of its own."""
+        """Yield samples without end; while it makes one, the dataset draws from random generators of its own."""
         passes, states = self._passes(), _capture()
         while True:
-            with _generators_kept():
+            with _preserved_generators():
                 _restore(states)
                 sample = next(passes)
                 states = _capture()
             yield sample
 
     def _passes(self) -> Iterator[Any]:
+        """Yield the samples of pass after pass over the dataset; DataError if one has none."""
         dataset, name = self.spec.dataset, type(self.spec.dataset).__name__
         for number in count():
             is_empty = True
@@ -313,11 +316,11 @@ data; `described`: the data for the user."""
 
 
 def validation_batches(spec: CustomSpec, cfg: schema.RunConfig, ranks: Ranks) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Yield this rank's validation micro-batches (as many on every rank) and sample numbers, each once in all.
-    DataError on every rank if there are no samples, or not the same everywhere.
+    """Yield the sample numbers and the data of this rank's validation micro-batches, as many on every rank; each sample
+    comes once over all ranks. DataError on every rank if there are no samples, or not equally many everywhere.
     """
     size, rank, world = mesh.micro_rows(cfg), ranks.rank, ranks.world_size
-    with _generators_kept():
+    with _preserved_generators():
         _seed(f"{cfg.run.seed} validation")
         samples = spec.validation if is_map_style(spec.validation) else list(spec.validation)
         rows = _Rows(samples, spec.collate, cfg.run.seed)
@@ -645,6 +648,7 @@ def evaluate(
 
 
 def _metrics(spec: CustomSpec, engine: DeepSpeedEngine, micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """Return what metrics= gives for a micro-batch, [micro.size, ...] by name; DataError for another form."""
     if spec.metrics is None:
         return {}
     values = spec.metrics(engine, on_device(micro.batch, engine.device))

@@ -73,19 +73,20 @@ class DistillTask(language.LanguageTask):
             self._tell_general(cfg)
 
     def _tell_general(self, cfg: schema.RunConfig) -> None:
+        """Say which share of an epoch's samples is from sources marked general; DataError if none or all are."""
         data = self.data
-        marked = general_of(cfg, data.train)
-        taken = marked if data.train_plan.members is None else marked[np.asarray(data.train_plan.members)]
-        if not taken.any() or taken.all():
+        by_sample = general_of(cfg, data.train)
+        is_general = by_sample if data.train_plan.members is None else by_sample[np.asarray(data.train_plan.members)]
+        if not is_general.any() or is_general.all():
             raise DataError(
                 "{count} of {all} training samples come from sources marked general: there must be some, and others.",
-                count=int(taken.sum()),
-                all=len(taken),
+                count=int(is_general.sum()),
+                all=len(is_general),
             )
         say(
             "{share} of the samples of an epoch are general: on them the model keeps the distribution that it has "
             "before training.",
-            share=f"{taken.mean():.0%}",
+            share=f"{is_general.mean():.0%}",
         )
 
     def settle(self, cfg: schema.RunConfig) -> None:
@@ -142,7 +143,7 @@ class DistillTask(language.LanguageTask):
     def _compute(
         self, teacher: Any, table: targets.TokenTargets, samples: NDArray[np.int64], split: str, target: Path
     ) -> None:
-        """Let each rank write what the teacher says of its share of the samples; rank 0 makes a directory of it."""
+        """Run the teacher over `samples`, a share on each rank, which writes its likeliest tokens; publish `target`."""
         cfg, ranks, vocabulary = self.cfg, self.ranks, len(self.data.tokenizer)
         top_k = min(cfg.distill.top_k, vocabulary)
         part, num_parts = language_data.sample_place(cfg, ranks)
@@ -186,7 +187,7 @@ class DistillTask(language.LanguageTask):
     # Dry run
 
     def _with_any_columns(self, batch: language_data.Batch) -> language_data.Batch:
-        """Return a micro-batch all of whose tokens have a teacher that says something."""
+        """Return a micro-batch with made-up outputs of a teacher for all its tokens: what takes the most memory."""
         count, top_k = loss.num_trained_tokens(batch), min(self.cfg.distill.top_k, len(self.data.tokenizer))
         if not self.data.targets:
             return batch
@@ -208,8 +209,8 @@ class DistillTask(language.LanguageTask):
         return total
 
     def _distil(self, engine: Any, batch: language_data.Batch) -> tuple[torch.Tensor, Distilled, torch.Tensor]:
-        """Return the sum of a micro-batch's losses, with gradients, what it is made of, and the places of its tokens:
-        those that have a teacher come first.
+        """Return the sum of a micro-batch's losses, with gradients; the losses of each token; and where in the batch
+        these tokens are, [T], those with a teacher first.
         """
         inputs = loss.on_device(engine, batch)
         places, wanted = inputs["places"], inputs["targets"]
@@ -254,8 +255,8 @@ class DistillTask(language.LanguageTask):
     # Evaluation
 
     def _measure(self, engine: Any, batch: language_data.Batch) -> torch.Tensor:
-        """Return the cross entropies of a micro-batch's tokens, at the positions before them; add up divergences, and
-        the cross entropies of general samples.
+        """Return each token's cross entropy at the position before it, as `token_losses` does; add divergences, and
+        cross entropies of general samples, to the evaluation's sums.
         """
         with torch.compiler.set_stance("force_eager"):
             _, losses, places = self._distil(engine, batch)

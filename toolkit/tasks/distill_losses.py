@@ -129,7 +129,9 @@ class _Distilled(torch.autograd.Function):
 def _compare(
     logits: torch.Tensor, teacher: Scores | StoredScores, part: slice, config: DistillConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return divergences [n] and, times the temperature, their gradients by the student's logits, float32 [n, V]."""
+    """Return divergences [n] at the temperature, and their gradients by the student's logits times the temperature,
+    float32 [n, V]. `part`: which tokens of the teacher's the logits are of.
+    """
     if isinstance(teacher, Scores):
         log_p = (teacher.logits(part)[:, : logits.size(1)] / config.temperature).log_softmax(1)
         return divergence(log_p, (logits / config.temperature).log_softmax(1), config)
@@ -149,7 +151,7 @@ def _grouped(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the divergence of distributions [n, K], as logarithms, and its gradient by the logits of q [n, K]."""
+    """Return the divergence [n] of p and q, as log-probabilities [n, K]; and the gradient by the logits of q."""
     p, q = log_p.exp(), log_q.exp()
     if config.loss is DistillLoss.forward_kl:
         return _times(p, log_p - log_q).sum(1), q - p

@@ -60,7 +60,7 @@ def pair_losses(texts: torch.Tensor, temperature: float, size: int) -> torch.Ten
 
 
 def ranks_of(texts: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the place of each query's own positive among all texts but queries, by similarity, from 1: [N]."""
+    """Return the rank, from 1, of each query's own positive among all positives and negatives, by similarity, [N]."""
     ranks = [
         (similar > similar.gather(1, positives[:, None])).sum(dim=1) + 1
         for similar, positives in _similarities(texts, size)
@@ -69,7 +69,9 @@ def ranks_of(texts: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _similarities(texts: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield of some queries at once their cosines with all positives and negatives, and where their own positive is."""
+    """Yield for _ROWS queries at a time their cosines with all positives and negatives, [_ROWS, N x (size - 1)], and
+    the column of each query's own positive, [_ROWS].
+    """
     groups = texts.unflatten(0, (-1, size))
     others = groups[:, 1:].flatten(0, 1)
     for part in torch.arange(len(groups), device=texts.device).split(_ROWS):
@@ -173,7 +175,9 @@ class EmbedTask(samples.ScoreTask):
         }
 
     def _of_all_ranks(self, texts: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int]:
-        """Return the rows of all ranks that work on different ones, and where this rank's begin. A collective."""
+        """Return the embeddings of all ranks, those of ranks with parts of the same rows once, and the index at which
+        this rank's begin. A collective.
+        """
         own_rows = torch.cat(texts) if self._is_leader else torch.zeros(0)
         sizes = process_group.gather(len(own_rows))
         rows = process_group.gather_metrics({"rows": own_rows}, device)["rows"]

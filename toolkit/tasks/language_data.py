@@ -311,7 +311,7 @@ def training_batches(
 def _loaded(
     cfg: schema.RunConfig, prepared: LanguageData, split: str, shares: Iterable[list[int]], num_workers: int = 0
 ) -> Iterator[Batch]:
-    """Return the micro-batches of shares of a split's rows."""
+    """Return the micro-batches whose rows of a split `shares` lists, one list for each micro-batch."""
     return iter(
         build_loader(
             *prepared.split(split),
@@ -337,8 +337,8 @@ def _part_of(batch: Batch, mesh: Mesh) -> Batch:
 def _with_columns(
     batches: Iterator[Batch], shares: Iterable[list[int]], prepared: LanguageData, split: str
 ) -> Iterator[Batch]:
-    """Yield batches of shares of a plan's rows with what is known of samples: `reference`, `value`, float32 [B]; and of
-    trained tokens: the columns of `TokenTargets`.
+    """Yield each batch, whose rows `shares` lists, with further columns where there are any: of samples `reference` and
+    `value`, float32 [B]; and of trained tokens those of `TokenTargets.columns`.
     """
     store, plan = prepared.split(split)
     reference, targets = prepared.reference.get(split), prepared.targets.get(split)
@@ -392,7 +392,9 @@ def sample_place(cfg: schema.RunConfig, ranks: Ranks) -> tuple[int, int]:
 
 
 def ahead(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """Yield batches in order; a thread, which alone uses `batches`, prepares `count` more. Errors keep their place."""
+    """Yield the batches; a thread, which alone uses `batches`, prepares `count` ahead. An error there is raised here,
+    in place of its batch.
+    """
     on_gpu = get_accelerator().device_name() == "cuda"  # a run on CPUs leaves a GPU that is there alone
 
     def prepare() -> Batch | None:
@@ -431,6 +433,7 @@ def _sampler(
     num_steps: int,
     order: sampler.Order | None,
 ) -> sampler.GlobalBatchSampler:
+    """Return what yields this rank's rows of the training plan from a position on, in `order` or shuffled."""
     global_size, micro = rows_per_step(cfg, prepared.packing)
     store, plan = prepared.train, prepared.train_plan
 
@@ -505,7 +508,7 @@ def longest_batch(cfg: schema.RunConfig, prepared: LanguageData, world_size: int
 
 
 def repeated_batch(cfg: schema.RunConfig, prepared: LanguageData, times: int, share: float = 1.0) -> Batch:
-    """Return the plan's longest row several times over, as a larger micro-batch; a share of each sample is kept."""
+    """Return a micro-batch of `times` copies of the plan's longest row, its samples cut to `share` of their tokens."""
     [samples] = _longest(prepared, 1)
     if share < 1:
         samples = [_cut(sample, share) for sample in samples]
@@ -530,8 +533,9 @@ def _longest(prepared: LanguageData, count: int) -> list[list[Sample | Branch]]:
 
 
 def _cut(sample: Sample | Branch, share: float) -> Sample | Branch:
-    """Return consecutive tokens of a sample, the last one trained: the first ones, or those up to the first trained
-    one. ChatGLM-6B takes no row without <sop>, which is at the end of the prompt. Branches stay some, in proportion.
+    """Return a `share` of a sample's tokens, consecutive ones, of which the last is trained: the first ones, or if none
+    of these is trained, those up to the first that is, as ChatGLM-6B needs <sop>, at the end of the prompt. A branch
+    stays a branch that shares as much in proportion.
     """
     ids, trained = sample[:2]
     length = max(2, int(len(ids) * share))

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def choose_prompts(cfg: RunConfig, prepared: language_data.LanguageData) -> "list[ValidationQuestion]":
-    """Return the validation samples that the model is to answer; before it is loaded, as a DataError may come up."""
+    """Return the validation samples that the model is to answer for `evaluate.metrics`, [] without metrics. DataError
+    if there are none: so it is called before the model is loaded.
+    """
     evaluate = cfg.evaluate
     if prepared.validation is None:
         if evaluate.metrics or evaluate.keep_best:
@@ -100,8 +102,9 @@ class Evaluation:
         self.questions = fitting
 
     def run(self, file: Path, alive: Callable[[], object] = lambda: None) -> dict[str, float]:
-        """Evaluate without a trace; return the figures for metrics.jsonl, the same on every rank. A collective. Each
-        answer is a line of `file`, what is true of all is in its .json; `alive` is called now and then.
+        """Evaluate, and leave model and random generators as they were; return the figures for metrics.jsonl, the same
+        on every rank. A collective. The answers are lines of `file`, settings and figures of all are in the .json
+        beside it; `alive` is called after each batch.
         """
         cfg, prepared = self.cfg, self.prepared
         with language_data.shown_evaluation(cfg, prepared, self.ranks, alive) as batches:
@@ -172,7 +175,7 @@ class Evaluation:
         )
 
     def _judge(self, answers: "Answers", file: Path, figures: dict[str, float]) -> dict[str, float]:
-        """Score and keep the answers; whatever goes wrong is told, and ends nothing."""
+        """Score the answers, write them to `file`, and return the scores. What fails is a warning: a run goes on."""
         missing = len(self.questions) - len(answers.ids)
         if missing:
             warn(

@@ -91,7 +91,7 @@ class PairLosses(NamedTuple):
 
 
 def pair_losses(config: schema.PreferenceConfig, chosen: Answers, rejected: Answers) -> PairLosses:
-    """Return the loss of each pair, and the rewards of its answers: beta times what the loss compares."""
+    """Return the loss of each pair, [pairs], and the rewards of its answers: beta times `_compared`."""
     kind, beta = config.loss, config.beta
     better, worse = (_compared(config, answers) for answers in (chosen, rejected))
     margin = beta * (better - worse)
@@ -111,7 +111,9 @@ def pair_losses(config: schema.PreferenceConfig, chosen: Answers, rejected: Answ
 def answer_losses(
     config: schema.PreferenceConfig, ratios: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
 ) -> torch.Tensor:
-    """Return KTO's losses of answers, float32 [n]; `ratios`: p - r, [n]; `is_good`: bool [n]; `divergence`: K."""
+    """Return KTO's losses of answers, float32 [n]. `ratios`: log-probabilities less the reference's, [n]; `is_good`:
+    bool [n]; `divergence`: the scalar with which the ratios are compared.
+    """
     gains = torch.where(is_good, ratios - divergence, divergence - ratios)
     good = is_good.to(ratios.dtype)
     return (config.desirable_weight * good + config.undesirable_weight * (1 - good)) * torch.sigmoid(
@@ -120,7 +122,9 @@ def answer_losses(
 
 
 def _compared(config: schema.PreferenceConfig, answers: Answers) -> torch.Tensor:
-    """Return what a loss compares of the two answers: log-probabilities or their ratios, sums or means."""
+    """Return the number of each answer that the loss compares: its log-probability, less the reference's if the loss
+    needs one, and per token for losses that are defined so.
+    """
     values = answers.log_probabilities
     if config.needs_reference:
         values = values - answers.reference
@@ -228,8 +232,9 @@ class PreferenceTask(SampleTask):
         pairs: PairLosses = pair_losses(self.cfg.preference, chosen, rejected)
         margins = pairs.chosen_rewards - pairs.rejected_rewards
         answers = chosen.log_probabilities.detach(), rejected.log_probabilities.detach()
-        apart = (answers[0] + answers[1] - chosen.reference - rejected.reference) / 2
-        figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, (margins > 0).float(), *answers, apart)
+        from_reference = (answers[0] + answers[1] - chosen.reference - rejected.reference) / 2
+        in_order = (margins > 0).float()
+        figures = (pairs.chosen_rewards, pairs.rejected_rewards, margins, in_order, *answers, from_reference)
         # Of no pairs it is 0 and has gradients all the same, which the other ranks wait for.
         loss = pairs.losses.sum() if end else 0 * values.sum()
         return loss, {name: value.sum() for name, value in zip(FIGURES, figures, strict=True) if name in self.names}
@@ -263,8 +268,9 @@ class PreferenceTask(SampleTask):
 
 
 class KtoTask(PreferenceTask):
-    """Trains a causal language model on answers that are marked good or bad. A row of a plan is an answer, and its
-    question with another's answer: the mean log-ratio of these, over the global batch, is known before its first loss.
+    """Trains a causal language model on answers that are marked good or bad (KTO). A row of a plan has two samples: an
+    answer to its question, and another question's answer to it. The mean log-ratio of the latter over the global batch,
+    KTO's divergence, must be known before the first loss of a step.
     """
 
     counted = "answers"
@@ -275,7 +281,7 @@ class KtoTask(PreferenceTask):
         return super().sizes([_rows(batch, 0) for batch in batches])
 
     def prepare_step(self, engine: Any, batches: list[language_data.Batch]) -> None:
-        """Compute the divergence of model and reference on questions with others' answers. A collective."""
+        """Compute the step's divergence: how far the model is from the reference on others' answers. A collective."""
         others, sums = [_rows(batch, 1) for batch in batches], torch.zeros(2, device=engine.device)
         with probe.evaluating(engine):
             passes = stages.measured(engine, others, self._ratios)
@@ -301,15 +307,15 @@ class KtoTask(PreferenceTask):
     def _losses(
         self, ratios: torch.Tensor, values: torch.Tensor, is_good: torch.Tensor, divergence: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of each answer, and of its figures sums with counts, [2] each."""
+        """Return the loss of each answer, and by name of each figure its sum over the answers and their count, [2]."""
         losses = answer_losses(self.cfg.preference, ratios, is_good, divergence)
         rewards, good = self.cfg.preference.beta * ratios.detach(), is_good.float()
-        all_of_them = torch.ones_like(ratios)
+        every = torch.ones_like(ratios)
         in_order = torch.where(is_good, ratios > divergence, ratios < divergence).float()
         logps = values.detach()
-        columns = ((rewards, good), (rewards, 1 - good), (in_order, all_of_them), (logps, good), (logps, 1 - good))
-        pairs = [torch.stack(((value * of).sum(), of.sum())) for value, of in columns]
-        pairs.append(torch.stack((divergence * len(ratios), all_of_them.sum())))
+        columns = ((rewards, good), (rewards, 1 - good), (in_order, every), (logps, good), (logps, 1 - good))
+        pairs = [torch.stack(((value * counts).sum(), counts.sum())) for value, counts in columns]
+        pairs.append(torch.stack((divergence * len(ratios), every.sum())))
         return losses, dict(zip(self.names, pairs, strict=True))
 
     def _evaluate(self, engine: DeepSpeedEngine, batches: Iterable[language_data.Batch]) -> dict[str, float]:
@@ -350,7 +356,9 @@ def _answers(batch: language_data.Batch) -> int:
 
 
 def _rows(batch: language_data.Batch, first: int) -> language_data.Batch:
-    """Return every second row of a micro-batch as one of its own; the filler of one that is empty as it is."""
+    """Return a micro-batch of every second row, from the `first` (0: answers, 1: others' answers); a filler, which is a
+    single row, stays as it is.
+    """
     if len(batch["input_ids"]) == 1:
         return batch
     rows = {name: batch[name][first::2] for name in _COLUMNS if name in batch}
