@@ -115,6 +115,7 @@ WORTH_SHOWING = 0.05
 
 
 def _speed_and_memory(row: dict[str, float]) -> list[str]:
+    """Return what a row of metrics.jsonl says of speed, waiting and memory, for the line that is printed."""
     units = ("tokens", "samples")
     parts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in units if f"{unit}_per_s" in row]
     if "mfu" in row:

@@ -50,11 +50,7 @@ class Trackers:
         return self._process is not None
 
     def begin(
-        self,
-        folder: Path,
-        trackers: Mapping[str, Mapping[str, Any]],
-        hyperparameters: Mapping[str, Any],
-        step: int,
+        self, folder: Path, trackers: Mapping[str, Mapping[str, Any]], hyperparameters: Mapping[str, Any], step: int
     ) -> None:
         """Start the process and let it begin; wait for nothing."""
         if not trackers:

@@ -78,11 +78,12 @@ def record_samples(
 
 
 def checkpoint_before(checkpointer: Checkpointer, rewinds: Counter[Path], trouble: str) -> Path:
-    """Return the checkpoint to go back to, and count it in `rewinds`; Diverged where none helps. A collective."""
+    """Return the checkpoint to go back to, and count it in `rewinds`: the newest, or if that has not helped and no good
+    step has followed it, the newest good one. Diverged if there is none, or it has not helped either. A collective.
+    """
     good, checkpoint = checkpointer.good, checkpointer.newest
     if checkpoint is not None and good is not None and good != checkpoint and rewinds[checkpoint]:
-        # No good step has followed it, and going back to it did not help: its weights may be the trouble.
-        checkpoint = good
+        checkpoint = good  # the weights of the newest may be the trouble
         on_rank0(lambda: directory.move_aside_after(good))
     if checkpoint is None:
         raise Diverged(

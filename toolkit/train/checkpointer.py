@@ -107,7 +107,9 @@ class Checkpointer:
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: directory.RunState, is_last: bool = False) -> None:
-        """Publish the previous one and write one; the last is probed, as no step shows its weights are good."""
+        """Publish the previous checkpoint and begin to write one of this state. The last one is probed, as no later
+        step can show that its weights are good.
+        """
         self.finish()
         name = directory.checkpoint_name(state.step)
         temporary = self.folder / f"{name}.tmp"
@@ -134,7 +136,7 @@ class Checkpointer:
         pending.thread.start()
 
     def _write(self, temporary: Path, state: directory.RunState, taken: probe.Probe | None) -> "_Pending":
-        """Write this rank's files of a checkpoint, and keep what is still to be proven as pending."""
+        """Write this rank's files of a checkpoint; return it as pending, until they are proven and published."""
         self.files.begin()
         for number, content in enumerate(engine_state.contents(self.engine, self._held)):
             self.files.save(content, temporary / fragments.file_name(rank(), number))
@@ -164,6 +166,7 @@ class Checkpointer:
         return is_last or self._probe_s <= max(_PROBE_S, _PROBE_SHARE * (time.monotonic() - self._probed_at))
 
     def _probe(self) -> probe.Probe:
+        """Run the model on the probe's ids, and note how long that takes."""
         started = time.monotonic()
         assert self.described.probe_ids is not None
         taken = capture_probe(self.engine, self.described.probe_ids)
@@ -331,6 +334,7 @@ class _Pending:
         self.thread.join()
 
     def _prove(self) -> None:
+        """Flush this rank's files and take their sizes and hashes from the disk: what the thread does."""
         try:
             self.files.write()
             self.failure = self.failure or self.files.failure

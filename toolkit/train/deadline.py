@@ -67,8 +67,8 @@ class Costs:
 
 
 class Deadline:
-    """Rank 0's view of the time that is left. `at`: seconds of time.time(); `sizes`: bytes of a checkpoint and of the
-    export (0: none).
+    """Decides on rank 0 with which step a run must end to be done before the time `at` (as time.time()), and says so.
+    `sizes`: bytes of a checkpoint and of the export (0: none).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Deadline:
         return _END_S + _HEARD_AFTER * costs.step + _MARGIN * (evaluation_s + costs.save + self._export_s + answers_s)
 
     def decide(self, step: int) -> int:
-        """Return the step to end with, before this one is done; 0 where nothing is known yet."""
+        """Return the step to end with, as it looks before this step; 0 until enough steps were timed."""
         self._follow_clock()
         if not self.costs.step:
             return 0
@@ -142,7 +142,9 @@ class Deadline:
         return round(spare_s, 1)
 
     def _follow_clock(self) -> None:
-        """Keep a duration what it is where the clock was set; a time stays that of the clock. Both are said."""
+        """Warn if the clock was set. A deadline that was typed as a duration is moved by as much, one that was typed as
+        a time stays.
+        """
         offset = time.time() - time.monotonic()
         jump_s = offset - self._offset
         if abs(jump_s) < _JUMP_S:
@@ -181,6 +183,7 @@ class Deadline:
         return max(0, int(seconds / each_s))
 
     def _tell(self, step: int) -> None:
+        """Say how many steps fit, unless that has hardly changed since it was said last."""
         before, left = self._told, self.last - step
         if before is not None and abs(self.last - before) < _TOLD * before:
             return

@@ -121,7 +121,7 @@ def choose_layout(
 
 
 def _machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
-    """Return this run's nodes, each as small as the smallest. A collective."""
+    """Return this run's nodes as if each had the least memory of all and the most ranks. A collective."""
     host = own_memory()
     on_cpu = device.type == "cpu"
     local = ranks.local_world_size or ranks.world_size
@@ -504,7 +504,7 @@ def remedies(cfg: RunConfig, world_size: int) -> list[str]:
 
 
 def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: run_dir.RunSource) -> int:
-    """Return the micro-batch that the run began with; 0 if it begins now, or so many ranks cannot have that one."""
+    """Return the micro-batch of the checkpoint that a run resumes; 0 without one, or if it does not divide here."""
     if origin.checkpoint is None:
         return 0
     rows = int(directory.read_run_state(origin.checkpoint).config.get("batch", {}).get("micro_per_gpu", 0))

@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class TrainLoop:
-    """Does all steps; attributes are the state between two. Methods are collectives."""
+    """Does all steps of a run; its attributes are the state between two steps. Methods are collectives."""
 
     def __init__(self, task: Task, run: RunContext, baseline: Baseline, progress: Progress) -> None:
         self.task, self.run, self.baseline, self.progress = task, run, baseline, progress
@@ -139,6 +139,7 @@ class TrainLoop:
         return vote
 
     def _take_step(self) -> None:
+        """Do a step and what the ranks' vote and its outcome ask for: publish, rewind, log, evaluate, save, stop."""
         result, lr = self.compute_step()
         vote = result.vote
         if vote.lost_run_dir:
@@ -197,6 +198,7 @@ class TrainLoop:
             hook.at_resume()
 
     def _log(self, lr: float) -> None:
+        """Append a row about the steps since the last one to metrics.jsonl, and show it."""
         figures: dict[str, float] = {}
         for hook in self.hooks:
             figures |= hook.rank_figures()
@@ -222,6 +224,7 @@ class TrainLoop:
             hook.at_last_step()
 
     def _evaluates(self) -> bool:
+        """Whether the task is evaluated after this step, or at step 0 before the first."""
         if not self.task.has_validation or not self.step:
             return self.task.has_validation and self.cfg.evaluate.at_start
         return is_due(self.step, self.cfg.evaluate.every) or self.step == self.total_steps
@@ -267,6 +270,7 @@ class TrainLoop:
         return True
 
     def _rewind(self, trouble: str) -> None:
+        """Go back to a checkpoint, but not in the data: training continues after the batches that led to `trouble`."""
         self.watchdog.enter("rewind", self.step)
         self._publish_in_step()
         checkpoint = checkpoint_before(self.checkpointer, self.rewinds, trouble)
@@ -279,11 +283,7 @@ class TrainLoop:
         self.progress.back_to(state.step)
         for hook in self.hooks:
             hook.at_rewind(state.step)
-        say(
-            "Rewound to step {step}; the data of the steps up to {bad} is skipped.",
-            step=state.step,
-            bad=self.step,
-        )
+        say("Rewound to step {step}; the data of the steps up to {bad} is skipped.", step=state.step, bad=self.step)
         self.begin_at(state, self.position)
 
     def _state(self) -> directory.RunState:

@@ -63,6 +63,7 @@ def replay(trainer: Trainer, step: int, recorded: Path) -> Path:
 
 
 def _replay_in_group(trainer: Trainer, step: int, recorded: Path) -> Path:
+    """Do the steps up to `step` in the process group, and print how they compare with the file `recorded`."""
     trainer.build()
     run, task = trainer.run, trainer.task
     try:

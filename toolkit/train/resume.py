@@ -60,6 +60,7 @@ def starting_state(
 
 
 def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
+    """Reject another program's checkpoint for other optimizers than Adam's; say what starts again."""
     if not rule_tables.OPTIMIZERS[optimizer].is_adam:
         raise ConfigError(
             "the checkpoint {folder} holds Adam's states, not those of optim.name = {name}. Set optim=adamw, or train "
@@ -71,7 +72,7 @@ def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
 
 
 def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[str, Any]) -> None:
-    """Reject what cannot go from the layout of a checkpoint into another one."""
+    """Raise CheckpointError where the states of the saved config, or of this one, cannot be moved to another layout."""
     if saved.config["zero"].get("zenflow", {}).get("enabled") and "zenflow" not in counts_in(checkpoint):
         raise CheckpointError(
             "the checkpoint {folder} cannot be resumed: an earlier version saved it under ZenFlow, matrices in another "

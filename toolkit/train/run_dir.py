@@ -136,8 +136,7 @@ def newest_intact(folder: Path, must: bool = False) -> Path | None:
     were_there = [*directory.published_checkpoints(checkpoints), *checkpoints.glob("*.damaged")]
     if checkpoint is None and (were_there or must):
         raise CheckpointError(
-            "{folder} holds no intact checkpoint. To start over, choose another run.name.",
-            folder=checkpoints,
+            "{folder} holds no intact checkpoint. To start over, choose another run.name.", folder=checkpoints
         )
     # Without a config nothing was stopped: another process has just made the directory, and did not get its lock.
     if checkpoint is None and (folder / "config.yaml").exists():
@@ -387,7 +386,7 @@ def newest_step(folder: Path) -> int:
 
 
 def reached_step(folder: Path) -> int:
-    """Return the step in which a run ended, as far as its rows and its ranks' heartbeats show."""
+    """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats."""
     logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl", OSError)[-1:]), default=0)
     beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in read_rows(path, OSError)]
     seen = max((int(beat["step"]) for beat in beats), default=0)
@@ -515,7 +514,9 @@ def _sign(file: IO[str]) -> None:
 
 
 def _lock_directory(folder: Path) -> tuple[bool, int | None]:
-    """Return whether no other process holds the directory, and the descriptor that now does."""
+    """Try to lock a directory. Return whether no other process has it locked, and the descriptor that holds the lock,
+    None where the file system has no such locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -526,7 +527,7 @@ def _lock_directory(folder: Path) -> tuple[bool, int | None]:
 
 
 def _who_counts(folder: Path) -> str:
-    """Return a rank whose heartbeat continues, "" if there is none; takes some seconds if there are heartbeats."""
+    """Return a rank, as JSON, whose heartbeats still count up, "" if none do; waits some seconds if there are any."""
     before = _heartbeats(folder)
     if not before:
         return ""

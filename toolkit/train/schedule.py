@@ -156,16 +156,17 @@ class Schedule:
         self.write()
 
     def _stride(self) -> float:
+        """Return by how much a step advances in the schedule: 1, or more if `fit` leaves too few steps for it."""
         schedule, _, total_steps, warmup_steps = self._shape
         if self._steps_left is None or schedule.name in _ENDLESS:
             return 1
         left, self._steps_left = max(1, self._steps_left), self._steps_left - 1
         if self.position < warmup_steps and left > warmup_steps - self.position:
             return 1
-        begin = _decay_begin(schedule, total_steps, warmup_steps)
-        if self.position < begin:
-            spare = left - (total_steps - begin)
-            return (begin - self.position) / max(1, spare)
+        decay_begin = _decay_begin(schedule, total_steps, warmup_steps)
+        if self.position < decay_begin:  # the flat part takes the steps that the decay leaves
+            left_for_flat = left - (total_steps - decay_begin)
+            return (decay_begin - self.position) / max(1, left_for_flat)
         return max(0.0, total_steps - self.position) / left
 
     def state_dict(self) -> dict[str, float]:
@@ -255,6 +256,7 @@ def tell_length(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, wo
 
 
 def _longer(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
+    """Yield overrides each of which makes a run as long as FEWEST_STEPS, or nearly, with the steps that it then has."""
     epochs, size = cfg.train.epochs, cfg.batch.global_size
     if cfg.data.packing is not schema.Packing.none and epoch.samples > epoch.sequences:
         unpacked = math.ceil(epoch.samples / size)

@@ -87,7 +87,9 @@ class Anomaly:
 
 
 class StepGuard:
-    """Judges every step of an engine. All it goes by is the same on every rank."""
+    """Judges every step of an engine, and vetoes updates by bad ones; with the same verdict on every rank, as it sees
+    the same numbers there.
+    """
 
     def __init__(self, engine: DeepSpeedEngine, config: TrainConfig) -> None:
         self.engine, self.config = engine, config
@@ -111,6 +113,7 @@ class StepGuard:
             self.trouble = Anomaly(AnomalyKind.loss_spike, loss, _median(self.losses))
 
     def _may_update(self, grad_norm: float) -> bool:
+        """Return whether an update with this gradient norm may happen; see `UpdateVeto`."""
         if self.trouble is None and not math.isfinite(grad_norm):
             return self.engine.fp16_enabled()  # an overflow belongs to finding the loss scale, and DeepSpeed skips it
         if self.trouble is None and _is_spike(grad_norm, self.grad_norms, self.config.max_grad_norm_ratio):
@@ -118,7 +121,7 @@ class StepGuard:
         return self.trouble is None
 
     def check(self) -> Anomaly | None:
-        """Return what was wrong with the step just done; Diverged if the optimizer did not heed it."""
+        """Return what was wrong with the step just done, if anything; Diverged if it has updated the weights anyway."""
         skipped = self.engine.skipped_steps > self._skipped
         self._skipped = self.engine.skipped_steps
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
@@ -143,7 +146,7 @@ class StepGuard:
 
     @property
     def is_spoilt(self) -> bool:
-        """Whether the weights themselves seem to be ruined: not one sample is bad, but one step after the other."""
+        """Whether the weights seem to be ruined: the loss was bad, and the step before was skipped, too."""
         return self.skips_in_a_row > 1 and self.has_bad_loss
 
     def check_end(self, eval_loss: float | None) -> None:
@@ -361,12 +364,7 @@ def _data_parallel_passes(
 
 
 def _pipeline_passes(
-    engine: DeepSpeedEngine,
-    task: "Task",
-    micro_batches: list[Any],
-    guard: StepGuard,
-    counts: torch.Tensor,
-    copies: int,
+    engine: DeepSpeedEngine, task: "Task", micro_batches: list[Any], guard: StepGuard, counts: torch.Tensor, copies: int
 ) -> _StepSums:
     """Run the forward and backward passes of a step through pipeline stages; return all ranks' sums.
 
@@ -393,7 +391,9 @@ def _pipeline_passes(
 def _sum_and_judge(
     task: "Task", micro_losses: torch.Tensor, routers: "Routers | None", counts: torch.Tensor, guard: StepGuard
 ) -> _StepSums:
-    """Return all ranks' sums once the guard has seen the loss: a step's one wait for the device."""
+    """Sum losses, figures and routers' loads over all ranks, and show the guard the loss; return the sums. Here the
+    host waits for the device, once per step.
+    """
     of_routers = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)
     figures = task.take_figures()
     pairs = [pair.to(micro_losses) for pair in figures.values()]

@@ -47,7 +47,9 @@ class StragglerDetector(Hook):
             warn(slow)
 
     def see(self, times: RankTimes) -> str:
-        """Add the steps since the last call; return a warning for the user, "" if there is none."""
+        """Add the times of the steps since the last call. Each COMPARED_STEPS steps, compare the slowest rank with the
+        median; return a warning once it was much slower IN_A_ROW times, else "".
+        """
         self._times = times = self._times + times if self._times else times
         if times.steps < COMPARED_STEPS:
             return ""

@@ -20,7 +20,7 @@ from toolkit.train.step import StepResult
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Some steps, rank by rank. Sums over the steps."""
+    """Times and tokens of each rank, summed over some steps."""
 
     steps: int
     seconds: float
@@ -70,7 +70,9 @@ _OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
 
 
 class ThroughputMeter:
-    """Adds up steps; the tokens (or samples, by `unit`) given are those of the run so far."""
+    """Adds up steps for the rows of metrics.jsonl. `trained_tokens`, `total_tokens`: those of the run so far, or
+    samples by `unit`; `counted_in`: name of the figure that says how many samples, if the loss is not per token.
+    """
 
     def __init__(
         self,
@@ -105,13 +107,12 @@ class ThroughputMeter:
         self.step_began = now
 
     def pace(self, figures: Mapping[str, float] | None = None) -> RankTimes:
-        """Return how fast each rank was since the last row; `figures`: more of this rank. A collective."""
+        """Return the times of each rank since the last row, with `figures` of hooks, by name. A collective."""
         seconds, device, figures = time.perf_counter() - self.started, self.engine.device, figures or {}
         rank_tokens = sum(result.rank_tokens for result in self.results)
         own_figures = [self.own_s, self.data_wait_s, rank_tokens, *memory_peaks(device), *figures.values()]
-        values = torch.zeros(
-            len(own_figures), world_size(), dtype=torch.float64
-        )  # sums of tokens are too large for float32
+        # float64, as sums of tokens are too large for float32.
+        values = torch.zeros(len(own_figures), world_size(), dtype=torch.float64)
         values[:, rank()] = torch.tensor(own_figures, dtype=torch.float64)
         of_ranks = sum_over_ranks(values.flatten(), device).view(len(own_figures), -1).tolist()
         own_s, data_wait_s, tokens, host_bytes, device_bytes, *more = of_ranks
@@ -119,9 +120,9 @@ class ThroughputMeter:
         return RankTimes(len(self.results), seconds, own_s, data_wait_s, tokens, dict(zip(figures, more, strict=True)))
 
     def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
-        """Return a row of metrics.jsonl and reset the sums. `loss` is exact: sum of losses / their number (of trained
-        tokens) over all ranks since the last row, without steps that are not finite; so are the task's figures. `lr` is
-        what this step used, `pace` that of the call just before.
+        """Return a row of metrics.jsonl and reset the sums. `loss`, and the task's figures, are exact means over the
+        trained tokens (or samples) of all ranks since the last row, without steps whose loss is not finite. `lr`: of
+        the last step; `pace`: returned by `pace` just before.
         """
         results, seconds, ranks = self.results, pace.seconds, world_size()
         trained, total, computed, pairs = (
@@ -151,11 +152,7 @@ class ThroughputMeter:
             "skipped_steps": self.engine.skipped_steps,
             "time": round(time.time(), 3),
             **pace.row(),
-            **self.baseline.speed(
-                Work(total, pairs, trained),
-                Work(computed, pairs, trained),
-                seconds * ranks,
-            ),
+            **self.baseline.speed(Work(total, pairs, trained), Work(computed, pairs, trained), seconds * ranks),
             "host_memory_peak_bytes": host_bytes,
         }
         if device_bytes:
@@ -178,7 +175,7 @@ class ThroughputMeter:
         return row
 
     def pause(self) -> None:
-        """Leave out what happens before `resume`: evaluation, saving."""
+        """Stop counting time until `resume`, for an evaluation or a save."""
         self.paused = time.perf_counter()
 
     def resume(self) -> None:

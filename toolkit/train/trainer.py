@@ -262,7 +262,7 @@ class Trainer:
 
 @contextmanager
 def _told_of_training(run: RunContext, result: FitResult) -> Iterator[None]:
-    """Let an error of the export say what was trained, where it is, and how to export it."""
+    """Add to an error of the export what was trained, where it is, and how to export it."""
     try:
         yield
     except ToolkitError as error:
@@ -273,6 +273,7 @@ def _told_of_training(run: RunContext, result: FitResult) -> Iterator[None]:
 
 
 def _what_is_there(run: RunContext, result: FitResult) -> str:
+    """Return a sentence on what a run has left when its export failed: the export, or how to make it later."""
     saved = directory.published_checkpoints(run.folder / "checkpoints")
     checkpoint = f"{run.display_folder}/checkpoints/{saved[0].name}" if saved else ""
     steps, export = f"{result.state.step:,}", f"{run.display_folder}/export"
