@@ -80,8 +80,8 @@ def workers(count: int, begin: Callable[..., None] | None = None, *arguments: An
 
 
 def in_order(count: int, function: Callable[..., _Result], items: Iterable[_Item]) -> Iterator[tuple[_Item, _Result]]:
-    """Yield each item, in their order, with `function(*item)`; here for a `count` of 1, else in so many new
-    interpreters, which get the function once and the items, few ahead, as they come.
+    """Yield each item with `function(*item)`, in the order of the items, which are taken a few ahead. It is computed
+    here if `count` is 1, else in `count` new interpreters.
 
     Raises:
         BrokenProcessPool: one of them was killed.
@@ -105,7 +105,7 @@ def in_order(count: int, function: Callable[..., _Result], items: Iterable[_Item
 
 
 def _serve(function: Callable[..., Any], language: str) -> None:
-    """Prepare a process of `in_order`: one thread each, as there is a process for every core."""
+    """Prepare a process of `in_order`: keep its function, and one thread, as there may be a process for every core."""
     from toolkit.messages import set_language
 
     global _function
@@ -191,20 +191,22 @@ def _run_as_subreaper(command: Sequence[str]) -> int:
 
 
 def _end_all(child: "subprocess.Popen[Any]") -> None:
-    """Ask all below to end, and kill what does not; new ones too, as what is killed loses children to this process."""
+    """Ask all processes below this one to end, then kill those that do not, until none is left: the children of those
+    that end become children of this process.
+    """
     until, number = time.monotonic() + _GRACE_S, signal.SIGTERM
-    told: set[int] = set()
+    signalled: set[int] = set()
     while True:
         child.poll()
         left = _below(os.getpid())
         if not left:
             return
         if time.monotonic() > until:
-            number, told = signal.SIGKILL, set()
-        for pid in left - told:
+            number, signalled = signal.SIGKILL, set()
+        for pid in left - signalled:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        told |= left
+        signalled |= left
         for pid in left - {child.pid}:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

@@ -120,9 +120,8 @@ def umask() -> int:
 
 
 def try_lock(file: IO[str] | IO[bytes]) -> tuple[bool, bool]:
-    """Return whether the lock on a file was granted, and whether that means anything on this machine.
-
-    The system lets go of it when the file is closed, or its process ends. Raises OSError if the file system fails.
+    """Return whether the lock on a file was granted, and whether its file system has locks at all: without, it always
+    is. The lock ends when the file is closed, or this process ends. OSError if the file system fails.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,10 +175,9 @@ _MOST_ENTRIES = 100_000
 def walk(
     folder: Path, shown: str, enter: Callable[[Path], bool], onerror: Callable[[OSError], object] | None = None
 ) -> Iterator[tuple[Path, list[str]]]:
-    """Yield each directory below one, behind links too, with the names in it that are no directories.
-
-    A DataError where there are so many that no data can be meant: links may lead to the whole disk. Each directory
-    comes once: links to those above make as many paths as one likes. `shown`: what the user wrote.
+    """Yield a directory and each one below it that `enter` accepts, with the names of the files in it. Links are
+    followed, but each directory comes once, as links to one above would never end. DataError if there are too many
+    entries: a link may lead to the whole disk. `shown`: the path as the user wrote it.
     """
     seen: set[str] = set()
     count = 0

@@ -66,7 +66,7 @@ def _fill(english: str, values: dict[str, object]) -> str:
 
 
 def _bounded(value: object) -> object:
-    """Return a value whose text has no endless line: the value itself, if that is so anyway."""
+    """Return a value as text with overlong lines shortened; the value itself if it has none."""
     if isinstance(value, (int, float, type(None))):
         return value
     text = str(value)
@@ -128,10 +128,9 @@ def chinese() -> dict[str, dict[str, str]]:
 
 
 def printable(text: str) -> str:
-    """Return a text without what moves a terminal's cursor, changes its colours or turns the direction of writing.
-
-    Names of files and texts of samples come from elsewhere; lines and tabs stay. Nor halves of characters, which JSON's
-    escapes and names of files may hold: stdout cannot write them.
+    """Return a text from elsewhere (a sample, a file's name) with those characters escaped that would move a terminal's
+    cursor, change its colours or the direction of writing, and with lone surrogates, which stdout cannot write. Line
+    breaks and tabs stay.
     """
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
@@ -155,7 +154,7 @@ def notes_to_stderr() -> Iterator[None]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Print nothing to the user meanwhile: what is tried beforehand is told when it is done."""
+    """Print no messages to the user within the body, as for what is tried now and reported when it is really done."""
     level = _logger.level
     _logger.setLevel(logging.CRITICAL)
     try:
@@ -339,16 +338,15 @@ class Problems:
         return len(self.errors) + self.more
 
     def add_made(self, make: Callable[..., ToolkitError], *arguments: Any) -> None:
-        """Keep an error that takes time to make, or count it where no more are told."""
+        """Keep the error that `make` returns; if as many as are shown are there already, count it without making it."""
         if len(self.errors) < MOST:
             self.add(make(*arguments))
         else:
             self.more += 1
 
     def attempt(self, function: Callable[..., T], *arguments: Any) -> T | None:
-        """Call a function; return its result, or None where it raised an error, which is kept.
-
-        Where something is wrong already, any other exception follows from it: a rule met a value that cannot be.
+        """Call a function; return its result, or None if it raised a ToolkitError, which is kept. Any other exception
+        is ignored once there are errors: then it follows from a value that is known to be wrong.
         """
         try:
             return function(*arguments)

@@ -60,7 +60,7 @@ def hide_all(value: Any) -> Any:
 
 
 def hide_word(word: str) -> str:
-    """Return a word of a command line, KEY=VALUE or any other, without secrets: none at all of a key that is one."""
+    """Return a word of a command line without secrets; of KEY=VALUE all of the value is hidden if the key is secret."""
     key, equals, value = word.partition("=")
     section, _, name = key.lstrip("+").rpartition(".")
     is_variable = section == "launch.env" and is_under_secret_name(name, value)
@@ -87,12 +87,13 @@ def is_under_secret_name(name: str, value: str) -> bool:
 
 
 def _hidden(value: Any, secrets: list[str]) -> Any:
+    """Return a value, and what is in it, with MASK in place of `secrets` and of whatever looks like one."""
     if isinstance(value, str):
         spans = [match.span() for match in _FORMS.finditer(value)]
         spans += [match.span() for secret in secrets for match in re.finditer(re.escape(secret), value)]
         shown, end = "", 0
         for begin, last in sorted(spans):
-            if begin >= end:  # where two overlap all of both is hidden, or a rest would be seen
+            if begin >= end:  # not within the span before it: of two that overlap, all is one MASK
                 shown += value[end:begin] + MASK
             end = max(end, last)
         shown = _PARAMETER.sub(rf"\1{MASK}", _URL.sub(rf"\1\2{MASK}@", shown + value[end:]))
@@ -108,7 +109,7 @@ def _hidden(value: Any, secrets: list[str]) -> Any:
 
 
 def _learn(value: Any) -> None:
-    """Take note of the secrets among a config's keys."""
+    """Remember the values of keys whose names say that they are secrets, so that they are hidden anywhere."""
     if isinstance(value, dict):
         for name, item in value.items():
             if isinstance(item, str) and _says_secret_key(name) and _is_secret(item):

@@ -64,7 +64,7 @@ def _write_above(line: str) -> None:
 
 
 def _tell(line: str) -> None:
-    """Write how far a phase is: to where messages go in a training session, else to stderr, beside answers."""
+    """Print a line about a phase: as a message in a training session, else to stderr, as stdout may carry answers."""
     if _is_session or _live is not None:
         say(line)
     else:
@@ -102,7 +102,7 @@ def _made(view: Callable[[], Any]) -> Any:
 
 
 def _follow() -> None:
-    """Have the live view there while something is to be shown."""
+    """Start the live view if there is something to show and it does not run, or stop it if there is nothing more."""
     global _live
     if _shown and _live is None:
         from rich.console import Console, Group
@@ -125,10 +125,8 @@ def _follow() -> None:
 
 @contextmanager
 def phase(title: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """Show, on the main rank, how far something long has got.
-
-    `total`: how much there is, 0 if unknown; `unit`: of what, translated (`BYTES` is shown as such). Yields what is
-    called with how much more is done.
+    """Show on the main rank how far the body has got; yield a function that it calls with how much more is done.
+    `total`: how much there is, 0 if unknown; `unit`: of what, translated, or BYTES.
     """
     if not messages.is_main_rank():
         yield lambda more: None
@@ -143,6 +141,7 @@ def phase(title: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int]
 
 @contextmanager
 def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Show the progress of a `phase` in the live view."""
     from rich import progress as parts
     from rich.text import Text
 
@@ -157,7 +156,7 @@ def _bar(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _lines(title: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Tell now and then, also while nothing gets further: a line is what shows that a silent minute is no hang."""
+    """Print the progress of a `phase` every EVERY_S seconds, even without any, so that a silent minute is no hang."""
     done, ended, started = 0, threading.Event(), time.monotonic()
 
     def advance(more: int) -> None:

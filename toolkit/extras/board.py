@@ -138,6 +138,8 @@ class Board:
         return {"heads": heads, "rows": [row for _, row in rows]}
 
     def _row_in_time(self, path: Path) -> tuple[list[float], list[str], str]:
+        """Return what `_row` does; a RunFolderError after _ROW_S seconds, and while such a reading is not back yet."""
+
         def read() -> tuple[list[float], list[str], str]:
             try:
                 return self._row(path)
@@ -150,7 +152,7 @@ class Board:
         return answered(read, path, _ROW_S)
 
     def _row(self, path: Path) -> tuple[list[float], list[str], str]:
-        """Return when a run's files changed, its figures and its state; what has not changed is not read again."""
+        """Return when a run's files changed, its row of figures and its state, cached until its files change."""
         times = [(path / name).stat().st_mtime for name in _STAMPED if (path / name).is_file()] or [0.0]
         stamp = (times, is_worked_on(path))
         if self._rows.get(path, (None,))[0] != stamp:
@@ -217,6 +219,7 @@ class Board:
         return self._answer()
 
     def _answer(self) -> Iterator[str]:
+        """Yield the lines of the model's answer to the question just asked; earlier answers, still due, are dropped."""
         assert self.chat is not None and self.chat.stdout is not None
         self.owed += 1
         for line in self.chat.stdout:

@@ -103,8 +103,9 @@ def _pass(model: torch.nn.Module, batch: attention.Batch) -> None:
 
 
 def _gather(cfg: schema.RunConfig, outline: Outline, layer_s: float, device: torch.device, world_size: int) -> float:
-    """Return the bytes/s at which ZeRO 3 moves a layer's weights and gradients: what the layer takes longer than alone,
-    with DeepSpeed's own copies and work around each collective (0.19.8: as much again on CPU ranks).
+    """Return the bytes/s at which ZeRO 3 moves a layer's weights and gradients, from how much longer a layer takes than
+    `layer_s`, its seconds without ZeRO. That includes DeepSpeed's copies and work around each collective (0.19.8: on
+    CPU ranks as much again).
     """
     split = replace(
         cfg,
@@ -183,7 +184,9 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of one call, and by how much another takes longer; in turns, as machines drift."""
+    """Return the median seconds of the first of two calls, and how many more the second takes, on the slowest rank.
+    They are timed in turns, as a machine's speed drifts.
+    """
     first, second = calls
     first(), second()
     pairs = [(_once(first, device), _once(second, device)) for _ in range(_REPEATS)]
@@ -193,6 +196,7 @@ def _seconds_and_more(calls: Sequence[Callable[[], object]], device: torch.devic
 
 
 def _once(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, which all ranks begin together, until the device has done its work."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     if device.type == "cuda":

@@ -32,7 +32,7 @@ def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], st
 
 
 def _arguments(typed: str, doc: str) -> Iterator[str]:
-    """Yield what may stand behind a command, by the usage lines of its help."""
+    """Yield the words that may follow a command and begin like `typed`, or more, by the usage in its help `doc`."""
     usage = doc.split("\n\n")[1]
     placeholders = dict(re.findall(r"(?<![\w.])([a-z_.]+)=([^\s\]]*)", usage))
     takes_keys = placeholders.pop("key", "") == "value"
@@ -56,7 +56,7 @@ def _arguments(typed: str, doc: str) -> Iterator[str]:
 
 
 def _values(name: str, value: str, placeholder: str) -> Iterator[str]:
-    """Yield the values of a word; `placeholder` is what the help has in their place."""
+    """Yield the values of the argument `name`; `placeholder`: what its help has for them, such as yes|no or FILE."""
     section, _, field = name.rpartition(".")
     sections = dict(dotted_keys.sections())
     kind: Any = dotted_keys.types_of(sections.get(f"{section}." if section else "", schema.RunConfig)).get(field)

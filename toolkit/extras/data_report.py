@@ -243,7 +243,7 @@ class Alike:
 
 
 def alike(facts: Facts) -> tuple[Alike, Alike]:
-    """Return the rows that are equal to an earlier one, and of the others those that are nearly so."""
+    """Return the rows that are equal to an earlier one, and those of the others that are similar to an earlier one."""
     if not facts.hashes:
         return Alike(0, []), Alike(0, [])
     _, first, number = np.unique(np.concatenate(facts.hashes), return_index=True, return_inverse=True)

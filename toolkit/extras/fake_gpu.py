@@ -148,8 +148,8 @@ def _tolist(tensor: torch.Tensor) -> Any:
 
 
 def _apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
-    """Set what a conversion makes of parameters, as for real tensors; PyTorch exchanges whole fake ones, which fails
-    where something refers to them.
+    """Do what `torch.nn.Module._apply` does, but keep parameters that stay on their device, and set their data, as it
+    does for real tensors: fake ones it would swap, which fails if something refers to them.
     """
     for child in module.children() if recurse else ():
         child._apply(function)
@@ -209,7 +209,7 @@ class Watch(LiveBytes):
         self.collectives, self.waits, self.peak, self._begun = [], Counter(), self.now, len(self._events)
 
     def largest(self, most: int) -> list[tuple[str, int, int]]:
-        """Return of the tensors at the peak since `restart` the largest by kind: what, how many, bytes of all."""
+        """Return what, how many and bytes of all of the `most` largest kinds of tensors at the peak since `restart`."""
         now = highest = sum(change for _, change, _ in self._events[: self._begun])
         at = self._begun
         for index in range(self._begun, len(self._events)):
@@ -277,7 +277,7 @@ class Watch(LiveBytes):
 
 
 def _place() -> str:
-    """Return the line of DeepSpeed, of the model or of the toolkit that reads a number of the device."""
+    """Return file, line and function of the innermost caller outside PyTorch: the code that waits for the device."""
     for frame in reversed(traceback.extract_stack()):
         if "/torch/" not in frame.filename and not frame.filename.endswith("fake_gpu.py"):
             return f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno} ({frame.name})"

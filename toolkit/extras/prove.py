@@ -185,6 +185,7 @@ def run_prove(words: list[str]) -> int:
 
 
 def _unsuitable(cfg: schema.RunConfig) -> Iterator[ConfigError]:
+    """Yield an error for each setting of a recipe that the plain loop does not know."""
     if cfg.tuning.method not in _METHODS or cfg.tuning.adapter:
         yield ConfigError(tr("prove knows tuning=full, freeze and lora, without tuning.adapter."))
     if cfg.preference.is_on:
@@ -199,7 +200,7 @@ def _unsuitable(cfg: schema.RunConfig) -> Iterator[ConfigError]:
 
 
 def _brief(cfg: schema.RunConfig, steps: int, length: int) -> list[str]:
-    """Return the overrides that make a run short, and leave out what is random or has no plain counterpart."""
+    """Return the overrides that make a run short, and switch off what is random or unknown to the plain loop."""
     words = [*_BRIEF, f"train.max_steps={steps}", f"checkpoint.every={max(1, steps // 2)}"]
     words += [f"data.max_length={min(cfg.data.max_length, length)}", "data.too_long=truncate"]
     changed = (
@@ -233,7 +234,7 @@ def _write_small_model(plan: SweepPlan, sweep: SweepDir, cfg: schema.RunConfig, 
 
 
 def _prove(proof: Proof, steps: int) -> dict[str, Any]:
-    """Return what was found, and print it."""
+    """Train, compare with the plain loop, resume at the middle, look for what deviates; print and return all that."""
     job = proof.train([], proof.cfg, "recipe")
     if job.state != DONE:
         log = proof.sweep.folder / f"{job.name}.log"
@@ -308,7 +309,7 @@ def _resume(proof: Proof, job: SweepJob) -> float:
 
 
 def _suspects(proof: Proof) -> list[str]:
-    """Return the overrides with each of which alone the recipe is right, and print what came of all."""
+    """Make the recipe plainer by one override at a time; return those that make it right, and print all results."""
     say("")
     say("Something deviates by more than rounding explains. The settings, plainer one at a time:")
     suspects = []

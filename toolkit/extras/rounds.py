@@ -119,7 +119,7 @@ def run_rounds(plan: RoundsPlan) -> int:
 def _sample(
     plan: RoundsPlan, requests: SignalRequests, folder: Path, number: int, model: str, adapter: str
 ) -> dict[str, Any]:
-    """Generate, score and pair answers, as far as that is not done; return what there was."""
+    """Generate, score and pair the answers of a round, each step unless its file is there; return their figures."""
     folder.mkdir(exist_ok=True)
     samples, scored, pairs = (folder / f"{name}.jsonl" for name in ("samples", "scored", "pairs"))
     if not samples.exists():
@@ -199,7 +199,7 @@ def _call_all(
 
 
 def _accuracy(run: Path) -> float | None:
-    """Return the last share of pairs in order that a run measured, of held-out ones where there are any."""
+    """Return the last accuracy (share of pairs in order) of a run's evaluations, else of its training steps, if any."""
     rows = [row for row in json_lines(run / "metrics.jsonl") if row]
     for name in ("eval_rewards/accuracies", "rewards/accuracies"):
         if values := [float(row[name]) for row in rows if name in row]:
@@ -209,7 +209,7 @@ def _accuracy(run: Path) -> float | None:
 
 @contextmanager
 def _opened(plan: RoundsPlan) -> Iterator[dict[str, Any]]:
-    """Lock the directory, and yield what is known of its rounds; an error if they are those of other arguments."""
+    """Lock the directory, and yield the record of its rounds (rounds.json); an error if their settings differ."""
     folder, settings = plan.folder, json.loads(json.dumps(plan.settings()))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w", encoding="utf-8") as lock:

@@ -535,11 +535,10 @@ def _sglang(folder: Path, cases: Sequence[Case]) -> Prompts:
     if importlib.util.find_spec("sglang") is None:
         raise NotRun(tr("it is not installed"))
     with _server([sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)]) as url:
-
-        def count_tokens(body: dict[str, Any]) -> int:
-            return int(_post(f"{url}/v1/chat/completions", {**body, "max_tokens": 1})["usage"]["prompt_tokens"])
-
-        return _prompts_of_server(cases, count_tokens)
+        chat = f"{url}/v1/chat/completions"
+        return _prompts_of_server(
+            cases, lambda body: int(_post(chat, {**body, "max_tokens": 1})["usage"]["prompt_tokens"])
+        )
 
 
 def _llama_cpp(folder: Path, cases: Sequence[Case]) -> Prompts:

@@ -267,32 +267,34 @@ def run_trials(plan: SweepPlan, words: list[str], problems: messages.Problems) -
 
 
 def _open_study(plan: SweepPlan, sweep: SweepDir, metric: str, first: schema.RunConfig) -> Any:
-    """Return the study in a sweep's directory, or begin it; one of another metric, axes or config is an error."""
+    """Return the Optuna study in a sweep's directory, created if it is not there; ConfigError if it was begun with
+    another metric, other axes or another config. `first`: the config of the axes' first values.
+    """
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
     study = optuna.create_study(
         storage=optuna.storages.JournalStorage(JournalFileBackend(str(sweep.folder / STUDY))),
-        # The seed says where a search begins; what comes back decides how it continues.
+        # A resumed search must not draw again what it has drawn: so the seed counts the jobs.
         sampler=optuna.samplers.TPESampler(seed=first.run.seed + len(sweep.jobs)),
         study_name="sweep",
         direction="minimize" if metric.endswith(_LOWER_IS_BETTER) else "maximize",
         load_if_exists=True,
     )
     words = [secrets.hide_word(word) for word in sorted(map(str, plan.axes))]
-    now = {"metric": metric, "axes": words, "config": new_job([], first).config}
-    then = study.user_attrs.get("began with")
-    if then is None:
-        study.set_user_attr("began with", now)
-    elif (then["metric"], then["axes"]) != (metric, words):
+    asked = {"metric": metric, "axes": words, "config": new_job([], first).config}
+    recorded = study.user_attrs.get("began with")
+    if recorded is None:
+        study.set_user_attr("began with", asked)
+    elif (recorded["metric"], recorded["axes"]) != (metric, words):
         raise messages.ConfigError(
             "{folder}: this search began with {then}, and that cannot become {now}. Type the metric and the values "
             "that it began with, or choose another sweep=NAME.",
             folder=sweep.folder,
-            then=" ".join([f"metric={then['metric']}", *then["axes"]]),
+            then=" ".join([f"metric={recorded['metric']}", *recorded["axes"]]),
             now=" ".join([f"metric={metric}", *words]),
         )
-    elif then != now:
+    elif recorded != asked:
         raise messages.ConfigError(
             "{folder}: this search began with other settings (the recipe or an override has changed since). Choose "
             "another sweep=NAME.",

@@ -63,7 +63,7 @@ def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
 
 
 def difference(ranks: Sequence[dict[str, Any]]) -> str:
-    """Return the first collective that is not the same on all ranks, "" if all are: there a run would hang."""
+    """Return which collective is the first to differ between ranks, where a run would hang; "" if none does."""
     first = ranks[0]
     for other in ranks[1:]:
         ours, theirs = ([[*collective] for collective in rank["collectives"]] for rank in (first, other))

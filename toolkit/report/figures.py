@@ -331,7 +331,9 @@ _Draw = Callable[[Sequence[Run]], list[Drawing]]
 
 
 def events_of(run: Run) -> list[Event]:
-    """Return what happened in a run beside its steps, in their order."""
+    """Return the restarts, rewinds, skipped and bad steps of a run, by step. Bad steps have a file of their own each,
+    or where that could not be written are counted in a row of metrics.jsonl.
+    """
     events: list[Event] = []
     for row in run.starts[1:]:
         step = row.get("from_step")
@@ -343,9 +345,8 @@ def events_of(run: Run) -> list[Event]:
         if name == "rewinds":
             events.append(Event(step, tr("rewind"), tr("went back to a checkpoint"), PURPLE))
         elif name == "bad_steps":
-            unused_files -= (
-                count  # where a run went back, this is the first row after that, and the steps were later ones
-            )
+            # Not by step: after a rewind this is the first row, and the bad steps were later ones.
+            unused_files -= count
             if unused_files < 0:  # a full disk has no room for their files
                 text = tr("steps with NaN or Inf, or a spike: {count}", count=min(count, -unused_files))
                 events.append(Event(step, tr("bad step"), text, RED))
@@ -380,13 +381,13 @@ def _points(run: Run, figure: str, series: str, factor: float = 1.0) -> list[Rec
 
 
 def _smooth(points: Sequence[Record], series: str) -> list[Record]:
-    """Return the exponential moving average of points; none of few."""
+    """Return the exponential moving average of points, over a 20th of them (_SPAN), bias-corrected; [] of few."""
     if len(points) < _SPAN:
         return []
-    keep = 1 - 2 / (len(points) / _SPAN + 1) if len(points) > 3 * _SPAN else 0.6
+    decay = 1 - 2 / (len(points) / _SPAN + 1) if len(points) > 3 * _SPAN else 0.6
     averages, total, weight = [], 0.0, 0.0
     for point in points:
-        total, weight = keep * total + point["y"], keep * weight + 1
+        total, weight = decay * total + point["y"], decay * weight + 1
         averages.append({"x": point["x"], "y": rounded(total / weight), "s": series})
     return averages
 
@@ -474,7 +475,7 @@ def _lines(name: str, metric: str, *, smooth: bool = False, **look: Any) -> _Dra
 
 
 def _evaluated(run: Run, figure: str, evaluated: str, axes: Axes, name: str, title: str) -> list[Drawing]:
-    """Return a chart of a figure of training, if there is any, and of what evaluations say of it."""
+    """Return a chart of a training figure and its counterpart `evaluated` of the evaluations; [] without the former."""
     training, validation = tr("training"), tr("validation")
     points = _points(run, figure, training)
     looks = Series(colors={training: BLUE, validation: ORANGE}, dotted=[validation])

@@ -97,7 +97,7 @@ def peak(run: Run) -> tuple[float | None, float | None]:
 
 
 def tiles(run: Run) -> Iterator[Tile]:
-    """Yield the numbers at the top of the page, which answer first what one asks of a run."""
+    """Yield the tiles at the top of a run's page: losses, steps, data, speed, memory, time, and what went wrong."""
     history, last = run.history, run.history.training.last
     if history.best is not None:
         best, at = history.best
@@ -374,7 +374,9 @@ class Changed(NamedTuple):
 
 
 def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
-    """Return what a run sets otherwise than the defaults, with its recipe's values; and whether that was found."""
+    """Return the settings in which a run differs from the defaults or its recipe, first those in which it differs from
+    the recipe; and whether the recipe is installed here: if not, the defaults stand for it.
+    """
     ours, defaults = _settings(run.config), _settings(to_dict(schema.RunConfig()))
     name, recipe = str(run.config.get("recipe", "")), None
     if name in files.known_recipes():
@@ -383,10 +385,10 @@ def differences_of_run(run: Run) -> tuple[list[Changed], bool]:
     changes = []
     for key in ours | (recipe or {}):
         value, default = ours.get(key), defaults.get(key)
-        its = recipe.get(key) if recipe is not None else default
-        is_new = not secrets.are_same(value, its)
+        of_recipe = recipe.get(key) if recipe is not None else default
+        is_new = not secrets.are_same(value, of_recipe)
         if key not in _OWN and (is_new or not secrets.are_same(value, default)):
-            changes.append(Changed(key, [_setting_text(setting) for setting in (value, its, default)], is_new))
+            changes.append(Changed(key, [_setting_text(setting) for setting in (value, of_recipe, default)], is_new))
     return sorted(changes, key=lambda change: not change.is_new), recipe is not None
 
 
@@ -640,7 +642,7 @@ def _sample(where: str, prompt: str, answers: list[dict[str, Any]], of: Sample |
 
 
 def _answers_after(sample: Sample, steps: Sequence[int], prefix: str = "") -> list[dict[str, Any]]:
-    """Return the answers after some steps, of those that have one."""
+    """Return a sample's answers after those of some steps that have one, labelled `prefix` and step."""
     return [
         _answer(prefix + tr("step {step}", step=f"{step:,}"), sample.answers[step], sample.scores.get(step))
         for step in steps

@@ -370,9 +370,7 @@ def read_answers(folder: Path) -> Answers:
     chosen = sorted(asked.values(), key=lambda sample: -len(sample.answers))[:SAMPLES]
     samples = [
         sample._replace(
-            where=_shown_text(sample.where),
-            prompt=_shown_text(sample.prompt),
-            reference=_shown_text(sample.reference),
+            where=_shown_text(sample.where), prompt=_shown_text(sample.prompt), reference=_shown_text(sample.reference)
         )
         for sample in chosen
     ]

@@ -96,7 +96,9 @@ class Agent:
 
 
 def _told(rank: "subprocess.Popen[bytes]", answer: Path, log: Path, until: float, seconds: float) -> dict[str, Any]:
-    """Return what a rank has written, or the last thing that it has said."""
+    """Wait for a rank `until` a time; return what it has written to `answer`, else as `error` the last line of its log,
+    or that it did not answer in `seconds`.
+    """
     with suppress(subprocess.TimeoutExpired):
         rank.wait(timeout=max(0.0, until - time.monotonic()))
     if answer.exists():
@@ -204,7 +206,7 @@ class Host:
         return {"error": tr("no answer in {seconds} s", seconds=f"{limit_s:.0f}"), "late": True}
 
     def kill(self, until: float) -> None:
-        """End what is still there at a time of time.monotonic()."""
+        """Wait for the agent to end `until` a time of time.monotonic(), then kill it."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=max(0.0, until - time.monotonic()))
         if self.process.poll() is None:

@@ -55,6 +55,7 @@ def disk_speed(folder: Path) -> dict[str, float | str]:
 
 
 def _measure_pass(name: str, mode: int, block: mmap.mmap) -> float:
+    """Write or read a file block by block, by `mode`, around the page cache if possible; return 10^6 bytes/s."""
     try:
         handle = os.open(name, mode | os.O_DIRECT)
     except OSError:  # tmpfs and some network file systems have no direct access
@@ -139,7 +140,7 @@ def _version(name: str) -> str:
 
 
 def _run(*command: str) -> str | None:
-    """Return what a command prints, "" if it fails or is not there, None if it does not come to its end."""
+    """Return what a command prints, "" if it fails or is not installed, None if it takes more than _COMMAND_S."""
     try:
         done = children.run(command, capture_output=True, text=True, timeout=_COMMAND_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
@@ -230,7 +231,9 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _fingerprint(path: str, files: Callable[[], Iterable[Path]]) -> dict[str, Any]:
-    """Return names, sizes and a hash of samples: reading whole weights on each machine would take minutes."""
+    """Return the bytes of some files, and a hash of their names, sizes and some blocks of each: reading whole weights
+    on each machine would take minutes.
+    """
     digest, total = hashlib.sha256(), 0
     try:
         names = sorted(file for file in files() if file.is_file())
@@ -364,6 +367,7 @@ def _reach(address: str, mtu: int, peer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hello(address: str, other: str, port: int) -> str:
+    """Connect to another node's `Listener`; return the error, "" if it answers."""
     source = (address, 0) if address else None
     try:
         with socket.create_connection((other, port), timeout=LIMIT_S, source_address=source) as connection:

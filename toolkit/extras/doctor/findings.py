@@ -48,7 +48,7 @@ def checks() -> list[str]:
 
 
 def outliers(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return a host with what most have (the first in a tie), and what the others have."""
+    """Return the first host that has the most frequent value, and host -> value of those with another."""
     if not values:
         return "", {}
     counted = Counter(map(str, values.values()))
@@ -284,7 +284,7 @@ def speeds(rates: Pairs) -> list[Finding]:
     slow = {pair: rate for pair, rate in numbers.items() if rate < max(SLOW_MB_S, usual / 8)}
     problems = [finding("transfer broken", lines=_lines(broken))] if broken else []
     if slow:
-        # The node whose links are all slow, and no others; of two nodes neither can be told.
+        # A node is blamed if all its links are slow and no others; of two nodes both would be.
         hosts, blame = set.intersection(*map(set, slow)), ""
         if len(hosts) == 1 and all(pair in slow for pair in numbers if hosts & {*pair}):
             blame = tr(" All links of {host} are slow, no others.", host=hosts.pop())

@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 
 from toolkit.config import files
 from toolkit.config.program_keys import Key, keys_of, names_of
-from toolkit.messages import (
-    ConfigError,
-    did_you_mean,
-    file_bytes,
-    joined,
-    parsed_json,
-    tr,
-    type_name,
-)
+from toolkit.messages import ConfigError, did_you_mean, file_bytes, joined, parsed_json, tr, type_name
 
 
 @dataclass(kw_only=True, slots=True)
