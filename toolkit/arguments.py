@@ -66,6 +66,7 @@ def parse(
         elif not equals and (name.endswith((".yaml", ".yml")) or name in known_recipes()):
             overrides.append(f"recipe={name}")
         elif word.startswith("-"):
+            # The next word is this option's value unless it has a = or is an option itself; -1 and -.5 are none.
             following = rest.pop(0) if rest and not equals and re.match(r"(?!-[^\d.])[^=]+$", rest[0]) else ""
             wrong.append(unknown_option(word, following, names, [*flags, "--config-dir DIR"], keys_meant))
         else:

@@ -47,7 +47,6 @@ def run(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[
 
 def start(command: Sequence[str], *, ends_with_input: bool = False, **options: Any) -> "subprocess.Popen[Any]":
     """Start a command; options as of `subprocess.Popen`.
-
     `ends_with_input`: it ends by itself as soon as its standard input, a pipe from here, does; it may need time then.
     """
     return subprocess.Popen(command if ends_with_input else _tied_to_this("tie", command, options), **options)  # noqa: S603

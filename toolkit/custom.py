@@ -89,6 +89,7 @@ def train(
 
 
 def _run(parts: dict[str, Any], words: list[str], folders: list[Path]) -> int:
+    """Train with the arguments `parts` of `train`; append the run directory to `folders`, and return the exit code."""
     if parts["score"] is not None and parts["metrics"] is None:
         raise ConfigError(tr("score= makes figures of what metrics= returns: give both."))
     if parts["metrics"] is not None and parts["validation"] is None:

@@ -144,7 +144,6 @@ def lock_or_warn(file: IO[str] | IO[bytes], path: Path) -> bool:
 
 def check_no_symlinks(folder: Path, error: type[ToolkitError], names: Sequence[str] | None = None) -> None:
     """Refuse a folder in which writing would follow a symbolic link of somebody else to wherever that leads.
-
     This user and root are trusted. Looked at are the folder, what it holds, and what its folders hold. `folder` need
     not exist. `names`: what in it is ours; None is all. The error, of the kind `error`, names the link and its owner.
     """

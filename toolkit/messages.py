@@ -31,7 +31,6 @@ _logger = logging.getLogger("toolkit")
 
 def set_language(language: str) -> None:
     """Choose the language of all later messages.
-
     "" is the locale's: LC_ALL, LC_MESSAGES, LANG in that order.
     """
     global _language
@@ -51,7 +50,6 @@ def current_language() -> str:
 
 def tr(english: str, /, **values: object) -> str:
     """Return the message in the user's language with its `{placeholders}` filled in, and secrets left out.
-
     The template is written out at the call, so that a test can find it and its translation.
     """
     return _fill(english, values)
@@ -427,7 +425,6 @@ def shortened(value: object, most: int) -> str:
 @contextmanager
 def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iterator[None]:
     """Turn whatever the body raises while it reads a file into one message.
-
     The body holds calls of libraries on the file and little else, so that no mistake of ours hides in it. `mend`: a
     sentence that says what to do. An error that already names its position passes.
     """
@@ -444,7 +441,6 @@ def reading(file: Path | str, error: type[ToolkitError], mend: str = "") -> Iter
 
 def is_failure(problem: BaseException) -> bool:
     """Whether something went wrong, rather than that the process is to end.
-
     A panic of a Rust library (tokenizers, safetensors) is no Exception (pyo3 0.26).
     """
     return isinstance(problem, Exception) or type(problem).__name__ == "PanicException"

@@ -75,7 +75,6 @@ def _tell(line: str) -> None:
 @contextmanager
 def showing(view: Callable[[], Any]) -> Iterator[None]:
     """Keep a view at the bottom of the terminal; lines that are printed go above it.
-
     `view` returns what rich shows; it is called several times a second.
     """
     _shown.append(view)

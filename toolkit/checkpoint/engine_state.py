@@ -352,7 +352,6 @@ _SCALES = ("absmax1", "absmax2")
 def _fill_8_bits(flat: _Flat, number: int, names: Mapping[int, str], fragments: Fragments) -> None:
     """Restore one of bitsandbytes' two states of a flat tensor, whose blocks may be cut differently than when it was
     saved, and which may have been, or become, too small for 8 bits.
-
     A block's new scale is the largest of the saved scales of its numbers (of numbers not saved in 8 bits: the largest
     absolute value), and each number gets the nearest of the 256 levels. An unchanged scale leaves the codes unchanged.
     """

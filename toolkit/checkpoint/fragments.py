@@ -308,7 +308,6 @@ class Fragments:
 
 def iter_weights(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and value of each parameter and stored buffer of a checkpoint, as the model computes with them.
-
     Tied ones come once. Memory holds one of them. CheckpointError if a file is missing or damaged.
     """
     fragments = Fragments(checkpoint)

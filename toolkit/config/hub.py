@@ -39,6 +39,7 @@ def resolve_teacher(loaded: LoadedConfig, *, config_only: bool = False) -> Loade
 
 
 def _resolve(loaded: LoadedConfig, key: str, revision_key: str, config_only: bool) -> LoadedConfig:
+    """Return the config with the directory of a model in place of its name on the Hub; ConfigError if it has none."""
     name, revision = (str(dotted_keys.get_value(loaded.cfg, dotted)) for dotted in (key, revision_key))
     if not files.is_hub_name(name):
         return loaded
@@ -107,6 +108,7 @@ def _once_per_machine(name: str, revision: str) -> str:
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:
+    """Return a sentence on why the Hub gives no such model, and what to do."""
     from huggingface_hub import constants, errors
 
     of_revision = tr("{name} at revision {revision}", name=name, revision=revision) if revision else name

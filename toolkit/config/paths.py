@@ -33,6 +33,7 @@ def _nvme_folders(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _model(loaded: LoadedConfig) -> Iterator[ConfigError]:
+    """Model, teacher, tokenizer and chat template must be here, or names on the Hub."""
     model = loaded.cfg.model
     is_read = model.init is not schema.Init.random
     if is_read and not model.path:
@@ -70,6 +71,7 @@ def _sources(loaded: LoadedConfig) -> Iterator[ConfigError]:
 
 
 def _wrong_source(source: schema.SourceConfig, location: str) -> Iterator[str]:
+    """Yield what is wrong with a data source, which `location` names in the sentences."""
     if source.format is schema.RowFormat.docstrings:
         for name in ("path", "hub", "split", "columns"):
             value = getattr(source, name)

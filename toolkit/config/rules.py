@@ -23,7 +23,6 @@ def check_rules(
     problems: Problems | None = None,
 ) -> None:
     """Apply every rule; errors are added to `problems`, or without it raised as one ConfigError. `loaded` gets notices.
-
     Without `world_size` the rules that need it are left out. `files`: whether files, directories and devices that the
     config names must exist here; not those of a config that is only exported for another machine, nor `devices` where
     it is checked for other GPUs. `custom`: whether a program trains a custom model and dataset with it.
@@ -71,7 +70,6 @@ def _check_table(loaded: LoadedConfig, rules: Iterable[rule_tables.Rule]) -> Ite
 
 def check_unused_keys(loaded: LoadedConfig, table: Iterable[rule_tables.ReadWhen]) -> Iterator[ConfigError]:
     """Report every key that was changed from its default but is not read in this configuration.
-
     Usually that is an error: a recipe or a command line contradicts itself. It is only a notice in `loaded` if a higher
     layer than the key's (recipes lie above defaults, the command line above recipes) switched off what reads it, as
     `precision=bf16` does over a recipe with fp16's keys; or if a run's config.yaml set the key, which lists all.
@@ -194,6 +192,7 @@ _PLAIN = schema.SourceConfig()
 
 
 def _wrong_weights(loaded: LoadedConfig, number: int, source: schema.SourceConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with the weights of source `number`."""
     key, points = "data.sources", [point.at for point in source.weights]
     if source.weights and source.weight != 1:
         yield loaded.error(

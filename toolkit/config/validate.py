@@ -61,6 +61,7 @@ class TreeReader:
         return made
 
     def _section(self, value: dict[Any, Any], kind: Any, path: str) -> Any:
+        """Return a section's values as an instance of its class; what is wrong is reported and removed from `value`."""
         types, made = types_of(kind), dict[str, Any]()
         for key, inner in list(value.items()):
             below, before = f"{path}.{key}" if path else str(key), self.problems.count

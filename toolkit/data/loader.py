@@ -53,7 +53,6 @@ def collate(
     multiple: int = packing.PAD_MULTIPLE,
 ) -> Batch:
     """Lay samples out side by side and pad on the right to the longest row, rounded up to a multiple of `multiple`.
-
     No `rows` give a filler, one untrained sample (attention over nothing would give NaN), for ranks that have nothing
     left but must take part in the step. `labels` are not shifted: -100 where untrained, each sample's first token
     always. `position_ids` restart with each sample; `segment_ids` number a row's samples from 1, 0 is padding. Of a

@@ -35,7 +35,6 @@ def build_once(
     target: Path, build: Callable[[Path], None], is_complete: Callable[[Path], bool], status: Callable[[], str] = str
 ) -> bool:
     """Make `target` unless it is complete or another process is making it; return whether this process has.
-
     `build` fills an empty temporary directory, which is flushed and renamed: `target` is whole or absent.
     `is_complete`: whether an existing one is used, else replaced; `status`: progress for those who wait.
     """
@@ -143,6 +142,7 @@ class _Signature:
 
 
 def _wait(file: IO[str], signature: _Signature) -> None:
+    """Wait until this process holds the lock: granted, and signed, with no other signature that lives or came after."""
     started, told = time.monotonic(), False
     while True:
         granted, trusted = try_lock(file)

@@ -55,6 +55,7 @@ def received_signal() -> str:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
+    """Note a signal; unless signals are deferred, raise Stopped for the first one."""
     global _received
     again = bool(_received)
     _received = signal.Signals(number).name

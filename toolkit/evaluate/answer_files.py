@@ -238,7 +238,6 @@ def answer_rows(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield a row for each question after asking the model, a window of `batch_size * BATCHES` at a time; of `shard`
     i/n every n-th window, from the i-th on, whose answers are those that one process gives.
-
     Each has `messages` (`tools`), `answer` or `error`, `reference`, `prompt_tokens`, `tokens`, `finish` (stop, or
     length: cut at max_new_tokens), `where`, and of a question that comes several times `sample`. Batches have their own
     seeds: repeated questions get different answers, and skipping the first `done` questions changes none.

@@ -541,7 +541,6 @@ def _lines(tree: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 def examine_recipe(body: Body, folder: Path) -> dict[str, Any]:
     """Return the recipe's text, all errors with their keys, what check and plan say, and the values in effect.
-
     `folder` is for the text as a file. Nothing is downloaded: the size of a model that only Hugging Face knows is left
     out.
     """

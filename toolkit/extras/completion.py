@@ -34,7 +34,7 @@ def candidates(line: str, commands: Iterable[str], module_of: Callable[[str], st
 def _arguments(typed: str, doc: str) -> Iterator[str]:
     """Yield the words that may follow a command and begin like `typed`, or more, by the usage in its help `doc`."""
     usage = doc.split("\n\n")[1]
-    placeholders = dict(re.findall(r"(?<![\w.])([a-z_.]+)=([^\s\]]*)", usage))
+    placeholders = dict(re.findall(r"(?<![\w.])([a-z_.]+)=([^\s\]]*)", usage))  # name=PLACEHOLDER
     takes_keys = placeholders.pop("key", "") == "value"
     name, equals, value = typed.partition("=")
     if equals:
@@ -44,7 +44,7 @@ def _arguments(typed: str, doc: str) -> Iterator[str]:
         return
     yield from re.findall(r"--[a-z][\w-]*", doc) if typed.startswith("-") else ()
     yield from (f"{argument}=" for argument in (*placeholders, *(_groups() if takes_keys else ())))
-    bare = re.sub(r"\S+=\S+", "", usage)
+    bare = re.sub(r"\S+=\S+", "", usage)  # words that stand alone: on|off, PATH
     yield from (choice for choices in re.findall(r"\b\w+(?:\|\w+)+", bare) for choice in choices.split("|"))
     if re.search(r"\b(PATH|RUN|FILE)\b", bare):
         yield from _paths(typed)

@@ -273,7 +273,6 @@ def _pieces(
     group: Mapping[str, torch.Size], paddings: Sequence[int], rank: int, ranks: int, size: int, length: int
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield name, position in the parameter, offset in the flat tensor and length of what a rank has of each parameter.
-
     Below ZeRO-3 a group is divided into partitions of `size` numbers; under it (`size` 0) each of its parameters is.
     """
     begin, offset = rank * size, 0

@@ -40,7 +40,6 @@ def check_traceable(cfg: schema.RunConfig, machine: Machine | None) -> None:
 
 def trace(words: Sequence[str], machine: Machine) -> list[dict[str, Any]]:
     """Return what toolkit.extras.traced_steps finds of the first and the last rank. `words`: recipe and overrides.
-
     Raises ConfigError where an operation of the step fails.
     """
     ranks = sorted({0, machine.world_size - 1})

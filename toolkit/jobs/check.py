@@ -104,11 +104,12 @@ def _try_model(loaded: load.LoadedConfig, problems: Problems) -> "AnyChatEncoder
 
 
 def _outlines(loaded: load.LoadedConfig) -> tuple[Outline, Outline] | None:
-    """Return the outlines of the model and a rank's part, None where training finds them."""
+    """Return the outlines of the model and of a rank's part, None if they are only known when training starts."""
     cfg = hub.resolve_model_path(loaded, config_only=True).cfg
     if cfg.model.init is not schema.Init.pretrained:
         return None  # the vocabulary of a random model is known once its tokenizer has been fitted
-    outline = cached_outline(replace(cfg, task=schema.TaskConfig()))  # no other model, and no head
+    # As for a language model: without the teacher, and without the head that another task adds.
+    outline = cached_outline(replace(cfg, task=schema.TaskConfig()))
     if not outline or cfg.tuning.adapter:
         return None
     return outline, rank_part(outline, cfg)
@@ -142,6 +143,7 @@ def _tell_rows(cfg: schema.RunConfig, encoder: "AnyChatEncoder") -> None:
 
 
 def _rows(cfg: schema.RunConfig, world_size: int) -> str:
+    """Return a sentence on how the global batch is divided over so many ranks."""
     size = cfg.batch.global_size
     if cfg.batch.micro_per_gpu == schema.AUTO:
         return tr(

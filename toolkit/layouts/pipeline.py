@@ -215,7 +215,6 @@ class PipelineStage(PipelineModule):
         before_update: Callable[[], None],
     ) -> None:
         """Do one optimizer step, one micro-batch forward and one back in turn (1F1B). A collective.
-
         The engine averages gradients over its micro-batches and pipelines. `finish` makes, on the last stage, a scalar
         of the model and a micro-batch with `inputs_embeds`; `before_update` is called on every rank.
         """

@@ -137,7 +137,6 @@ def part_attention(
 
 def local_part(batch: Batch, part: int, parts: int) -> Batch:
     """Return the part of each row (S a multiple of P) of rank `part` of P `parts`; with one part the batch as it is.
-
     `input_ids`, `position_ids`, `segment_ids`, `seen_until` are cut to [B, S / P]; `places`, `targets` and other
     columns of trained tokens to those whose loss is this rank's, which has the token before. Columns of segments and
     samples stay. Added are `part` (part, parts), int64 [2], and `row_segments` and `row_ids` of whole rows [B, S], from

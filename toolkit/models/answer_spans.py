@@ -38,7 +38,8 @@ class Openings:
         self, openings: Iterable[str], leads: Iterable[str], ends: Iterable[str], templates: Iterable[nodes.Template]
     ) -> None:
         """`openings`: what the prompt for an answer ends with, beginning with a control token; of several that fit the
-        first is taken. `leads`: control tokens that begin turns. `ends`: those that end answers.
+        first is taken. `leads`: control tokens that begin turns. `ends`: those that end answers. `templates`: parsed
+        chat templates, whose constants `forms` looks for in texts.
         """
         self.texts = list(dict.fromkeys(openings))
         self._openings = re.compile("|".join(map(re.escape, self.texts)))
@@ -47,6 +48,7 @@ class Openings:
         """What an answer ends with, or before."""
         self._constants = sorted(set().union(*map(_compared_with, templates)))
         self.trusted: set[Any] = set()
+        """Forms of messages for which openings are known to find the answers."""
 
     def find(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Span] | None:
         """Return the spans of all answers in a conversation's text, None if there are more or fewer."""

@@ -141,6 +141,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
 
 
 def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of an official ChatGLM vocabulary; ModelError if it is not of the `family` that is set."""
     if directory.is_lfs_pointer(vocabulary):
         raise ModelError(
             "{file} is a git-lfs pointer, not the vocabulary: run `git lfs pull` in {folder}.",
@@ -170,6 +171,7 @@ def _load_official(vocabulary: Path, family: schema.Family) -> PreTrainedTokeniz
 
 
 def _load_other(path: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a directory in transformers' layout; ModelError if it lacks, or needs code from there."""
     config = directory.read_json(path / "tokenizer_config.json")
     if "AutoTokenizer" in str(config.get("auto_map", "")) and not (path / "tokenizer.json").is_file():
         raise ModelError(

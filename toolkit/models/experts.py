@@ -135,7 +135,9 @@ def _dequantized(packed: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def attach_lora(model: PreTrainedModel, adapter: str) -> None:
-    """Let what peft put around experts be computed as `ExpertLora`; of divided ones, leave this rank's part."""
+    """Turn the LoRA layers that peft has put around experts into `ExpertLora`, with the second factor in its shape,
+    [out, rank, E]; of experts that are divided over ranks, keep this rank's part of both factors.
+    """
     wrapped = [(name, module) for name, module in model.named_modules() if type(module) is ParamWrapper]
     expert_layers = [(name, module) for name, module in wrapped if hasattr(module.get_base_layer(), "has_gate")]
     if not expert_layers or not compute_sorted(model):

@@ -171,12 +171,14 @@ class LossHead:
 
     def states(self, engine: Any, batch: attention.Batch, places: torch.Tensor) -> torch.Tensor:
         """Run forward on a batch on its device; return the output layer's inputs at some places of B x S, [places, H].
-        Its weight gets gradients of 0, which ZeRO waits for.
+        The layer's weight takes part with a factor of 0, so that it has gradients, for which ZeRO waits.
         """
         layer = _output_layer(engine)
-        return self._run_with(
-            engine, batch, places + 1, lambda states: (states + 0 * layer.weight.flatten()[0])[:, None]
-        ).flatten(0, 1)
+
+        def with_weight(states: torch.Tensor) -> torch.Tensor:
+            return (states + 0 * layer.weight.flatten()[0])[:, None]
+
+        return self._run_with(engine, batch, places + 1, with_weight).flatten(0, 1)  # it takes states before places
 
     def total(
         self, engine: Any, batch: attention.Batch, places: torch.Tensor, compute: Callable[[Scores], torch.Tensor]

@@ -565,7 +565,6 @@ def _scores(runs: Sequence[Run]) -> list[Drawing]:
 
 def _step_parts(run: Run) -> list[Drawing]:
     """Return a chart of the parts of a step's time, each from the end of the part before to its own end.
-
     The figures are times since the step began, at which its parts end. Each is a mean over several rows, so that an end
     can be before the one of the part below, or after the step's: it is drawn at that one then.
     """

@@ -676,7 +676,6 @@ _HEAD_BYTES = 2048
 def make_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Path, Path | None]:
     """Report on one run, or compare several (of a sweep all); return the page and the directory of its pictures, None
     where vl-convert-python, which draws them, is not installed.
-
     Raises RunFolderError for what is no run, ConfigError for a run named twice or an output that is no report, and
     TrackError where the report cannot be written.
     """

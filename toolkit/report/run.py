@@ -180,6 +180,7 @@ class History:
             self.evaluations.append(self._newest)
 
     def _add_evaluation(self, row: dict[str, Any]) -> None:
+        """Note an evaluation's numbers, and whether it is the best; of many rows only every `_stride`th is stored."""
         numbers = {name: number for name, value in row.items() if (number := _number(value)) is not None}
         step = numbers.get("step")
         if step is None:
@@ -197,7 +198,7 @@ class History:
         self._evaluations += 1
 
     def _settle(self) -> None:
-        """Take what waits into account, all at once: rows are many."""
+        """Add the rows that wait, of which only those with a finite step count, to curves, counters and events."""
         rows, self._waiting = self._waiting, []
         try:
             values = np.array(rows, dtype=np.float64)

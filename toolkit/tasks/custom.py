@@ -251,7 +251,7 @@ class _StreamSamples:
                 "it to 0; to read ahead, let the dataset itself use a torch.utils.data.DataLoader.",
                 count=cfg.data.num_workers,
             )
-        # What a rank of another number would read of a data set that shards itself, nobody knows.
+        # A dataset that shards itself may give other samples for another number of ranks: that is other data.
         whose = f"{ranks.world_size} parts" if spec.shards_itself else "shared out"
         self.identity = {"samples": f"{name}, {whose}"}
         self.described = tr("A stream of {kind}", kind=name)

@@ -56,6 +56,7 @@ class DistillTask(language.LanguageTask):
 
     def __init__(self) -> None:
         super().__init__()
+        # Sum and count of divergences, then of cross entropies of general samples.
         self._evaluated = torch.zeros(4, dtype=torch.float64)
 
     # Data
@@ -258,7 +259,7 @@ class DistillTask(language.LanguageTask):
         """Return each token's cross entropy at the position before it, as `token_losses` does; add divergences, and
         cross entropies of general samples, to the evaluation's sums.
         """
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # evaluation's shapes are not compiled
             _, losses, places = self._distil(engine, batch)
         labels = losses.cross_entropies
         everywhere = labels.new_zeros(batch["input_ids"].numel()).index_copy_(0, places - 1, labels)

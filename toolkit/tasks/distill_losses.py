@@ -52,7 +52,6 @@ def distilled(
     student: Scores, targets: torch.Tensor, teacher: Scores | StoredScores, vocabulary: int, config: DistillConfig
 ) -> Distilled:
     """Return the losses of tokens of which the first N have a teacher; the others are trained on their labels alone.
-
     Logits behind `vocabulary`, by which embeddings are padded, are in no divergence. Once differentiable in what the
     student's scores hold.
     """

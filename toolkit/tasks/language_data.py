@@ -485,17 +485,19 @@ def shown_evaluation(
 
 
 def _evaluation_batches(cfg: schema.RunConfig, prepared: LanguageData, ranks: Ranks) -> Iterator[Batch]:
+    """Yield what `evaluation_batches` does, not prepared ahead."""
     store, plan = prepared.split("validation")
     mesh = mesh_of(cfg, ranks.world_size, ranks.rank)
     shares = sampler.sequential(len(plan), rows_per_step(cfg, prepared.packing)[1], mesh.data_rank, mesh.data_ranks)
     sources, loaded = store.sources(), _loaded(cfg, prepared, "validation", shares)
     for rows, batch in zip(shares, _with_columns(loaded, shares, prepared, "validation"), strict=True):
         samples = laid_out([plan[row] for row in rows], prepared.layout)
-        of_segment = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
+        # [rows, segments + 1]: the source of each segment; 0 is padding.
+        source_of = torch.full((len(batch["segment_ids"]), int(batch["segment_ids"].max()) + 1), -1)
         for row, listed in enumerate(samples):
-            of_segment[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
-        labelled, of_token = loss.with_label_positions(batch), of_segment.gather(1, batch["segment_ids"]).flatten()
-        yield {**labelled, "sources": of_token[labelled["places"]]}
+            source_of[row, 1 : len(listed) + 1] = torch.from_numpy(sources[np.asarray(listed) % len(store)])
+        labelled, by_token = loss.with_label_positions(batch), source_of.gather(1, batch["segment_ids"]).flatten()
+        yield {**labelled, "sources": by_token[labelled["places"]]}
 
 
 def longest_batch(cfg: schema.RunConfig, prepared: LanguageData, world_size: int) -> Batch:

@@ -259,6 +259,7 @@ class BackendQueue:
             )
 
     def _work(self) -> None:
+        """Begin, deliver the rows that an earlier session has not, then messages to the end: what the thread does."""
         self._replaying = len(self._missing(self.rows))
         while not self._attempt(self._begin):
             if self.ending.wait(BEGIN_AGAIN_S):

@@ -63,6 +63,7 @@ def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest of several products of two matrices [size, size]."""
     seconds, times = (_CPU_S, 1) if device.type == "cpu" else (_GPU_S, _AT_ONCE)
     # Equal numbers would take less power, so a GPU would be faster. A generator of its own: the run's stays as it is.
     random = torch.Generator(device).manual_seed(0)

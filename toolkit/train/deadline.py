@@ -278,7 +278,6 @@ class DeadlineHook(Hook):
 
 def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
     """Return the time of `run.deadline` in seconds since the epoch; None without one. For rank 0 only.
-
     What a duration or a time of day means is decided when a run first begins with it, and kept in its directory.
     ConfigError if it is past.
     """

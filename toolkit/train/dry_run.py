@@ -388,7 +388,6 @@ def trial_step(
     engine: DeepSpeedEngine, task: Task, guard: StepGuard, batch: Any, memory: PeakMemory, num_micro_batches: int
 ) -> Measured:
     """Do a step whose update is rejected. A collective; only within `restore_after` and an entered `memory`.
-
     A micro-batch, of the same shape on every rank, comes twice: the second finds gradients of the first, and what
     ZeRO-3 prefetches; with `num_micro_batches` = 1 each is a step of its own. What does not fit raises
     torch.OutOfMemoryError, on CPUs also RuntimeError.
@@ -515,7 +514,6 @@ def search_micro_batch(
     cfg: RunConfig, task: Task, ranks: Ranks, build: Callable[[], tuple[DeepSpeedEngine, StepGuard]]
 ) -> tuple[int, tuple[DeepSpeedEngine, StepGuard]]:
     """Return the most rows of a micro-batch that fit, on every rank, and the engine that found it. A collective.
-
     Starts from half a row, two halves and a whole one; then rows at most double as long as the line through the last
     two measurements fits: memory grows ever faster, if anything. `build` returns an engine and its guard.
     """

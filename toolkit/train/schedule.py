@@ -134,7 +134,6 @@ class Schedule:
 
     def fit(self, steps_left: int | None) -> None:
         """Reach the end of the schedule in so many further steps; None: in those that it has left.
-
         What is flat is cut short first, then what falls; a warm-up keeps its steps. The rate stays continuous.
         """
         self._steps_left = steps_left

@@ -367,7 +367,6 @@ def _pipeline_passes(
     engine: DeepSpeedEngine, task: "Task", micro_batches: list[Any], guard: StepGuard, counts: torch.Tensor, copies: int
 ) -> _StepSums:
     """Run the forward and backward passes of a step through pipeline stages; return all ranks' sums.
-
     PipelineEngine divides by the number of micro-batches and averages over pipelines (deepspeed 0.19.8), hence the
     factor.
     """

@@ -351,7 +351,6 @@ class Listener:
 
 def can_connect(address: str, mtu: int, peers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Try all `peers` at once: host -> `address`, `tcp` and `udp` port, and of the first [address, port] to `meet`.
-
     Return of each host the `error` of the connection, the `meet` error of the meeting place, "" where it works, and
     `mtu`, whether a packet of full size came back; None where it could not be tried.
     """
@@ -380,7 +379,6 @@ def _hello(address: str, other: str, port: int) -> str:
 
 def _full_size(address: str, mtu: int, peer: Mapping[str, Any]) -> bool | None:
     """Whether a packet as large as the card takes comes back unsplit; None where not even a small one does.
-
     These are datagrams, which a firewall may drop that lets the collectives' connections pass.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
@@ -425,7 +423,6 @@ def link_speed(address: str, peer: Mapping[str, Any]) -> float | str:
 
 def chosen_card(network: Mapping[str, Any], interface: str, backend: str) -> tuple[str, dict[str, Any]]:
     """Return the network card that a backend would take on a machine, and its facts; ("", {}) where there is none.
-
     gloo takes the one with the address of the machine's own name, NCCL an InfiniBand card, else the first that is no
     loopback and no bridge (NCCL 2.27, socket.cc, ncclFindInterfaces; torch 2.13, ProcessGroupGloo).
     """

@@ -59,7 +59,6 @@ def outliers(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def findings(facts: Facts, resources: hostfile.Resources, here: Mapping[str, str]) -> list[Finding]:
     """Judge what nodes say of themselves; `resources` are the GPUs of each host that take part.
-
     `here`: hashes of this shell's variables by which runs differ, without those that the launcher or the recipe hands
     on; {} where ranks are started from this shell itself.
     """

@@ -231,6 +231,7 @@ def _differing(cfg: Any, base: Any) -> dict[str, Any]:
 
 
 def _lines(tree: Mapping[str, Any], path: str, indent: str, origins: Mapping[str, str]) -> Iterator[str]:
+    """Yield the YAML lines of settings below `path`, each with its origin as a comment."""
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
         comment = f"  # {origins[key]}" if key in origins else ""

@@ -313,7 +313,6 @@ _SUFFIXES = (".yaml", ".yml", ".json", ".sh", ".bash")
 
 def read_all(paths: list[str], world_size: int | None) -> tuple[ForeignConfig, str]:
     """Return a config, and its DeepSpeed JSON's path or ""; a ConfigError if files are unknown, none or too many.
-
     `world_size` None takes the command's number of ranks.
     """
     read = [(path, _read(Path(path))) for path in paths]

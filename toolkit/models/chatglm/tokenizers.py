@@ -117,7 +117,7 @@ def spell(text: str) -> str:
 
 
 def unspell(text: str) -> str:
-    """Undo `spell`."""
+    """Undo `spell`: replace the vocabulary's names of white space, of which those of 2 to 80 blanks exist, by it."""
 
     def white_space(name: re.Match[str]) -> str:
         if name[1]:
