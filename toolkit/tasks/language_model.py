@@ -148,6 +148,7 @@ def build_engine(
     say(_in_use(engine, cfg, without_liger))
     if model.routers is not None:
         _tell_routers(model.routers)
+    _tell_towers(model)
     return engine
 
 
@@ -214,6 +215,23 @@ def _check_tuned(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run
         name = cfg.tuning.adapter or tr("the adapter of this run")
         part = merge.TunedPart(name, tuned.settings, None, base, {}, tuned.head)
         process_group.on_rank0(lambda: merge.tell_unmergeable(part))
+
+
+def _tell_towers(model: PreTrainedModel) -> None:
+    """Report which parts of a multimodal model take no text, and so are not trained."""
+    beside = structure.towers(model)
+    outermost = [name for name in beside if not any(name != other and name.startswith(other) for other in beside)]
+    sizes = [
+        getattr(parameter, "ds_numel", parameter.numel())
+        for name, parameter in model.named_parameters()
+        if name.startswith(beside)
+    ]
+    if sizes:
+        say(
+            "A multimodal model: its text model is trained; {parts} ({count} parameters) stay as they are.",
+            parts=", ".join(name.removesuffix(".") for name in outermost),
+            count=f"{sum(sizes):,}",
+        )
 
 
 def _tell_routers(routers: "Routers") -> None:
