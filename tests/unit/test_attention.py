@@ -20,8 +20,8 @@ from toolkit.data.store import Sample
 from toolkit.messages import ModelError
 from toolkit.models import attention, attention as attention_module
 from toolkit.models.attention import attention_arguments, choose_attention
-from toolkit.models.directory import packing_unsupported
 from toolkit.models.isolation import check_isolation
+from toolkit.models.packable import packing_unsupported
 
 MOE = {
     "moe_intermediate_size": 16,
@@ -305,7 +305,7 @@ def test_models_that_cannot(name: str, tmp_path: Path) -> None:
 
 def test_models_that_cannot_of_other_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "chatglm", "architectures": ["ChatGLMModel"], "position_encoding_2d": True}
-    monkeypatch.setattr("toolkit.models.directory.read_config", lambda path, with_weights: config)
+    monkeypatch.setattr("toolkit.models.packable.read_config", lambda path, with_weights: config)
     reason = "ChatGLM-6B finds the positions of a whole row from its one <sop>"
     assert packing_unsupported(ModelConfig(path="x"), 64) == reason
     assert packing_unsupported(ModelConfig(init=Init.random), 64) == ""

@@ -9,8 +9,8 @@ from toolkit.config.load import load
 from toolkit.data.packing import pad_multiple
 from toolkit.layouts.sequence import local_part, split_sequences
 from toolkit.messages import ModelError
-from toolkit.models.directory import packing_unsupported
 from toolkit.models.loss import with_label_positions
+from toolkit.models.packable import packing_unsupported
 from toolkit.plan.lookup import outline_of
 from toolkit.plan.machine import Machine
 from toolkit.plan.memory import longest_rows, plan_rank

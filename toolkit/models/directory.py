@@ -11,14 +11,13 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
 from toolkit.config import files
-from toolkit.config.schema import Family, Init, ModelConfig, TuningMethod
+from toolkit.config.schema import Family
 from toolkit.messages import (
     LARGEST_JSON_BYTES,
     ConfigError,
@@ -352,64 +351,6 @@ def _check_safetensors(file: Path, size: int) -> None:
         opened.keys()  # the library's own rules for a header: shapes, offsets, types
     if empty := [name for name, entry in tensors.items() if 0 in entry["shape"]]:
         raise ModelError("{file} holds tensors without content: {names}. Export it again.", file=file, names=empty[:5])
-
-
-def packing_unsupported(model: ModelConfig, max_length: int, tuning: TuningMethod = TuningMethod.full) -> str:
-    """Return why rows cannot hold several samples; "" if nothing in the model's config speaks against it."""
-    if tuning in (TuningMethod.ptuning_v2, TuningMethod.prompt):
-        return tr("what tuning={method} learns stands before a row, not before each sample in it", method=tuning.value)
-    if model.init is Init.random:
-        return ""
-    if architecture_of(read_config(model.path, with_weights=False)) is Architecture.v1:
-        return tr("ChatGLM-6B finds the positions of a whole row from its one <sop>")
-    return division_unsupported(model, max_length)
-
-
-_PACKABLE = {"full_attention", "mlp", "moe"}
-"""Kinds of layers, as transformers (5.23) calls them in configs, in which a mask or bounds keep samples apart."""
-_FREE_OF_POSITIONS = ("mpt", "whisper")
-"""Types of models whose forward names no position_ids, though packed samples are right: MPT's attention sees distances
-alone, Whisper's decoder takes them all the same."""
-
-
-def division_unsupported(model: ModelConfig, max_length: int) -> str:
-    """Return why rows cannot be divided over ranks: what mixes tokens otherwise than attention to all before them; ""
-    if nothing in the model's config speaks against it.
-    """
-    config = {} if model.init is Init.random else _attention_settings(model.path)
-    layers, window = set(config.get("layer_types") or ["full_attention"]), config.get("sliding_window")
-    if window and config.get("use_sliding_window", True):
-        if window >= max_length:
-            layers.discard("sliding_attention")
-        elif not config.get("layer_types") or "sliding_attention" in layers:
-            return tr(
-                "its attention reaches back {window} tokens only, less than data.max_length = {length}",
-                window=window,
-                length=max_length,
-            )
-    if others := sorted(layers - _PACKABLE):
-        return tr("it has layers that mix a whole row: {layers}", layers=", ".join(others))
-    return "" if config.get("takes_positions", True) else tr("its positions run on over a whole row")
-
-
-def _attention_settings(path: str) -> dict[str, Any]:
-    """Return what a config says of attention, as transformers reads it: it knows what a file leaves out or calls by
-    older names; with `takes_positions`.
-    """
-    config = read_config(path, with_weights=False)
-    if architecture_of(config) is not None or is_trusted(Path(path)):
-        return config
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    from toolkit.models.load import transformers_config
-
-    full = transformers_config(Path(path))
-    text, with_images = full.get_text_config(decoder=True), MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(full), None)
-    arguments = signature((with_images or MODEL_FOR_CAUSAL_LM_MAPPING[type(full)]).forward)
-    takes_positions = "position_ids" in arguments.parameters or full.model_type in _FREE_OF_POSITIONS
-    keys = "layer_types", "sliding_window", "use_sliding_window"
-    settings = {key: getattr(text, key) for key in keys if hasattr(text, key)}
-    return settings | {"takes_positions": takes_positions}
 
 
 def resolve_servable(path: Path) -> Path:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from toolkit.models.classifier import Head
 
 TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16}
-_WRITING = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
 _OF_VALUES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """What constructors raise of values that cannot be. None of these is the machine's fault, as RuntimeErrors may be."""
 
@@ -325,7 +324,7 @@ def transformers_config(folder: Path) -> Any:
         if trusted and not isinstance(error, (OSError, ValueError, ImportError)):
             raise  # the folder's own code: its author needs the traceback
         raise _not_loadable(folder, error) from error
-    if not any(type(config) in mapping for mapping in _WRITING):
+    if own_class(config) is None:
         raise ModelError(
             "{folder} holds a {kind}, which is no causal language model that transformers {version} knows.",
             folder=folder,
@@ -333,6 +332,12 @@ def transformers_config(folder: Path) -> Any:
             version=transformers.__version__,
         )
     return config
+
+
+def own_class(config: Any) -> Any:
+    """Return and import the class of models that take images beside text, or text alone; None if there is neither."""
+    of_images, of_text = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return of_images.get(type(config), None) or of_text.get(type(config), None)
 
 
 def model_class(config: Any) -> Any:

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.config.schema import TuningConfig
 from toolkit.distributed import process_group
 from toolkit.messages import ConfigError, ModelError, say, silent, warn
-from toolkit.models import adapter_settings, experts, structure
+from toolkit.models import adapter_settings, experts, linear_layers, structure
 from toolkit.models.base_model import fingerprint_of
 from toolkit.plan.tuning_targets import ALL_LINEAR, check_matches, default_targets, select_names
 
@@ -96,7 +96,7 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
     """Put the linear layer of a parameter, or the experts that it is, on this rank's device in 4 bits, unless they are,
     or lack values yet; embedding, head and all else stay. A collective of divided experts.
     """
-    if not structure.layer_of(name, structure.layer_lists(model)):
+    if not linear_layers.layer_of(name, structure.layer_lists(model)):
         return
     import bitsandbytes
     from deepspeed.accelerator import get_accelerator  # as in `attention`
@@ -115,7 +115,7 @@ def quantize_layer(model: PreTrainedModel, name: str) -> None:
     if is_stacked:
         numbers = fingerprint_of(parameter)
         experts.quantize(layer, name, device).fingerprint = numbers
-    elif isinstance(layer, nn.Linear) and not structure.read_past(model, {path}):
+    elif isinstance(layer, nn.Linear) and not linear_layers.read_past(model, {path}):
         small = bitsandbytes.nn.Linear4bit(
             layer.in_features,
             layer.out_features,
@@ -146,7 +146,7 @@ def choose_targets(model: PreTrainedModel, config: TuningConfig) -> tuple[list[s
     left_out = _left_out(model, chosen, has_others=bool(of_experts))
     chosen = chosen - left_out
     lists, modules = structure.layer_lists(model), [name for name, _ in model.named_modules()]
-    layers = {name: structure.layer_of(name, lists) for name in (*chosen, *of_experts)}
+    layers = {name: linear_layers.layer_of(name, lists) for name in (*chosen, *of_experts)}
     reached, total = {*layers.values()} - {""}, sum(name.rpartition(".")[0] in lists for name in modules)
     if len(reached) < total:
         say("LoRA reaches {count} of {total} layers (tuning.target_modules).", count=len(reached), total=total)
@@ -175,7 +175,7 @@ def _left_out(model: PreTrainedModel, chosen: set[str], has_others: bool) -> set
             count=len(taken),
             name=min(taken),
         )
-    if read := structure.read_past(model, chosen - taken):
+    if read := linear_layers.read_past(model, chosen - taken):
         if read | taken == chosen and not has_others:
             raise ConfigError(
                 "tuning.target_modules: LoRA on {name} would do nothing: the model's code reads the weight past the "
@@ -201,7 +201,7 @@ def _select(model: PreTrainedModel, patterns: list[str]) -> tuple[list[str], set
     """Return patterns, the layers that they name, and the matrices of experts. [] takes query, key and value, or of a
     hybrid all linear layers of the blocks where tokens see each other; if neither is known, every linear layer.
     """
-    linear, mixing = structure.linear_layers(model), structure.mixing_layers(model)
+    linear, mixing = linear_layers.linear_layers(model), linear_layers.mixing_layers(model)
     usual = [] if patterns else default_targets(model.config.model_type, linear)
     if ALL_LINEAR in (*patterns, *usual):
         return sorted({name.rpartition(".")[2] for name in linear}), linear, []

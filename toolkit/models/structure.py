@@ -1,11 +1,7 @@
-"""What a model is made of: its decoder layers, their linear layers, its routers, and which parameters are trained."""
-
-import inspect
-import re
+"""What a model is made of: its decoder layers, which of its parameters are trained, its routers."""
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 from transformers.utils.output_capturing import OutputRecorder
 
 from toolkit.messages import ModelError
@@ -36,59 +32,6 @@ def layer_lists(model: PreTrainedModel) -> list[str]:
     fitting = [name for name, length in lengths.items() if length == number]
     inner = tuple(f"{name}." for name in lengths)
     return [min(fitting, key=len)] if fitting else [name for name in lengths if not name.startswith(inner)]
-
-
-def layer_of(name: str, lists: list[str]) -> str:
-    """Return the name of the decoder layer that a module or parameter is in, of `layer_lists`; "" if it is in none."""
-    for layers in lists:
-        if name.startswith(f"{layers}."):
-            return f"{layers}.{name.removeprefix(f'{layers}.').partition('.')[0]}"
-    return ""
-
-
-def linear_layers(model: PreTrainedModel) -> set[str]:
-    """Return the names of the linear layers in a model's decoder layers; GPT-2's have their weights turned (Conv1D)."""
-    layers = tuple(f"{name}." for name in layer_lists(model))
-    linear = nn.Linear, Conv1D
-    return {name for name, part in model.named_modules() if isinstance(part, linear) and name.startswith(layers)}
-
-
-_RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
-"""What configs of transformers (5.23) call layers that do more than attention, or something else: they carry a state
-from token to token."""
-_SEES_OTHERS = {"attention_mask", "cache_params", "past_key_values"}
-"""What forward takes in blocks where tokens see each other, and in no feed-forward layer."""
-
-
-def mixing_layers(model: PreTrainedModel) -> set[str]:
-    """Return the names of the linear layers of all blocks where tokens see each other, of a hybrid: a model in which
-    not all layers have attention alone. Nothing of other models, nor of blocks within those, such as indexers.
-    """
-    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if not _RECURRENT.intersection(kinds):
-        return set()
-    linear = linear_layers(model)
-    lists = layer_lists(model)
-    blocks = {name.rpartition(".")[0] for name in linear} - {layer_of(name, lists) for name in linear}
-    mixing = tuple(f"{name}." for name in blocks if _SEES_OTHERS & _arguments(model.get_submodule(name)))
-    within = tuple(block for block in mixing if any(block != other and block.startswith(other) for other in mixing))
-    return {name for name in linear if name.startswith(mixing) and not name.startswith(within)}
-
-
-def read_past(model: PreTrainedModel, names: set[str]) -> set[str]:
-    """Return those of some linear layers whose weight the code of their block reads, as kernels for state spaces need
-    it: what is added to such a layer never takes part.
-    """
-    weights: dict[str, set[str]] = {}
-    for block in {name.rpartition(".")[0] for name in names}:
-        part = model.get_submodule(block)
-        code = inspect.getsource(type(part)) if "cache_params" in _arguments(part) else ""
-        weights[block] = {*re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:device|dtype|shape))", code)}
-    return {name for name in names if name.rpartition(".")[2] in weights[name.rpartition(".")[0]]}
-
-
-def _arguments(part: nn.Module) -> frozenset[str]:
-    return frozenset(inspect.signature(type(part).forward).parameters)
 
 
 def towers(model: PreTrainedModel) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from toolkit.engine import build, ds_config, parameters
 from toolkit.launch.environment import Ranks
 from toolkit.messages import ConfigError, DataError, ModelError, say, tr
 from toolkit.models import chat, directory, isolation, load, lora, loss, probe, stages, weights
+from toolkit.models.packable import packing_unsupported
 from toolkit.tasks import language, language_data
 from toolkit.tasks.distill_losses import Distilled, StoredScores, distilled, store
 from toolkit.terminal import phase
@@ -342,7 +343,7 @@ def load_teacher(
     ranks over which each sequence is divided.
     """
     packed, model_config = data.packing is schema.Packing.packed, model_of(cfg)
-    if packed and (reason := directory.packing_unsupported(model_config, cfg.data.max_length)):
+    if packed and (reason := packing_unsupported(model_config, cfg.data.max_length)):
         raise ConfigError("data.packing = packed cannot be with this distill.teacher: {reason}.", reason=reason)
     device = torch.device(get_accelerator().current_device_name())
     with phase(tr("Loading the teacher")):

@@ -112,12 +112,12 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
         say(
             "This model cannot be trained on packed rows: {reason}. Samples of like length share micro-batches instead "
             "(data.packing=grouped).",
-            reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
+            reason=_packing_unsupported(cfg),
         )
     if objective.shares_prompts(cfg) and data.layout is Layout.alone:
         say(
             "Both answers of a pair are computed with their prompt: {reason} (data.share_prefixes).",
-            reason=directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method),
+            reason=_packing_unsupported(cfg),
         )
     if line := sharing_line(cfg, data.train, data.train_plan):
         say(line)
@@ -132,6 +132,12 @@ def load_data(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder | None = None)
     return data
 
 
+def _packing_unsupported(cfg: schema.RunConfig) -> str:
+    from toolkit.models.packable import packing_unsupported
+
+    return packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method)
+
+
 def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> LanguageData:
     """Open the tokenized caches with an encoder, building them first if they are not there; print nothing."""
     train, validation, report = tokenize.build_caches(cfg, encoder)
@@ -140,7 +146,7 @@ def load_data_with(cfg: schema.RunConfig, encoder: chat.AnyChatEncoder) -> Langu
         validation = validation and MismatchedCache(validation.folder, "validation", cfg.data.max_length)
     packing, most = cfg.data.packing, cfg.evaluate.max_samples
     layout = Layout.packed if packing is schema.Packing.packed or objective.shares_prompts(cfg) else Layout.alone
-    if layout is Layout.packed and directory.packing_unsupported(cfg.model, cfg.data.max_length, cfg.tuning.method):
+    if layout is Layout.packed and _packing_unsupported(cfg):
         layout = Layout.alone
         packing = schema.Packing.grouped if packing is schema.Packing.packed else packing
     elif objective.shares_prompts(cfg) and attention.computes_segments(cfg):

@@ -17,7 +17,7 @@ from toolkit.data import loader
 from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.messages import ConfigError, NotStreamable, say, tr
-from toolkit.models import attention, directory, layers, load, loss, probe, save, stages, structure, trainable
+from toolkit.models import attention, directory, layers, load, loss, probe, save, stages, structure
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
 from toolkit.train import run_dir
@@ -71,18 +71,23 @@ def check_model(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> No
         ConfigError, ModelError: what training would raise before its first step.
     """
     parts = cfg.parallel.sequence
-    if parts > 1 and (reason := directory.division_unsupported(cfg.model, cfg.data.max_length)):
-        raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
+    if parts > 1:
+        from toolkit.models.packable import division_unsupported
+
+        if reason := division_unsupported(cfg.model, cfg.data.max_length):
+            raise ConfigError("parallel.sequence = {ranks} cannot be: {reason}.", ranks=parts, reason=reason)
     folder, is_qlora = Path(cfg.model.path), cfg.tuning.method is TuningMethod.qlora
     if cfg.model.init is Init.random or directory.is_trusted(folder):
         return
+    from toolkit.models.trainable import check_trains
+
     try:
         model = load.empty(folder, compared=_is_comparable(folder))
     except NotStreamable:
         if cfg.zero.stage == 3 or cfg.parallel.pipeline > 1 or cfg.parallel.expert > 1 or is_qlora:
             raise
         model = load.empty(folder)
-    trainable.check_trains(model, folder, cfg.task.kind)
+    check_trains(model, folder, cfg.task.kind)
     if tokenizer is not None:
         load.check_vocabulary(model, tokenizer)
     labels = tuple(score_labels(cfg)) or (() if probe.is_classifier(model) else ("0", "1"))  # or those of the data
@@ -148,7 +153,10 @@ def build_engine(
     say(_in_use(engine, cfg, without_liger))
     if model.routers is not None:
         _tell_routers(model.routers)
-    _tell_towers(model)
+    if structure.towers(model):
+        from toolkit.models.fine_tuning import tell_towers
+
+        tell_towers(model)
     return engine
 
 
@@ -215,23 +223,6 @@ def _check_tuned(model: PreTrainedModel, cfg: RunConfig, base: Path, source: run
         name = cfg.tuning.adapter or tr("the adapter of this run")
         part = merge.TunedPart(name, tuned.settings, None, base, {}, tuned.head)
         process_group.on_rank0(lambda: merge.tell_unmergeable(part))
-
-
-def _tell_towers(model: PreTrainedModel) -> None:
-    """Report which parts of a multimodal model take no text, and so are not trained."""
-    beside = structure.towers(model)
-    outermost = [name for name in beside if not any(name != other and name.startswith(other) for other in beside)]
-    sizes = [
-        getattr(parameter, "ds_numel", parameter.numel())
-        for name, parameter in model.named_parameters()
-        if name.startswith(beside)
-    ]
-    if sizes:
-        say(
-            "A multimodal model: its text model is trained; {parts} ({count} parameters) stay as they are.",
-            parts=", ".join(name.removesuffix(".") for name in outermost),
-            count=f"{sum(sizes):,}",
-        )
 
 
 def _tell_routers(routers: "Routers") -> None:
