@@ -104,10 +104,14 @@ WRAPPERS: dict[str, Callable[[], PreTrainedConfig]] = {
 """Models that take images beside text, of which the text is trained."""
 
 
+def auto_class(name: str) -> Any:
+    """Return transformers' class that loads the models of an architecture."""
+    return transformers.AutoModelForImageTextToText if name in WRAPPERS else transformers.AutoModelForCausalLM
+
+
 def built(name: str) -> Any:
     """Return a random model of an architecture."""
-    kind = transformers.AutoModelForImageTextToText if name in WRAPPERS else transformers.AutoModelForCausalLM
-    return kind.from_config((CONFIGS | WRAPPERS)[name]())
+    return auto_class(name).from_config((CONFIGS | WRAPPERS)[name]())
 
 
 def write(folder: Path, name: str) -> Path:

@@ -6,12 +6,11 @@ from pathlib import Path
 import official
 import pytest
 import torch
-import transformers
 from peft import PeftModel
 from ranks import forked, run
 from shared import WORKER, by_tier, losses, of_tier, rows_of, tiny
 
-from tests.architectures import WRAPPERS, write
+from tests.architectures import WRAPPERS, auto_class, write
 from tests.probes import compare
 from toolkit.models import load_model, load_tokenizer, probe, weights
 
@@ -90,10 +89,6 @@ def test_it_learns_and_goes_on_bit_by_bit(name: str, folder: Path) -> None:
     counted = [row["router_loss"] for row in rows_of(folder / "runs" / name) if "router_loss" in row]
     assert len(counted) == (4 if name == "mixtral" else 0)
     assert all(1.9 < value < 4 for value in counted)  # of the 4 experts each token goes to 2: 2 if balanced
-
-
-def auto_class(name: str) -> type:
-    return transformers.AutoModelForImageTextToText if name in WRAPPERS else transformers.AutoModelForCausalLM
 
 
 @pytest.mark.parametrize("name", by_tier(WRAPPERS, late=LATE))

@@ -45,40 +45,45 @@ def export_any(
     """Write the model, or the adapter, of a run (its newest complete checkpoint), a checkpoint, an adapter or a model.
     `folder` must not exist; `adapter` was trained on the model in `path`; `base` "" finds the base.
     """
-    if options.text_only:
-        _export_text_model(path, folder, options, adapter=adapter, base=base, family=family)
-    elif adapter or adapters.is_adapter(path):
-        _export_adapter(Path(adapter or path), folder, options, str(path) if adapter else base, family)
-    elif checkpoint := directory.resolve_checkpoint(path):
-        if family != "auto":
-            raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
-        export_checkpoint(checkpoint, folder, options, base)
-    else:
+    is_adapter = bool(adapter) or adapters.is_adapter(path)
+    checkpoint = None if is_adapter else directory.resolve_checkpoint(path)
+    if not is_adapter and checkpoint is None:
         options.check_whole_model()
-        model = load_model(path, dtype=options.precision)
-        before = probe.read(path)
-        probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
-        files = describe(model, _encoder(path, family)) | embedding_files.read_files(path)
-        write_folder(model, files, folder, options.format, probed, max_shard_size=options.max_shard_size)
+        _export_directory(path, folder, options, family, path)
+    elif not options.text_only:
+        _export_trained(path, checkpoint, folder, options, adapter, base, family)
+    else:
+        with scratch_directory(folder) as scratch:
+            exported = scratch / "exported"
+            _export_trained(path, checkpoint, exported, replace(options, text_only=False), adapter, base, family)
+            if adapters.is_adapter(exported):
+                raise ConfigError(tr("text_only=true needs merge=true: an adapter belongs to the whole model."))
+            _export_directory(exported, folder, options, family, path)
 
 
-def _export_text_model(path: Path, folder: Path, options: ExportOptions, **chosen: str) -> None:
-    """Write the text model of a directory, or of what is first exported whole; with the whole model's logits."""
-    with scratch_directory(folder) as scratch:
-        whole = scratch / "whole"
-        if chosen["adapter"] or adapters.is_adapter(path) or directory.resolve_checkpoint(path):
-            export_any(path, whole, replace(options, text_only=False), **chosen)
-        else:
-            options.check_whole_model()
-            whole = path
-        if adapters.is_adapter(whole):
-            raise ConfigError(tr("text_only=true needs merge=true: an adapter belongs to the whole model."))
-        model = load_model(whole, dtype=options.precision)
-        saved = probe.read(whole)
-        probed = probe.capture(model, probe.spread_ids(model.config) if saved is None else saved.ids)
-        alone = text_model(model, path)
-        files = describe(alone, _encoder(whole, chosen["family"]))
-        write_folder(alone, files, folder, "hf", probed, max_shard_size=options.max_shard_size)
+def _export_trained(
+    path: Path, checkpoint: Path | None, folder: Path, options: ExportOptions, adapter: str, base: str, family: str
+) -> None:
+    """Write the model or the adapter of a checkpoint, or without one an adapter; see `export_any`."""
+    if checkpoint is None:
+        _export_adapter(Path(adapter or path), folder, options, str(path) if adapter else base, family)
+    elif family != "auto":
+        raise ConfigError(tr("model.family has no effect: a checkpoint knows its tokenizer. Remove it."))
+    else:
+        export_checkpoint(checkpoint, folder, options, base)
+
+
+def _export_directory(path: Path, folder: Path, options: ExportOptions, family: str, source: Path) -> None:
+    """Write a model directory's model, or of a multimodal one the text model, with the logits of the whole model;
+    `source`: what an error names.
+    """
+    model = load_model(path, dtype=options.precision)
+    before = probe.read(path)
+    probed = probe.capture(model, probe.spread_ids(model.config) if before is None else before.ids)
+    if options.text_only:
+        model = text_model(model, source)
+    files = describe(model, _encoder(path, family)) | embedding_files.read_files(path)
+    write_folder(model, files, folder, options.format, probed, max_shard_size=options.max_shard_size)
 
 
 def _export_adapter(path: Path, folder: Path, options: ExportOptions, base: str, family: str) -> None:
