@@ -17,23 +17,19 @@ from unittest import mock
 import torch
 import transformers
 
+from benchmarks.engines import build_engine
 from toolkit.config.mesh import accumulation
 from toolkit.config.schema import Init, RunConfig
 from toolkit.distributed import process_group
 from toolkit.distributed.process_group import barrier, on_rank0, world_size
-from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.models import weights
 from toolkit.plan.division import dispatched_bytes, expert_part
 from toolkit.plan.outline import Outline
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import LanguageData, training_batches
-from toolkit.tasks.language_model import build_engine
-from toolkit.train.run_dir import RunSource
 from toolkit.train.step import StepGuard, train_step
 
-_STEPS = 1_000_000
-"""Of a schedule that is never run to its end."""
 SHAPE = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_experts_per_tok": 2}
 """Of the made-up models, whose numbers of experts differ alone."""
 
@@ -74,9 +70,7 @@ def _compare(
     for side, (stage, parts) in sides.items():
         parallel = replace(cfg.parallel, expert=parts)
         own = replace(cfg, model=model, zero=replace(cfg.zero, stage=stage), parallel=parallel)
-        engines[side] = build_engine(
-            own, prepared, build_ds_config(own, world_size(), _STEPS), _STEPS, RunSource(folder, None)
-        )
+        engines[side] = build_engine(own, prepared, folder)
     times, task = accumulation(cfg, world_size()), LanguageTask()
     loader = training_batches(cfg, prepared, ranks, steps)
     windows = [list(islice(loader, times)) for _ in range(steps)]

@@ -22,10 +22,6 @@ Measure = Callable[[RunConfig, "LanguageData", environment.Ranks, dict[str, str]
 """Config, data, who this process is, the benchmark's own words, and a folder that all ranks see."""
 
 
-_STEPS = 100
-"""Of a schedule that is never run to its end."""
-
-
 def _step(
     cfg: RunConfig, prepared: "LanguageData", ranks: environment.Ranks, given: dict[str, str], folder: Path
 ) -> dict[str, Any]:
@@ -49,16 +45,13 @@ def _plan(
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    from benchmarks.engines import build_engine
     from benchmarks.plan import compare
-    from toolkit.engine.ds_config import build_ds_config
     from toolkit.extras.calibration import measure
-    from toolkit.tasks.language_model import build_engine
-    from toolkit.train.run_dir import RunSource
 
-    ds = build_ds_config(cfg, ranks.world_size, _STEPS)
     rates = measure(cfg, ranks.local_rank, ranks.world_size, get_accelerator().device_name() == "cpu")
     device = torch.device(get_accelerator().current_device_name())
-    return compare(cfg, lambda: build_engine(cfg, prepared, ds, _STEPS, RunSource(folder, None)), ranks, device, rates)
+    return compare(cfg, lambda: build_engine(cfg, prepared, folder), ranks, device, rates)
 
 
 def _trees(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.encode import joined
+from benchmarks.engines import build_engine
 from benchmarks.results import append_result, earlier
 from toolkit.arguments import parse
 from toolkit.config.mesh import accumulation
@@ -26,7 +27,6 @@ from toolkit.data.packing import shared_prefixes
 from toolkit.data.sources import read_conversations
 from toolkit.data.store import TokenizedCache
 from toolkit.distributed.process_group import barrier, world_size
-from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.tasks.language import LanguageTask
 from toolkit.tasks.language_data import (
@@ -37,12 +37,7 @@ from toolkit.tasks.language_data import (
     load_data_with,
     training_batches,
 )
-from toolkit.tasks.language_model import build_engine
-from toolkit.train.run_dir import RunSource
 from toolkit.train.step import StepGuard, train_step
-
-_STEPS = 1_000_000
-"""Of a schedule that is never run to its end."""
 
 
 def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, pairs: int, folder: Path) -> dict[str, Any]:
@@ -60,7 +55,7 @@ def compare(cfg: RunConfig, prepared: LanguageData, ranks: Ranks, pairs: int, fo
     """
     data = {"trees": prepared}
     data["copies"] = load_data_with(replace(cfg, data=replace(cfg.data, share_prefixes=False)), prepared.encoder)
-    engine = build_engine(cfg, prepared, build_ds_config(cfg, world_size(), _STEPS), _STEPS, RunSource(folder, None))
+    engine = build_engine(cfg, prepared, folder)
     guard, seconds = StepGuard(engine, cfg.train), {side: list[float]() for side in data}
     task, trained = LanguageTask(), {}
     for pair in range(pairs + 1):

@@ -25,12 +25,10 @@ def main() -> None:
 
     from torch.nn import functional
 
+    from benchmarks.engines import build_engine
     from benchmarks.plan import compare
     from toolkit.distributed import process_group
-    from toolkit.engine.ds_config import build_ds_config
     from toolkit.tasks.language_data import load_data
-    from toolkit.tasks.language_model import build_engine
-    from toolkit.train.run_dir import RunSource
 
     found = {}
     linear = functional.linear  # ZeRO-3 puts its own there, for good (0.19.8); a run has one engine
@@ -42,10 +40,9 @@ def main() -> None:
         cfg = loaded.cfg
         prepared = load_data(cfg)
         device = device or process_group.start(cfg.distributed)
-        ds = build_ds_config(cfg, ranks.world_size, 100)
         folder = Path(words[1]).parent / name
         process_group.on_rank0(partial(folder.mkdir, exist_ok=True))
-        build = partial(build_engine, cfg, prepared, ds, 100, RunSource(folder, None))
+        build = partial(build_engine, cfg, prepared, folder)
         found[name] = compare(cfg, build, ranks, device)
         if ranks.rank == 0:
             Path(words[1]).write_text(json.dumps(found))

@@ -103,7 +103,7 @@ def trace(cfg: schema.RunConfig, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _prepare(model: PreTrainedModel, cfg: schema.RunConfig, ds: dict[str, Any]) -> None:
-    """Do with an untrained model what tasks/language_model.py, `build_engine`, does."""
+    """Do with an untrained model what tasks/language_model.py, `build_model`, does."""
     attention.choose_attention(
         model, cfg.model.attention, cfg.data.packing is schema.Packing.packed, TORCH_DTYPES[cfg.precision.dtype]
     )

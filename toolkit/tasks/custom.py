@@ -37,7 +37,6 @@ from toolkit.models import load, probe, save
 from toolkit.terminal import phase
 from toolkit.train import checkpointer, run_dir, schedule, task
 from toolkit.train.step import Samples
-from toolkit.train.task import start_engine
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """Given the model and a batch, returns one loss per sample, [n]."""
@@ -436,15 +435,15 @@ class CustomTask(task.Task):
                 now=self.card["model"],
             )
 
-    def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
-        """Hand the module to DeepSpeed. A collective."""
+    def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> nn.Module:
+        """Return the program's module, which takes inputs of the run's precision."""
         cfg, model, self.model = self.cfg, self.model, None  # the engine has it from here on
         assert model is not None
         build.use_tf32(cfg.precision)
         dtype = load.TORCH_DTYPES[cfg.precision.dtype]
         if dtype is not torch.float32:
             cast_inputs(model, dtype)
-        return start_engine(model, cfg, ds, self.total_steps, source.folder)
+        return model
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return the model's card; what is not trained is kept too, as it is nowhere else."""

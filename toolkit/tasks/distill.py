@@ -110,17 +110,23 @@ class DistillTask(language.LanguageTask):
 
     # Model
 
-    def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
-        """Store what a teacher says, or load it, and build the engine. No checkpoint is loaded yet. A collective."""
-        cfg, is_ahead = self.cfg, bool(self.cfg.distill.top_k)
-        if is_ahead and cfg.distill.teacher:
+    def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> torch.nn.Module:
+        """Store what another model as teacher says of all tokens before the student takes memory. A collective."""
+        cfg = self.cfg
+        if cfg.distill.top_k and cfg.distill.teacher:
             release(self._store(source.folder, lambda: load_teacher(cfg, self.data, ds.values)))
-        engine = super().build(ds, source)
-        if is_ahead and not cfg.distill.teacher:
+        return super().build_model(ds, source)
+
+    def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
+        """Store what the model before training says as its own teacher, or load a teacher that is asked in each step.
+        A collective.
+        """
+        super().engine_built(engine, ds, source)
+        cfg = self.cfg
+        if cfg.distill.top_k and not cfg.distill.teacher:
             self._store(source.folder, lambda: engine)
         if objective.has_live_teacher(cfg) and self.teacher is None:
             self.teacher = load_teacher(cfg, self.data, ds.values, cfg.parallel.sequence)
-        return engine
 
     def _store(self, run_folder: Path, get_teacher: Callable[[], Any]) -> Any:
         """Take what the teacher says of each token, computed unless it is stored already; return the teacher if

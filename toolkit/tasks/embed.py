@@ -93,9 +93,9 @@ class EmbedTask(samples.ScoreTask):
         super().settle(cfg)
         self.epoch = replace(self.epoch, samples=self.epoch.sequences)
 
-    def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
-        """Build the engine; a ModelError if nothing is known of the states before the output layer. A collective."""
-        engine = super().build(ds, source)
+    def engine_built(self, engine: DeepSpeedEngine, ds: DsConfig, source: run_dir.RunSource) -> None:
+        """Raise ModelError if nothing is known of the states before the output layer. A collective."""
+        super().engine_built(engine, ds, source)
         model = stages.stage_model(engine.module) if stages.is_pipeline(engine) else engine
         path = stages.broadcast_from_last(engine, lambda: loss.loss_head(model).path(model))
         if path is not loss.LossPath.losses:
@@ -104,7 +104,6 @@ class EmbedTask(samples.ScoreTask):
                 "task=embed needs a model whose output layer is a plain matrix, such as Qwen3, Llama or GLM.",
                 architecture=type(stages.unwrap_model(engine.module)).__name__,
             )
-        return engine
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return also what sentence-transformers reads beside the model."""

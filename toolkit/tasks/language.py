@@ -176,9 +176,13 @@ class LanguageTask(task.Task):
 
     # Model
 
-    def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
-        """Load the model, leave trainable what `tuning` says, and hand it to DeepSpeed. A collective."""
-        return language_model.build_engine(self.cfg, self.data, ds, self.total_steps, source)
+    def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> torch.nn.Module:
+        """Load the model, and leave trainable what `tuning` says. A collective."""
+        return language_model.build_model(self.cfg, self.data, ds, source)
+
+    def engine_built(self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource) -> None:
+        """Check the engine, and say what computes the run. A collective."""
+        language_model.check_engine(engine, self.cfg, self.data)
 
     def model_files(self, engine: DeepSpeedEngine) -> checkpointer.ModelFiles:
         """Return config, tokenizer and what tuning added. Now, while the model's directory is there."""

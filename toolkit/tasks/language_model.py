@@ -1,6 +1,5 @@
-"""The model that a recipe trains, made of the one in its directory, and its engine; or tried early, without numbers."""
+"""The model that a recipe trains, made of the one in its directory; tried early, without numbers; checked as built."""
 
-import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from toolkit.models import attention, directory, layers, load, loss, probe, save
 from toolkit.plan.tuning_targets import tuning_of
 from toolkit.tasks import language_data
 from toolkit.train import run_dir
-from toolkit.train.task import start_engine
 
 if TYPE_CHECKING:
     from toolkit.models.router_loss import Routers
@@ -125,39 +123,39 @@ def _is_comparable(folder: Path) -> bool:
     return "quantization_config" not in directory.read_object(folder / "config.json")
 
 
-def build_engine(
-    cfg: RunConfig,
-    data: language_data.LanguageData,
-    ds: ds_config.DsConfig,
-    total_steps: int,
-    source: run_dir.RunSource,
-) -> DeepSpeedEngine:
-    """Load the model, freeze as `tuning` says, build the engine; ModelError or ConfigError if not. A collective."""
+def build_model(
+    cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig, source: run_dir.RunSource
+) -> torch.nn.Module:
+    """Load the model, freeze as `tuning` says; of a pipeline, return this rank's stage as DeepSpeed's engine takes it.
+    ModelError or ConfigError for what this model cannot do. A collective.
+    """
     build.use_tf32(cfg.precision)
     model = _load(cfg, data, ds)
-    without_liger = layers.apply_liger(model, cfg.kernels)
+    model.without_liger = layers.apply_liger(model, cfg.kernels)
     base = _base_folder(cfg, data, model, source.folder)
     adapt(model, cfg, data.tokenizer, base, ds.values)
     if hasattr(model, "tuned"):
         _check_tuned(model, cfg, base, source)
-    module: torch.nn.Module = model
-    if cfg.parallel.pipeline > 1:
-        from toolkit.layouts.pipeline import PipelineStage
+    if cfg.parallel.pipeline == 1:
+        return model
+    from toolkit.layouts.pipeline import PipelineStage
 
-        dtype = load.TORCH_DTYPES[cfg.precision.dtype]
-        module = PipelineStage(model, cfg.parallel.pipeline, dtype, cfg.parallel.tensor)
-    engine = start_engine(module, cfg, ds, total_steps, source.folder)
-    # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
-    gc.collect()
+    return PipelineStage(model, cfg.parallel.pipeline, load.TORCH_DTYPES[cfg.precision.dtype], cfg.parallel.tensor)
+
+
+def check_engine(engine: DeepSpeedEngine, cfg: RunConfig, data: language_data.LanguageData) -> None:
+    """Check that samples are computed as if alone, and say what computes, balances and freezes the model. A collective
+    that raises ModelError.
+    """
     _check_attention(engine, cfg, data)
-    say(_in_use(engine, cfg, without_liger))
+    say(_in_use(engine, cfg))
+    model = stages.unwrap_model(engine.module)
     if model.routers is not None:
         _tell_routers(model.routers)
     if structure.towers(model):
         from toolkit.models.fine_tuning import tell_towers
 
         tell_towers(model)
-    return engine
 
 
 def _load(cfg: RunConfig, data: language_data.LanguageData, ds: ds_config.DsConfig) -> PreTrainedModel:
@@ -243,7 +241,7 @@ def _tell_routers(routers: "Routers") -> None:
         )
 
 
-def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
+def _in_use(engine: DeepSpeedEngine, cfg: RunConfig) -> str:
     """Return a line about what computes this run. A collective."""
     model = stages.stage_model(engine.module)
     ways = {
@@ -263,7 +261,7 @@ def _in_use(engine: DeepSpeedEngine, cfg: RunConfig, without_liger: str) -> str:
         "Attention: {attention}. Loss: {loss}. Liger layers: {liger}. Compiled: {compiled}. Optimizer: {optimizer}.",
         attention=model.config._attn_implementation,
         loss=way,
-        liger=tr("no, {reason}", reason=without_liger) if without_liger else tr("yes"),
+        liger=tr("no, {reason}", reason=model.without_liger) if model.without_liger else tr("yes"),
         compiled=tr("yes, {backend}", backend=backend) if cfg.compile.enabled else tr("no"),
         optimizer=type(optimizer).__name__ + (" (PyTorch, fused)" if is_fused else ""),
     )

@@ -164,14 +164,13 @@ class PreferenceTask(SampleTask):
 
     # Model
 
-    def build(self, ds: DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
-        """Build the engine; its weights say what the reference is, as no checkpoint is loaded yet. A collective."""
-        engine = super().build(ds, source)
+    def engine_built(self, engine: DeepSpeedEngine, ds: DsConfig, source: run_dir.RunSource) -> None:
+        """Compute what the reference says of all answers: no checkpoint is loaded yet. A collective."""
+        super().engine_built(engine, ds, source)
         if self._is_reference_ahead:
             splits = ["train", "validation"] if self.has_validation else ["train"]
             reference = {split: self._reference_of_split(engine, split, source.folder) for split in splits}
             self.data = replace(self.data, reference=reference)
-        return engine
 
     @property
     def _is_reference_ahead(self) -> bool:

@@ -13,14 +13,12 @@ from toolkit.checkpoint.directory import RunState
 from toolkit.config.schema import RunConfig
 from toolkit.data.sampler import Position
 from toolkit.distributed.watchdog import Watchdog
-from toolkit.engine import build, ds_config
+from toolkit.engine import ds_config
 from toolkit.launch.environment import Ranks
-from toolkit.messages import tr
-from toolkit.terminal import phase
 from toolkit.train import run_dir
 from toolkit.train.checkpointer import Checkpointer, ModelFiles
 from toolkit.train.hooks import Hook
-from toolkit.train.schedule import Epoch, make_schedule
+from toolkit.train.schedule import Epoch
 from toolkit.train.step import Samples, StepGuard
 
 if TYPE_CHECKING:
@@ -73,16 +71,6 @@ class RunContext:
         """Return the run directory as a user would type it from here."""
         here = Path.cwd()
         return str(self.folder.relative_to(here)) if self.folder.is_relative_to(here) else str(self.folder)
-
-
-def start_engine(
-    module: torch.nn.Module, cfg: RunConfig, ds: ds_config.DsConfig, total_steps: int, folder: Path
-) -> DeepSpeedEngine:
-    """Hand a module to DeepSpeed; ConfigError if the run is too short for its schedule. A collective."""
-    values = ds_config.with_flops_file(ds.values, folder)
-    with phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
-        schedule, recompute = make_schedule(cfg, total_steps), cfg.train.activation_checkpointing
-        return build.initialize_engine(module, values, recompute, schedule, cfg.compile, cfg.optim)
 
 
 class Task(ABC):
@@ -153,8 +141,15 @@ class Task(ABC):
         """Reject a checkpoint of another model with a ConfigError. For rank 0 only."""
 
     @abstractmethod
-    def build(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> DeepSpeedEngine:
-        """Build the model and hand it to DeepSpeed. A collective."""
+    def build_model(self, ds: ds_config.DsConfig, source: run_dir.RunSource) -> torch.nn.Module:
+        """Return the module that the Trainer hands to DeepSpeed. A collective."""
+
+    def engine_built(  # noqa: B027  # not every task has something to check or to compute then
+        self, engine: DeepSpeedEngine, ds: ds_config.DsConfig, source: run_dir.RunSource
+    ) -> None:
+        """Check the engine of the model, and compute what its weights before training say: no checkpoint is loaded
+        yet. A collective.
+        """
 
     @abstractmethod
     def model_files(self, engine: DeepSpeedEngine) -> ModelFiles:

@@ -1,5 +1,6 @@
 """A training run from its config to the DONE marker: build (data, run directory, engine), fit (the loop), finish."""
 
+import gc
 import json
 import shlex
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 
 from toolkit import secrets, terminal
@@ -91,12 +93,12 @@ class Trainer:
         source = self._open_run_dir()
         run_hooks = hooks.hooks_of(self.cfg, ranks, source.folder)
         # Changes only what is `auto`, and with plan.auto the layout and what that excludes.
-        cfg, built = settle.settle_config(self.cfg, task, ranks, source, self._build)
+        cfg, built = settle.settle_config(self.cfg, task, ranks, source, self._build_engine)
         self.cfg, total_steps = cfg, task.total_steps
         schedule.tell_length(cfg, task.epoch, total_steps, ranks.world_size)
         ds = ds_config.build_ds_config(cfg, ranks.world_size, total_steps)
         start = process_group.on_rank0(lambda: self._record_start(ds, source))
-        engine, guard = self._build(cfg, ds, source) if built is None else self._settled(built, ds)
+        engine, guard = self._build_engine(cfg, ds, source) if built is None else self._settled(built, ds)
         # What the engine was given in the end: buckets that fit, and what layouts change for DeepSpeed to count right.
         process_group.on_rank0(lambda: run_dir.write_ds_config(source.folder, engine.received_config))
         files = task.model_files(engine)
@@ -200,8 +202,12 @@ class Trainer:
         self.watchdog = Watchdog(folder, ranks.rank, ranks.world_size, *limits, self.cfg.compile.enabled)
         return source
 
-    def _build(self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource) -> settle.BuiltEngine:
-        engine = self.task.build(ds, source)
+    def _build_engine(
+        self, cfg: schema.RunConfig, ds: ds_config.DsConfig, source: run_dir.RunSource
+    ) -> settle.BuiltEngine:
+        module = self.task.build_model(ds, source)
+        engine = start_engine(module, cfg, ds, self.task.total_steps, source.folder)
+        self.task.engine_built(engine, ds, source)
         return engine, StepGuard(engine, cfg.train)
 
     def _settled(self, built: settle.BuiltEngine, ds: ds_config.DsConfig) -> settle.BuiltEngine:
@@ -258,6 +264,19 @@ class Trainer:
         answers = [tr("  Q: {prompt}\n  A: {answer}", **sample) for sample in samples]
         next_steps = self.task.next_steps(self.run, samples)
         return [*lines, *self.task.end_lines(summary), *answers, everything, *next_steps]
+
+
+def start_engine(
+    module: torch.nn.Module, cfg: schema.RunConfig, ds: ds_config.DsConfig, total_steps: int, folder: Path
+) -> DeepSpeedEngine:
+    """Hand a module to DeepSpeed; ConfigError if the run is too short for its schedule. A collective."""
+    values = ds_config.with_flops_file(ds.values, folder)
+    make_schedule, recompute = schedule.make_schedule(cfg, total_steps), cfg.train.activation_checkpointing
+    with terminal.phase(tr("Building the engine (the first time DeepSpeed compiles its ops: minutes)")):
+        engine = build.initialize_engine(module, values, recompute, make_schedule, cfg.compile, cfg.optim)
+    # What building leaves behind refers to itself, and would keep the memory of weights until Python looks for it.
+    gc.collect()
+    return engine
 
 
 @contextmanager
