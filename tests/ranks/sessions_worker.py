@@ -102,7 +102,7 @@ def room_for(extra_mib: list[float] | None, rank: int) -> Iterator[None]:
         with PeakMemory(device) as memory:
             return memory.restart() + int(extra_mib[rank] * 2**20)
 
-    with mock.patch("toolkit.train.dry_run.limit_bytes", limit) if extra_mib is not None else nullcontext():
+    with mock.patch("toolkit.train.auto_layout.limit_bytes", limit) if extra_mib is not None else nullcontext():
         yield
 
 

@@ -25,12 +25,11 @@ from toolkit.models import fine_tuning
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.models.save import describe
 from toolkit.tasks.language_data import longest_batch, repeated_batch
+from toolkit.train.auto_layout import _next_rows, choose_layout
 from toolkit.train.dry_run import (
-    _next_rows,
     _saves,
     _tried,
     check_room,
-    choose_layout,
     explain_out_of_memory,
     remedies,
     try_checkpoint,

@@ -14,7 +14,7 @@ from toolkit.distributed import process_group
 from toolkit.engine import build, ds_config
 from toolkit.launch.environment import Ranks
 from toolkit.messages import LaunchError, say, tr, user_name, warn
-from toolkit.train import dry_run, run_dir
+from toolkit.train import run_dir
 from toolkit.train.step import StepGuard
 from toolkit.train.task import Task
 
@@ -31,17 +31,23 @@ def settle_config(
     built = None
     cfg = with_ops(with_optimizer(cfg, source), cfg)
     if cfg.plan.auto:
+        from toolkit.train import auto_layout
+
         assert task.vocab_size is not None
         device = torch.device(get_accelerator().current_device_name())
-        cfg = dry_run.choose_layout(cfg, task.vocab_size, ranks, device, source)
+        cfg = auto_layout.choose_layout(cfg, task.vocab_size, ranks, device, source)
     elif cfg.batch.micro_per_gpu == schema.AUTO:
+        from toolkit.train import auto_layout
+
         open_cfg = cfg
-        rows = process_group.on_rank0(lambda: dry_run.micro_batch_before(open_cfg, ranks, source))
+        rows = process_group.on_rank0(lambda: auto_layout.micro_batch_before(open_cfg, ranks, source))
         if not rows:
             smallest = mesh.with_micro_batch(cfg)
             task.settle(smallest)
             ds = ds_config.build_ds_config(smallest, ranks.world_size, task.total_steps)
-            rows, built = dry_run.search_micro_batch(smallest, task, ranks, lambda: build_engine(smallest, ds, source))
+            rows, built = auto_layout.search_micro_batch(
+                smallest, task, ranks, lambda: build_engine(smallest, ds, source)
+            )
         cfg = mesh.with_micro_batch(cfg, rows)
     task.settle(cfg)
     return cfg, built

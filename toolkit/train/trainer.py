@@ -212,9 +212,11 @@ class Trainer:
 
     def _settled(self, built: settle.BuiltEngine, ds: ds_config.DsConfig) -> settle.BuiltEngine:
         """Apply the settled config to the engine that was built to find the micro-batch."""
+        from toolkit.train import auto_layout
+
         engine, _ = built
         cfg, total_steps = self.cfg, self.task.total_steps
-        dry_run.set_micro_batch(engine, cfg)
+        auto_layout.set_micro_batch(engine, cfg)
         engine.lr_scheduler.set_length(total_steps, ds_config.warmup_steps(cfg, total_steps))
         settled = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "scheduler")
         engine.received_config |= {key: ds.values[key] for key in settled if key in ds.values}

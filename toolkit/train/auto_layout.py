@@ -1,0 +1,147 @@
+"""What a run finds out where its config leaves it open: `plan.auto` the layout, `batch.micro_per_gpu=auto` the rows."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
+
+from toolkit.checkpoint import directory
+from toolkit.config import mesh
+from toolkit.config.schema import Device, RunConfig
+from toolkit.distributed.process_group import gather, on_rank0, world_size
+from toolkit.engine.memory import PeakMemory, limit_bytes, shown
+from toolkit.launch.environment import Ranks
+from toolkit.messages import ConfigError, OutOfMemory, say, tr
+from toolkit.plan import layouts, search, speed
+from toolkit.plan.lookup import outline_of
+from toolkit.train import run_dir
+from toolkit.train.dry_run import Measured, explain_out_of_memory, machine_of_run, restore_after, trial_step
+from toolkit.train.step import StepGuard
+from toolkit.train.task import Task
+
+SHARE = 0.92
+"""Of the memory that a micro-batch may use: the rest is for fragmentation and communication."""
+
+
+def choose_layout(
+    cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: run_dir.RunSource
+) -> RunConfig:
+    """Return the config with the layout that `plan.auto` chooses, or chose for as many ranks before. A collective."""
+    state = None
+    if (checkpoint := origin.checkpoint) is not None:
+        state = on_rank0(lambda: directory.read_run_state(checkpoint))
+    before = state.config if state is not None and state.world_size == ranks.world_size else {}
+    # Not where another global batch (`checkpoint.allow_changes`) cannot be divided in that way.
+    if before and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
+        laid_out = search.with_layout(
+            cfg,
+            before["zero"]["stage"],
+            Device(before["zero"]["offload_optimizer"]["device"]),
+            Device(before["zero"]["offload_param"]["device"]),
+            before["train"]["activation_checkpointing"]["enabled"],
+            before["batch"]["micro_per_gpu"],
+        )
+        size = laid_out.zero.zero_hpz_partition_size  # which was limited to a node's GPUs
+        laid_out.zero.zero_hpz_partition_size = min(size, before["zero"].get("zero_hpz_partition_size", size))
+        return laid_out
+    machine = machine_of_run(cfg, ranks, device)
+
+    def best() -> layouts.Layout | None:
+        outline = outline_of(cfg, vocab_size)
+        rates = speed.rates_of(cfg, machine, outline)
+        return search.fastest(list(search.layouts(outline, cfg, machine, rates, [cfg.parallel.expert])))
+
+    chosen = on_rank0(best)
+    if chosen is None:
+        raise OutOfMemory(
+            "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
+            machine=machine.name,
+            usable=layouts.gib(machine.usable_bytes),
+        )
+    words = " ".join(search.overrides(cfg, chosen.cfg)) or tr("the recipe as it is")
+    say("plan.auto: {words}  ({layout})", words=words, layout=chosen.name)
+    return chosen.cfg
+
+
+def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: run_dir.RunSource) -> int:
+    """Return the micro-batch of the checkpoint that a run resumes; 0 without one, or if it does not divide here."""
+    if origin.checkpoint is None:
+        return 0
+    rows = int(directory.read_run_state(origin.checkpoint).config.get("batch", {}).get("micro_per_gpu", 0))
+    return rows if rows in mesh.micro_sizes(cfg, ranks.world_size) else 0
+
+
+def search_micro_batch(
+    cfg: RunConfig, task: Task, ranks: Ranks, build: Callable[[], tuple[DeepSpeedEngine, StepGuard]]
+) -> tuple[int, tuple[DeepSpeedEngine, StepGuard]]:
+    """Return the most rows of a micro-batch that fit, on every rank, and the engine that found it. A collective.
+    Starts from half a row, two halves and a whole one; then rows at most double as long as the line through the last
+    two measurements fits: memory grows ever faster, if anything. `build` returns an engine and its guard.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    limit = limit_bytes(device, cfg.plan.max_gpu_gib)
+    if not limit:
+        raise ConfigError(
+            tr(
+                "batch.micro_per_gpu = auto fills the memory of a rank, and CPU ranks have none of their own. Give a "
+                "number, or a bound: plan.max_gpu_gib=4."
+            )
+        )
+    engine, guard = build()
+    times, sizes = mesh.accumulation(cfg, ranks.world_size), mesh.micro_sizes(cfg, ranks.world_size)
+    most_rows = 1
+
+    def measure(rows: int, share: float = 1.0) -> Measured:
+        doing = tr("looking for batch.micro_per_gpu with {rows} rows", rows=rows)
+        with explain_out_of_memory(cfg, doing, memory, limit, None):
+            return trial_step(engine, task, guard, task.larger_batch(rows, share), memory, times)
+
+    with PeakMemory(engine.device) as memory:
+        with restore_after(engine):
+            if times > 1:
+                half, two_halves, single = measure(1, 0.5), measure(2, 0.5), measure(1)
+                before, last = (
+                    (0, 2 * half.forward_backward - two_halves.forward_backward),
+                    (1, single.forward_backward),
+                )
+                while (rows := min(gather(_next_rows(sizes, before, last, SHARE * limit)))) > last[0]:
+                    measured = measure(rows)
+                    if not all(gather(max(measured.forward_backward, measured.update) <= SHARE * limit)):
+                        break
+                    before, last = last, (rows, measured.forward_backward)
+                most_rows = last[0]
+        used = memory.highest()
+    get_accelerator().empty_cache()
+    say(
+        "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
+        "was sought: {used} at most, of {limit}.",
+        rows=most_rows,
+        times=times // most_rows,
+        used=shown(used),
+        limit=shown(limit),
+    )
+    return most_rows, (engine, guard)
+
+
+def _next_rows(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], limit_bytes: float) -> int:
+    """Return how many rows to try next: the most of `sizes` (ascending) that are at most double the last ones, and that
+    a line through the last two measurements, pairs (rows, bytes), puts within `limit_bytes`; the last ones if none are.
+    """
+    rows, used_bytes = last
+    bytes_per_row = (used_bytes - before[1]) / (rows - before[0])
+    larger = [size for size in sizes if size > rows]
+    candidates = [size for size in larger if size <= 2 * rows] or larger[:1]
+    fitting = (size for size in candidates if used_bytes + (size - rows) * bytes_per_row <= limit_bytes)
+    return max(fitting, default=rows)
+
+
+def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
+    """Set a config's micro-batches in an engine before its first step, and in its optimizer (deepspeed 0.19.8)."""
+    rows, times = mesh.micro_rows(cfg), mesh.accumulation(cfg, world_size())
+    engine.set_train_micro_batch_size(rows)
+    # Not by set_train_batch_size, which takes every rank for one with rows of its own.
+    engine._config.train_batch_size, engine._config.gradient_accumulation_steps = cfg.batch.global_size, times
+    engine.config |= {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": times}
+    if hasattr(engine.optimizer, "gradient_accumulation_steps"):
+        engine.optimizer.gradient_accumulation_steps = times
