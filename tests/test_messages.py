@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from toolkit import messages
-from toolkit.cli import COMMANDS, help_of, main, module_of
+from toolkit.cli import COMMANDS, GROUPS, help_of, main, module_of
 from toolkit.config import rule_tables
 from toolkit.config.dotted_keys import all_keys
 from toolkit.messages import chinese, current_language, joined, read_table, set_language, tr
@@ -130,7 +130,7 @@ def test_the_chinese_catalogue_is_complete_and_has_nothing_else() -> None:
     templates |= {text for _, _, text in read_table("extras/doctor/findings.yaml").values()}
     templates |= {text for page in (ROOT / "toolkit").rglob("*.j2") for text in texts_of(page)}
     templates |= set(filter(None, of_rules())) | {*read_table("extras/data_report.yaml")["answers"]}
-    templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS}
+    templates |= {str(import_module(module_of(command)).__doc__).splitlines()[0] for command in COMMANDS} | set(GROUPS)
     assert templates - set(CHINESE) == set(), "without Chinese"
     assert set(CHINESE) - templates == set(), "no longer used"
 
@@ -147,6 +147,9 @@ def test_help_is_in_the_language_of_the_user_with_the_same_arguments(command: st
         r"^  ([^\s,]+)",
         r"`(?:toolkit|deepspeed)[^`]*`",
     )
+    examples = pages["en"].rindex("\n\n")
+    assert pages["zh"].endswith(pages["en"][examples:].partition(":")[2]), "other examples"
+    pages = {language: text[: text.rindex("\n\n")] for language, text in pages.items()}
     for pattern in (synopsis, arguments, commands, r"(?:torchrun|deepspeed) --.*$"):
         english, other = (re.findall(pattern, text, re.MULTILINE) for text in pages.values())
         assert english == other, pattern

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from toolkit.config.rules import check_rules
 from toolkit.config.schema import Init, PrepareConfig
 from toolkit.engine.ds_config import build_ds_config
 from toolkit.launch import deepspeed
-from toolkit.messages import ConfigError
+from toolkit.messages import ConfigError, read_table
 
 ELSEWHERE = {
     "scripts/": "makes environments and trains; CI runs scripts/test, and its parts one by one",
@@ -48,7 +49,12 @@ ELSEWHERE = {
 }
 PATHS = {"verify": ("forward=",), "report": ("runs/", "output=", "language=")}
 """Commands that take paths at once, and what stands behind the first."""
-SHOWN = sorted({line for page in PAIRED for _, line in commands(page)})
+SHOWN = sorted(
+    {
+        *(line for page in PAIRED for _, line in commands(page)),
+        *chain.from_iterable(read_table("cli/examples.yaml").values()),
+    }
+)
 OURS = [line for line in SHOWN if not line.startswith(tuple(ELSEWHERE))]
 OWN = ROOT / "toolkit" / "custom.yaml"
 QUICK = [

@@ -6,16 +6,22 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import chain
 
 from toolkit import __version__
 from toolkit.messages import ConfigError, current_language, did_you_mean, joined, read_table, tr, translated
 
-COMMANDS = (
-    *("train", "launch", "sweep", "rounds", "prove", "new", "check", "recipes", "models", "plan"),
-    *("prepare", "show", "export-config", "import-config", "eval", "generate", "chat", "serve", "export-model"),
-    *("convert-checkpoint", "verify", "replay", "verify-serving", "hostfile", "doctor", "report", "data-report"),
-    *("board", "bench", "completion"),
-)
+GROUPS = {
+    "Getting started": ("new", "recipes", "models", "doctor", "hostfile"),
+    "Check before training": ("check", "plan", "show", "prepare", "data-report", "prove"),
+    "Train": ("train", "launch", "sweep", "rounds", "replay"),
+    "Use what was trained": ("chat", "generate", "eval", "serve", "export-model", "report", "board"),
+    "Maintain": (
+        *("verify", "verify-serving", "export-config", "import-config", "convert-checkpoint", "bench", "completion"),
+    ),
+}
+"""Commands by what a user does; the titles are translated."""
+COMMANDS = tuple(chain.from_iterable(GROUPS.values()))
 EXTRAS = (
     *("sweep", "rounds", "prove", "new", "import-config", "convert-checkpoint", "verify-serving", "doctor"),
     *("data-report", "board", "bench", "completion"),
@@ -41,7 +47,8 @@ def help_of(command: str) -> str:
     summary, _, rest = (import_module(module_of(command)).__doc__ or "").strip().partition("\n\n")
     rest = read_table("locale/help_zh.yaml")[command].rstrip() if current_language() == "zh" else rest
     language = tr("language of what is printed; default: the locale's")
-    return f"{translated(summary)}\n\n{rest}\n\n  language=en|zh   {language}"
+    examples = "\n".join(f"  {line}" for line in read_table("cli/examples.yaml")[command])
+    return f"{translated(summary)}\n\n{rest}\n\n  language=en|zh   {language}\n\n{tr('Examples:')}\n{examples}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,10 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
-        lines = [tr("usage: toolkit COMMAND recipe=NAME [key=value …]"), ""]
+        lines = [tr("usage: toolkit COMMAND recipe=NAME [key=value …]")]
         width = 1 + max(map(len, COMMANDS))
-        for name in COMMANDS:
-            lines.append(f"  {name:<{width}}{help_of(name).splitlines()[0]}")
+        for title, names in GROUPS.items():
+            lines += ["", translated(title)]
+            lines += [f"  {name:<{width}}{help_of(name).splitlines()[0]}" for name in names]
         _show("\n".join([*lines, "", tr("`toolkit COMMAND --help` says more. docs/config.md lists every key.")]))
         return 0 if words else 2
     if words[0] == "--version":
