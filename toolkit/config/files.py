@@ -234,7 +234,7 @@ def _walk(node: yaml.Node | None, path: str, lines: dict[str, int], kind: Any) -
 
 SHIPPED = ("examples/data/chat_zh.jsonl", "examples/data/chat_en.jsonl")
 """Example conversations."""
-_OTHERS = tuple(f"examples/data/{name}.jsonl" for name in ("text_zh", "text_en", "pairs", "labels", "texts"))
+_OTHERS = tuple(f"examples/data/{name}.jsonl" for name in ("text_zh", "text_en", "pairs", "labels", "texts", "library"))
 _SHIPPED = (*SHIPPED, *_OTHERS, "examples/data/deepseek_r1.jinja", "examples/data/glm_z1.jinja")
 """Paths that name a shipped file from any working directory, unless a file of that name is there."""
 _OWN = {"pairs": "pairs", "labels": "labels", "texts": "pairs", "text_zh": "text", "text_en": "text"}

