@@ -78,7 +78,7 @@ def test_who_waits_for_a_rank_that_fails_asks_its_store_no_more(monkeypatch: pyt
 
 def test_settings_are_compared_by_key_and_folders_by_what_they_hold(tmp_path: Path) -> None:
     cfg = load(["recipe=quickstart", "run.name=a", f"ds_extra.url=https://me:{KEY}@x"]).cfg
-    found = consistency._settings(cfg)
+    found = consistency._setting_facts(cfg)
     assert found["optim.lr"] == "0.002"
     assert "data.sources[0].path" in found
     assert "run.name" not in found
@@ -93,7 +93,7 @@ def test_settings_are_compared_by_key_and_folders_by_what_they_hold(tmp_path: Pa
         (folder / "README.md").write_text(str(len(seen)))
         for hub_id in ("", "a/b"):
             model = replace(cfg.model, path=str(folder), hub_id=hub_id)
-            seen.append(consistency._settings(replace(cfg, model=model)))
+            seen.append(consistency._setting_facts(replace(cfg, model=model)))
     files = [one["model.path: files"] for one in seen]
     assert files[0] != files[2] == files[4]
     assert seen[0] != seen[2] != seen[4], "the folder's place counts too"
@@ -102,9 +102,9 @@ def test_settings_are_compared_by_key_and_folders_by_what_they_hold(tmp_path: Pa
 
 def test_code_and_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     files: set[str] = set()
-    digest = consistency._digest
+    digest = consistency._files_digest
     monkeypatch.setattr(consistency, "_digest", lambda found: digest(files.add(one[0].name) or one for one in found))
-    found = consistency._code()
+    found = consistency._code_facts()
     assert {"checkpointer.py", "gpus.yaml", "ds_keys.json"} <= files, "tables too"
     assert {"version: torch", "version: deepspeed", "version: python", "code: toolkit", "device"} <= set(found)
 

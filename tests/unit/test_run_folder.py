@@ -79,7 +79,7 @@ def test_a_folder_that_holds_something_is_not_touched(left: str, tmp_path: Path)
 @pytest.mark.fault("X1")
 def test_a_deleted_lock_lets_nobody_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the directory's lock; by heartbeats where directories cannot be locked; and the holder puts it back."""
-    monkeypatch.setattr(run_dir, "_COUNTING_S", 0.3)
+    monkeypatch.setattr(run_dir, "_HEARTBEAT_WAIT_S", 0.3)
     run = tmp_path / "mine"
     (run / "logs").mkdir(parents=True)
     (run / "config.yaml").touch()
@@ -200,7 +200,7 @@ def test_a_second_start_does_not_look_like_a_thief(tmp_path: Path, monkeypatch: 
             assert try_lock(again) == (True, True)
         return "rank 0"
 
-    monkeypatch.setattr(run_dir, "_who_counts", counts)
+    monkeypatch.setattr(run_dir, "_rank_still_alive", counts)
     with pytest.raises(RunFolderError, match=r"another process works in .*: rank 0"):
         run_dir.lock_run_dir(tmp_path)
 

@@ -30,9 +30,9 @@ def run(words: list[str]) -> None:
     )
     step, folder = positive_int(arguments, "step"), Path(arguments["run"])
     assert step is not None
-    from toolkit.train.replay import replay, replay_words
+    from toolkit.train.replay import replay, replay_overrides
 
-    again = replay_words(folder, step, environment.detect(os.environ))
+    again = replay_overrides(folder, step, environment.detect(os.environ))
     ready = make_ready([*again, *(word for word in words if word.startswith("language="))])
     assert ready is not None
     loaded = resolve_model_path(ready[0].loaded)

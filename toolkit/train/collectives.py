@@ -1,4 +1,4 @@
-"""What `profile.comms` measures of collectives: a share of the time for metrics.jsonl, and a table for the report."""
+"""`profile.comms`: the share of time that collectives take, for metrics.jsonl, and a table of them for the report."""
 
 import json
 from collections import Counter, defaultdict
@@ -32,34 +32,34 @@ class Collectives(Hook):
         self.seconds_since_log = 0.0
 
     def at_start(self, loop: "TrainLoop") -> None:
-        """Drop what came before the first step."""
-        self._take()
+        """Drop the collectives of before the first step."""
+        self._take_new()
 
     def at_pause(self) -> None:
-        """Count what belongs to the steps so far."""
-        self._count()
+        """Count the collectives of the steps before the pause."""
+        self._add_new()
 
     def at_resume(self) -> None:
         """Drop the collectives of an evaluation or a save."""
-        self._take()
+        self._take_new()
 
     def at_rewind(self, step: int) -> None:
-        """Drop the steps that are done again."""
-        self._take()
+        """Drop the collectives of the steps that are repeated after a rewind."""
+        self._take_new()
         self.seconds_since_log = 0.0
 
     def rank_figures(self) -> dict[str, float]:
-        """Return this rank's seconds."""
-        self._count()
+        """Return this rank's seconds in collectives since the last log."""
+        self._add_new()
         seconds, self.seconds_since_log = self.seconds_since_log, 0.0
         return {_SECONDS: seconds}
 
     def at_log(self, step: int, position: Position, times: "RankTimes") -> dict[str, float]:
-        """Return the share of the time; of the rank that waits least, as all others wait for it."""
+        """Return the share of time in collectives on the rank with the least: on others it includes waiting for it."""
         return {"communication_fraction": min(times.figures[_SECONDS]) / times.seconds}
 
     def after_log(self, times: "RankTimes") -> None:
-        """Write the sums into the run directory, where the report finds them."""
+        """Write rank 0's sums per operation to collectives.json in the run directory, which the report reads."""
         if process_group.rank():
             return
         rows = [
@@ -69,17 +69,20 @@ class Collectives(Hook):
         content = json.dumps({"operations": rows}, indent=1).encode() + b"\n"
         disk.write_atomically(self.folder / "collectives.json", content)
 
-    def _count(self) -> None:
-        log, seconds = self._take()
-        for name, sizes in log.items():
-            self.calls[name] += sum(entry[0] for entry in sizes.values())
-            self.bytes[name] += sum(size * entry[0] for size, entry in sizes.items())
+    def _add_new(self) -> None:
+        """Add the collectives since the last call to this rank's sums."""
+        log, seconds = self._take_new()
+        for name, by_size in log.items():
+            self.calls[name] += sum(calls for calls, *_ in by_size.values())
+            self.bytes[name] += sum(size * calls for size, (calls, *_) in by_size.items())
             self.seconds[name] += seconds.get(name, 0.0)
         self.seconds_since_log += sum(seconds.values())
 
     @staticmethod
-    def _take() -> tuple[dict[str, dict[int, list[int]]], dict[str, float]]:
-        """Take what is new out of DeepSpeed's log and timers: calls by operation and size, and seconds by operation."""
+    def _take_new() -> tuple[dict[str, dict[int, list[int]]], dict[str, float]]:
+        """Empty DeepSpeed's log and timers; return operation -> message size in bytes -> [calls, …], and operation ->
+        seconds, both since the last call.
+        """
         log = comms_logger.get_raw_data()
         comms_logger.reset_data()
         return log, {name: timer.elapsed() / 1000 for name, timer in timers.timers.items()}

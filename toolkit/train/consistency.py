@@ -30,67 +30,69 @@ _FOLDERS = {"model.path": "model.hub_id", "tuning.adapter": ""}
 Hugging Face may be elsewhere on another node."""
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".py")
 _CODE_FILES = (".py", ".json", ".yaml")  # tables decide too: plan/gpus.yaml chooses layouts
-_PART = 1 << 16
+_SAMPLED_BYTES = 1 << 16
 """Bytes that are read at the beginning, in the middle and at the end of a model's file: all would take minutes."""
 
 
 def check_settings(cfg: schema.RunConfig) -> None:
     """Raise ConfigError on every rank where settings, code or model differ. Before data is prepared. A collective."""
     if process_group.world_size() > 1:
-        process_group.check_alike(cfg.distributed, {**_settings(cfg), **_code()}, ConfigError)
+        process_group.check_alike(cfg.distributed, {**_setting_facts(cfg), **_code_facts()}, ConfigError)
 
 
-def _settings(cfg: schema.RunConfig) -> dict[str, str]:
-    """Return the config by key, without secrets, and digests of the directories that it names."""
-    values = {key: value for key, value in _leaves(load.to_dict(cfg), "") if not is_below(key, MAY_DIFFER)}
+def _setting_facts(cfg: schema.RunConfig) -> dict[str, str]:
+    """Return dotted key -> value as JSON of what ranks must agree on, and digests of the model directories named."""
+    values = {key: value for key, value in _leaf_values(load.to_dict(cfg), "") if not is_below(key, MAY_DIFFER)}
     for key, path_key in _FOLDERS.items():
         folder = Path(json.loads(values.get(key, '""')))
         if folder.name and folder.is_dir():
             files = sorted(file for file in folder.iterdir() if file.suffix in _MODEL_FILES and file.is_file())
-            values[f"{key}: files"] = _digest((file, _parts(file)) for file in files)
+            values[f"{key}: files"] = _files_digest((file, _sampled_bytes(file)) for file in files)
             if json.loads(values.get(path_key, '""')):
                 del values[key]
     return values
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of each plain value, also of those in lists, and the value as JSON."""
+def _leaf_values(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, value as JSON) of each leaf below `value`, whose own key is `key`; lists of sections too."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+            yield from _leaf_values(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for number, item in enumerate(value):
-            yield from _leaves(item, f"{key}[{number}]")
+            yield from _leaf_values(item, f"{key}[{number}]")
     else:
         yield key, json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
 
 
-def _code() -> dict[str, str]:
-    """Return versions, the device, and digests of the program and of this package."""
+def _code_facts() -> dict[str, str]:
+    """Return name -> versions of packages, the device, and digests of the program and of this package's files."""
     facts = {f"version: {name}": version for name, version in run_dir.versions().items()}
     facts["version: python"] = sys.version.split()[0]
     files = sorted(file for file in Path(toolkit.__file__).parent.rglob("*.*") if file.suffix in _CODE_FILES)
-    facts["code: toolkit"] = _digest((file, file.read_bytes()) for file in files)
+    facts["code: toolkit"] = _files_digest((file, file.read_bytes()) for file in files)
     program = Path(sys.argv[0])
     if program.is_file():
-        facts[f"code: {program.name}"] = _digest([(program, program.read_bytes())])
+        facts[f"code: {program.name}"] = _files_digest([(program, program.read_bytes())])
     from deepspeed.accelerator import get_accelerator  # which device it takes is decided when it is first asked
 
     facts["device"] = str(get_accelerator().device_name())
     return facts
 
 
-def _parts(file: Path) -> bytes:
+def _sampled_bytes(file: Path) -> bytes:
+    """Return a file's size and its bytes at the beginning, in the middle and at the end (`_SAMPLED_BYTES` each)."""
     size = file.stat().st_size
     parts = [str(size).encode()]
     with file.open("rb") as handle:
-        for begin in (0, size // 2, max(0, size - _PART)):
+        for begin in (0, size // 2, max(0, size - _SAMPLED_BYTES)):
             handle.seek(begin)
-            parts.append(handle.read(_PART))
+            parts.append(handle.read(_SAMPLED_BYTES))
     return b"".join(parts)
 
 
-def _digest(files: Iterable[tuple[Path, bytes]]) -> str:
+def _files_digest(files: Iterable[tuple[Path, bytes]]) -> str:
+    """Return 12 hexadecimal digits of the SHA-256 of files' names and contents, in their order."""
     digest = hashlib.sha256()
     for file, content in files:
         digest.update(f"{file.name} {len(content)} ".encode())

@@ -1,4 +1,4 @@
-"""How a mixture's experts are used: figures for metrics.jsonl, and each expert's tokens for the report."""
+"""Load of a mixture-of-experts model's experts: figures for metrics.jsonl, tokens per expert for the report."""
 
 import json
 from contextlib import suppress
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class ExpertFigures(Hook):
-    """Adds up the tokens of each expert between two logs."""
+    """Adds up the tokens that each expert was routed, over the steps between two logs."""
 
     def __init__(self, routers: Routers, folder: Path) -> None:
         self.routers, self.folder = routers, folder
         self.loads: torch.Tensor | None = None
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Add a step's; it is not kept with the step, as it is memory of the device."""
+        """Add the step's tokens per expert, and drop them from `result`, which is kept and would hold GPU memory."""
         if result.expert_loads is not None:
             self.loads = result.expert_loads if self.loads is None else result.expert_loads + self.loads
             result.expert_loads = None
 
     def at_log(self, step: int, position: Position, times: "RankTimes") -> dict[str, float]:
-        """Return the figures; rank 0 writes each expert's tokens into the run directory, for the report."""
+        """Return figures of load balance since the last log; rank 0 also writes experts.json, for the report."""
         if self.loads is None:
             return {}
         loads, self.loads = self.loads.cpu(), None
@@ -44,5 +44,5 @@ class ExpertFigures(Hook):
         return load_metrics(table.values()) | self.routers.dropped(loads)
 
     def at_rewind(self, step: int) -> None:
-        """Forget the steps that are done again."""
+        """Forget the tokens of steps that are repeated after a rewind."""
         self.loads = None

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class OrderFigures(Hook):
-    """Logs how a step took its data."""
+    """Logs the curriculum's progress or each source's share, which change over the steps."""
 
     def at_begin(self, run: "RunContext", task: "Task") -> None:
-        """Learn what is trained, which knows its order."""
+        """Keep the task, which knows the order of its data."""
         self.task = task
 
     def at_log(self, step: int, position: Position, times: "RankTimes") -> dict[str, float]:
-        """Return what the last step took."""
+        """Return the task's figures about the data order of the step that began at `position`, for metrics.jsonl."""
         return self.task.order_metrics(position)

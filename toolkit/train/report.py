@@ -1,4 +1,4 @@
-"""The report of a run, made beside it and at its end."""
+"""RUN/report.html, made by a child process during a run and at its end."""
 
 import os
 import subprocess
@@ -19,21 +19,21 @@ PATIENCE_S = 60.0
 _LONGEST_S = 600
 """Seconds after which a report ends itself, whoever started it, and whether that is still there or not."""
 _LOG = "report.log"
-_CODE = (
+_CHILD_CODE = (
     "import os, signal, sys; os.nice(10); signal.alarm(int(sys.argv[1]))\n"
     "from toolkit.cli import main; sys.exit(main(sys.argv[2:]))"
 )
 
 
 def automatic_report(cfg: RunConfig, folder: Path) -> "AutomaticReport":
-    """Return the report of a run in a directory."""
+    """Return the hook that makes the report of the run in `folder`, as its config says."""
     patience_s = min(PATIENCE_S, cfg.distributed.timeout_s / 2)  # the other ranks wait in a collective
     return AutomaticReport(folder, without_ranks(os.environ), patience_s, cfg.report.every)
 
 
 class AutomaticReport(Hook):
-    """Makes RUN/report.html during a run, after each `every` steps, and at its end, which waits for it; `environ` is no
-    rank's. Rank 0 only.
+    """Makes RUN/report.html in a child process: every `every` steps (0: never) beside training, and at the end, which
+    waits up to `patience_s` seconds. `environ`: the child's, without a rank's variables. Rank 0 only.
     """
 
     def __init__(
@@ -43,26 +43,26 @@ class AutomaticReport(Hook):
         self._process: subprocess.Popen[bytes] | None = None
 
     def between_steps(self, step: int) -> None:
-        """Begin to make it where it is due."""
+        """Start a report after every `every` steps."""
         if self.every and step % self.every == 0:
             self.begin()
 
     def after_done(self) -> None:
-        """Make it of the run that is complete."""
+        """Make the final report, once DONE is written."""
         self.finish()
 
     def begin(self) -> None:
-        """Begin to make it, unless the one before is not ready yet."""
+        """Start a report in the background, unless the previous one is still being made."""
         if self._process is None or self._process.poll() is not None:
-            with suppress(OSError):  # reported at the end, if it is so then too
-                self._process = self._start()
+            with suppress(OSError):  # the final report fails for the same reason, and says so
+                self._process = self._start_child()
 
     def finish(self) -> None:
-        """Make it a last time, and say where it is; or that it could not be made, and how to make it."""
+        """Make the final report and print where it is, or warn why it could not be made and how to make it."""
         reason = ""
         try:
-            self._end()
-            self._process = self._start()
+            self._kill_child()
+            self._process = self._start_child()
             if code := self._process.wait(self.patience_s):
                 text = (self.folder / "logs" / _LOG).read_text(encoding="utf-8", errors="replace")
                 lines = [line for line in text.splitlines() if line.strip()]
@@ -72,7 +72,7 @@ class AutomaticReport(Hook):
         except OSError as error:
             reason = error.strerror or str(error)
         finally:
-            self._end()
+            self._kill_child()
         if not reason:
             say("The report: {file}", file=self.folder / PAGE)
             return
@@ -83,20 +83,22 @@ class AutomaticReport(Hook):
             folder=self.folder,
         )
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        package = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (package, self.environ.get("PYTHONPATH", ""))))
-        words = ["report", str(self.folder), f"language={current_language()}"]
+    def _start_child(self) -> subprocess.Popen[bytes]:
+        """Start `toolkit report RUN` with this checkout's code, its output in logs/report.log."""
+        checkout = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (checkout, self.environ.get("PYTHONPATH", ""))))
+        arguments = ["report", str(self.folder), f"language={current_language()}"]
         with open(self.folder / "logs" / _LOG, "wb") as log:
             return children.start(
-                [sys.executable, "-c", _CODE, str(_LONGEST_S), *words],
+                [sys.executable, "-c", _CHILD_CODE, str(_LONGEST_S), *arguments],
                 env={**self.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
 
-    def _end(self) -> None:
+    def _kill_child(self) -> None:
+        """Kill the child process that makes a report, if one is running."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

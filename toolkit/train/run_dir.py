@@ -58,7 +58,7 @@ class RunSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Claim:
+class _LockedRunDir:
     """A run directory that this process has locked."""
 
     folder: Path
@@ -73,24 +73,24 @@ def choose_run_dir(cfg: RunConfig) -> RunSource:
     RunFolderError (finished, in use, cannot be made), RepeatedDeath, CheckpointError (nothing to resume), ConfigError
     (`resume`).
     """
-    claim = _claimed(cfg)
-    folder, checkpoint = claim.folder, claim.checkpoint
-    if claim.is_new:
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _digest(cfg))
+    locked = _create_or_lock(cfg)
+    folder, checkpoint = locked.folder, locked.checkpoint
+    if locked.is_new:
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, _config_digest(cfg))
         return RunSource(folder, checkpoint)
     if checkpoint is None:
-        checkpoint = newest_intact(folder, cfg.resume == MUST)
+        checkpoint = newest_intact(folder, must_exist=cfg.resume == MUST)
     directory.discard_unfinished(folder / "checkpoints")
-    _put_aside(folder, checkpoint, _digest(cfg))
+    _prepare_to_resume(folder, checkpoint, _config_digest(cfg))
     return RunSource(folder, checkpoint)
 
 
-def _claimed(cfg: RunConfig) -> _Claim:
-    """Make or choose the directory and lock it."""
+def _create_or_lock(cfg: RunConfig) -> _LockedRunDir:
+    """Lock the existing directory that `run.name` or `resume` means, or make and lock a new one."""
     named = Path(cfg.run.dir).absolute() / cfg.run.name if cfg.run.name else None
     is_path = cfg.resume not in (NEVER, AUTO, MUST)
-    if named is not None and is_path and _is_known(named, cfg):
-        _claim(named)
+    if named is not None and is_path and _was_started_with(named, cfg):
+        _lock_to_resume(named)
         say(
             "{folder} has been started by this command before: it is resumed. To start from {path} again, choose "
             "another run.name.",
@@ -98,43 +98,43 @@ def _claimed(cfg: RunConfig) -> _Claim:
             path=cfg.resume,
         )
         has_saved = bool(directory.published_checkpoints(named / "checkpoints"))
-        return _Claim(named, None if has_saved else _checkpoint_at(Path(cfg.resume)), is_new=False)
-    checkpoint = _checkpoint_at(Path(cfg.resume)) if is_path else None
+        return _LockedRunDir(named, None if has_saved else _resolve_checkpoint(Path(cfg.resume)), is_new=False)
+    checkpoint = _resolve_checkpoint(Path(cfg.resume)) if is_path else None
     if checkpoint is not None:
         resumes = checkpoint.parent.parent == named
     else:  # a directory that is no run is an error
         is_run = named is not None and any((named / name).exists() for name in (LOCK, "config.yaml"))
         resumes = is_run and cfg.resume != NEVER
     if named is not None and resumes:
-        _claim(named)
-        return _Claim(named, checkpoint, is_new=False)
+        _lock_to_resume(named)
+        return _LockedRunDir(named, checkpoint, is_new=False)
     if cfg.resume == MUST:
         raise CheckpointError(
             "resume = must, but there is no run {folder}. Check run.name and run.dir.", folder=named or cfg.run.dir
         )
     folder = create_run_dir(cfg)
     lock_run_dir(folder)
-    return _Claim(folder, checkpoint, is_new=True)
+    return _LockedRunDir(folder, checkpoint, is_new=True)
 
 
-def _is_known(folder: Path, cfg: RunConfig) -> bool:
+def _was_started_with(folder: Path, cfg: RunConfig) -> bool:
     """Whether the last start of a run had this config: the same command, and nothing edited in its recipe."""
-    rows = read_rows(folder / "logs" / STARTS, OSError)
-    return bool(rows) and rows[-1].get("config") == _digest(cfg)
+    starts = read_rows(folder / "logs" / STARTS, OSError)
+    return bool(starts) and starts[-1].get("config") == _config_digest(cfg)
 
 
-def _digest(cfg: RunConfig) -> str:
+def _config_digest(cfg: RunConfig) -> str:
     return hashlib.sha256(load.to_yaml(cfg).encode()).hexdigest()[:16]
 
 
-def newest_intact(folder: Path, must: bool = False) -> Path | None:
-    """Return a run's newest intact checkpoint, every byte of which is read; None if it had saved none before it died,
-    CheckpointError if none is intact or there `must` be one.
+def newest_intact(folder: Path, *, must_exist: bool = False) -> Path | None:
+    """Return the newest checkpoint of a run directory whose files all match their checksums. If it never saved one,
+    return None, or raise CheckpointError with `must_exist`; CheckpointError too if it saved some and none is intact.
     """
     checkpoints = folder / "checkpoints"
     checkpoint = directory.newest_complete(checkpoints)
     were_there = [*directory.published_checkpoints(checkpoints), *checkpoints.glob("*.damaged")]
-    if checkpoint is None and (were_there or must):
+    if checkpoint is None and (were_there or must_exist):
         raise CheckpointError(
             "{folder} holds no intact checkpoint. To start over, choose another run.name.", folder=checkpoints
         )
@@ -144,8 +144,8 @@ def newest_intact(folder: Path, must: bool = False) -> Path | None:
     return checkpoint
 
 
-def _checkpoint_at(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest of a run."""
+def _resolve_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `resume=PATH` means: the path itself, or the newest one of a run directory."""
     path = path.absolute()
     if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
@@ -168,7 +168,7 @@ def _checkpoint_at(path: Path) -> Path:
     return checkpoint
 
 
-def _claim(folder: Path) -> None:
+def _lock_to_resume(folder: Path) -> None:
     """Lock an existing run, unless it has finished; remove a `stop` that was meant for an earlier start of it."""
     disk.check_no_symlinks(folder, RunFolderError)
     if (folder / "DONE").exists():
@@ -183,12 +183,12 @@ def _claim(folder: Path) -> None:
         say("Removed the file {file}, which is older than this start. To stop this run, create it again.", file=stop)
 
 
-def _put_aside(folder: Path, checkpoint: Path | None, config: str) -> None:
-    """Make an existing run directory ready to be resumed: what would be overwritten is renamed."""
+def _prepare_to_resume(folder: Path, checkpoint: Path | None, config_digest: str) -> None:
+    """Record the start in an existing run directory, and rename what the resumed run would overwrite."""
     try:
         if checkpoint is not None:  # first of all: once the start is noted, the same command takes the newest
             directory.move_aside_after(folder / "checkpoints" / checkpoint.name)
-        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, config)
+        record_start(folder, directory.read_run_state(checkpoint).step if checkpoint else 0, config_digest)
         for name in ("config.yaml", "ds_config.json", "environment.json", "FAILED"):
             if (folder / name).exists():
                 (folder / name).rename(disk.unused_path(folder / "logs" / name))
@@ -225,7 +225,7 @@ def create_run_dir(cfg: RunConfig) -> Path:
             folder=error.filename,
         ) from error
     except OSError as error:
-        raise _not_made(parent, error) from error
+        raise _creation_error(parent, error) from error
     return folder
 
 
@@ -235,11 +235,11 @@ def make_parent(cfg: RunConfig) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_made(parent, error) from error
+        raise _creation_error(parent, error) from error
     return parent
 
 
-def _not_made(parent: Path, error: OSError) -> RunFolderError:
+def _creation_error(parent: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         "cannot create a run directory in {folder}: {reason}. Set run.dir to a directory that you may write to.",
         folder=parent,
@@ -248,7 +248,7 @@ def _not_made(parent: Path, error: OSError) -> RunFolderError:
 
 
 def _make_dated(parent: Path, recipe: str) -> Path:
-    """Make RECIPE-DATE-TIME, with -2, -3, … when runs start in the same second."""
+    """Make and return parent/RECIPE-DATE-TIME, with -2, -3, … when runs start in the same second."""
     stamp = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     for attempt in range(1, 1000):
         folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
@@ -259,12 +259,12 @@ def _make_dated(parent: Path, recipe: str) -> Path:
 
 
 def rescue(folder: Path) -> Path:
-    """Make a directory next to a run directory that was removed, for what can still be saved. For rank 0 only."""
+    """Make and return FOLDER.rescued, into which a run whose directory was removed saves its state. Rank 0 only."""
     rescued = disk.unused_path(folder.with_name(f"{folder.name}.rescued"))
     try:
         (rescued / "logs").mkdir(parents=True)
     except OSError as error:
-        raise RunFolderError(joined(lost_text(folder), str(_not_made(rescued.parent, error)))) from error
+        raise RunFolderError(joined(lost_text(folder), str(_creation_error(rescued.parent, error)))) from error
     return rescued
 
 
@@ -329,15 +329,16 @@ def mark_done(folder: Path, summary: dict[str, object]) -> None:
 
 
 def _write(file: Path, text: str) -> None:
+    """Write a file atomically; CheckpointError if that fails."""
     try:
         disk.write_atomically(file, text.encode())
     except OSError as error:  # the system does not name the file when a disk is full
         raise CheckpointError("cannot write {file}: {reason}.", file=file, reason=error.strerror or error) from error
 
 
-def record_start(folder: Path, step: int, config: str = "") -> None:
-    """Note that a run starts now, from the checkpoint of a step, 0 without one, with a config of this digest. Before
-    anything in it is touched.
+def record_start(folder: Path, step: int, config_digest: str = "") -> None:
+    """Append this start to logs/starts.jsonl, before anything else in the run directory changes. `step`: that of the
+    checkpoint it resumes from, 0 without one. RepeatedDeath if restarting has not got any further.
     """
     restart = environment.restart_number()
     if restart:
@@ -346,7 +347,7 @@ def record_start(folder: Path, step: int, config: str = "") -> None:
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "from_step": step,
-        "config": config,
+        "config": config_digest,
         "restart": restart,
         "by": "toolkit launch" if environment.read_status() else environment.detect(os.environ).launcher,
         "reached_step": reached_step(folder) if (logs / STARTS).exists() else 0,
@@ -380,7 +381,7 @@ def check_repeated_death(folder: Path, step: int) -> None:
 
 
 def newest_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint, 0 if there is none; whether it is whole is not looked at."""
+    """Return the step of a run's newest checkpoint, 0 if there is none; its files are not verified."""
     checkpoints = directory.published_checkpoints(folder / "checkpoints")
     return directory.step_of(checkpoints[0]) if checkpoints else 0
 
@@ -389,28 +390,29 @@ def reached_step(folder: Path) -> int:
     """Return the step in which a run ended, by its last row of metrics.jsonl and its ranks' heartbeats."""
     logged = max((int(row["step"]) for row in read_rows(folder / "metrics.jsonl", OSError)[-1:]), default=0)
     beats = [row for path in (folder / "logs").glob(watchdog.heartbeat_file("*")) for row in read_rows(path, OSError)]
-    seen = max((int(beat["step"]) for beat in beats), default=0)
+    beat_step = max((int(beat["step"]) for beat in beats), default=0)
     in_step = (watchdog.STEP, watchdog.DATA)
-    if seen > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
-        return seen
+    # After the logged step a rank evaluated or saved; else the next one had begun, of which nothing is written.
+    if beat_step > logged or any(beat["step"] == logged > 0 and beat["phase"] not in in_step for beat in beats):
+        return beat_step
     return logged + 1
 
 
 def read_rows(path: Path, *errors: type[OSError]) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, [] if it is not there, or for `errors`; a line cut off is none."""
+    """Return the objects of a JSONL file, but cut-off lines; [] if it is missing or reading raises one of `errors`."""
     with suppress(FileNotFoundError, *errors):
         return [row for row in disk.json_lines(path) if row is not None]
     return []
 
 
-_COUNTING_S = 3.0
-"""Ranks count once a second: whoever does not within this time is gone."""
-_LOOK_EVERY_S = 1.0
+_HEARTBEAT_WAIT_S = 3.0
+"""Ranks write a heartbeat once a second: one that does not within this time is dead."""
+_CHECK_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
 class _Lock:
-    """Kept for as long as this process lives: the system releases it with the process."""
+    """The run directory's lock, held for as long as this process lives: the system releases it with the process."""
 
     folder: Path
     status: os.stat_result
@@ -418,7 +420,7 @@ class _Lock:
     """`run.lock`; several if it was deleted and made again."""
     descriptor: int | None
     """Of the directory, None if its file system does not lock directories."""
-    looked: float = 0.0
+    checked_at: float = 0.0
     is_lost: bool = False
 
 
@@ -430,23 +432,23 @@ def lock_run_dir(folder: Path) -> None:
     global _lock
     file = open(folder / LOCK, "a+", encoding="utf-8")
     file.seek(0)
-    who = file.read().strip()
-    # Without a signature no process has ever held the file, or the one that was held has been deleted. Ranks are then
-    # watched before it is locked: its holder, who locks it again, would take a lock for the loss of its directory.
-    is_held = not who and bool(who := _who_counts(folder))
+    owner = file.read().strip()
+    # An empty file was never locked, or replaces a locked one that was deleted. Heartbeats are then watched before it
+    # is locked: a live owner, who locks it again, would take our lock for the loss of its directory.
+    is_held = not owner and bool(owner := _rank_still_alive(folder))
     is_free, descriptor = (False, None) if is_held or not disk.lock_or_warn(file, folder) else _lock_directory(folder)
     if not is_free:
         file.close()
         raise RunFolderError(
-            "another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=who or "?"
+            "another process works in {folder}: {who}. Wait for it, or stop it.", folder=folder, who=owner or "?"
         )
-    _sign(file)
+    _write_lock_owner(file)
     release_run_dir()
     _lock = _Lock(folder, folder.stat(), [file], descriptor)
 
 
 def release_run_dir() -> None:
-    """Release the lock, for a process that does several runs."""
+    """Unlock the run directory that this process has locked, if any: a process may do several runs."""
     global _lock
     if _lock is None:
         return
@@ -458,12 +460,12 @@ def release_run_dir() -> None:
 
 
 def is_lost(now: bool = False) -> bool:
-    """Whether another took, moved or removed the locked directory; looked at once a second at most, unless `now`."""
+    """Whether another process took, moved or removed the locked run directory; checked once a second, or `now`."""
     if _lock is None:
         return False
-    if not _lock.is_lost and (now or time.monotonic() >= _lock.looked + _LOOK_EVERY_S):
-        _lock.looked = time.monotonic()
-        _lock.is_lost = _look(_lock)
+    if not _lock.is_lost and (now or time.monotonic() >= _lock.checked_at + _CHECK_EVERY_S):
+        _lock.checked_at = time.monotonic()
+        _lock.is_lost = _is_dir_lost(_lock)
     return _lock.is_lost
 
 
@@ -474,7 +476,7 @@ def check_not_lost(folder: Path) -> None:
 
 
 def lost_text(folder: Path) -> str:
-    """Return the message about a run directory that is lost."""
+    """Return the error message for a run directory that was removed, moved or replaced during the run."""
     return tr(
         "the run directory {folder} was removed, moved or replaced while the run was training: its metrics, logs and "
         "checkpoints are gone.",
@@ -482,8 +484,8 @@ def lost_text(folder: Path) -> str:
     )
 
 
-def _look(lock: _Lock) -> bool:
-    """Return whether a locked directory is lost; lock `run.lock` again if it alone was deleted."""
+def _is_dir_lost(lock: _Lock) -> bool:
+    """Whether a locked run directory was removed, replaced or taken; locks `run.lock` again if it alone was deleted."""
     path = lock.folder / LOCK
     try:
         if not os.path.samestat(lock.folder.stat(), lock.status):
@@ -501,15 +503,16 @@ def _look(lock: _Lock) -> bool:
     if not granted:
         file.close()
         return True
-    _sign(file)
+    _write_lock_owner(file)
     lock.files.append(file)
     return False
 
 
-def _sign(file: IO[str]) -> None:
-    me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+def _write_lock_owner(file: IO[str]) -> None:
+    """Write into `run.lock` which process holds it, for the error message of others."""
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     file.truncate(0)
-    file.write(json.dumps(me))
+    file.write(json.dumps(owner))
     file.flush()
 
 
@@ -526,12 +529,12 @@ def _lock_directory(folder: Path) -> tuple[bool, int | None]:
     return True, descriptor
 
 
-def _who_counts(folder: Path) -> str:
-    """Return a rank, as JSON, whose heartbeats still count up, "" if none do; waits some seconds if there are any."""
+def _rank_still_alive(folder: Path) -> str:
+    """Return pid and host (JSON) of a rank whose heartbeat file still changes within some seconds, "" if none does."""
     before = _heartbeats(folder)
     if not before:
         return ""
-    time.sleep(_COUNTING_S)
+    time.sleep(_HEARTBEAT_WAIT_S)
     alive = [
         beat for name, beat in _heartbeats(folder).items() if beat.get("beats") != before.get(name, {}).get("beats")
     ]
@@ -539,6 +542,7 @@ def _who_counts(folder: Path) -> str:
 
 
 def _heartbeats(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the heartbeats (pid, host, step, phase, beats) of a run's ranks, by file name."""
     heartbeats = {}
     for path in sorted((folder / "logs").glob(watchdog.heartbeat_file("*"))):
         with suppress(OSError, ValueError):
