@@ -103,7 +103,9 @@ def test_settings_are_compared_by_key_and_folders_by_what_they_hold(tmp_path: Pa
 def test_code_and_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     files: set[str] = set()
     digest = consistency._files_digest
-    monkeypatch.setattr(consistency, "_digest", lambda found: digest(files.add(one[0].name) or one for one in found))
+    monkeypatch.setattr(
+        consistency, "_files_digest", lambda found: digest(files.add(one[0].name) or one for one in found)
+    )
     found = consistency._code_facts()
     assert {"checkpointer.py", "gpus.yaml", "ds_keys.json"} <= files, "tables too"
     assert {"version: torch", "version: deepspeed", "version: python", "code: toolkit", "device"} <= set(found)

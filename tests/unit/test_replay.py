@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.cli import main
-from toolkit.train.replay import _compared
+from toolkit.train.replay import _compare_loss
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_the_mean_since_the_row_before_is_compared(losses: list[float], says: st
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     counts = [7, 10, 20]
     results: Any = [SimpleNamespace(loss=loss, count=count) for loss, count in zip(losses, counts, strict=False)]
-    assert says in _compared(6, results, tmp_path / "metrics.jsonl")
+    assert says in _compare_loss(6, results, tmp_path / "metrics.jsonl")
 
 
 def test_only_a_run_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
