@@ -25,10 +25,10 @@ from toolkit.models import fine_tuning
 from toolkit.models.chatglm.modeling import ChatGLMConfig, check_rows
 from toolkit.models.save import describe
 from toolkit.tasks.language_data import longest_batch, repeated_batch
-from toolkit.train.auto_layout import _next_rows, choose_layout
+from toolkit.train.auto_layout import RowsMemory, _next_rows, choose_layout
 from toolkit.train.dry_run import (
-    _saves,
-    _tried,
+    _num_saves,
+    _what_was_tried,
     check_room,
     explain_out_of_memory,
     remedies,
@@ -137,9 +137,9 @@ def test_a_cut_row_of_chatglm_keeps_sop() -> None:
 def test_what_was_tried() -> None:
     config = load(["recipe=quickstart", "checkpoint.export=false"]).cfg
     config.evaluate.prompts = []
-    assert _tried(config, 0, False) == "an update"
+    assert _what_was_tried(config, 0, False) == "an update"
     config.checkpoint.export, config.evaluate.prompts = True, ["red"]
-    assert _tried(config, 2, False) == "an update, a save, an export, an evaluation"
+    assert _what_was_tried(config, 2, False) == "an update, a save, an export, an evaluation"
 
 
 def test_an_error_without_words_is_told() -> None:
@@ -159,21 +159,21 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
 
 def test_the_next_size() -> None:
     sizes = [1, 2, 3, 6, 12]
-    assert _next_rows(sizes, (0, 10), (1, 15), 100.0) == 2
-    assert _next_rows(sizes, (1, 15), (3, 25), 100.0) == 6
-    assert _next_rows(sizes, (1, 15), (3, 25), 39.0) == 3
-    assert _next_rows(sizes, (3, 25), (6, 40), 70.0) == 12
-    assert _next_rows(sizes, (3, 25), (12, 70), 700.0) == 12
-    assert _next_rows([1, 5], (0, 10), (1, 15), 100.0) == 5
+    assert _next_rows(sizes, RowsMemory(0, 10), RowsMemory(1, 15), 100.0) == 2
+    assert _next_rows(sizes, RowsMemory(1, 15), RowsMemory(3, 25), 100.0) == 6
+    assert _next_rows(sizes, RowsMemory(1, 15), RowsMemory(3, 25), 39.0) == 3
+    assert _next_rows(sizes, RowsMemory(3, 25), RowsMemory(6, 40), 70.0) == 12
+    assert _next_rows(sizes, RowsMemory(3, 25), RowsMemory(12, 70), 700.0) == 12
+    assert _next_rows([1, 5], RowsMemory(0, 10), RowsMemory(1, 15), 100.0) == 5
 
 
 def test_room_for_what_is_kept(tmp_path: Path) -> None:
-    assert _saves(CheckpointConfig(every=3), range(1, 11)) == 4
-    assert _saves(CheckpointConfig(every=5), range(1, 11)) == 2
-    assert _saves(CheckpointConfig(at_end=False), range(1, 11)) == 0
-    assert _saves(CheckpointConfig(every=3), range(7, 11)) == 2
-    assert _saves(CheckpointConfig(every=3, at_end=False), range(6, 11)) == 2
-    assert _saves(CheckpointConfig(every=2, at_end=False), range(1, 2**62)) == 2**61 - 1  # at once
+    assert _num_saves(CheckpointConfig(every=3), range(1, 11)) == 4
+    assert _num_saves(CheckpointConfig(every=5), range(1, 11)) == 2
+    assert _num_saves(CheckpointConfig(at_end=False), range(1, 11)) == 0
+    assert _num_saves(CheckpointConfig(every=3), range(7, 11)) == 2
+    assert _num_saves(CheckpointConfig(every=3, at_end=False), range(6, 11)) == 2
+    assert _num_saves(CheckpointConfig(every=2, at_end=False), range(1, 2**62)) == 2**61 - 1  # at once
     free = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=1000))
     with free:
         check_room(tmp_path / "checkpoints", CheckpointConfig(keep=2), 100, 300, 100)

@@ -1,6 +1,7 @@
 """What a run finds out where its config leaves it open: `plan.auto` the layout, `batch.micro_per_gpu=auto` the rows."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -16,7 +17,7 @@ from toolkit.messages import ConfigError, OutOfMemory, say, tr
 from toolkit.plan import layouts, search, speed
 from toolkit.plan.lookup import outline_of
 from toolkit.train import run_dir
-from toolkit.train.dry_run import Measured, explain_out_of_memory, machine_of_run, restore_after, trial_step
+from toolkit.train.dry_run import StepMemory, explain_out_of_memory, restore_after, smallest_machine, trial_step
 from toolkit.train.step import StepGuard
 from toolkit.train.task import Task
 
@@ -27,12 +28,12 @@ SHARE = 0.92
 def choose_layout(
     cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, origin: run_dir.RunSource
 ) -> RunConfig:
-    """Return the config with the layout that `plan.auto` chooses, or chose for as many ranks before. A collective."""
+    """Return the config with plan.auto's layout: a same-sized checkpoint's, else the fastest. A collective."""
     state = None
     if (checkpoint := origin.checkpoint) is not None:
         state = on_rank0(lambda: directory.read_run_state(checkpoint))
     before = state.config if state is not None and state.world_size == ranks.world_size else {}
-    # Not where another global batch (`checkpoint.allow_changes`) cannot be divided in that way.
+    # A changed global batch (`checkpoint.allow_changes`) may not be divisible by the checkpoint's micro-batch.
     if before and before["batch"]["micro_per_gpu"] in mesh.micro_sizes(cfg, ranks.world_size):
         laid_out = search.with_layout(
             cfg,
@@ -45,14 +46,14 @@ def choose_layout(
         size = laid_out.zero.zero_hpz_partition_size  # which was limited to a node's GPUs
         laid_out.zero.zero_hpz_partition_size = min(size, before["zero"].get("zero_hpz_partition_size", size))
         return laid_out
-    machine = machine_of_run(cfg, ranks, device)
+    machine = smallest_machine(cfg, ranks, device)
 
-    def best() -> layouts.Layout | None:
+    def fastest_layout() -> layouts.Layout | None:
         outline = outline_of(cfg, vocab_size)
         rates = speed.rates_of(cfg, machine, outline)
         return search.fastest(list(search.layouts(outline, cfg, machine, rates, [cfg.parallel.expert])))
 
-    chosen = on_rank0(best)
+    chosen = on_rank0(fastest_layout)
     if chosen is None:
         raise OutOfMemory(
             "plan.auto: nothing fits on {machine}, of which {usable} GiB are for tensors. See  toolkit plan",
@@ -75,9 +76,9 @@ def micro_batch_before(cfg: RunConfig, ranks: Ranks, origin: run_dir.RunSource) 
 def search_micro_batch(
     cfg: RunConfig, task: Task, ranks: Ranks, build: Callable[[], tuple[DeepSpeedEngine, StepGuard]]
 ) -> tuple[int, tuple[DeepSpeedEngine, StepGuard]]:
-    """Return the most rows of a micro-batch that fit, on every rank, and the engine that found it. A collective.
-    Starts from half a row, two halves and a whole one; then rows at most double as long as the line through the last
-    two measurements fits: memory grows ever faster, if anything. `build` returns an engine and its guard.
+    """Return the largest batch.micro_per_gpu (rows per rank) that fits on every rank, and the engine and guard that
+    `build` made to try it, for reuse. A collective. A row is the longest sequence. Memory grows with rows linearly or
+    faster, so each trial at most doubles the rows, as long as the line through the last two measurements fits.
     """
     device = torch.device(get_accelerator().current_device_name())
     limit = limit_bytes(device, cfg.plan.max_gpu_gib)
@@ -89,47 +90,54 @@ def search_micro_batch(
             )
         )
     engine, guard = build()
-    times, sizes = mesh.accumulation(cfg, ranks.world_size), mesh.micro_sizes(cfg, ranks.world_size)
+    rows_per_step = mesh.accumulation(cfg, ranks.world_size)  # as micro-batches are of one row in `cfg`
+    sizes = mesh.micro_sizes(cfg, ranks.world_size)
     most_rows = 1
 
-    def measure(rows: int, share: float = 1.0) -> Measured:
+    def measure(rows: int, share: float = 1.0) -> StepMemory:
         doing = tr("looking for batch.micro_per_gpu with {rows} rows", rows=rows)
         with explain_out_of_memory(cfg, doing, memory, limit, None):
-            return trial_step(engine, task, guard, task.larger_batch(rows, share), memory, times)
+            return trial_step(engine, task, guard, task.larger_batch(rows, share), memory, rows_per_step)
 
     with PeakMemory(engine.device) as memory:
         with restore_after(engine):
-            if times > 1:
+            if rows_per_step > 1:
                 half, two_halves, single = measure(1, 0.5), measure(2, 0.5), measure(1)
-                before, last = (
-                    (0, 2 * half.forward_backward - two_halves.forward_backward),
-                    (1, single.forward_backward),
-                )
-                while (rows := min(gather(_next_rows(sizes, before, last, SHARE * limit)))) > last[0]:
+                # Rows are the longest there are: of two halves and one half follows what no row would take.
+                before = RowsMemory(0, 2 * half.forward_backward - two_halves.forward_backward)
+                last = RowsMemory(1, single.forward_backward)
+                while (rows := min(gather(_next_rows(sizes, before, last, SHARE * limit)))) > last.rows:
                     measured = measure(rows)
                     if not all(gather(max(measured.forward_backward, measured.update) <= SHARE * limit)):
                         break
-                    before, last = last, (rows, measured.forward_backward)
-                most_rows = last[0]
+                    before, last = last, RowsMemory(rows, measured.forward_backward)
+                most_rows = last.rows
         used = memory.highest()
     get_accelerator().empty_cache()
     say(
         "batch.micro_per_gpu = auto: {rows} rows at once on each rank, {times} times per step. Memory while it "
         "was sought: {used} at most, of {limit}.",
         rows=most_rows,
-        times=times // most_rows,
+        times=rows_per_step // most_rows,
         used=shown(used),
         limit=shown(limit),
     )
     return most_rows, (engine, guard)
 
 
-def _next_rows(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, int], limit_bytes: float) -> int:
-    """Return how many rows to try next: the most of `sizes` (ascending) that are at most double the last ones, and that
-    a line through the last two measurements, pairs (rows, bytes), puts within `limit_bytes`; the last ones if none are.
+class RowsMemory(NamedTuple):
+    """The most bytes in use on this rank in forward and backward passes of micro-batches of so many rows."""
+
+    rows: int
+    used_bytes: int
+
+
+def _next_rows(sizes: Sequence[int], before: RowsMemory, last: RowsMemory, limit_bytes: float) -> int:
+    """Return how many rows to try next: the most of `sizes` (ascending) that are at most double `last.rows`, and that
+    the line through the two measurements puts within `limit_bytes`; `last.rows` if there are none.
     """
     rows, used_bytes = last
-    bytes_per_row = (used_bytes - before[1]) / (rows - before[0])
+    bytes_per_row = (used_bytes - before.used_bytes) / (rows - before.rows)
     larger = [size for size in sizes if size > rows]
     candidates = [size for size in larger if size <= 2 * rows] or larger[:1]
     fitting = (size for size in candidates if used_bytes + (size - rows) * bytes_per_row <= limit_bytes)
@@ -137,11 +145,11 @@ def _next_rows(sizes: Sequence[int], before: tuple[int, int], last: tuple[int, i
 
 
 def set_micro_batch(engine: DeepSpeedEngine, cfg: RunConfig) -> None:
-    """Set a config's micro-batches in an engine before its first step, and in its optimizer (deepspeed 0.19.8)."""
-    rows, times = mesh.micro_rows(cfg), mesh.accumulation(cfg, world_size())
+    """Give an engine that was built with others `cfg`'s micro-batch and accumulation, before step 1 (0.19.8)."""
+    rows, accumulation = mesh.micro_rows(cfg), mesh.accumulation(cfg, world_size())
     engine.set_train_micro_batch_size(rows)
-    # Not by set_train_batch_size, which takes every rank for one with rows of its own.
-    engine._config.train_batch_size, engine._config.gradient_accumulation_steps = cfg.batch.global_size, times
-    engine.config |= {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": times}
+    # set_train_batch_size would divide by all ranks, also by those of one model that share their rows.
+    engine._config.train_batch_size, engine._config.gradient_accumulation_steps = cfg.batch.global_size, accumulation
+    engine.config |= {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": accumulation}
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
-        engine.optimizer.gradient_accumulation_steps = times
+        engine.optimizer.gradient_accumulation_steps = accumulation

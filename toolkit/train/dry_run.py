@@ -1,5 +1,5 @@
-"""What is found out before the first step: the plan of memory, and the dry run, which tries disk, longest batch and
-evaluation, without a trace.
+"""What is checked before the first step: the memory plan, and the dry run, which tries to write files, the longest
+batch and an evaluation, without a trace.
 """
 
 import json
@@ -39,25 +39,25 @@ from toolkit.train.task import RunContext, Task
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a run is expected to take."""
+    """The memory that a run is expected to take on each rank."""
 
     layout: layouts.Layout
     on_cpu: bool
 
     @property
     def tensor_bytes(self) -> int:
-        """Of a rank, in the phase that takes most."""
+        """Bytes of a rank's tensors in the phase of a step that takes most."""
         return self.layout.memory.peak(self.layout.memory.worst)
 
     @property
     def process_bytes(self) -> int:
-        """What metrics.jsonl compares with: the GPU's memory, on CPU ranks that of the process."""
+        """Bytes that metrics.jsonl compares with: a rank's GPU memory, on CPUs the memory of its process."""
         return process_bytes(self.layout.memory) if self.on_cpu else self.tensor_bytes
 
 
 def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device, file: Path) -> RunPlan | None:
-    """Write down and return the plan of a config on this machine; None if the model has no outline. A collective."""
-    machine = machine_of_run(cfg, ranks, device)
+    """Write a config's memory plan to `file` and return it, None if the model cannot be planned. A collective."""
+    machine = smallest_machine(cfg, ranks, device)
 
     def plan() -> RunPlan | None:
         try:
@@ -68,7 +68,7 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
                 layouts.evaluate_layout(outline, cfg, machine, speed.rates_of(cfg, machine, outline)), machine.on_cpu
             )
             file.write_text(json.dumps(layouts.layout_numbers(planned.layout), indent=2) + "\n", encoding="utf-8")
-        except Exception as error:  # whatever it is: it is there to be told, and training can begin without it
+        except Exception as error:  # whatever it is: the plan only informs, training can begin without it
             warn("this run has no plan of its memory: {reason}", reason=repr(error))
             return None
         return planned
@@ -76,21 +76,20 @@ def plan_run(cfg: RunConfig, vocab_size: int, ranks: Ranks, device: torch.device
     return on_rank0(plan)
 
 
-def machine_of_run(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
-    """Return this run's nodes as if each had the least memory of all and the most ranks. A collective."""
+def smallest_machine(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machine:
+    """Return this run's nodes for the plan, as if each had the least memory of all and the most ranks. A collective."""
     host = own_memory()
     on_cpu = device.type == "cpu"
-    local = ranks.local_world_size or ranks.world_size
-    available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local
-    of_ranks = gather((available, host, local))
-    local = max(size for *_, size in of_ranks)
+    local_ranks = ranks.local_world_size or ranks.world_size
+    available = limit_bytes(device, cfg.plan.max_gpu_gib) or host // local_ranks
+    available_bytes, host_bytes, ranks_per_node = zip(*gather((available, host, local_ranks)), strict=True)
     return Machine(
-        ranks=local,
-        memory_bytes=min(size for size, *_ in of_ranks),
+        ranks=max(ranks_per_node),
+        memory_bytes=min(available_bytes),
         card=None if on_cpu else gpu_of(available, torch.cuda.get_device_name(device)),
-        nodes=-(-ranks.world_size // local),
+        nodes=-(-ranks.world_size // max(ranks_per_node)),
         uneven_ranks=ranks.world_size,
-        host_bytes=min(size for _, size, _ in of_ranks),
+        host_bytes=min(host_bytes),
         on_cpu=on_cpu,
         context_bytes=0,  # it is there already, and not among what is available
     )
@@ -98,19 +97,20 @@ def machine_of_run(cfg: RunConfig, ranks: Ranks, device: torch.device) -> Machin
 
 _TINY = {"rehearsal": torch.zeros(16)}
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-_STATES = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adafactor": 0, "Adagrad": 0}
-"""Numbers per parameter that an optimizer makes at its first step; all others count as Adam."""
-_BEFORE_ALL = -2
-"""Number of a trial step: DeepSpeed's profiler and its own progress lines wait for theirs."""
+_STATES_PER_PARAMETER = {"SGD": 1, "Lion": 1, "FusedLion": 1, "DeepSpeedCPULion": 1, "Adafactor": 0, "Adagrad": 0}
+"""State values per parameter that an optimizer allocates at its first step; optimizers not listed: 2, as Adam."""
+_TRIAL_STEP = -2
+"""`global_steps` during a trial step: no number at which DeepSpeed's profiler or progress lines would start."""
 
 
 def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
-    """Try what the run will do, and leave everything as it was. A collective; returns a line about it. Raises
-    OutOfMemory, CheckpointError or TrackError (not writable, no room), ModelError (the model cannot answer).
+    """Try writing, one step on the longest batch and an evaluation, and leave everything as it was; return the line to
+    print about it. A collective. Raises OutOfMemory, CheckpointError or TrackError (not writable, no room), ModelError
+    (the model cannot answer or be exported).
     """
     began, start, cfg, engine = time.monotonic(), run.start, run.cfg, run.engine
     run.watchdog.enter("rehearsal", start.step)
-    saves = _saves(cfg.checkpoint, range(start.step + 1, run.total_steps + 1))
+    saves = _num_saves(cfg.checkpoint, range(start.step + 1, run.total_steps + 1))
     check_disk(run, saves)
     if cfg.checkpoint.export:
         task.check_export(run)
@@ -137,7 +137,7 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
         "Dry run passed in {seconds} s: {tried}. Peak tensor memory: {peak} on rank {rank} ({before} before the "
         "step{limit}){planned}.",
         seconds=f"{time.monotonic() - began:.1f}",
-        tried=listed(name, _tried(cfg, saves, task.has_validation)),
+        tried=listed(name, _what_was_tried(cfg, saves, task.has_validation)),
         peak=shown(peak),
         rank=device_bytes.index((peak, before)),
         before=shown(before),
@@ -146,13 +146,15 @@ def dry_run(task: Task, run: RunContext, plan: RunPlan | None) -> str:
     )
 
 
-def _saves(config: CheckpointConfig, steps: range) -> int:
+def _num_saves(config: CheckpointConfig, steps: range) -> int:
+    """Return how many checkpoints are due in these optimizer steps, numbered from 1; those by time are not counted."""
     last = steps.stop - 1
     due = last // config.every - (steps.start - 1) // config.every if config.every else 0
     return due + (config.at_end and not (due and last % config.every == 0))
 
 
-def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
+def _what_was_tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
+    """Return what a passed dry run has tried, as a list in words."""
     return listed(
         tr("an update"),
         tr("a save") if saves else "",
@@ -165,7 +167,7 @@ def _tried(cfg: RunConfig, saves: int, evaluates: bool) -> str:
 
 
 def check_disk(run: RunContext, saves: int) -> None:
-    """Check that all that the run writes can be written. A collective."""
+    """Raise TrackError or CheckpointError if metrics, `saves` checkpoints or export cannot be written. A collective."""
     cfg, folder, checkpoints, export = run.cfg, run.folder, run.checkpointer.folder, run.folder / "export"
     on_rank0(lambda: check_writable(cfg.track, folder))
     try_checkpoint(checkpoints)
@@ -198,20 +200,21 @@ def check_writable(track: TrackConfig, folder: Path) -> None:
         if file.exists():
             open(file, "ab").close()
 
-    places = [("run.dir", folder, write_into), ("run.dir", folder / "metrics.jsonl", append_to)]
+    trials = [("run.dir", folder, write_into), ("run.dir", folder / "metrics.jsonl", append_to)]
     for name in track.enabled:
         from toolkit.track.backends import BACKENDS
 
         folders = BACKENDS[name].folders(asdict(getattr(track, name)))
-        places += [(f"track.{name}.{key}", directory, write_into) for key, directory in folders.items()]
-    for key, path, write in places:
-        if reason := _reason(write, path):
+        trials += [(f"track.{name}.{key}", directory, write_into) for key, directory in folders.items()]
+    for key, path, write in trials:
+        if reason := _failure_of(write, path):
             raise TrackError(
                 "{key}: cannot write to {folder}: {reason}. Choose another place.", key=key, folder=path, reason=reason
             )
 
 
-def _reason(write: Callable[..., object], *arguments: object) -> str:
+def _failure_of(write: Callable[..., object], *arguments: object) -> str:
+    """Call `write` and return why it failed, "" if it did not."""
     try:
         write(*arguments)
     except (OSError, SafetensorError) as error:
@@ -220,9 +223,9 @@ def _reason(write: Callable[..., object], *arguments: object) -> str:
 
 
 def try_checkpoint(folder: Path) -> None:
-    """Write a small file into checkpoints/ as checkpoints are written, on every rank, and remove it. A collective."""
+    """Write and remove a small file in checkpoints/ on each rank; CheckpointError on all if one fails. A collective."""
     was_there = on_rank0(lambda: folder.is_dir())
-    reasons = gather(_reason(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
+    reasons = gather(_failure_of(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
     path = folder / f".rehearsal-rank-{rank():05d}.tmp"
     files = state_files.Files()
 
@@ -233,11 +236,11 @@ def try_checkpoint(folder: Path) -> None:
             directory.record_file(path)
 
     if not any(reasons):
-        written = _reason(write) or files.failure
-        removed = _reason(lambda: path.unlink(missing_ok=True))
+        written = _failure_of(write) or files.failure
+        removed = _failure_of(lambda: path.unlink(missing_ok=True))
         reasons = gather(written or removed)
     is_left = rank() == 0 and not was_there and folder.is_dir()
-    left = gather(_reason(folder.rmdir) if is_left else "")
+    left = gather(_failure_of(folder.rmdir) if is_left else "")
     reasons = reasons if any(reasons) else left
     reason = next((f"{reason} (rank {number})" for number, reason in enumerate(reasons) if reason), "")
     if reason:
@@ -250,7 +253,7 @@ def try_checkpoint(folder: Path) -> None:
 
 
 def try_export(folder: Path) -> None:
-    """Write a small model directory next to where the export will be, and remove it. For rank 0 only."""
+    """Write a small model directory next to where the export will be, and remove it; CheckpointError. Rank 0 only."""
 
     def write() -> None:
         with TemporaryDirectory(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent) as parent:
@@ -260,7 +263,7 @@ def try_export(folder: Path) -> None:
             flush(weights)
             flush(config)
 
-    if reason := _reason(write):
+    if reason := _failure_of(write):
         raise CheckpointError(
             "cannot write the export to {folder}: {reason}. Set run.dir to a directory that you may "
             "write to, or checkpoint.export=false.",
@@ -300,7 +303,7 @@ def check_room(folder: Path, config: CheckpointConfig, saves: int, each_bytes: i
 
 @contextmanager
 def restore_after(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Restore counters, loss scale, buffers, random generators (a rejected step leaves the rest); write no events."""
+    """Restore after trial steps all that a rejected update changes: counters, loss scale, buffers, generators."""
     buffers = [buffer.clone() for buffer in engine.module.buffers()]  # the statistics of batch norm
     counters = {name: getattr(engine, name) for name in _COUNTERS}
     scaler = _loss_scaler(engine)
@@ -322,13 +325,13 @@ def restore_after(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def _loss_scaler(engine: DeepSpeedEngine) -> object | None:
-    """Return what holds fp16's loss scale: ZeRO's optimizers have one, DeepSpeed's without ZeRO another."""
+    """Return the object that holds fp16's loss scale; its name depends on whether ZeRO is used. None without fp16."""
     optimizer = engine.optimizer
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
 
-class Measured(NamedTuple):
-    """Bytes of this rank's device."""
+class StepMemory(NamedTuple):
+    """Bytes of this rank's device that a trial step used."""
 
     before: int
     """In use before the step: weights, and what else stays."""
@@ -340,16 +343,16 @@ class Measured(NamedTuple):
 
 def trial_step(
     engine: DeepSpeedEngine, task: Task, guard: StepGuard, batch: Any, memory: PeakMemory, num_micro_batches: int
-) -> Measured:
-    """Do a step whose update is rejected. A collective; only within `restore_after` and an entered `memory`.
-    A micro-batch, of the same shape on every rank, comes twice: the second finds gradients of the first, and what
-    ZeRO-3 prefetches; with `num_micro_batches` = 1 each is a step of its own. What does not fit raises
-    torch.OutOfMemoryError, on CPUs also RuntimeError.
+) -> StepMemory:
+    """Measure an optimizer step whose update is rejected. A collective; only within `restore_after` and an entered
+    `memory`. `batch`, of the same shape on every rank, is passed twice, as only the second pass meets gradients of the
+    first and what ZeRO-3 prefetches; with `num_micro_batches` (per step) = 1 each is a step of its own. What does not
+    fit raises torch.OutOfMemoryError, on CPUs also RuntimeError.
     """
     forward_backward = update = 0
 
     def reject(grad_norm: float) -> bool:
-        """Take the memory of the update just before it, when all gradients are there."""
+        """Stand in for the guard's verdict: measure both phases, then veto the update, when all gradients are there."""
         nonlocal forward_backward, update
         forward_backward = max(memory.peak(), forward_backward)
         memory.restart()
@@ -371,38 +374,38 @@ def trial_step(
     judge, guard.gate.may_update = guard.gate.may_update, reject
     try:
         for window in windows:
-            engine.global_steps, engine.micro_steps = _BEFORE_ALL, num_micro_batches - len(window)
+            engine.global_steps, engine.micro_steps = _TRIAL_STEP, num_micro_batches - len(window)
             train_step(engine, task, window, world_size(), guard)
     finally:
         guard.gate.may_update = judge
-    return Measured(before, max(memory.peak(), forward_backward), update)
+    return StepMemory(before, max(memory.peak(), forward_backward), update)
 
 
 def _take_update_memory(engine: DeepSpeedEngine) -> None:
-    """Take the update's memory for a moment: missing optimizer states and a fp32 copy of the largest group's gradients
+    """Allocate and free what an update would: missing optimizer states, an fp32 copy of the largest group's gradients
     (deepspeed 0.19.8: ZeRO-1 and 2 flatten a group, ZeRO-3 a tile; PyTorch's Adam needs it for square roots).
     """
     optimizer = engine.basic_optimizer
-    states = _STATES.get(type(optimizer).__name__, 2)
+    states = _STATES_PER_PARAMETER.get(type(optimizer).__name__, 2)
     tiles = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3 hands over one after the other
     groups = [[tile] for tile in tiles] if tiles else [group["params"] for group in optimizer.param_groups]
-    here = [[tensor for tensor in group if tensor.device == engine.device] for group in groups]
-    moments = [
+    on_device = [[tensor for tensor in group if tensor.device == engine.device] for group in groups]
+    allocated = [
         torch.empty_like(tensor)
-        for group in here
+        for group in on_device
         for tensor in group
         for _ in range(states)
         if not optimizer.state.get(tensor)
     ]
-    copies = max((sum(tensor.numel() for tensor in group) for group in here), default=0)
-    moments.append(torch.empty(copies, dtype=torch.float32, device=engine.device))
+    largest_group = max((sum(tensor.numel() for tensor in group) for group in on_device), default=0)
+    allocated.append(torch.empty(largest_group, dtype=torch.float32, device=engine.device))
 
 
 @contextmanager
 def explain_out_of_memory(
     cfg: RunConfig, doing: str, memory: PeakMemory, limit: int, plan: RunPlan | None, sections: tuple[str, ...] = ("",)
 ) -> Iterator[None]:
-    """Report what ran out of memory, what was measured and planned, and which overrides in `sections` help."""
+    """Turn the body's out-of-memory error into OutOfMemory, with measured and planned bytes and overrides that help."""
     before = memory.restart()
     try:
         yield
@@ -431,7 +434,7 @@ def explain_out_of_memory(
 
 
 def remedies(cfg: RunConfig, world_size: int) -> list[str]:
-    """Return overrides that take less memory than a config, the cheapest first."""
+    """Return overrides with which a run takes less memory than with `cfg`, the one that costs least speed first."""
     words = []
     micro, zero = mesh.micro_rows(cfg), cfg.zero
     smaller = [rows for rows in mesh.micro_sizes(cfg, world_size) if rows < micro]
