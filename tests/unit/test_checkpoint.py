@@ -332,7 +332,7 @@ def save(saver: Checkpointer, step: int) -> None:
     folder = saver.folder / f"step-{step}.tmp"
     folder.mkdir()
     pending = _Pending(step, folder, Files(), [])
-    pending.mine.append(RunState(step=step).write(folder))
+    pending.other_files.append(RunState(step=step).write(folder))
     pending.thread.start()
     pending.wait()
     saver._pending = pending
@@ -874,7 +874,7 @@ def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: 
     pending = _Pending(3, folder, Files(), [])
     torch.save({"weights": torch.arange(10.0)}, folder / "model.pt")
     pending.files.written.append(folder / "model.pt")
-    pending.mine.append(RunState(step=3).write(folder))
+    pending.other_files.append(RunState(step=3).write(folder))
     pending._prove()
     assert not pending.failure
     saver._publish(pending, tmp_path / "step-3", pending.records)
@@ -1195,7 +1195,7 @@ def test_whatever_a_proof_raises_nothing_is_published(tmp_path: Path, monkeypatc
     folder = tmp_path / "step-3.tmp"
     folder.mkdir()
     pending = _Pending(3, folder, Files(), [])
-    pending.mine.append(RunState(step=3).write(folder))
+    pending.other_files.append(RunState(step=3).write(folder))
 
     def fail(path: Path) -> None:
         raise MemoryError("no room")

@@ -33,20 +33,22 @@ from toolkit.train.rotation import Rotation
 
 
 def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
-    """Return what an engine's checkpoints hold, under the names of the model."""
+    """Return the parameters and buffers of an engine that this rank saves, by their names in the full model."""
     model, full_model = stage_model(engine.module), unwrap_model(engine.module)
     # On the last stage of a pipeline a head that is the embedding has a name of its own, and is saved by the first.
     tied = weights.tied_names(full_model) if is_pipeline(engine) else {}
     named = {tied.get(name, name): tensor for name, tensor in model.named_parameters()}
-    twice = {name for name, tensor in named.items() if getattr(tensor, "ds_pipe_replicated", False)}
-    stored = model.state_dict(keep_vars=True)
-    buffers = {name: tensor for name, tensor in model.named_buffers() if name in stored}
-    return engine_state.Held(named, buffers, with_frozen, frozenset(twice))
+    on_other_stage = {name for name, tensor in named.items() if getattr(tensor, "ds_pipe_replicated", False)}
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in persistent}
+    return engine_state.Held(named, buffers, with_frozen, frozenset(on_other_stage))
 
 
 def _files_of(engine: DeepSpeedEngine, asynchronous: bool) -> state_files.Files:
-    """Return what writes an engine's fragments; its updates wait for copies."""
-    asynchronous = asynchronous and not engine.zero_nvme_offload_optimizer()  # what memory has no room for is written
+    """Return the writer of an engine's fragment files. Asynchronous, it copies states before the engine's next update,
+    which waits for that, and writes the copies in a thread.
+    """
+    asynchronous = asynchronous and not engine.zero_nvme_offload_optimizer()  # memory has no room for such copies
     # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8).
     copies_at_once = bool(engine.zenflow or engine.super_offload() or is_muon(engine))
     files = state_files.Files(asynchronous, copies_at_once)
@@ -57,11 +59,11 @@ def _files_of(engine: DeepSpeedEngine, asynchronous: bool) -> state_files.Files:
 
 
 _ROOM = 1.1
-"""Free space that a save wants, as a multiple of the last checkpoint's size."""
+"""Free space that a save needs, as a multiple of the last checkpoint's size."""
 _PROBE_S, _PROBE_SHARE = 0.02, 0.01
 """A probe may take so many seconds, or so much of the time since the last: under ZeRO-3 it gathers all parameters."""
 _SLICE_S = 20.0
-"""So long rank 0 waits at most for a removal before it meets the other ranks: none waits long in a collective."""
+"""Seconds that rank 0 waits for a removal between two collectives, so that no rank waits long in one."""
 _FIRST_BYTES_PER_PARAMETER = 12
 """What a checkpoint takes at least: fp32 weights and two moments. Where that has no room it need not be tried."""
 
@@ -73,11 +75,11 @@ class ModelFiles:
     files: Mapping[str, bytes]
     """Of `toolkit.models.save.describe`; rank 0 alone has them."""
     probe_ids: torch.Tensor | None
-    """Of `toolkit.models.probe`; the same on every rank. None for a custom model, which takes who knows what."""
+    """Token ids of `toolkit.models.probe`, the same on every rank; None for a custom model with inputs of its own."""
     export: Callable[[Path, Path], None]
-    """Makes an export of a checkpoint: what stays of it under `checkpoint.keep_weights`. Raises CheckpointError."""
+    """Exports a checkpoint to a directory: what stays of it under `checkpoint.keep_weights`. Raises CheckpointError."""
     holds_frozen: bool = False
-    """Whether checkpoints hold what is not trained, too: of a custom model nobody else has it."""
+    """Whether checkpoints hold frozen weights too: those of a custom model are nowhere else."""
 
 
 class Checkpointer:
@@ -87,13 +89,13 @@ class Checkpointer:
         self.engine, self.folder, self.config, self.described = engine, folder, cfg.checkpoint, described
         self.keep_best = cfg.evaluate.keep_best
         self.patience_s = cfg.distributed.timeout_s / 2
-        """How long a save waits for the room of those being removed."""
+        """Seconds that a save waits for old checkpoints to be removed if the disk has no room for it."""
         self.files = _files_of(engine, self.config.asynchronous)
         self.newest: Path | None = None
         self.failed = False
-        """Whether the last save came to nothing, and is to be tried again."""
+        """Whether the last save failed, and is to be tried again."""
         self.ruin = ""
-        """What was NaN or Inf then; "" if it was for another reason."""
+        """What was NaN or Inf when it failed; "" if it failed for another reason."""
         self.good: Path | None = on_rank0(lambda: directory.known_good(folder))
         """The newest checkpoint that a good step has followed: it stays, whatever becomes of newer ones."""
         self._pending: _Pending | None = None
@@ -120,8 +122,8 @@ class Checkpointer:
         self.failed, self.ruin = False, ""
         # Only a divided model needs all ranks for it, and rank 0 writes it.
         runs_probe = has_probe and (rank() == 0 or is_partitioned(self.engine) or is_pipeline(self.engine))
-        taken = self._probe() if runs_probe else None
-        if has_probe and on_rank0(lambda: taken is not None and not bool(torch.isfinite(taken.logits).all())):
+        probed = self._probe() if runs_probe else None
+        if has_probe and on_rank0(lambda: probed is not None and not bool(torch.isfinite(probed.logits).all())):
             self.ruin = tr("the weights give logits that are NaN or Inf, an update has ruined them")
         elif ruined := ruined_ranks(self.engine):
             self.ruin = tr("the optimizer's states hold NaN or Inf on {ranks}", ranks=ruined)
@@ -129,13 +131,13 @@ class Checkpointer:
             on_rank0(lambda: shutil.rmtree(temporary, ignore_errors=True))  # it is empty
             self._give_up(name, self.ruin)
             return
-        pending = self._write(temporary, state, taken)
+        pending = self._write(temporary, state, probed)
         last = state.evaluations[-1] if state.evaluations else {}
         is_evaluated = last.get("step") == state.step and math.isfinite(last.get(schema.EVAL_LOSS, math.nan))
         pending.is_good = (is_last and has_probe) or is_evaluated
         pending.thread.start()
 
-    def _write(self, temporary: Path, state: directory.RunState, taken: probe.Probe | None) -> "_Pending":
+    def _write(self, temporary: Path, state: directory.RunState, probed: probe.Probe | None) -> "_Pending":
         """Write this rank's files of a checkpoint; return it as pending, until they are proven and published."""
         self.files.begin()
         for number, content in enumerate(engine_state.contents(self.engine, self._held)):
@@ -145,16 +147,17 @@ class Checkpointer:
             if not self.files.failure:
                 path = temporary / state_files.generators_file(rank())
                 state_files.save_generators(path)
-                pending.mine.append(path)
+                pending.other_files.append(path)
             if rank() == 0:
                 counts = temporary / engine_state.COUNTS
                 counts.write_text(json.dumps(engine_state.counts_of(self.engine), indent=2) + "\n", encoding="utf-8")
-                pending.mine += [counts, state.write(temporary), *([probe.write(taken, temporary)] if taken else [])]
+                probe_files = [probe.write(probed, temporary)] if probed else []
+                pending.other_files += [counts, state.write(temporary), *probe_files]
                 for file, described in self.described.files.items():
                     path = temporary / save.MODEL_DIR / file
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(described)
-                    pending.mine.append(path)
+                    pending.other_files.append(path)
         except (OSError, RuntimeError) as error:
             pending.failure = pending.failure or reason_of(error)
         return pending
@@ -169,10 +172,10 @@ class Checkpointer:
         """Run the model on the probe's ids, and note how long that takes."""
         started = time.monotonic()
         assert self.described.probe_ids is not None
-        taken = capture_probe(self.engine, self.described.probe_ids)
+        probed = capture_probe(self.engine, self.described.probe_ids)
         self._probed_at = time.monotonic()
         self._probe_s = self._probed_at - started
-        return taken
+        return probed
 
     def load(self, checkpoint: Path) -> None:
         """Load a checkpoint of whatever layout, or raise a CheckpointError."""
@@ -192,11 +195,11 @@ class Checkpointer:
         self.newest = checkpoint
 
     def is_proven(self) -> bool:
-        """Whether this rank has done its part of a save that is not published yet. No collective."""
+        """Whether this rank has proven its part of a save that is not published yet. No collective."""
         return self._pending is not None and not self._pending.thread.is_alive()
 
     def finish(self) -> None:
-        """Publish what was begun; waits until every rank has done its part."""
+        """Publish the save that was begun, if any, once every rank has proven its part; waits for that."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -234,28 +237,27 @@ class Checkpointer:
             self._rotate()
 
     def _mark_good(self, checkpoint: Path) -> None:
-        """Remember it beyond this process too: a resumed run may have to go back to it."""
+        """Record a checkpoint as the newest good one, on the disk too: a resumed run may have to go back to it."""
         self.good = checkpoint
         if rank() == 0 and checkpoint.parent == self.folder:
-            with suppress(OSError):  # an earlier one is named then, and stays as long
+            with suppress(OSError):  # the file then still names an earlier one, which is not removed
                 directory.write_name(directory.GOOD, checkpoint)
 
     def end(self) -> None:
-        """Wait until rank 0 has removed what is too much, however long that takes. A collective."""
+        """Wait until rank 0 has removed outdated checkpoints, however long that takes. A collective."""
         if rank() == 0 and self._rotation.is_busy():
             say("Removing old checkpoints.")
         while any(gather(rank() == 0 and self._rotation.is_busy(_SLICE_S))):
             pass
 
     def least_bytes(self) -> int:
-        """Return how many bytes a checkpoint will have at least."""
+        """Return how many bytes a checkpoint of all ranks will have at least."""
         trained = [p for p in unwrap_model(self.engine.module).parameters() if p.requires_grad]
-        return _FIRST_BYTES_PER_PARAMETER * sum(
-            getattr(p, "ds_numel", p.numel()) * process_group.part_of(p)[1] for p in trained
-        )
+        full_sizes = (getattr(p, "ds_numel", p.numel()) * process_group.part_of(p)[1] for p in trained)  # of all parts
+        return _FIRST_BYTES_PER_PARAMETER * sum(full_sizes)
 
     def _make_room(self, temporary: Path) -> str:
-        """Make an empty folder; return why not, if there is no room for what will be in it."""
+        """Make the empty directory of a save; return why it cannot be made or what room it lacks, "" if all is well."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             directory.discard_checkpoint(temporary)
@@ -274,6 +276,7 @@ class Checkpointer:
         )
 
     def _publish(self, pending: "_Pending", target: Path, records: dict[str, directory.FileRecord]) -> None:
+        """Write the manifest of all ranks' files and rename the save's directory to `target`. For rank 0 only."""
         try:
             directory.write_manifest(pending.folder, records, {"step": pending.step})
             for folder in {pending.folder, *((pending.folder / name).parent for name in records)}:
@@ -283,24 +286,24 @@ class Checkpointer:
             raise CheckpointError(error.strerror or str(error)) from error
 
     def _rotate(self) -> None:
-        """Let old checkpoints be removed, unless the new ones may all be ruined; takes no time."""
+        """Let the rotation's thread remove outdated checkpoints; none before a good one is known to stay."""
         if rank() == 0 and self.good is not None and self._rated is not None:
             self._rotation.request([*self._best(self._rated), self.good])
 
     def _best(self, evaluations: list[dict[str, float]]) -> list[Path]:
-        """Return the best checkpoint so far, of equal ones the first, if `evaluate.keep_best` wants it kept."""
-        there = {directory.step_of(path): path for path in directory.published_checkpoints(self.folder)}
+        """Return a list of the best checkpoint by `evaluate.keep_best`, of equals the first; [] if none is rated."""
+        published = {directory.step_of(path): path for path in directory.published_checkpoints(self.folder)}
         sign = 1 if self.keep_best in (schema.EVAL_LOSS, *schema.EVAL_TAUGHT) else -1
         rated = [
             (sign * evaluation[self.keep_best], int(evaluation["step"]))
             for evaluation in evaluations
             # A metric that failed at a step is missing from its row.
-            if int(evaluation["step"]) in there and math.isfinite(evaluation.get(self.keep_best, math.nan))
+            if int(evaluation["step"]) in published and math.isfinite(evaluation.get(self.keep_best, math.nan))
         ]
-        return [there[min(rated)[1]]] if rated else []
+        return [published[min(rated)[1]]] if rated else []
 
     def _give_up(self, name: str, reason: str) -> None:
-        """Continue without this checkpoint; the caller decides whether the run may."""
+        """Note and warn that a checkpoint could not be saved; training continues unless the caller ends it."""
         self.failed = True
         warn(
             "the checkpoint {name} could not be saved: {reason}. Earlier ones are untouched, and training continues. "
@@ -318,10 +321,10 @@ class _Pending:
     folder: Path
     files: state_files.Files
     evaluations: list[dict[str, float]]
-    mine: list[Path] = field(default_factory=list)
-    """Files of this rank next to the engine's."""
+    other_files: list[Path] = field(default_factory=list)
+    """Files of this rank next to the engine's fragments."""
     is_good: bool = False
-    """Whether a good step has followed, or an evaluation or a probe has shown as much."""
+    """Whether its weights are known to be finite: by a good step after it, an evaluation or a probe."""
     failure: str = ""
     records: dict[str, directory.FileRecord] = field(default_factory=dict)
     thread: threading.Thread = field(init=False)
@@ -334,21 +337,21 @@ class _Pending:
         self.thread.join()
 
     def _prove(self) -> None:
-        """Flush this rank's files and take their sizes and hashes from the disk: what the thread does."""
+        """Flush this rank's files and record their sizes and hashes as read back, or `failure`. Runs in the thread."""
         try:
             self.files.write()
             self.failure = self.failure or self.files.failure
-            for path in [] if self.failure else [*self.files.written, *self.mine]:
+            for path in [] if self.failure else [*self.files.written, *self.other_files]:
                 disk.flush(path)
                 self.records[path.relative_to(self.folder).as_posix()] = directory.record_file(path)
-            self._flush_rows()
+            self._flush_metrics()
         except OSError as error:
             self.failure = f"{error.filename or ''} {error.strerror or error}".strip()
         except Exception as error:  # whatever it is: a save that has not been proven must not be published
             self.failure = f"{type(error).__name__}: {error}"
 
-    def _flush_rows(self) -> None:
-        """Flush the rows of the steps until this one: a run that goes on from it after a loss of power has them."""
+    def _flush_metrics(self) -> None:
+        """Flush metrics.jsonl, so that after a loss of power a run resumed from this checkpoint has its rows."""
         run = self.folder.parent.parent
         if rank() == 0 and (run / "metrics.jsonl").exists():
             disk.flush(run / "metrics.jsonl")

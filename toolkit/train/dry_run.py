@@ -223,7 +223,7 @@ def _failure_of(write: Callable[..., object], *arguments: object) -> str:
 
 
 def try_checkpoint(folder: Path) -> None:
-    """Write and remove a small file in checkpoints/ on each rank; CheckpointError on all if one fails. A collective."""
+    """Write and remove a small file in checkpoints/ on every rank; CheckpointError if any fails. A collective."""
     was_there = on_rank0(lambda: folder.is_dir())
     reasons = gather(_failure_of(lambda: folder.mkdir(exist_ok=True)) if rank() == 0 else "")
     path = folder / f".rehearsal-rank-{rank():05d}.tmp"

@@ -1,4 +1,4 @@
-"""After which steps a checkpoint is saved; its save beside training, and its end."""
+"""After which steps a checkpoint is saved, and its save and publication alongside training."""
 
 import time
 
@@ -12,7 +12,7 @@ from toolkit.train.task import RunContext
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that is done every so many steps, or never (0), is done after a step."""
+    """Whether something that happens every `every` steps (0: never) is due after `step`."""
     return every > 0 and step % every == 0
 
 
@@ -27,13 +27,15 @@ class Saving:
         self.saved_at = time.monotonic()
 
     def is_time(self, now: float) -> bool:
-        """Whether `checkpoint.minutes` have passed by a time of time.monotonic()."""
+        """Whether `checkpoint.minutes` have passed since the last save at `now`, a time of time.monotonic()."""
         # A save that failed is tried again after a tenth of the time.
         patience_s = 60 * self.config.minutes / (10 if self.checkpointer.failed else 1)
         return 0 < patience_s <= now - self.saved_at
 
     def is_due(self, step: int, stops: bool, is_time: bool, last: bool) -> bool:
-        """Whether a checkpoint is saved after a step; one that is due after a bad loss is postponed."""
+        """Whether a checkpoint is saved after `step`: the run `stops`, or one is due by steps, by time or as the `last`.
+        One that is due after a bad loss is postponed to the next good step.
+        """
         config, failed = self.config, self.checkpointer.failed
         retries = failed and is_due(step, min(config.every, max(1, config.every // 10)))  # ten times as often
         due = is_due(step, config.every) or is_time or (last and config.at_end) or retries or self.is_postponed
@@ -42,7 +44,7 @@ class Saving:
         return stops or (due and not self.is_postponed)
 
     def save(self, state: RunState, last: bool) -> None:
-        """Begin to save; what can be done beside training is. A collective."""
+        """Begin to save a checkpoint; its files are written and verified alongside training. A collective."""
         began = time.monotonic()
         with terminal.phase(tr("Saving the checkpoint of step {step}", step=state.step)):
             self.checkpointer.begin(state, is_last=last)
@@ -51,15 +53,15 @@ class Saving:
             hook.at_save(self.saved_at - began)
 
     def publish(self) -> None:
-        """Prove and publish what is written. A collective."""
+        """Publish the checkpoint whose save has begun, once all ranks have verified its files. A collective."""
         self.checkpointer.finish()
         for hook in self.hooks:
             hook.at_publish(time.monotonic() - self.saved_at)
         self.progress.note(checkpoint=self.checkpointer.newest)
 
     def publish_last(self, step: int, is_saved: bool) -> None:
-        """Publish at once, as no step follows; CheckpointError or Diverged if what was saved after it failed. A
-        collective.
+        """Publish at once, as no step follows; CheckpointError or Diverged if the save after this step, where
+        `is_saved` says that there was one, failed. A collective.
         """
         with terminal.phase(tr("Proving the checkpoint of step {step}", step=step)):
             self.publish()

@@ -25,8 +25,8 @@ Build = Callable[[schema.RunConfig, ds_config.DsConfig, run_dir.RunSource], Buil
 def settle_config(
     cfg: schema.RunConfig, task: Task, ranks: Ranks, source: run_dir.RunSource, build_engine: Build
 ) -> tuple[schema.RunConfig, BuiltEngine | None]:
-    """Return the config with nothing left that is `auto`, and the engine if one was built for that; the task takes the
-    config over. A collective.
+    """Return the config with nothing left that is `auto`, and the engine with its guard if one had to be built to find
+    the micro-batch. `task.settle` gets the same config. A collective.
     """
     built = None
     cfg = with_ops(with_optimizer(cfg, source), cfg)
@@ -60,21 +60,21 @@ def with_optimizer(cfg: schema.RunConfig, source: run_dir.RunSource) -> schema.R
     rank_cfg, reason = native_ops.with_optimizer(cfg)
     choices = process_group.gather((bool(rank_cfg.optim.torch), reason))
     checkpoint = source.checkpoint
-    before = process_group.on_rank0(
+    saved_optim = process_group.on_rank0(
         lambda: directory.read_run_state(checkpoint).config.get("optim", {}) if checkpoint else {}
     )
-    decided = before.get("torch")  # when the run began; None in a new one
-    is_torch = any(torch for torch, _ in choices) or decided is True  # a node without a compiler decides for all
-    reason = next((reason for torch, reason in choices if torch == is_torch), tr("as before"))
+    # A rank without a compiler decides for all, and a resumed run keeps what it began with.
+    is_torch = any(is_torch for is_torch, _ in choices) or saved_optim.get("torch") is True
+    reason = next((reason for choice, reason in choices if choice == is_torch), tr("as before"))
     if rule_tables.OPTIMIZERS[cfg.optim.name].takes_adam:
-        whose = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
-        say("optim.torch = auto: {whose} ({reason}).", whose=whose, reason=reason)
+        optimizer = tr("PyTorch's own Adam") if is_torch else tr("DeepSpeed's Adam")
+        say("optim.torch = auto: {whose} ({reason}).", whose=optimizer, reason=reason)
     return replace(cfg, optim=replace(cfg.optim, torch=is_torch))
 
 
 def with_ops(cfg: schema.RunConfig, typed: schema.RunConfig) -> schema.RunConfig:
-    """Build and load DeepSpeed's ops, before its engine would; return the config, with PyTorch's optimizer where
-    DeepSpeed's cannot be built and `typed`, the user's config, leaves the choice. A collective; LaunchError otherwise.
+    """Build and load the DeepSpeed ops that `cfg` needs; return it, with PyTorch's optimizer if one cannot be built and
+    `typed`, the config as the user wrote it, has optim.torch=auto; LaunchError otherwise. A collective.
     """
     names = native_ops.needed_ops(cfg)
     if missing := [name for name in names if name not in native_ops.built_ops(names)]:

@@ -33,7 +33,7 @@ class Stopwatch:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """The work begins, or ends."""
+        """Note the time at which a piece of work begins or, at every second call, ends."""
         if self._is_cpu:
             self._marks.append(time.perf_counter())
         else:
@@ -42,7 +42,7 @@ class Stopwatch:
             self._marks.append(event)
 
     def seconds(self) -> float:
-        """Return the sum. On a GPU only when the host has waited for the last mark."""
+        """Return the summed seconds of work. On a GPU only after the host has synchronized with the last mark."""
         pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
         if self._is_cpu:
             return sum(end - begin for begin, end in pairs)
@@ -52,7 +52,7 @@ class Stopwatch:
 WINDOW = 100
 """Good steps whose median a step is compared with."""
 FEWEST = 10
-"""Good steps that have to be known before anything is called a spike."""
+"""Good steps that there must have been before anything is called a spike."""
 
 
 class AnomalyKind(Enum):
@@ -72,10 +72,10 @@ class Anomaly:
     value: float
     """The loss in nats per token, or the norm of the gradient."""
     median: float
-    """Of the good steps before; nan where none is known."""
+    """Of the good steps before; nan if there were none."""
 
     def text(self) -> str:
-        """Return it as a sentence without its end."""
+        """Return what is wrong as a clause for messages, without a full stop."""
         figures = {"value": f"{self.value:.4g}", "median": f"{self.median:.4g}"}
         if self.kind is AnomalyKind.loss:
             return tr("the loss is {value}", **figures)
@@ -97,14 +97,14 @@ class StepGuard:
         self.restart((), (), 0)
 
     def restart(self, losses: Sequence[float], grad_norms: Sequence[float], skips_in_a_row: int) -> None:
-        """Take over what a run's state says, at the beginning and after a checkpoint was loaded into the engine."""
+        """Start from the losses, gradient norms and skipped steps of a run's state: at its start and after a rewind."""
         self.losses, self.grad_norms = deque(losses, WINDOW), deque(grad_norms, WINDOW)
         self.skips_in_a_row, self._skipped = skips_in_a_row, self.engine.skipped_steps
         self.loss = math.nan
         self.trouble: Anomaly | None = None
 
     def see_loss(self, loss: float) -> None:
-        """Take note of a step's loss over the global batch (nats per token) before its update."""
+        """Judge a step's loss over the global batch (nats per token), before its update."""
         self.gate.begin()
         self.loss, self.trouble = loss, None
         if not math.isfinite(loss):
@@ -121,7 +121,7 @@ class StepGuard:
         return self.trouble is None
 
     def check(self) -> Anomaly | None:
-        """Return what was wrong with the step just done, if anything; Diverged if it has updated the weights anyway."""
+        """Return what was wrong with the step just done, None if nothing; Diverged if it updated the weights anyway."""
         skipped = self.engine.skipped_steps > self._skipped
         self._skipped = self.engine.skipped_steps
         self.skips_in_a_row = self.skips_in_a_row + 1 if skipped else 0
@@ -171,6 +171,7 @@ class StepGuard:
 
 
 def _is_spike(value: float, before: Sequence[float], ratio: float) -> bool:
+    """Whether a value is more than `ratio` (0: never) times the median of those of good steps before."""
     return bool(ratio) and len(before) >= FEWEST and value > ratio * _median(before)
 
 
@@ -179,7 +180,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 Samples = list[list[list[dict[str, Any]]]]
-"""Of each rank, of each micro-batch, each sample as something that JSON can say."""
+"""Samples of a step as JSON objects: by rank, micro-batch, position in it."""
 
 
 @dataclass(slots=True)
@@ -208,10 +209,10 @@ class StepVote:
 
 
 class StepCounts(NamedTuple):
-    """Counts of a step: of a rank's micro-batches, or their sums over all ranks; the order is that of the one sum."""
+    """Counts of a step: of a rank's micro-batches, or summed over all ranks, in the order in which they are sent."""
 
     losses: float
-    """Of how many the loss is the mean: N."""
+    """N, of which the step's loss is the mean: trained tokens, samples or pairs."""
     total_tokens: float
     computed_tokens: float
     pairs: float
@@ -232,7 +233,7 @@ class StepResult:
     computed_tokens: int
     """Tokens including padding."""
     pairs: int
-    """Pairs of a token and one of its sample that is not behind it."""
+    """Pairs of a token and one that it attends to (in its sample, not after it), for the FLOPs of attention."""
     grad_norm: float
     """Norm of the gradient before clipping; inf where it overflowed."""
     vote: StepVote
@@ -244,24 +245,25 @@ class StepResult:
     rank_tokens: int
     """Tokens of this rank, including padding."""
     arrived: float
-    """Seconds of `time.perf_counter` when this rank came to where ranks first wait for one another."""
+    """`time.perf_counter()` when this rank reached the step's first collective."""
     forward_s: float
+    """Seconds of this rank's forward passes."""
     router_loss: float | None = None
     """Mean over layers and micro-batches of all ranks, without its coefficient; None where it is not counted."""
     expert_loads: torch.Tensor | None = None
     """Each expert's tokens of the global batch, float64 on the device, in the order of `Routers.collect`."""
     figures: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Further sums over the global batch, each with over how many: `Task.take_figures`."""
+    """Name of a further metric -> sum and count over the global batch: `Task.take_figures`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _StepSums:
-    """What the one wait for the device makes known: this rank's losses, and sums over all ranks."""
+    """What is read from the device once per step: this rank's losses, and sums over all ranks."""
 
     micro_losses: torch.Tensor
     loss: float
     router_sum: float | None
-    """Of the routers' losses; None where they have none."""
+    """Sum of the routers' load-balancing losses; None without such a loss."""
     expert_loads: torch.Tensor
     figures: dict[str, tuple[float, float]]
     counts: StepCounts
@@ -278,13 +280,14 @@ def train_step(
     copies: int = 1,
     parts: int = 1,
 ) -> StepResult:
-    """Do one optimizer step whose loss is exactly sum(losses) / N over the global batch, N (of tokens: those trained)
-    known before any backward.
+    """Do one optimizer step, whose loss is exactly sum(losses) / N over the global batch: N counts trained tokens (or
+    what else the task's losses are of) and is summed over ranks before any backward pass. A collective.
 
     `micro_batches`: this rank's accumulation window on the CPU, the same on all stages of a pipeline; `vote`: this
     rank's, sent with the counts; `copies`: how many ranks compute the same tokens, `parts`: how many have parts of the
-    same sequences. N counts copies, as the engine averages gradients over fewer ranks; and parts where it counts
-    sequences. ValueError if no token is trained; Diverged if fp16's loss scale cannot be lowered any more.
+    same sequences. The summed N includes copies, as the engine averages gradients over fewer ranks, and parts where it
+    counts sequences; the result does not. ValueError if no token is trained; Diverged if fp16's loss scale cannot be
+    lowered any more.
     """
     task.prepare_step(engine, micro_batches)
     micro_counts, sizes = [task.count(batch) for batch in micro_batches], task.sizes(micro_batches)
@@ -311,7 +314,7 @@ def train_step(
         vote=sums.vote,
         micro_losses=sums.micro_losses,
         micro_counts=micro_counts,
-        rank_tokens=sizes[1],
+        rank_tokens=sizes[1],  # computed ones, padding included
         arrived=arrived,
         forward_s=forward.seconds(),
         router_loss=None if router_sum is None else router_sum / (world_size * len(micro_batches)),
@@ -329,8 +332,9 @@ def _data_parallel_passes(
     world_size: int,
     forward: Stopwatch,
 ) -> _StepSums:
-    """Pass each micro-batch forward and back, then update. The engine averages gradients over ranks, hence
-    `world_size`; with `scale_wrt_gas=False` it divides by nothing else (deepspeed 0.19.8, backward).
+    """Run each micro-batch forward and backward, then update, without pipeline stages; return all ranks' sums. The
+    engine averages gradients over ranks, hence `world_size`; with `scale_wrt_gas=False` it divides by nothing else
+    (deepspeed 0.19.8, backward).
     """
     factor = (world_size / counts[0]).float()
     micro_losses, routers = torch.zeros(len(micro_batches), device=engine.device), task.routers(engine)
@@ -372,35 +376,35 @@ def _pipeline_passes(
     """
     factor = (engine.dp_world_size * copies * len(micro_batches) / counts[0]).float()
     micro_losses: list[torch.Tensor] = []
-    read: list[_StepSums] = []
+    sums: list[_StepSums] = []
 
-    def finish(model: PreTrainedModel, batch: Any) -> torch.Tensor:
+    def scaled_loss(model: PreTrainedModel, batch: Any) -> torch.Tensor:
         micro_sum = task.loss_sum(model, batch)
         micro_losses.append(micro_sum.detach())
         return micro_sum * factor
 
-    def before_update() -> None:
+    def before_update() -> None:  # on stages but the last no loss was computed
         micro_losses.extend([torch.zeros((), device=engine.device)] * (len(micro_batches) - len(micro_losses)))
-        read.append(_sum_and_judge(task, torch.stack(micro_losses), None, counts, guard))
+        sums.append(_sum_and_judge(task, torch.stack(micro_losses), None, counts, guard))
 
-    engine.module.train_window(engine, micro_batches, finish, before_update)
-    return read[0]
+    engine.module.train_window(engine, micro_batches, scaled_loss, before_update)
+    return sums[0]
 
 
 def _sum_and_judge(
     task: "Task", micro_losses: torch.Tensor, routers: "Routers | None", counts: torch.Tensor, guard: StepGuard
 ) -> _StepSums:
-    """Sum losses, figures and routers' loads over all ranks, and show the guard the loss; return the sums. Here the
-    host waits for the device, once per step.
+    """Sum losses, figures and expert loads over all ranks, let the guard judge the loss, and return the sums. `counts`:
+    `StepCounts` and `StepVote`, summed already. Here the host waits for the device, once per step.
     """
-    of_routers = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)
+    router_sums = routers.collect(micro_losses.device) if routers else micro_losses.new_zeros(1)  # loss, then loads
     figures = task.take_figures()
     pairs = [pair.to(micro_losses) for pair in figures.values()]
-    sums = sum_over_ranks(torch.cat((micro_losses.sum()[None], *pairs, of_routers)), micro_losses.device)
+    sums = sum_over_ranks(torch.cat((micro_losses.sum()[None], *pairs, router_sums)), micro_losses.device)
     scalars, expert_loads = sums.tensor_split([2 + 2 * len(figures)])
-    num_counts = len(StepCounts._fields)
+    num_counts, num_figures = len(StepCounts._fields), 2 * len(figures)
     loss_sum, *numbers = torch.cat((scalars, counts)).tolist()
-    of_figures, (router_sum, *numbers) = numbers[: 2 * len(figures)], numbers[2 * len(figures) :]
+    figure_sums, router_sum, numbers = numbers[:num_figures], numbers[num_figures], numbers[num_figures + 1 :]
     step_counts = StepCounts(*numbers[:num_counts])
     if not step_counts.losses:
         raise ValueError("no token of this global batch is trained")
@@ -411,7 +415,7 @@ def _sum_and_judge(
         loss=loss,
         router_sum=router_sum if routers and routers.coefficient else None,
         expert_loads=expert_loads,
-        figures=dict(zip(figures, zip(of_figures[::2], of_figures[1::2], strict=True), strict=True)),
+        figures=dict(zip(figures, zip(figure_sums[::2], figure_sums[1::2], strict=True), strict=True)),
         counts=step_counts,
         vote=StepVote.unpack(numbers[num_counts:]),
     )
