@@ -16,7 +16,7 @@ from toolkit.config.schema import RunConfig, ScheduleName
 from toolkit.messages import ConfigError, tr
 from toolkit.track import metrics
 from toolkit.train import deadline
-from toolkit.train.deadline import Deadline, deadline_of, recorded
+from toolkit.train.deadline import Deadline, deadline_of, recorded_last_steps
 from toolkit.train.schedule import Schedule
 
 NOW = datetime(2026, 11, 25, 14, 30)
@@ -234,9 +234,9 @@ def test_a_resumed_run_knows_its_pace_at_once(tmp_path: Path, monkeypatch: pytes
     first = until(tmp_path, at)
     for step in range(1, 41):
         clock.run(first, step, 1.0 if step < 20 else 3.0)
-    kept = recorded(tmp_path)
+    kept = recorded_last_steps(tmp_path)
     second = until(tmp_path, at, start=30)
-    assert recorded(tmp_path) == {step: last for step, last in kept.items() if step <= 30}
+    assert recorded_last_steps(tmp_path) == {step: last for step, last in kept.items() if step <= 30}
     assert second.last == kept[max(step for step in kept if step <= 30)]
     clock.now += 100  # it took its time to start again
     assert 31 < clock.run(second, 31, 3.0) < second.total_steps
@@ -282,9 +282,9 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as disk:
         disk.setattr(metrics, "append_rows", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         ends = {step: clock.run(run, step, 1.0) for step in range(1, 11)}
-    assert ends[10] == 940 and recorded(tmp_path) == {}
+    assert ends[10] == 940 and recorded_last_steps(tmp_path) == {}
     run.log.finish()
-    assert recorded(tmp_path) == {7: 940}
+    assert recorded_last_steps(tmp_path) == {7: 940}
 
 
 def test_a_duration_counts_from_the_first_start(tmp_path: Path) -> None:

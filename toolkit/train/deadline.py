@@ -1,7 +1,7 @@
 """A run that ends before a time, `run.deadline`: how many steps fit, as rank 0 measures steps, evaluations and saves.
 
-What it decides is a step to end with. All ranks hear it with the sums of a step, and the schedule reaches its end with
-it (schedule.py, `Schedule.fit`). The decisions are kept in deadline.jsonl, so that `toolkit replay` takes them again.
+Rank 0 decides with which step to end. All ranks learn it with the sums of a step, and the learning-rate schedule ends
+with that step (schedule.py, `Schedule.fit`). Decisions are written to deadline.jsonl: `toolkit replay` repeats them.
 """
 
 import json
@@ -30,45 +30,45 @@ if TYPE_CHECKING:
     from toolkit.train.loop import TrainLoop
     from toolkit.train.task import RunContext, Task
 
-FILE, _KEPT = "deadline.jsonl", "deadline.json"
+FILE, _TIME_FILE = "deadline.jsonl", "deadline.json"
 _ENOUGH = 5
-"""Steps by which a pace is known; the first of a session, which compiles and allocates, is none of them."""
+"""Steps that have to be timed first; the first step of a session, which compiles and allocates, does not count."""
 _WINDOW = 50
-"""Steps whose mean is the pace: a rank that is slowed down shows soon, and a hiccup weighs little."""
+"""Steps whose mean time counts: a rank that becomes slow shows soon, and a hiccup weighs little."""
 _BYTES_PER_S = 100e6
-"""Of a save and of an export, each read again, until one was measured: a slow disk's."""
+"""Assumed speed of a save or an export, which is read back too, until one was measured: that of a slow disk."""
 _UNKNOWN_EVALUATION = 10
-"""Steps that an evaluation is taken for until one was measured."""
+"""Steps that an evaluation is assumed to take as long as, until one was measured."""
 _END_S = 20.0
-"""What is not measured before: the exported model built again and read. The report may come after the deadline."""
+"""For what is never measured before: building and reading the exported model. The report may miss the deadline."""
 _MARGIN = 1.25
-"""Of what is kept for the end: it was measured once, or not at all."""
+"""Factor on the time reserved for the end, which was measured once or not at all."""
 _HEARD_AFTER = 2
-"""Steps after which a decision has reached the learning rate: a run that was cut shorter would end above its schedule's
-end. So many are kept for the end too.
+"""Steps until a decision has reached the learning rate: a run that ended sooner would end with its rate too high. Their
+time is reserved for the end too.
 """
 _JUMP_S = 5.0
-"""Seconds from which on a clock was set, and not only slowed down to be right."""
+"""A difference of clocks from which on one was set: NTP slows or speeds them by less."""
 _TOLD = 0.1
-"""Change of the last step, as a share of it, from which it is said again."""
+"""Relative change of the last step from which on it is reported again."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """Seconds, as far as they are known."""
+    """Seconds that parts of the run take, 0 until they are measured or assumed."""
 
     step: float = 0.0
     """Mean of the last steps, without evaluations and saves."""
     evaluation: float = 0.0
     pause: float = 0.0
-    """For which training waits for a save."""
+    """For which training waits at a save."""
     save: float = 0.0
-    """From the beginning of a save to its checkpoint."""
+    """From the beginning of a save to its published checkpoint."""
 
 
 class Deadline:
-    """Decides on rank 0 with which step a run must end to be done before the time `at` (as time.time()), and says so.
-    `sizes`: bytes of a checkpoint and of the export (0: none).
+    """Decides on rank 0 with which step a run must end to be done before the time `at` (as time.time()), and prints it.
+    `start`: the step that the run resumes after; `sizes`: bytes of a checkpoint and of the export (0: none).
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Deadline:
         self._is_first = True
 
     def add_step(self, seconds: float) -> None:
-        """Take note of what a step took, without what follows it."""
+        """Record the seconds of a step, without the evaluation or save that follows it."""
         if not self._is_first:
             self._steps.append(seconds)
         self._is_first = False
@@ -108,7 +108,7 @@ class Deadline:
             self.costs.step = statistics.fmean(self._steps)
 
     def end_s(self) -> float:
-        """Return the seconds that are kept for what follows the last step."""
+        """Return the seconds to reserve for what follows the last step: evaluation, save, export, answers."""
         config, costs = self.cfg.evaluate, self.costs
         evaluation_s = costs.evaluation or _UNKNOWN_EVALUATION * costs.step
         # A token of an answer takes a forward pass at most, a third of what a micro-batch takes.
@@ -116,13 +116,14 @@ class Deadline:
         return _END_S + _HEARD_AFTER * costs.step + _MARGIN * (evaluation_s + costs.save + self._export_s + answers_s)
 
     def decide(self, step: int) -> int:
-        """Return the step to end with, as it looks before this step; 0 until enough steps were timed."""
+        """Return the step to end the run with, as estimated before `step`; 0 until enough steps were timed."""
         self._follow_clock()
         if not self.costs.step:
             return 0
         left = self._steps_left(self.at - time.time() - self.end_s())
+        # Not before the ranks have learnt of it, unless an earlier decision ends the run sooner.
         last = min(self.total_steps, max(min(self.last, step + _HEARD_AFTER), step - 1 + left))
-        # A change of less than a hundredth of what is left is no other plan.
+        # A change of less than a hundredth of the steps left is ignored.
         if self._told is not None and abs(last - self.last) * 100 < self.last - step:
             return self.last
         if last != self.last or self._told is None:
@@ -132,7 +133,7 @@ class Deadline:
         return self.last
 
     def tell_end(self) -> float:
-        """Say how long before the deadline the run has ended; return the seconds, below 0 if it was missed."""
+        """Print how long before the deadline the run has ended; return the seconds, below 0 if it was missed."""
         self._follow_clock()
         spare_s = self.at - time.time()
         if spare_s >= 0:
@@ -142,9 +143,7 @@ class Deadline:
         return round(spare_s, 1)
 
     def _follow_clock(self) -> None:
-        """Warn if the clock was set. A deadline that was typed as a duration is moved by as much, one that was typed as
-        a time stays.
-        """
+        """Warn if the clock was set. A deadline typed as a duration moves by as much, one typed as a time stays."""
         offset = time.time() - time.monotonic()
         jump_s = offset - self._offset
         if abs(jump_s) < _JUMP_S:
@@ -153,8 +152,8 @@ class Deadline:
         jump, way = clock(abs(jump_s)), tr("forward") if jump_s > 0 else tr("back")
         if rules.is_duration(typed):
             self.at += jump_s
-            with suppress(OSError):  # of a disk that is full: the next start takes what was known before
-                _keep(self.folder, typed, self.at)
+            with suppress(OSError):  # a full disk: the next start uses the file as it was
+                _write_deadline(self.folder, typed, self.at)
             warn(
                 "the clock was set {way} by {jump}. run.deadline = {given} counts on: it is at {at} now.",
                 way=way,
@@ -171,7 +170,7 @@ class Deadline:
             )
 
     def _steps_left(self, seconds: float) -> int:
-        """Return how many steps fit into so many seconds, with the evaluations and saves between them."""
+        """Return how many steps fit into `seconds`, with the evaluations and saves between them."""
         config, costs = self.cfg.checkpoint, self.costs
         each_s = costs.step
         if self.cfg.evaluate.every:
@@ -183,7 +182,7 @@ class Deadline:
         return max(0, int(seconds / each_s))
 
     def _tell(self, step: int) -> None:
-        """Say how many steps fit, unless that has hardly changed since it was said last."""
+        """Print how many steps fit, unless that has hardly changed since it was printed last."""
         before, left = self._told, self.last - step
         if before is not None and abs(self.last - before) < _TOLD * before:
             return
@@ -214,7 +213,9 @@ class Deadline:
 
 
 class DeadlineHook(Hook):
-    """Ends a run in time: rank 0 decides, and all ranks hear it with the sums of a step. A collective."""
+    """Ends a run in time: rank 0 decides on the last step, all ranks learn it with the sums of a step. Its constructor
+    is a collective.
+    """
 
     def __init__(self, cfg: schema.RunConfig, folder: Path) -> None:
         self.at = process_group.on_rank0(lambda: deadline_of(cfg, folder))
@@ -222,7 +223,7 @@ class DeadlineHook(Hook):
         """On rank 0 only, once the engine is built."""
 
     def at_begin(self, run: "RunContext", task: "Task") -> None:
-        """Take up what an earlier start of the run had decided."""
+        """Create the deadline on rank 0, with what an earlier start of the run measured and decided."""
         if run.ranks.rank:
             return
         assert self.at is not None
@@ -237,36 +238,36 @@ class DeadlineHook(Hook):
         )
 
     def at_start(self, loop: "TrainLoop") -> None:
-        """Let the run end as was decided before."""
+        """End the run with the step that an earlier start decided on. A collective."""
         loop.end_at(process_group.on_rank0(lambda: self.deadline.last if self.deadline else 0))
 
     def before_step(self, step: int, vote: StepVote) -> None:
-        """Say which step is the last, as it looks now."""
+        """Put rank 0's current decision on the last step into its vote."""
         if self.deadline:
             vote.last_step = self.deadline.decide(step)
 
     def after_step(self, result: StepResult, seconds: float) -> None:
-        """Follow the pace."""
+        """Add the step's time to those that the decision is based on."""
         if self.deadline:
             self.deadline.add_step(seconds)
 
     def at_evaluation(self, step: int, figures: Mapping[str, float], seconds: float) -> None:
-        """Expect the next evaluation to take as long."""
+        """Assume that the next evaluation takes as long."""
         if self.deadline:
             self.deadline.costs.evaluation = seconds
 
     def at_save(self, seconds: float) -> None:
-        """Expect training to wait for the next save for as long."""
+        """Assume that training waits as long at the next save."""
         if self.deadline:
             self.deadline.costs.pause = seconds
 
     def at_publish(self, seconds: float) -> None:
-        """Expect the next save to take as long."""
+        """Assume that the next save takes as long, from its beginning to the published checkpoint."""
         if self.deadline:
             self.deadline.costs.save = seconds + self.deadline.costs.pause
 
     def at_last_step(self) -> None:
-        """Write the decisions that a full disk has left in memory."""
+        """Write decisions that are still in memory because the disk was full."""
         if self.deadline:
             self.deadline.log.finish()
 
@@ -277,23 +278,22 @@ class DeadlineHook(Hook):
 
 
 def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
-    """Return the time of `run.deadline` in seconds since the epoch; None without one. For rank 0 only.
-    What a duration or a time of day means is decided when a run first begins with it, and kept in its directory.
-    ConfigError if it is past.
+    """Return `run.deadline` in seconds since the epoch, None without one; ConfigError if it is past. For rank 0 only.
+    A duration or a time of day counts from the first start of the run with it; deadline.json in its directory keeps it.
     """
     if not cfg.run.deadline:
         return None
-    file, now = folder / _KEPT, datetime.now()
+    file, now = folder / _TIME_FILE, datetime.now()
     row: Mapping[str, Any] = {}
     with suppress(FileNotFoundError, ValueError):
         row = json.loads(file.read_text(encoding="utf-8"))
     if row.get("given") == cfg.run.deadline:
-        at = _at_now(row)
+        at = _adjusted_for_clock(row)
     else:
         moment = rules.parse_deadline(cfg.run.deadline, now)
         assert moment is not None  # the check of the config has seen to that
         at = moment.timestamp()
-        _keep(folder, cfg.run.deadline, at)
+        _write_deadline(folder, cfg.run.deadline, at)
     if at <= time.time():
         raise ConfigError(
             "run.deadline = {given} is past: it was {at}. Name a later one, or run.deadline= for none; what is learned "
@@ -305,29 +305,31 @@ def deadline_of(cfg: schema.RunConfig, folder: Path) -> float | None:
     return at
 
 
-def _keep(folder: Path, typed: str, at: float) -> None:
-    """Write down when a deadline is; also by the clock that counts since the machine's start, which nobody sets."""
-    since = at - time.time() + time.clock_gettime(time.CLOCK_BOOTTIME)
-    row = {"given": typed, "at": at, "boot": _boot(), "since_boot": since}
-    disk.write_atomically(folder / _KEPT, (json.dumps(row) + "\n").encode())
+def _write_deadline(folder: Path, typed: str, at: float) -> None:
+    """Write deadline.json: the deadline as typed, as a time, and in seconds since boot, a clock that nobody sets."""
+    since_boot = at - time.time() + time.clock_gettime(time.CLOCK_BOOTTIME)
+    row = {"given": typed, "at": at, "boot": _boot_id(), "since_boot": since_boot}
+    disk.write_atomically(folder / _TIME_FILE, (json.dumps(row) + "\n").encode())
 
 
-def _at_now(row: Mapping[str, Any]) -> float:
-    """Return the kept time; of a duration as the clock is now, where it was set since, on a machine that stayed on."""
-    at, boot = float(row["at"]), _boot()
+def _adjusted_for_clock(row: Mapping[str, Any]) -> float:
+    """Return the time (epoch seconds) in a row of deadline.json. If the clock was set since and the machine not booted,
+    that of a duration is computed again from the seconds since boot.
+    """
+    at, boot = float(row["at"]), _boot_id()
     if not rules.is_duration(row["given"]) or not boot or row.get("boot") != boot:
         return at
     now = time.time() + float(row["since_boot"]) - time.clock_gettime(time.CLOCK_BOOTTIME)
     return at if abs(now - at) < _JUMP_S else now
 
 
-def _boot() -> str:
-    """Return what tells a start of this machine from others; "" where nothing does."""
+def _boot_id() -> str:
+    """Return Linux's random id of this boot of the machine; "" where there is none."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return ""
 
 
-def recorded(folder: Path) -> dict[int, int]:
-    """Return the decisions of a run: the step to end with, by the step before which it was decided."""
+def recorded_last_steps(folder: Path) -> dict[int, int]:
+    """Return a run's decisions from deadline.jsonl: step before which one was taken -> the step to end with."""
     return {row["step"]: row["last"] for row in run_dir.read_rows(folder / FILE)}

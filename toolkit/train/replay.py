@@ -70,7 +70,7 @@ def _replay_in_group(trainer: Trainer, step: int, metrics_file: Path) -> Path:
         if step > run.total_steps:
             raise ConfigError("step = {step}: the run has {total} steps.", step=step, total=run.total_steps)
         loop = TrainLoop(task, run, trainer.measure_baseline(), trainer.progress)
-        results = _train_up_to(loop, step, deadline.recorded(metrics_file.parent))
+        results = _train_up_to(loop, step, deadline.recorded_last_steps(metrics_file.parent))
     finally:
         trainer.progress.close()
         run.watchdog.stop()

@@ -33,7 +33,7 @@ class Saving:
         return 0 < patience_s <= now - self.saved_at
 
     def is_due(self, step: int, stops: bool, is_time: bool, last: bool) -> bool:
-        """Whether a checkpoint is saved after `step`: the run `stops`, or one is due by steps, by time or as the `last`.
+        """Whether a checkpoint is saved after `step`: the run `stops`, or one is due by steps, time or as the `last`.
         One that is due after a bad loss is postponed to the next good step.
         """
         config, failed = self.config, self.checkpointer.failed

@@ -20,15 +20,15 @@ _OF_DEEPSPEED = (schema.ScheduleName.constant, schema.ScheduleName.linear, schem
 _ENDLESS = (schema.ScheduleName.constant, schema.ScheduleName.inverse_sqrt)
 """Schedules that are the same whatever the number of steps."""
 _TIMESCALE = 10_000
-"""Of inverse_sqrt without warm-up, as in transformers."""
+"""Timescale (steps) of inverse_sqrt without warm-up, as in transformers."""
 FEWEST_STEPS = 50
 """Optimizer steps below which fine-tuning changes a model little, whatever the learning rate."""
 _LOOKED_AT = 1000
-"""Steps whose learning rate is looked at: it is 0 at the beginning of a schedule, if anywhere before the end."""
+"""Steps whose learning rate is checked for 0: only a schedule's first steps can have it before its end."""
 
 
 class HasGroups(Protocol):
-    """What is needed of an optimizer."""
+    """An optimizer, as far as a schedule needs it: parameter groups, each with its "lr"."""
 
     param_groups: list[dict[str, Any]]
 
@@ -36,9 +36,9 @@ class HasGroups(Protocol):
 def learning_rate(
     schedule: schema.ScheduleConfig, peak: float, done: float, total_steps: int, warmup_steps: int
 ) -> float:
-    """Return the rate of the next optimizer step; steps skipped for overflow are not `done`. DeepSpeed counts from -1:
-    two warm-up steps at the lowest rate, and at least 2 in all. Without warm-up, which DeepSpeed lacks, ours starts
-    at the peak.
+    """Return the learning rate of the optimizer step that follows `done` steps; steps skipped for overflow are not
+    counted. As in DeepSpeed, which counts from -1, the first two warm-up steps are at the lowest rate and warm-up takes
+    at least 2 steps. Without warm-up, which DeepSpeed lacks, the schedule starts at the `peak`.
     """
     if schedule.name not in _OF_DEEPSPEED:
         return peak * _as_transformers(schedule, done, total_steps, warmup_steps)
@@ -64,7 +64,7 @@ def learning_rate(
 
 
 def _decay(schedule: schema.ScheduleConfig, step: float, length: int) -> float:
-    """Return the share of the peak after `step` of `length` steps of decay."""
+    """Return the learning rate, as a share of the peak, after `step` of `length` steps of linear or cosine decay."""
     progress = min(1.0, step / length)
     if schedule.name is schema.ScheduleName.linear:
         return 1.0 - progress
@@ -75,7 +75,7 @@ def _decay(schedule: schema.ScheduleConfig, step: float, length: int) -> float:
 
 
 def _as_transformers(schedule: schema.ScheduleConfig, step: float, total_steps: int, warmup_steps: int) -> float:
-    """Return the share of the peak at a step, which counts from 0; the warm-up's first step is at its lowest rate."""
+    """Return the rate at a step from 0, as a share of the peak, of inverse_sqrt, polynomial and wsd (transformers)."""
     floor = schedule.min_lr_ratio
     if step < warmup_steps:
         lowest = warmup_lowest(schedule, warmup_steps)
@@ -101,7 +101,7 @@ def _as_transformers(schedule: schema.ScheduleConfig, step: float, total_steps: 
 
 
 def _decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps: int) -> int:
-    """Return the step at which the rate of wsd begins to fall; of other schedules, which fall all the time, 0."""
+    """Return the step at which the rate begins to decay: of wsd after warm-up and plateau; of other schedules 0."""
     if schedule.name is not schema.ScheduleName.wsd:
         return 0
     # 0.07 x 100 is 7.000000000000001 in floating point: that is 7 steps, not 8.
@@ -110,8 +110,8 @@ def _decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps
 
 
 class Schedule:
-    """The scheduler that the engine drives, which calls `step()` after each applied step, not after one that it skips
-    (fp16 overflow, NaN in bf16).
+    """The learning-rate scheduler that the DeepSpeed engine drives: it calls `step()` after each applied update, not
+    after one that it skips (fp16 overflow, NaN in bf16).
     """
 
     def __init__(
@@ -121,20 +121,20 @@ class Schedule:
         self.optimizer = optimizer
         self.done = 0
         self.position: float = 0
-        """Steps of the whole schedule that are behind: those done, unless there is time for fewer (`fit`)."""
+        """How far the schedule is, in its own steps: as far as `done`, or farther after `fit` has shortened it."""
         self._steps_left: int | None = None
         self._shares = [group["lr"] / lr for group in optimizer.param_groups]
         self._shape = (schedule, lr, total_steps, warmup_steps)
         self.write()
 
     def set_length(self, total_steps: int, warmup_steps: int) -> None:
-        """Change the steps of the whole run and of its warm-up, before the first."""
+        """Change the number of steps of the run and of its warm-up, before the first step."""
         self._shape = (*self._shape[:2], total_steps, warmup_steps)
         self.write()
 
     def fit(self, steps_left: int | None) -> None:
-        """Reach the end of the schedule in so many further steps; None: in those that it has left.
-        What is flat is cut short first, then what falls; a warm-up keeps its steps. The rate stays continuous.
+        """Reach the end of the schedule in `steps_left` further steps; None: in those that it has left. A plateau is
+        shortened first, then the decay; a warm-up keeps its steps. The rate stays continuous.
         """
         self._steps_left = steps_left
 
@@ -155,7 +155,7 @@ class Schedule:
         self.write()
 
     def _stride(self) -> float:
-        """Return by how much a step advances in the schedule: 1, or more if `fit` leaves too few steps for it."""
+        """Return by how many of the schedule's steps the next one advances: 1, or more where `fit` shortens it."""
         schedule, _, total_steps, warmup_steps = self._shape
         if self._steps_left is None or schedule.name in _ENDLESS:
             return 1
@@ -180,13 +180,13 @@ class Schedule:
         self.write()
 
     def write(self) -> None:
-        """Put the rates of the next step into the groups."""
+        """Set each parameter group's "lr" to the rate of the next step."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
 
 
 def make_schedule(cfg: schema.RunConfig, total_steps: int) -> Callable[[HasGroups], Schedule]:
-    """Return what makes an optimizer's learning-rate schedule; ConfigError if the run is too short for it."""
+    """Return a function that makes an optimizer's schedule; ConfigError if the run is too short for its warm-up."""
     warmup, decay = warmup_steps(cfg, total_steps), cfg.schedule.decay_steps
     if warmup > total_steps:
         raise ConfigError(
@@ -212,17 +212,18 @@ class Epoch:
 
     samples: int
     sequences: int
-    """What samples are packed into, or samples; with `grouped` micro-batches."""
+    """What samples are packed into; samples without packing, micro-batches with data.packing=grouped."""
     per_step: int
+    """Sequences of an optimizer step on all ranks."""
 
     @property
     def steps(self) -> int:
-        """Return the optimizer steps."""
+        """Return how many optimizer steps an epoch has."""
         return math.ceil(self.sequences / self.per_step)
 
 
 def tell_length(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, world_size: int) -> None:
-    """Warn of a run's length and learning rate; of an unknown length `epoch` is None, or steps are 0."""
+    """Warn of too few steps to learn much, and of a rate that begins at 0; unknown: `epoch` None, `total_steps` 0."""
     if epoch and 0 < total_steps < FEWEST_STEPS and not cfg.train.max_steps:
         samples, sequences = f"{epoch.samples:,}", f"{epoch.sequences:,}"
         data = (
@@ -230,7 +231,8 @@ def tell_length(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, wo
             if epoch.samples == epoch.sequences
             else tr("{samples} samples in {sequences} sequences", samples=samples, sequences=sequences)
         )
-        ways = [tr("{override} ({steps} steps)", override=key, steps=n) for key, n in _longer(cfg, epoch, world_size)]
+        longer = _longer_runs(cfg, epoch, world_size)
+        ways = [tr("{override} ({steps} steps)", override=override, steps=steps) for override, steps in longer]
         warn(
             "too few optimizer steps to learn much: {steps} ({data}, {per_step} per step, "
             "train.epochs={epochs}); {fewest} or more are usual. Each of these makes the run longer: {ways}",
@@ -254,14 +256,15 @@ def tell_length(cfg: schema.RunConfig, epoch: Epoch | None, total_steps: int, wo
         )
 
 
-def _longer(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
-    """Yield overrides each of which makes a run as long as FEWEST_STEPS, or nearly, with the steps that it then has."""
+def _longer_runs(cfg: schema.RunConfig, epoch: Epoch, world_size: int) -> Iterator[tuple[str, int]]:
+    """Yield overrides, each of which makes the run FEWEST_STEPS long or nearly so, and how many steps it then has."""
     epochs, size = cfg.train.epochs, cfg.batch.global_size
     if cfg.data.packing is not schema.Packing.none and epoch.samples > epoch.sequences:
         unpacked = math.ceil(epoch.samples / size)
         enough = max(epochs, math.ceil(FEWEST_STEPS / unpacked))
         more = f" train.epochs={enough}" if enough > epochs else ""
         yield f"data.packing=none{more}", unpacked * enough
+    # A global batch is a multiple of all data ranks' micro-batches.
     unit = mesh.micro_rows(mesh.with_micro_batch(cfg)) * mesh.mesh_of(cfg, world_size).data_ranks
     scale = Fraction(epoch.per_step, size)  # sequences of a grouped plan are micro-batches
     # An epoch has `least` steps or more where a step takes less than this many sequences.
