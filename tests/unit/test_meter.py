@@ -120,7 +120,7 @@ def test_no_memory_for_a_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None
             raise torch.OutOfMemoryError
         return 5.0
 
-    monkeypatch.setattr(baseline, "_measured", measured)
+    monkeypatch.setattr(baseline, "_matmul_flops_per_s", measured)
     monkeypatch.setattr(baseline, "_sizes", lambda device, dtype: (4, 2))
     for room, found in ((4, 5.0), (2, 5.0), (1, 0.0)):
         rooms.append(room)

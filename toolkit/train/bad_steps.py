@@ -1,4 +1,4 @@
-"""A step that went wrong: its samples in a file, and the checkpoint that the run goes back to."""
+"""A bad step (NaN, Inf or a spike): its samples in a file, and the checkpoint that the run rewinds to."""
 
 import json
 import math
@@ -17,12 +17,15 @@ from toolkit.train.step import Anomaly, AnomalyKind, Samples, StepResult
 MOST_REWINDS = 3
 """Times that a run rewinds to one and the same checkpoint."""
 _MOST_NAMED = 3
+"""Samples that the warning of a bad step names."""
 
 
 def warn_of_bad_step(
     logs: Path, step: int, trouble: Anomaly, result: StepResult, samples: Callable[[], Samples]
 ) -> str:
-    """Write a step's samples to a file, as `record_samples` does, and warn; return what went wrong. A collective."""
+    """Write a bad step's samples to logs/bad-step-STEP.jsonl and warn; return the sentence that says what went wrong
+    and which rank, micro-batch and samples have the highest loss. A collective; `samples`: see `record_samples`.
+    """
     file = disk.unused_path(logs / f"bad-step-{step}.jsonl")
     head = {"step": step, "what": trouble.kind.value, "text": trouble.text()}
     rows, reason = record_samples(file, head, result, samples)
@@ -48,8 +51,9 @@ def warn_of_bad_step(
 def record_samples(
     file: Path, head: Mapping[str, Any], result: StepResult, samples: Callable[[], Samples]
 ) -> tuple[list[dict[str, Any]], str]:
-    """Write `head` (with its "step") and a step's samples, worst micro-batch first; return these, and why the file
-    could not be written, "" if it was. A collective; `samples` is called on rank 0 only.
+    """Write JSON lines: `head`, which has the "step", then a step's samples, those of the micro-batch with the highest
+    loss first. Return the samples' rows, and " (reason)" if the file could not be written, else "", the same on all
+    ranks. A collective; `samples` returns those of all ranks and is called on rank 0 only.
     """
     sums = zip(result.micro_losses.tolist(), result.micro_counts, strict=True)
     losses = gather([loss / count if count else 0.0 for loss, count in sums])

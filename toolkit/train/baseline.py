@@ -1,5 +1,5 @@
-"""What a run's speed is compared with: the model's FLOPs, and this machine's matrix products, as not every datasheet is
-known, or true.
+"""What a run's speed is compared with: the model's FLOPs per step, the GPU's datasheet, and the measured speed of this
+machine's matrix products, as not every datasheet is known, or true.
 """
 
 import statistics
@@ -20,34 +20,36 @@ from toolkit.plan import machine, outline
 from toolkit.plan.flops import Formula, Work, formula, is_countable
 
 _GPU_SIZES = (8192, 4096, 2048)
-"""Of the matrices; the later ones where memory is too little for the first."""
+"""Rows of the square matrices; the later ones are tried if memory is too little for the first."""
 _CPU_SIZES = (96, 192, 384, 768)
 """The first that takes long enough to be timed: one of 768 in bf16 takes 2.8 s where the processor has no such unit."""
 _LONG_ENOUGH_S = 0.005
 _GPU_S, _CPU_S = 0.3, 0.1
+"""Seconds for which products are repeated."""
 _AT_ONCE = 5
+"""Products between two synchronizations of a GPU."""
 
 
 def median_of_ranks(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the median rank's FLOP/s in large matrix products, 0 without memory for one. A collective. All measure at
-    once, under a second; a GPU needs 0.4 GiB, in fp32 0.8 GiB, a 16th of it at least.
+    """Return the median over ranks of FLOP/s in large matrix products, 0 without memory for one. A collective. All
+    ranks measure at once, under a second; a GPU needs 0.4 GiB (0.8 GiB in fp32), or a 16th of that if it is full.
     """
-    own_speed = 0.0
+    rank_speed = 0.0
     for size in _sizes(device, dtype):
         try:
-            own_speed = _measured(size, device, dtype)
+            rank_speed = _matmul_flops_per_s(size, device, dtype)
             break
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         get_accelerator().empty_cache()
-    speeds = [speed for speed in gather(own_speed) if speed]
+    speeds = [speed for speed in gather(rank_speed) if speed]
     get_accelerator().empty_cache()
     return float(statistics.median_low(speeds)) if speeds else 0.0
 
 
 def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return what to try: on a GPU one after another where memory is too little, on a CPU what takes long enough."""
+    """Return the sizes of square matrices to try in turn until one fits: on a CPU the first that can be timed alone."""
     if device.type != "cpu":
         return _GPU_SIZES
     for size in _CPU_SIZES:
@@ -62,7 +64,7 @@ def _sizes(device: torch.device, dtype: torch.dtype) -> tuple[int, ...]:
     return (size,)
 
 
-def _measured(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def _matmul_flops_per_s(size: int, device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest of several products of two matrices [size, size]."""
     seconds, times = (_CPU_S, 1) if device.type == "cpu" else (_GPU_S, _AT_ONCE)
     # Equal numbers would take less power, so a GPU would be faster. A generator of its own: the run's stays as it is.
@@ -87,16 +89,21 @@ class Baseline:
     formula: Formula | None
     """FLOPs of the model; None if they are not known."""
     recomputes: bool
+    """Whether activation checkpointing repeats forward passes, which counts for HFU, not for MFU."""
     dtype: str
     matmul_flops: float
     """FLOP/s of a large matrix product, measured; 0 where there was no memory for it."""
     device: str
-    """What the driver calls the card; "" is a processor."""
+    """The driver's name of the GPU; "" on a CPU."""
     card: machine.Gpu | None
+    """Its datasheet; None if it is not in plan/gpus.yaml, or on a CPU."""
     planned_bytes: int | None
+    """Planned memory of a rank: of its GPU, on CPUs of its process; None without a plan."""
 
     def speed(self, needed: Work, computed: Work, rank_seconds: float) -> dict[str, float]:
-        """Return a rank's FLOP/s and MFU, {} without FLOPs; `needed` (no padding) and `rank_seconds`: all ranks'."""
+        """Return FLOP/s, MFU and HFU of a mean rank for metrics.jsonl; {} if the model's FLOPs are not known. Summed
+        over all ranks: `needed`, work without padding, `computed`, with padding, and `rank_seconds`.
+        """
         if self.formula is None:
             return {}
         hardware = self.formula.hardware_flops if self.recomputes else self.formula.model_flops
@@ -109,7 +116,7 @@ class Baseline:
         return row
 
     def describe(self) -> str:
-        """Return a line on what the shares are of, on GPUs."""
+        """Return the line that says, on GPUs, what MFU is relative to: the measured matrix product, the datasheet."""
         values = {"dtype": self.dtype, "measured": f"{self.matmul_flops / 1e12:.3g}" if self.matmul_flops else "?"}
         if not (self.card and self.card.flops(self.dtype)):
             return tr(
@@ -129,15 +136,15 @@ class Baseline:
 def measure_baseline(
     engine: DeepSpeedEngine, tuning: TuningConfig, recomputes: bool, planned_bytes: int | None = None
 ) -> Baseline:
-    """Return what runs are compared with. A collective; `planned_bytes` per rank: of its GPU, on CPUs its process."""
+    """Return what a run with this engine is compared with: counts FLOPs, measures matrix products. A collective."""
     model, device = stages.unwrap_model(engine.module), engine.device
-    shapes: outline.Shapes = {}  # of all parameters as they are before they are partitioned or quantised
+    shapes: outline.Shapes = {}  # of the text model's parameters as they are before they are partitioned or quantised
     trained: set[str] = set()
-    config, beside = getattr(model, "config", None), tuple[str, ...]()
+    config, towers = getattr(model, "config", None), tuple[str, ...]()
     if isinstance(model, PreTrainedModel):
-        config, beside = model.config.get_text_config(), structure.towers(model)
+        config, towers = model.config.get_text_config(), structure.towers(model)
     for name, parameter in model.named_parameters():
-        if name.startswith(beside):
+        if name.startswith(towers):
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
         if isinstance(owner, torch.nn.Linear) and name.endswith(".weight"):

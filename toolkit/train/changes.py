@@ -1,4 +1,4 @@
-"""What a resumed run changes of the settings and the data of the run that was saved, and what of it is allowed."""
+"""Which settings and data a resumed run changes, compared with its checkpoint, and which of these are allowed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,8 +11,9 @@ from toolkit.train.consistency import is_below
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return key, old and new value of what differs, in the config's order, no secrets. A key that an older config
-    lacks had its default; only what is trained is then unknown (None).
+    """Return (dotted key, old value, new value) of settings that differ, in the order of the config, without secrets.
+    A key that an older version's config lacks had its default; only of those that say what is trained, the old value is
+    unknown (None).
     """
     old = {key: value for key, value in dotted_keys.leaves(before) if not dotted_keys.did_nothing(key, value)}
     new = dict(dotted_keys.leaves(now))
@@ -23,11 +24,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
 
 
 def is_allowed_change(key: str) -> bool:
-    """Whether a key may change without changing what is computed."""
+    """Whether a config key may change without changing what the run computes."""
     return dotted_keys.influence_of(key, schema.RunConfig) in (schema.Influence.free, schema.Influence.content)
 
 
 def _is_trained(key: str) -> bool:
+    """Whether a config key decides which parameters are trained."""
     return dotted_keys.influence_of(key, schema.RunConfig) is schema.Influence.trained
 
 
@@ -38,8 +40,9 @@ def check_changes(
     data_now: Mapping[str, str],
     allowed: Sequence[str],
 ) -> list[str]:
-    """Return a line per change since the checkpoint, of configs and data; ConfigError if one is not in `allowed`, the
-    keys and sections of `checkpoint.allow_changes`, and changes what is computed.
+    """Compare a checkpoint's config and data (key -> digest) with those of now; return a line per change, to print.
+    ConfigError if a change alters what is computed and is not in `allowed`, the keys and sections of
+    `checkpoint.allow_changes`; or if the optimizer's states or the trained parameters would not fit.
     """
     changes = [
         (key, old, new, f"  {key}: {_shortened(old)} -> {_shortened(new)}")
@@ -81,7 +84,7 @@ def check_changes(
 
 
 def _changed_data(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the key that allows it and a line for each difference of data and tokenizer."""
+    """Yield, for each difference of data and tokenizer, the key that allows it in `allow_changes`, and its line."""
     parts = {
         "vocabulary": tr("vocabulary"),
         "division of text": tr("division of text"),
@@ -105,5 +108,6 @@ def _changed_data(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator
 
 
 def _shortened(value: Any) -> str:
+    """Return a value as text of 80 characters at most."""
     text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""Places between the steps of a run at which more can be done, and what a config adds there."""
+"""Hooks: what a config adds around and between the steps of a run, and when it is called."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,86 +18,88 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """What is done beside training. Trainer and loop call each place of every hook, in the order of the list; a place
-    does nothing where a hook does not define it. It is called on all ranks, unless it says otherwise.
+    """Something that is done alongside training. Trainer and loop call each method of every hook, in the order of the
+    list, on all ranks unless it says otherwise; a method that a hook does not override does nothing.
     """
 
     # Around the steps
 
     def at_begin(self, run: "RunContext", task: "Task") -> None:
-        """The engine is built, and nothing has been tried or trained. A replay does not call it."""
+        """Called once the engine is built, before anything is tried or trained; not in a replay."""
 
     def at_dry_run(self) -> None:
-        """The dry run has passed."""
+        """Called once the dry run has passed."""
 
     def at_start(self, loop: "TrainLoop") -> None:
-        """The loop begins; no step is done yet."""
+        """Called when the loop begins, before its first step."""
 
     def at_last_step(self) -> None:
-        """All steps are done: write what still waits, or raise CheckpointError. On rank 0 only."""
+        """Called after all steps: write what is still in memory, or raise CheckpointError. On rank 0 only."""
 
     def at_end(self, result: "FitResult", samples: list[dict[str, str]]) -> None:
-        """The model has answered and is exported."""
+        """Called once the model is exported; `samples`: its answers to `evaluate.prompts`."""
 
     def before_done(self, summary: dict[str, Any]) -> None:
-        """The result has been printed; `summary`, which goes into DONE, may be added to. On rank 0 only."""
+        """Called once the result is printed; may add to `summary`, which is written to DONE. On rank 0 only."""
 
     def after_done(self) -> None:
-        """DONE is written. On rank 0 only."""
+        """Called once DONE is written. On rank 0 only."""
 
     def at_exit(self, error: BaseException | None) -> None:
-        """The run has ended, by an error or without one; `at_start` may not have been called."""
+        """Called when the run has ended, with the error that ended it; `at_start` may not have been called."""
 
     # A step
 
     def before_step(self, step: int, vote: "StepVote") -> None:
-        """The data of a step is there; `vote`, this rank's, may be changed."""
+        """Called once the data of `step` is loaded; may change `vote`, this rank's report to the others."""
 
     def after_step(self, result: "StepResult", seconds: float) -> None:
-        """A step is done, and nothing that follows it yet; `seconds`: what it took, its data included."""
+        """Called after a step, before logging, evaluation and save; `seconds`: what it took, its data included."""
 
     def between_steps(self, step: int) -> None:
-        """What follows a step is done: logging, evaluation, save. Not after the last step."""
+        """Called once logging, evaluation and save after `step` are done. Not after the last step."""
 
     def at_pause(self) -> None:
-        """What is done until `at_resume` is no part of training: evaluation, saving."""
+        """Called before an evaluation or a save; until `at_resume`, time is not that of steps."""
 
     def at_resume(self) -> None:
-        """Training continues."""
+        """Called after an evaluation or a save."""
 
     # What follows some steps
 
     def rank_figures(self) -> Mapping[str, float]:
-        """Return this rank's figures since the last log, the same names on all; `at_log` gets those of every rank."""
+        """Return this rank's figures since the last log, the same names on all ranks; `at_log` gets them of all, as
+        `times.figures`.
+        """
         return {}
 
     def at_log(self, step: int, position: Position, times: "RankTimes") -> Mapping[str, float]:
-        """Return what metrics.jsonl shall say of the steps since the last log, up to the one that began at a place in
-        the data.
+        """Return what to add to the row of metrics.jsonl about the steps since the last log; `position`: where in the
+        data the last of them began.
         """
         return {}
 
     def after_log(self, times: "RankTimes") -> None:
-        """The steps since the last log are written and shown."""
+        """Called once the row about the steps since the last log is written and printed."""
 
     def at_row(self, row: Mapping[str, object]) -> None:
-        """A row was written to metrics.jsonl, of steps or of an evaluation. On rank 0 only."""
+        """Called with each row written to metrics.jsonl, of steps or of an evaluation. On rank 0 only."""
 
     def at_evaluation(self, step: int, figures: Mapping[str, float], seconds: float) -> None:
-        """An evaluation is done, and took so long; its row is not written yet."""
+        """Called after an evaluation, which took `seconds`, before its row is written."""
 
     def at_save(self, seconds: float) -> None:
-        """A save has begun, and training waited so many seconds for it."""
+        """Called when a save has begun, for which training waited `seconds`."""
 
     def at_publish(self, seconds: float) -> None:
-        """A checkpoint is complete so many seconds after training continued."""
+        """Called when a checkpoint is published, `seconds` after training continued."""
 
     def at_rewind(self, step: int) -> None:
-        """The run is rewound to a step."""
+        """Called when the run is rewound to `step`: later steps are repeated."""
 
 
 def hooks_of(cfg: RunConfig, ranks: Ranks, folder: Path) -> list[Hook]:
-    """Return what a config adds to the run in a directory. A collective; ConfigError if `run.deadline` is past."""
+    """Return the hooks that a config adds to the run in `folder`. A collective; ConfigError if run.deadline is past."""
     hooks: list[Hook] = []
     if cfg.run.deadline:
         from toolkit.train.deadline import DeadlineHook
@@ -127,7 +129,7 @@ def hooks_of(cfg: RunConfig, ranks: Ranks, folder: Path) -> list[Hook]:
 
 
 def hooks_of_model(routers: "Routers | None", folder: Path) -> list[Hook]:
-    """Return what a model adds, once it is built: figures of a mixture's experts."""
+    """Return the hooks that a built model adds: with `routers`, figures of how its experts are used."""
     if routers is None:
         return []
     from toolkit.train.experts import ExpertFigures
@@ -137,7 +139,7 @@ def hooks_of_model(routers: "Routers | None", folder: Path) -> list[Hook]:
 
 @contextmanager
 def running(hooks: Sequence[Hook], run: "RunContext", task: "Task") -> Iterator[None]:
-    """Call `at_begin` of all hooks, and `at_exit` however the run ends."""
+    """Call `at_begin` of all hooks, then run the body; call `at_exit` however it ends."""
     for hook in hooks:
         hook.at_begin(run, task)
     try:

@@ -28,11 +28,11 @@ from toolkit.train.task import FitResult, RunContext, Task
 from toolkit.train.throughput import ThroughputMeter
 
 _LOOK_EVERY_S = 1.0
-"""For the file `stop`, as the run directory may be on a file server."""
+"""Seconds between two checks for the file `stop`, as the run directory may be on a file server."""
 
 
 class TrainLoop:
-    """Does all steps of a run; its attributes are the state between two steps. Methods are collectives."""
+    """Does all steps of a run; its attributes are the state between two steps. All ranks call its methods together."""
 
     def __init__(self, task: Task, run: RunContext, baseline: Baseline, progress: Progress) -> None:
         self.task, self.run, self.baseline, self.progress = task, run, baseline, progress
@@ -51,7 +51,7 @@ class TrainLoop:
         self.begin_at(run.start, Position(run.start.epoch, run.start.row))
 
     def begin_at(self, state: directory.RunState, position: Position) -> None:
-        """Continue after the step of a state, with the data from a position on."""
+        """Continue after `state.step` with the data from `position` on, at the start of a run or after a rewind."""
         self.state = replace(state, evaluations=list(state.evaluations))
         self.step = state.step
         self.position = self.step_position = position
@@ -62,7 +62,7 @@ class TrainLoop:
         self.batches = self.task.batches(position, self.run.total_steps - state.step)  # or fewer of them
 
     def end_at(self, step: int) -> None:
-        """Let the run and its schedule end with a step; the next one is the first that takes it into account."""
+        """Let the run and its learning-rate schedule end with `step`; takes effect from the next step on."""
         self.total_steps = self.progress.total_steps = step
         self.engine.lr_scheduler.fit(None if step == self.run.total_steps else step - self.step)
 
@@ -92,7 +92,7 @@ class TrainLoop:
         return FitResult(state=self._state(), skipped_steps=skipped_steps, steps=self.steps, steps_s=self.steps_s)
 
     def compute_step(self) -> tuple[StepResult, float]:
-        """Do a step, and move on in the data; return what it did, and its learning rate."""
+        """Do the next optimizer step without judging its outcome; return its result and its learning rate."""
         self.step += 1
         lr = float(self.engine.get_lr()[0])
         began = time.perf_counter()
@@ -122,7 +122,7 @@ class TrainLoop:
         return result, lr
 
     def _vote(self) -> StepVote:
-        """Return what this rank reports to the others with the next step."""
+        """Return what this rank reports to the others with the next step's counts: stop, saves, lost directory."""
         is_first_rank, now = process_group.rank() == 0, time.monotonic()
         if is_first_rank and not self.is_stop_file_found and now >= self.next_look:
             self.next_look = now + _LOOK_EVERY_S
@@ -155,7 +155,7 @@ class TrainLoop:
         self.guard.check_patience(self.step)
 
     def _step_done(self, stops: bool, is_time: bool, lr: float, log: bool) -> None:
-        """Do what is due after a step: log, evaluate, save, stop."""
+        """Do what is due after a step: log (at once with `log`), evaluate, save, stop (raises Stopped)."""
         step, last = self.step, self.step == self.total_steps
         saves, evaluates = self.saving.is_due(step, stops, is_time, last), self._evaluates() and not stops
         if log or saves or evaluates or last or step == 1 or step % self.cfg.train.log_every == 0:
@@ -188,7 +188,7 @@ class TrainLoop:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Leave what is done meanwhile out of the time that steps take."""
+        """Exclude the body, an evaluation or a save, from the time that steps take."""
         for hook in self.hooks:
             hook.at_pause()
         self.meter.pause()
@@ -198,7 +198,7 @@ class TrainLoop:
             hook.at_resume()
 
     def _log(self, lr: float) -> None:
-        """Append a row about the steps since the last one to metrics.jsonl, and show it."""
+        """Append a row about the steps since the last row to metrics.jsonl, and print it. `lr`: of the last step."""
         figures: dict[str, float] = {}
         for hook in self.hooks:
             figures |= hook.rank_figures()
@@ -219,6 +219,7 @@ class TrainLoop:
         self.state.last_loss = row["loss"]
 
     def _finish_logs(self) -> None:
+        """Write what still waits for room on the disk, or raise CheckpointError. For rank 0 only."""
         self.metrics.finish()
         for hook in self.hooks:
             hook.at_last_step()
@@ -230,6 +231,7 @@ class TrainLoop:
         return is_due(self.step, self.cfg.evaluate.every) or self.step == self.total_steps
 
     def _evaluate(self) -> None:
+        """Evaluate the task, record the figures in state, metrics.jsonl and hooks, and print them."""
         step, began, show_alive = self.step, time.monotonic(), partial(self.watchdog.enter, "evaluation", self.step)
         show_alive()
         figures = self.task.evaluate(self.run, step, show_alive)
@@ -245,13 +247,13 @@ class TrainLoop:
             say(line)
 
     def _publish_in_step(self) -> None:
-        """Publish the checkpoint that all ranks have proven; the step's time does not include that."""
+        """Publish the checkpoint that all ranks have verified, outside of the steps' time."""
         self.watchdog.enter("checkpoint", self.step)
         with self._paused():
             self.saving.publish()
 
     def _is_rewound(self, trouble: Anomaly, result: StepResult, lr: float) -> bool:
-        """Warn of a step that went wrong, and do what `train.on_bad_step` says; return whether the run was rewound."""
+        """Warn of a bad step; then, by `train.on_bad_step`, return False, raise Diverged, or rewind and return True."""
         self.state.bad_steps += 1
         logs, samples = self.run.folder / "logs", lambda: self.task.samples_at(self.step_position)
         what = warn_of_bad_step(logs, self.step, trouble, result, samples)
@@ -275,9 +277,9 @@ class TrainLoop:
         self._publish_in_step()
         checkpoint = checkpoint_before(self.checkpointer, self.rewinds, trouble)
         self.metrics.forget()
-        run, saved, before = self.run, directory.read_run_state(checkpoint), self.state
-        state = replace(saved, config=run.start.config, bad_steps=before.bad_steps, rewinds=before.rewinds + 1)
-        is_of_run = checkpoint.parent.parent == run.folder  # or the one that the run began with
+        run, saved, current = self.run, directory.read_run_state(checkpoint), self.state
+        state = replace(saved, config=run.start.config, bad_steps=current.bad_steps, rewinds=current.rewinds + 1)
+        is_of_run = checkpoint.parent.parent == run.folder  # else another run's, from which this one began
         process_group.on_rank0(lambda: trim_metrics(run.folder, state.metrics_bytes if is_of_run else 0))
         resume_from(self.checkpointer, checkpoint, state, run.ranks, self.cfg)
         self.progress.back_to(state.step)
@@ -287,6 +289,7 @@ class TrainLoop:
         self.begin_at(state, self.position)
 
     def _state(self) -> directory.RunState:
+        """Return the run's state after the last step, as a checkpoint saves it."""
         metrics = self.metrics.file
         return replace(
             self.state,
@@ -303,5 +306,6 @@ class TrainLoop:
 
 
 def _log_to(hooks: Sequence[Hook], row: Mapping[str, object]) -> None:
+    """Hand a row of metrics.jsonl to all hooks."""
     for hook in hooks:
         hook.at_row(row)

@@ -17,24 +17,27 @@ from toolkit.train.checkpointer import Checkpointer, counts_in
 
 
 def trim_metrics(folder: Path, length: int) -> None:
-    """Move rows beyond `length` bytes of metrics.jsonl, of steps that are done again, to a file. For rank 0 only."""
+    """Cut metrics.jsonl to its first `length` bytes: rows of steps that are repeated go to logs/metrics-lost.jsonl. For
+    rank 0 only.
+    """
     path = folder / "metrics.jsonl"
     if not path.exists() or path.stat().st_size <= length:
         return
     content = path.read_bytes()
-    with open(folder / "logs" / "metrics-lost.jsonl", "ab") as lost:
-        lost.write(content[length:])
+    with open(folder / "logs" / "metrics-lost.jsonl", "ab") as lost_rows:
+        lost_rows.write(content[length:])
     os.truncate(path, length)
 
 
 def starting_state(
     cfg: schema.RunConfig, data: dict[str, str], ranks: Ranks, source: run_dir.RunSource
 ) -> directory.RunState:
-    """Return where the run begins; put aside what is done again. For rank 0 only; `data` is the `identity` of its data.
-    ConfigError if the run computes something else than the saved one, CheckpointError if it cannot be read here.
+    """Return the state in which the run begins, a new one or the checkpoint's, with this run's settings; move rows of
+    repeated steps out of metrics.jsonl. `data`: the task's `identity`. For rank 0 only. ConfigError if the run would
+    compute something else than the saved one, CheckpointError if its states cannot be loaded in this layout.
     """
     config = json.loads(json.dumps(load.to_dict(cfg)))
-    same: dict[str, Any] = {
+    of_this_run: dict[str, Any] = {
         "world_size": ranks.world_size,
         "data": data,
         "config": config,
@@ -42,7 +45,7 @@ def starting_state(
     }
     if source.checkpoint is None:
         trim_metrics(source.folder, 0)
-        return directory.RunState(**same)
+        return directory.RunState(**of_this_run)
     state, changed = directory.read_run_state(source.checkpoint), list[str]()
     if state.is_foreign:
         _check_foreign(source.checkpoint, cfg.optim.name)
@@ -51,16 +54,16 @@ def starting_state(
 
         _check_layout(source.checkpoint, state, config)
         changed = check_changes(secrets.hide_all(state.config), config, state.data, data, cfg.checkpoint.allow_changes)
-    is_own = source.checkpoint.parent.parent == source.folder
-    trim_metrics(source.folder, state.metrics_bytes if is_own else 0)
+    is_of_run = source.checkpoint.parent.parent == source.folder
+    trim_metrics(source.folder, state.metrics_bytes if is_of_run else 0)
     say("Resuming after step {step} from {checkpoint}.", step=f"{state.step:,}", checkpoint=source.checkpoint)
     if changed:
         say(tr("Changed since then:") + "\n" + "\n".join(changed))
-    return replace(state, **same)
+    return replace(state, **of_this_run)
 
 
 def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
-    """Reject another program's checkpoint for other optimizers than Adam's; say what starts again."""
+    """Print what of another program's checkpoint is not loaded; ConfigError unless the optimizer is an Adam."""
     if not rule_tables.OPTIMIZERS[optimizer].is_adam:
         raise ConfigError(
             "the checkpoint {folder} holds Adam's states, not those of optim.name = {name}. Set optim=adamw, or train "
@@ -72,7 +75,7 @@ def _check_foreign(checkpoint: Path, optimizer: schema.OptimizerName) -> None:
 
 
 def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the states of the saved config, or of this one, cannot be moved to another layout."""
+    """Raise CheckpointError if the saved config or this run's uses an optimizer whose states cannot be reloaded."""
     if saved.config["zero"].get("zenflow", {}).get("enabled") and "zenflow" not in counts_in(checkpoint):
         raise CheckpointError(
             "the checkpoint {folder} cannot be resumed: an earlier version saved it under ZenFlow, matrices in another "
@@ -94,7 +97,9 @@ def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[s
 def resume_from(
     checkpointer: Checkpointer, checkpoint: Path, state: directory.RunState, ranks: Ranks, cfg: schema.RunConfig
 ) -> None:
-    """Put engine and random generators into the state of a checkpoint, or raise CheckpointError. A collective."""
+    """Load a checkpoint's weights, optimizer states and random generators, or raise CheckpointError; with another world
+    size or layout, generators are seeded anew from `state.step`. A collective.
+    """
     saved = directory.read_run_state(checkpoint)
     checkpointer.load(checkpoint)
     path = checkpoint / state_files.generators_file(ranks.rank)

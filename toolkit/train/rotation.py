@@ -1,4 +1,4 @@
-"""Which checkpoints stay. A thread of rank 0 removes old ones, as deleting 70 GB on a network disk takes minutes. They
+"""Rotation of checkpoints. A thread of rank 0 removes old ones, as deleting 70 GB on a network disk takes minutes. They
 are renamed first, so that a half-deleted one is never taken for a checkpoint.
 """
 
@@ -12,8 +12,9 @@ from toolkit.messages import CheckpointError, reason_of, warn
 
 
 class Rotation:
-    """Keeps as many checkpoints, and of older ones the weights alone, as configured. What is left to remove when a run
-    stops, its next start removes. `export` exports a checkpoint's weights to a folder, or raises CheckpointError.
+    """Keeps the newest `checkpoint.keep` checkpoints of `folder`, and exported weights of `keep_weights` older ones.
+    What is not yet removed when a run stops, its next start removes. `export(checkpoint, directory)` exports weights or
+    raises CheckpointError.
     """
 
     def __init__(self, folder: Path, config: schema.CheckpointConfig, export: Callable[[Path, Path], None]) -> None:
@@ -21,14 +22,14 @@ class Rotation:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_due = False
-        self._also: Collection[Path] | None = None
+        self._also_keep: Collection[Path] | None = None
 
-    def request(self, also: Collection[Path] | None = None) -> None:
-        """Let the thread remove the checkpoints that are too many, except `also`; with None only those already renamed
-        to be deleted. Returns at once. With `also`, it replaces a request that the thread has not begun yet.
+    def request(self, also_keep: Collection[Path] | None = None) -> None:
+        """Let the thread remove outdated checkpoints but those in `also_keep` (None: remove only what is renamed to be
+        deleted already). Returns at once. A collection replaces that of a request which has not begun yet.
         """
         with self._lock:
-            self._is_due, self._also = True, self._also if also is None else also
+            self._is_due, self._also_keep = True, self._also_keep if also_keep is None else also_keep
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rotation", daemon=True)
                 self._thread.start()
@@ -41,37 +42,37 @@ class Rotation:
         return thread is not None and thread.is_alive()
 
     def _run(self) -> None:
-        """Carry out requests until there is none: what the thread does."""
+        """Carry out requests until there is none. Runs in the thread."""
         while True:
             with self._lock:
                 if not self._is_due:
                     self._thread = None
                     return
-                also, self._is_due, self._also = self._also, False, None
+                also_keep, self._is_due, self._also_keep = self._also_keep, False, None
             try:
                 try:
                     directory.empty_trash(self.folder)
-                finally:  # what cannot be removed keeps nothing else on the disk
-                    if also is not None:
-                        self._rotate(also)
+                finally:  # if something there cannot be removed, the others still can
+                    if also_keep is not None:
+                        self._rotate(also_keep)
             except Exception as error:  # whatever it is: the thread must be there for the next save
                 warn("older checkpoints could not be removed: {reason}.", reason=reason_of(error))
 
-    def _rotate(self, also: Collection[Path]) -> None:
-        """Remove outdated checkpoints except `also`; of the newest `keep_weights` of them the weights are exported."""
+    def _rotate(self, also_keep: Collection[Path]) -> None:
+        """Remove outdated checkpoints but `also_keep`, and export the weights of the newest `keep_weights` of them."""
         keep, keep_weights = self.config.keep, self.config.keep_weights
-        outdated = directory.outdated_checkpoints(self.folder, keep, also)
+        outdated = directory.outdated_checkpoints(self.folder, keep, also_keep)
         exported = directory.weights_only(self.folder)
         steps = sorted({directory.step_of(path) for path in (*outdated, *exported)}, reverse=True)
         wanted = {directory.checkpoint_name(step) for step in (steps if keep_weights < 0 else steps[:keep_weights])}
         to_export = [path for path in outdated if path.name in wanted and directory.weights_of(path) not in exported]
         try:
-            directory.remove_old(self.folder, keep, [*also, *to_export], self.config.max_gib * 2**30, keep_weights)
+            directory.remove_old(self.folder, keep, [*also_keep, *to_export], self.config.max_gib * 2**30, keep_weights)
         finally:
             self._replace_by_weights(to_export)
 
     def _replace_by_weights(self, checkpoints: Sequence[Path]) -> None:
-        """Export the weights of checkpoints, given newest first, and remove each one whose export succeeded."""
+        """Export the weights of `checkpoints` (newest first), and remove each one whose export succeeded."""
         for checkpoint in reversed(checkpoints):  # the oldest first
             try:
                 self.export(checkpoint, directory.weights_of(checkpoint))

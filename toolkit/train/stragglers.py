@@ -1,4 +1,4 @@
-"""Which rank the others wait for.
+"""Detection of stragglers: ranks that all others wait for.
 
 Steps take equally long on all ranks, so each rank's own work is compared: the time from the end of a step to the next
 first sum over ranks (data, host), and the forward passes; backward passes reduce gradients. Under ZeRO-3 forward passes
@@ -23,13 +23,13 @@ COMPARED_STEPS = 20
 IN_A_ROW = 3
 """Comparisons one after the other in which a rank has to be slow."""
 SLOWER = 1.2
-"""A slow rank's own work to the median of the ranks."""
+"""Ratio of a slow rank's own work to the median of the ranks."""
 LEAST_SHARE = 0.03
 """Of a step's time by which its own work has to be longer: less is not worth a warning."""
 
 
 class StragglerDetector(Hook):
-    """Reports, once for each, ranks that are slow for long. `hosts` are those of the ranks."""
+    """Warns, once per rank, of ranks that stay slower than the others. `hosts`: host names by rank."""
 
     def __init__(self, hosts: Sequence[str] = ()) -> None:
         self.hosts = hosts
@@ -38,11 +38,11 @@ class StragglerDetector(Hook):
         self._reported: set[int] = set()
 
     def at_start(self, loop: "TrainLoop") -> None:
-        """Learn the names of the ranks' hosts."""
+        """Gather the host names of all ranks. A collective."""
         self.hosts = process_group.gather(socket.gethostname())
 
     def after_log(self, times: RankTimes) -> None:
-        """Warn of a slow rank, below the line of the steps in which it showed."""
+        """Warn of a slow rank, after the row about the steps in which it was slow is printed."""
         if slow := self.see(times):
             warn(slow)
 
@@ -54,11 +54,12 @@ class StragglerDetector(Hook):
         if times.steps < COMPARED_STEPS:
             return ""
         self._times = None
-        waits = times.own_s[slowest := slowest_rank(times.own_s)] - median_low(times.own_s)
+        slowest = slowest_rank(times.own_s)
+        excess_s = times.own_s[slowest] - median_low(times.own_s)
         per_token = [own_s / max(tokens, 1) for own_s, tokens in zip(times.own_s, times.tokens, strict=True)]
         # Slow per token too, as longer sequences take longer.
         is_slow = all(values[slowest] > SLOWER * median_low(values) for values in (times.own_s, per_token))
-        suspect = slowest if is_slow and waits > LEAST_SHARE * times.seconds else -1
+        suspect = slowest if is_slow and excess_s > LEAST_SHARE * times.seconds else -1
         self._in_a_row = self._in_a_row + 1 if suspect == self._suspect else 1
         self._suspect = suspect
         if suspect < 0 or self._in_a_row < IN_A_ROW or suspect in self._reported:

@@ -20,13 +20,13 @@ from toolkit.train.step import StepResult
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Times and tokens of each rank, summed over some steps."""
+    """Times and tokens of every rank, indexed by rank, summed over some steps; the same on all ranks but `seconds`."""
 
     steps: int
     seconds: float
-    """From the first to the last, the same for all but for the clocks."""
+    """Wall-clock time of the steps on this rank."""
     own_s: Sequence[float]
-    """Of each rank's own work, waiting for data included."""
+    """Seconds of each rank's own work, which waits for no other rank; waiting for data included."""
     data_wait_s: Sequence[float]
     tokens: Sequence[float]
     """Of each rank, padding included."""
@@ -34,7 +34,7 @@ class RankTimes:
     """What hooks measured on each rank (`Hook.rank_figures`)."""
 
     def row(self) -> dict[str, float]:
-        """Return what metrics.jsonl says of it, in seconds per step."""
+        """Return the figures for metrics.jsonl: waiting for data, slowest and median rank, in seconds per step."""
         data_rank = slowest_rank(self.data_wait_s)
         row: dict[str, float] = {
             "data_wait_s": self.data_wait_s[data_rank] / self.steps,
@@ -66,12 +66,14 @@ def slowest_rank(values: Sequence[float]) -> int:
 
 
 _IN_SAMPLES = {"tokens_per_s": "samples_per_s", "rank_tokens_per_s": "rank_samples_per_s", "total_tokens": "samples"}
+"""Names of figures in the rows of a task that counts samples in place of tokens."""
 _OF_TOKENS = ("trained_tokens_per_s", "trained_tokens", "padding_fraction")
+"""Figures that such a task's rows lack."""
 
 
 class ThroughputMeter:
-    """Adds up steps for the rows of metrics.jsonl. `trained_tokens`, `total_tokens`: those of the run so far, or
-    samples by `unit`; `counted_in`: name of the figure that says how many samples, if the loss is not per token.
+    """Sums up steps for the rows of metrics.jsonl. `trained_tokens`, `total_tokens`: of the run before its first step
+    here, in `unit` (tokens or samples); `counted_in`: "", or the figure's name for what the loss is the mean of.
     """
 
     def __init__(
@@ -91,13 +93,14 @@ class ThroughputMeter:
         self._reset()
 
     def _reset(self) -> None:
+        """Start summing up anew, for the next row."""
         self.results: list[StepResult] = []
         self.step_seconds: list[float] = []
         self.own_s = self.data_wait_s = 0.0
         self.started = self.step_began = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
-        """Count one step."""
+        """Add the step that has just ended. Own work is the time up to its first collective, and its forward passes."""
         self.results.append(result)
         self.trained_tokens_so_far += result.trained_tokens
         self.total_tokens_so_far += result.total_tokens
@@ -107,22 +110,24 @@ class ThroughputMeter:
         self.step_began = now
 
     def pace(self, figures: Mapping[str, float] | None = None) -> RankTimes:
-        """Return the times of each rank since the last row, with `figures` of hooks, by name. A collective."""
+        """Return the times of each rank since the last row, with this rank's `figures` of hooks, by name. A collective:
+        a sum in which each rank fills its column of a matrix [figures, ranks].
+        """
         seconds, device, figures = time.perf_counter() - self.started, self.engine.device, figures or {}
         rank_tokens = sum(result.rank_tokens for result in self.results)
-        own_figures = [self.own_s, self.data_wait_s, rank_tokens, *memory_peaks(device), *figures.values()]
+        rank_figures = [self.own_s, self.data_wait_s, rank_tokens, *memory_peaks(device), *figures.values()]
         # float64, as sums of tokens are too large for float32.
-        values = torch.zeros(len(own_figures), world_size(), dtype=torch.float64)
-        values[:, rank()] = torch.tensor(own_figures, dtype=torch.float64)
-        of_ranks = sum_over_ranks(values.flatten(), device).view(len(own_figures), -1).tolist()
-        own_s, data_wait_s, tokens, host_bytes, device_bytes, *more = of_ranks
+        values = torch.zeros(len(rank_figures), world_size(), dtype=torch.float64)
+        values[:, rank()] = torch.tensor(rank_figures, dtype=torch.float64)
+        rows = sum_over_ranks(values.flatten(), device).view(len(rank_figures), -1).tolist()
+        own_s, data_wait_s, tokens, host_bytes, device_bytes, *more = rows
         self.peaks = host_bytes, device_bytes
         return RankTimes(len(self.results), seconds, own_s, data_wait_s, tokens, dict(zip(figures, more, strict=True)))
 
     def row(self, step: int, epoch: float, lr: float, pace: RankTimes) -> dict[str, float]:
-        """Return a row of metrics.jsonl and reset the sums. `loss`, and the task's figures, are exact means over the
-        trained tokens (or samples) of all ranks since the last row, without steps whose loss is not finite. `lr`: of
-        the last step; `pace`: returned by `pace` just before.
+        """Return a row of metrics.jsonl about the steps since the last row, and reset the sums. `loss` and the task's
+        figures are exact means over the trained tokens (or samples) of all ranks, without steps whose loss is not
+        finite. `lr`: of the last step; `pace`: returned by the method `pace` just before.
         """
         results, seconds, ranks = self.results, pace.seconds, world_size()
         trained, total, computed, pairs = (
@@ -180,13 +185,13 @@ class ThroughputMeter:
 
     def resume(self) -> None:
         """Count time again."""
-        gone = time.perf_counter() - self.paused
-        self.started += gone
-        self.step_began += gone
-        self.on_its_own_since += gone
+        paused_s = time.perf_counter() - self.paused
+        self.started += paused_s
+        self.step_began += paused_s
+        self.on_its_own_since += paused_s
 
 
 def memory_peaks(device: torch.device) -> tuple[float, float]:
-    """Return the most bytes so far that this process had in memory, and its tensors on a GPU (0 without one)."""
+    """Return this process's peak bytes so far: of its resident memory, and of tensors on its GPU (0 without one)."""
     host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return host, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

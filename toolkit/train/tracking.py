@@ -1,4 +1,4 @@
-"""What a run sends to its trackers: config and data, rows, answers, and figures of the whole run."""
+"""What a run sends to its trackers (wandb, TensorBoard, …): config, data, metrics, answers, figures of the run."""
 
 import json
 import math
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class Tracking(Hook):
-    """A run's trackers, which rank 0 begins. It waits for them, while ranks wait in a collective, for a quarter of
-    `distributed.timeout_s` at most; the report may take half of it.
+    """Sends a run's records from rank 0 to the child process that feeds its trackers. Rank 0 waits for them at most a
+    quarter of `distributed.timeout_s`, as the other ranks wait in a collective, and the report may take half of it.
     """
 
     def __init__(self, cfg: RunConfig) -> None:
         self.trackers = queue.Trackers(min(cfg.track.patience_s, cfg.distributed.timeout_s / 4))
 
     def at_begin(self, run: "RunContext", task: "Task") -> None:
-        """Begin, with config, data, commit and versions as hyperparameters."""
+        """Start the trackers on rank 0, with config, data, commit and versions as hyperparameters."""
         self.run = run
         if run.ranks.rank:
             return
@@ -44,22 +44,22 @@ class Tracking(Hook):
         self.trackers.begin(run.folder, settings, hyperparameters, run.start.step)
 
     def at_dry_run(self) -> None:
-        """Wait a while for their answers, so that what is wrong with one is reported before the first step."""
+        """Wait for the trackers to answer, so that what is wrong with one is reported before the first step."""
         process_group.on_rank0(self.trackers.wait_begun)
 
     def at_row(self, row: Mapping[str, object]) -> None:
-        """Send a row."""
+        """Send a row of metrics.jsonl."""
         self.trackers.row(row)
 
     def at_rewind(self, step: int) -> None:
-        """Let them drop the rows of steps that are done again."""
+        """Let the trackers drop the rows of steps that are repeated."""
         self.trackers.back_to(step)
 
     def at_evaluation(self, step: int, figures: Mapping[str, float], seconds: float) -> None:
-        """Send what the model answered: the lines of a file."""
+        """Send the model's answers to validation samples, which the evaluation has written to a file."""
         if "eval_answers" not in figures or not self.trackers.is_on:
             return
-        # The file may be cut off: a disk that is full has been reported, and is no reason to end a run.
+        # The file may be cut off: a full disk has been reported, and is no reason to end a run.
         with (
             suppress(OSError, ValueError),
             (self.run.folder / "evaluations" / f"step-{step}.jsonl").open(encoding="utf-8") as lines,
@@ -67,7 +67,7 @@ class Tracking(Hook):
             self.trackers.answers(step, backends.ANSWERS, [json.loads(line) for line in lines])
 
     def at_end(self, result: "FitResult", samples: list[dict[str, str]]) -> None:
-        """Send the last answers (samples.jsonl), and figures of the whole run as transformers has them."""
+        """Send the answers to `evaluate.prompts`, and figures of the whole run under transformers' names."""
         if not self.trackers.is_on:
             return
         seconds = max(result.steps_s, 1e-9)
@@ -81,7 +81,7 @@ class Tracking(Hook):
         self.trackers.summary(result.state.step, values)
 
     def at_exit(self, error: BaseException | None) -> None:
-        """Report how the run has ended: one that was stopped where it was meant to be has finished."""
+        """Send how the run has ended; one that stopped where the config asked for it has finished."""
         if error is None or (isinstance(error, Stopped) and not error.exit_code):
             self.trackers.end(backends.FINISHED)
         else:
@@ -89,11 +89,11 @@ class Tracking(Hook):
 
 
 def _mean_loss(run: "RunContext") -> float:
-    """Return the mean over the trained tokens (samples, pairs) of the run, from metrics.jsonl."""
+    """Return the mean loss over the trained tokens (or samples, pairs) of the run, from metrics.jsonl."""
     counted, _ = data_unit(run.cfg)
-    [begun, *_] = run_dir.read_rows(run.folder / "logs" / run_dir.STARTS, OSError) or [{"from_step": 0}]
-    total = tokens = 0.0
-    before = None if begun["from_step"] else 0.0
+    [first_start, *_] = run_dir.read_rows(run.folder / "logs" / run_dir.STARTS, OSError) or [{"from_step": 0}]
+    loss_sum = counted_sum = 0.0
+    before = None if first_start["from_step"] else 0.0  # the run's count at the end of the row before
     with suppress(OSError, ValueError, KeyError), (run.folder / "metrics.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = metrics.metric_values(json.loads(line))
@@ -102,9 +102,10 @@ def _mean_loss(run: "RunContext") -> float:
             count = row["trained_tokens"] if "trained_tokens" in row else row["samples"]
             if before is None:  # another run's checkpoint brought its count along: only the steps of this row are new
                 pace = row["trained_tokens_per_s" if "trained_tokens" in row else "samples_per_s"]
-                before = count - pace * row["step_s"] * (row["step"] - begun["from_step"])
-            since, before = row.get(counted, count - before), count  # pairs are those of a row, the others of the run
+                before = count - pace * row["step_s"] * (row["step"] - first_start["from_step"])
+            # A row has its own count of pairs, but tokens and samples since the run's start.
+            since, before = row.get(counted, count - before), count
             if math.isfinite(row["loss"]):
-                total += row["loss"] * since
-                tokens += since
-    return total / tokens if tokens else math.nan
+                loss_sum += row["loss"] * since
+                counted_sum += since
+    return loss_sum / counted_sum if counted_sum else math.nan
