@@ -16,9 +16,7 @@ from toolkit.models.save import stored_form
 
 
 def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder: Path) -> None:
-    """Raise ModelError unless what `write_folder` will write to `folder` can be read back, by name and shape, without
-    values. For rank 0 only.
-    """
+    """Raise ModelError unless what `write_folder` writes could be read back, by names and shapes. For rank 0 only."""
     tensors = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
     shapes = {name: full_shape(name, value) for name, value in tensors.items()}
     with trial_directory(folder) as described:
@@ -29,9 +27,7 @@ def check_exportable(model: PreTrainedModel, files: Mapping[str, bytes], folder:
 
 
 def export_in_background(checkpoint: Path, folder: Path) -> None:
-    """Verify a checkpoint and export it in transformers' layout in a child process, as writing weights holds Python's
-    lock, which training needs; raises CheckpointError.
-    """
+    """Verify and export a checkpoint in a child process, as writing holds Python's lock; raises CheckpointError."""
     from toolkit.launch.processes import run_module
 
     if reason := run_module("toolkit.export.checkpoint", str(checkpoint), str(folder)):

@@ -16,9 +16,7 @@ from toolkit.models.load import load_model, stream, streamed_model
 
 
 def verify_logits(folder: Path) -> str:
-    """Run the model of a checkpoint or an export once, on the CPU, and return the comparison with its probe as text;
-    raises as `verify_model`.
-    """
+    """Run a checkpoint's or export's model once on the CPU; return the comparison with its probe. See `verify_model`."""
     from toolkit.export.checkpoint import load_checkpoint
     from toolkit.export.custom import is_custom
     from toolkit.models import adapters

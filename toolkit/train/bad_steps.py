@@ -23,9 +23,7 @@ _MOST_NAMED = 3
 def warn_of_bad_step(
     logs: Path, step: int, trouble: Anomaly, result: StepResult, samples: Callable[[], Samples]
 ) -> str:
-    """Write a bad step's samples to logs/bad-step-STEP.jsonl and warn; return the sentence that says what went wrong
-    and which rank, micro-batch and samples have the highest loss. A collective; `samples`: see `record_samples`.
-    """
+    """Write a bad step's samples to logs/ and warn; return the sentence about it. Collective; see `record_samples`."""
     file = disk.unused_path(logs / f"bad-step-{step}.jsonl")
     head = {"step": step, "what": trouble.kind.value, "text": trouble.text()}
     rows, reason = record_samples(file, head, result, samples)

@@ -45,9 +45,7 @@ def _held_by(engine: DeepSpeedEngine, with_frozen: bool) -> engine_state.Held:
 
 
 def _files_of(engine: DeepSpeedEngine, asynchronous: bool) -> state_files.Files:
-    """Return the writer of an engine's fragment files. Asynchronous, it copies states before the engine's next update,
-    which waits for that, and writes the copies in a thread.
-    """
+    """Return the writer of an engine's fragment files; the next update waits until it has copied all states."""
     asynchronous = asynchronous and not engine.zero_nvme_offload_optimizer()  # memory has no room for such copies
     # With these, optimizer states are moved or changed outside the optimizer's step as well (deepspeed 0.19.8).
     copies_at_once = bool(engine.zenflow or engine.super_offload() or is_muon(engine))
@@ -109,9 +107,7 @@ class Checkpointer:
         self._probe_s, self._probed_at = 0.0, 0.0
 
     def begin(self, state: directory.RunState, is_last: bool = False) -> None:
-        """Publish the previous checkpoint and begin to write one of this state. The last one is probed, as no later
-        step can show that its weights are good.
-        """
+        """Publish the previous checkpoint and begin to write this state's; the last is probed, as no step follows."""
         self.finish()
         name = directory.checkpoint_name(state.step)
         temporary = self.folder / f"{name}.tmp"

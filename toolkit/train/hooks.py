@@ -68,15 +68,11 @@ class Hook:
     # What follows some steps
 
     def rank_figures(self) -> Mapping[str, float]:
-        """Return this rank's figures since the last log, the same names on all ranks; `at_log` gets them of all, as
-        `times.figures`.
-        """
+        """Return this rank's figures since the last log, of the same names on all ranks; see `RankTimes.figures`."""
         return {}
 
     def at_log(self, step: int, position: Position, times: "RankTimes") -> Mapping[str, float]:
-        """Return what to add to the row of metrics.jsonl about the steps since the last log; `position`: where in the
-        data the last of them began.
-        """
+        """Return what to add to the row about the steps since the last log; `position`: where the last one began."""
         return {}
 
     def after_log(self, times: "RankTimes") -> None:

@@ -17,9 +17,7 @@ from toolkit.train.checkpointer import Checkpointer, counts_in
 
 
 def trim_metrics(folder: Path, length: int) -> None:
-    """Cut metrics.jsonl to its first `length` bytes: rows of steps that are repeated go to logs/metrics-lost.jsonl. For
-    rank 0 only.
-    """
+    """Move metrics.jsonl's rows after `length` bytes, of steps to repeat, to metrics-lost.jsonl. For rank 0 only."""
     path = folder / "metrics.jsonl"
     if not path.exists() or path.stat().st_size <= length:
         return
@@ -97,9 +95,7 @@ def _check_layout(checkpoint: Path, saved: directory.RunState, config: Mapping[s
 def resume_from(
     checkpointer: Checkpointer, checkpoint: Path, state: directory.RunState, ranks: Ranks, cfg: schema.RunConfig
 ) -> None:
-    """Load a checkpoint's weights, optimizer states and random generators, or raise CheckpointError; with another world
-    size or layout, generators are seeded anew from `state.step`. A collective.
-    """
+    """Load a checkpoint into engine and random generators; another layout seeds these anew. A collective."""
     saved = directory.read_run_state(checkpoint)
     checkpointer.load(checkpoint)
     path = checkpoint / state_files.generators_file(ranks.rank)

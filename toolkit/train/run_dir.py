@@ -36,15 +36,8 @@ STOP = "stop"
 STARTS = "starts.jsonl"
 LOCK = "run.lock"
 RECORDED_PACKAGES = (
-    "torch",
-    "deepspeed",
-    "transformers",
-    "peft",
-    "tokenizers",
-    "hydra-core",
-    "omegaconf",
-    "numpy",
-    "safetensors",
+    *("torch", "deepspeed", "transformers", "peft", "tokenizers"),
+    *("hydra-core", "omegaconf", "numpy", "safetensors"),
 )
 
 
@@ -271,9 +264,7 @@ def rescue(folder: Path) -> Path:
 def write_settings(
     folder: Path, config_yaml: str, ds_config: dict[str, object], hosts: Sequence[str], device: str
 ) -> None:
-    """Write config.yaml, ds_config.json and environment.json, without secrets, or raise CheckpointError. For rank 0
-    only. `device`: its GPU, "" on CPUs.
-    """
+    """Write config.yaml, ds_config.json, environment.json, without secrets. Rank 0 only. `device`: GPU, "" on CPUs."""
     environment = {**describe_environment(len(hosts)), "hosts": list(hosts), "device": device}
     _write(folder / "config.yaml", config_yaml)
     _write(folder / "environment.json", json.dumps(secrets.hide_all(environment), indent=2) + "\n")
@@ -517,9 +508,7 @@ def _write_lock_owner(file: IO[str]) -> None:
 
 
 def _lock_directory(folder: Path) -> tuple[bool, int | None]:
-    """Try to lock a directory. Return whether no other process has it locked, and the descriptor that holds the lock,
-    None where the file system has no such locks.
-    """
+    """Return whether no other process locks a directory, and our lock's descriptor, None without such locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

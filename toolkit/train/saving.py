@@ -33,9 +33,7 @@ class Saving:
         return 0 < patience_s <= now - self.saved_at
 
     def is_due(self, step: int, stops: bool, is_time: bool, last: bool) -> bool:
-        """Whether a checkpoint is saved after `step`: the run `stops`, or one is due by steps, time or as the `last`.
-        One that is due after a bad loss is postponed to the next good step.
-        """
+        """Whether to save after `step`: stopping, or due by steps, time or end; after a bad loss it is postponed."""
         config, failed = self.config, self.checkpointer.failed
         retries = failed and is_due(step, min(config.every, max(1, config.every // 10)))  # ten times as often
         due = is_due(step, config.every) or is_time or (last and config.at_end) or retries or self.is_postponed
@@ -60,9 +58,7 @@ class Saving:
         self.progress.note(checkpoint=self.checkpointer.newest)
 
     def publish_last(self, step: int, is_saved: bool) -> None:
-        """Publish at once, as no step follows; CheckpointError or Diverged if the save after this step, where
-        `is_saved` says that there was one, failed. A collective.
-        """
+        """Publish at once, as no step follows; CheckpointError or Diverged if this step's save failed. A collective."""
         with terminal.phase(tr("Proving the checkpoint of step {step}", step=step)):
             self.publish()
         if is_saved and self.checkpointer.failed:
@@ -77,9 +73,7 @@ class Saving:
             )
 
     def rescue(self, state: RunState) -> RunFolderError:
-        """Save what the run has learned next to its directory, which is gone; return the error that ends the run. A
-        collective.
-        """
+        """Save the state next to the run directory, which is gone; return the error that ends the run. A collective."""
         checkpointer, folder = self.checkpointer, self.folder
         self.watchdog.enter("checkpoint", state.step)
         rescued = process_group.on_rank0(lambda: run_dir.rescue(folder))

@@ -110,9 +110,7 @@ def _decay_begin(schedule: schema.ScheduleConfig, total_steps: int, warmup_steps
 
 
 class Schedule:
-    """The learning-rate scheduler that the DeepSpeed engine drives: it calls `step()` after each applied update, not
-    after one that it skips (fp16 overflow, NaN in bf16).
-    """
+    """The scheduler that DeepSpeed's engine drives: it calls `step()` after each update but not after a skipped one."""
 
     def __init__(
         self, optimizer: HasGroups, schedule: schema.ScheduleConfig, lr: float, total_steps: int, warmup_steps: int

@@ -87,9 +87,7 @@ class Anomaly:
 
 
 class StepGuard:
-    """Judges every step of an engine, and vetoes updates by bad ones; with the same verdict on every rank, as it sees
-    the same numbers there.
-    """
+    """Judges every step of an engine and vetoes updates by bad ones; all ranks see the same numbers and so agree."""
 
     def __init__(self, engine: DeepSpeedEngine, config: TrainConfig) -> None:
         self.engine, self.config = engine, config

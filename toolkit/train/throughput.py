@@ -110,9 +110,7 @@ class ThroughputMeter:
         self.step_began = now
 
     def pace(self, figures: Mapping[str, float] | None = None) -> RankTimes:
-        """Return the times of each rank since the last row, with this rank's `figures` of hooks, by name. A collective:
-        a sum in which each rank fills its column of a matrix [figures, ranks].
-        """
+        """Return the times and hooks' `figures` of each rank since the last row, by columns of a sum. A collective."""
         seconds, device, figures = time.perf_counter() - self.started, self.engine.device, figures or {}
         rank_tokens = sum(result.rank_tokens for result in self.results)
         rank_figures = [self.own_s, self.data_wait_s, rank_tokens, *memory_peaks(device), *figures.values()]
